@@ -114,6 +114,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "defaults": asdict(card.defaults),
         "plans": card.plans,
         "plan": card.plan,
+        "vaes": card.vaes,
         "deepcache": card.deepcache,
         "loras": card.loras,
         "graphs": card.graphs,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from contract.card import VAES
 from contract.precision import CHOICES
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
         "--backend", metavar="NAME",
         help="that draws: torch, programs, graphs, or one of an installed package; default: the fastest that runs here",
     )  # fmt: skip
+    parser.add_argument(
+        "--tiny-vae", metavar="NAME", help="a tiny decoder's folder or hub id; default: vae-tiny in the model's folder"
+    )
     parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for a --precision of 8 bits; see `quantize`")
     if deepcache:
         parser.add_argument(
@@ -138,6 +142,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--timesteps", metavar="T,T,…", help="of each step, descending, in place of --steps")
     parser.add_argument("--sigmas", metavar="S,S,…", help="noise levels of each step, in place of --steps")
+    parser.add_argument("--vae", choices=VAES, help="what decodes pictures; default: full, the model's VAE")
     parser.add_argument("--eta", type=float, metavar="X", help="how much noise tcd adds in each step; default: 0")
 
 
@@ -148,7 +153,8 @@ def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """
     from contract.schedule import schedule_of
 
-    found: dict[str, Any] = {"scheduler": options.scheduler, "schedule_type": options.schedule_type, "eta": options.eta}
+    found: dict[str, Any] = {"scheduler": options.scheduler, "schedule_type": options.schedule_type}
+    found |= {"eta": options.eta, "vae": options.vae}
     if options.guidance_interval is not None:
         found["guidance_interval"] = _numbers("guidance-interval", options.guidance_interval, ":", float, "0:0.5")
         if len(found["guidance_interval"]) != 2:

@@ -19,6 +19,7 @@ from cli.arguments import (
     wrong_option,
 )
 from cli.scoring import scoring_errors
+from contract.card import FULL
 from contract.errors import Invalid
 from contract.plan import to_field
 
@@ -106,6 +107,8 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
     for name in ("guidance_interval", *SCHEDULE_FIELDS):  # absent in runs of earlier versions
         if (value := getattr(draft, name)) is not None:
             where[name] = [*value] if isinstance(value, tuple) else value
+    if draft.vae != FULL:
+        where["vae"] = draft.vae
     return where | {
         "prompts": options.prompts.name,
         "protocol": options.protocol,
@@ -193,14 +196,14 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
 
 def _check(draft: ImageParameters, caption: Caption, sizes: Any, works: Runtime | None = None) -> None:
     """Reject an invalid shared request before anything is generated. The captions were checked when they were read."""
-    from contract.card import ImageOffer
+    from contract.card import VAES, ImageOffer
     from contract.image import check
     from core.batching.request import Request
     from pipeline.samplers import SAMPLERS
 
     whole = replace(draft, prompt=caption.text)
     try:
-        check(whole, ImageOffer(sizes, tuple(SAMPLERS)))
+        check(whole, ImageOffer(sizes, tuple(SAMPLERS), vaes=VAES))
         if works is not None:
             works.images.check(Request("check", "image", whole))
     except Invalid as error:

@@ -189,13 +189,13 @@ def _check(
     works: Runtime | None = None,
 ) -> None:
     """Reject an invalid request before anything is generated: names the wrong option, or the prompt's position."""
-    from contract.card import ImageOffer
+    from contract.card import VAES, ImageOffer
     from contract.errors import Invalid
     from contract.image import check
     from core.batching.request import Request
 
     try:
-        check(whole, ImageOffer(sizes, schedulers))
+        check(whole, ImageOffer(sizes, schedulers, vaes=VAES))
         if works is not None:
             works.images.check(Request("check", "image", whole))
     except Invalid as error:

@@ -21,6 +21,9 @@ MAX_GUIDANCE = 100.0
 MAX_IMAGES = 10  # per job
 MAX_CHOICES = 16  # per job, over all its prompts
 
+FULL, TINY = "full", "tiny"  # decoders: the model's VAE, and a small one in its place
+VAES = (FULL, TINY)
+
 Size = tuple[int, int]  # width and height in pixels
 
 
@@ -63,7 +66,8 @@ class ImageDefaults:
 class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
 
-    `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none.
+    `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
+    its decoders, of `VAES`.
     """
 
     sizes: Collection[Size]
@@ -74,6 +78,14 @@ class ImageOffer(ImageLimits):
     defaults: ImageDefaults = ImageDefaults()
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str = ""
+    vaes: Collection[str] = (FULL,)
+
+    def check_vae(self, name: str) -> None:
+        """Raise `Invalid` for a decoder that the model does not have."""
+        if name not in VAES:
+            raise Invalid("vae", f"must be one of {', '.join(self.vaes)}")
+        if name not in self.vaes:
+            raise Invalid("vae", f"this model has no {name} decoder; it has {', '.join(self.vaes)}")
 
     def check_scheduler(self, name: str | None) -> None:
         """Raise `Invalid` for a sampler that the model does not offer."""
@@ -157,8 +169,9 @@ BySize = dict[StrictStr, StrictFloat]  # "WxH" to seconds
 class ImageCosts:
     """Seconds of an image's phases; 0 or no entry where nothing was measured.
 
-    `solo_step_s` is a deep forward of two rows, `row_step_s` one row of a deep forward at the cheapest batch width. The
-    shallow tables hold the same for each measured depth of DeepCache.
+    `vae_s` is an image's decoding by the model's VAE, `vae_tiny_s` by its tiny decoder. `solo_step_s` is a deep forward
+    of two rows, `row_step_s` one row of a deep forward at the cheapest batch width. The shallow tables hold the same
+    for each measured depth of DeepCache.
     """
 
     encode_s: StrictFloat = 0.0
@@ -167,6 +180,7 @@ class ImageCosts:
     row_step_s: BySize = field(default_factory=dict)
     shallow_solo_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
     shallow_row_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
+    vae_tiny_s: StrictFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +219,8 @@ class ImageCard(_Card):
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `plans` request fields by the name of a tuned plan, and `plan` the default
-    plan of requests, a name or a word of `contract.tuned`; "": none. `graphs`: the numbers of CUDA graphs "recorded"
-    and "wanted"; empty where none are used.
+    plan of requests, a name or a word of `contract.tuned`; "": none. `vaes` are the decoders, of `VAES`. `graphs`: the
+    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
     """
 
     modality: Literal["image"] = "image"
@@ -222,6 +236,7 @@ class ImageCard(_Card):
     defaults: ImageDefaults = ImageDefaults()
     plans: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     plan: StrictStr = ""
+    vaes: tuple[StrictStr, ...] = (FULL,)
 
     @property
     def offer(self) -> ImageOffer:
@@ -231,7 +246,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            **limits,
+            self.vaes, **limits,
         )  # fmt: skip
 
 

@@ -7,21 +7,27 @@ from collections import Counter
 from collections.abc import Mapping
 
 from contract import plan
-from contract.card import BySize, ImageCard
+from contract.card import TINY, BySize, ImageCard
 from contract.image import ImageJob
 
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job occupies one worker whose batches are full."""
     steps_s = _steps_s(card, job, card.costs.row_step_s, card.costs.shallow_row_step_s)
-    return job.n * (card.costs.encode_s + steps_s + card.costs.vae_s)
+    return job.n * (card.costs.encode_s + steps_s + _vae_s(card, job))
 
 
 def solo_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds that the job takes at best: on an idle worker, with its n images in one batch."""
     # Measured with two rows; one row takes at least half of that.
     steps_s = _steps_s(card, job, card.costs.solo_step_s, card.costs.shallow_solo_step_s) / 2
-    return max(card.costs.encode_s + steps_s + card.costs.vae_s, work_s(card, job))
+    return max(card.costs.encode_s + steps_s + _vae_s(card, job), work_s(card, job))
+
+
+def _vae_s(card: ImageCard, job: ImageJob) -> float:
+    """Seconds of an image's decoding; by a tiny decoder without an announced cost as by the VAE."""
+    tiny = job.picture.vae == TINY and card.costs.vae_tiny_s
+    return card.costs.vae_tiny_s if tiny else card.costs.vae_s
 
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:

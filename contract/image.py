@@ -22,7 +22,7 @@ from contract.bounds import (
     check_whole,
     next_seed,
 )
-from contract.card import MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
+from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import CacheFields, DeepCache
@@ -55,7 +55,7 @@ class ImageParameters:
     `scheduler` is the sampler; None means the model's own. `schedule_type`, `timesteps`, `sigmas` and `eta` are as in
     `NoiseSchedule`. `preview_every` n > 0 requests a preview after every n-th step. `deepcache` None runs every step
     deep. With `prompt_weighting` both prompts are parsed for weights (contract.markup). `lora` names the LoRAs applied
-    to this image only (contract.loras).
+    to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
     """
 
     prompt: str
@@ -77,6 +77,7 @@ class ImageParameters:
     timesteps: tuple[int, ...] | None = None
     sigmas: tuple[float, ...] | None = None
     eta: float | None = None
+    vae: str = FULL
 
     def __post_init__(self) -> None:
         for name in ("guidance_interval", "timesteps", "sigmas"):
@@ -118,8 +119,8 @@ class ImageParameters:
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        for name in ("prompt_weighting", "lora", "guidance_interval", *SCHEDULE_FIELDS):
-            if told[name] is None or told[name] is False or told[name] == "":
+        for name in ("prompt_weighting", "lora", "guidance_interval", *SCHEDULE_FIELDS, "vae"):
+            if told[name] == _PICTURE[name].default:
                 del told[name]
         if self.edit is None:
             del told["edit"]
@@ -151,6 +152,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     parameters.schedule.check(parameters.steps)
     check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)
+    offer.check_vae(parameters.vae)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
     if parameters.deepcache is not None:
@@ -329,7 +331,7 @@ def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usu
     """The fields with those of its plan where they are left open; `strength` is an edit's. Raises `Invalid`.
 
     `usual` is the plan of requests that name none; "": none. It refuses nobody: one that this version cannot read is
-    ignored, and so are too few steps for an edit's strength.
+    ignored, and so are too few steps for an edit's strength and a decoder that the model does not have.
     """
     given = {name: getattr(fields, name) for name in (*tuned.PlanFields.model_fields, *SCHEDULE_FIELDS)}
     if fields.plan is not None:
@@ -342,6 +344,8 @@ def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usu
         return fields
     if fields.steps is None and strength is not None and int(found.get("steps", offer.max_steps) * strength) < 1:
         del found["steps"]
+    if fields.vae is None and found.get("vae", FULL) not in offer.vaes:
+        del found["vae"]
     return fields.model_copy(update=found)
 
 

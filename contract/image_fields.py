@@ -86,6 +86,9 @@ class ImageFields(BaseModel):
         description="off: every step whole; auto or a name from the model's plans: which steps and how, for what the "
         "request leaves open; default: the model's",
     )
+    vae: Literal["full", "tiny"] | None = Field(
+        default=None, description="what decodes the picture: the model's VAE, or its tiny decoder; full by default"
+    )
     deterministic: bool | None = Field(default=None, description="equal seed and fingerprint give equal bytes; slower")
     preview_every: int | None = Field(
         default=None, ge=0, description="steps from one preview to the next; 0, the default: none"

@@ -33,6 +33,7 @@ class PlanFields(BaseModel):
     schedule_type: ScheduleType | None = None
     guidance_interval: list[float] | None = None
     deepcache: Literal["off", "auto"] | CacheFields | None = None
+    vae: Literal["full", "tiny"] | None = None
 
     @field_validator("guidance_interval")
     @classmethod

@@ -68,6 +68,10 @@ class Settings(BaseSettings):
         description="of requests that do not say: off, auto, or a plan of `diptych tune`; empty: none",
     )
     plans: str = Field(default="", description="a file of tuned plans; empty: plans.json in the model's folder")
+    tiny_vae: str = Field(
+        default="",
+        description="a tiny decoder's folder or hub id (AutoencoderTiny); empty: vae-tiny in the model's folder",
+    )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
     backend: str = Field(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from contract.card import FULL
 from contract.plan import to_field
 from contract.schedule import SCHEDULE_FIELDS
 from evaluation.pixels import Pixels
@@ -89,6 +90,7 @@ class RemoteService:
             "guidance_interval": wanted.guidance_interval,
             "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
             **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
+            "vae": None if wanted.vae == FULL else wanted.vae,  # which older services do not know
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, given, wanted.steps, tick)

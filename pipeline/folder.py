@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
 _STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
 _TEXTS = ("json", "txt", "jinja")  # the endings of files that are no weights
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -61,7 +62,13 @@ def find(name: str, variant: str | None, parts: Callable[[Path], Mapping[str, Pa
             wanted += [f"{part}/{told.stem}*{variant}*.safetensors"]
         elif told.stem:
             wanted += [f"{part}/{told.stem}.safetensors", f"{part}/{told.stem}-?????-of-?????.safetensors"]
+    wanted += [f"{TINY_VAE}/{_STEMS['network']}.safetensors"]
     return _download(name, wanted)
+
+
+def find_network(name: str) -> Path:
+    """The folder of one network: `name`, or of a hub id, downloaded first. Raises `ModelError`."""
+    return local(name) or _download(name, ["config.json", f"{_STEMS['network']}.safetensors"])
 
 
 def find_configs(name: str, *more: str) -> Path:
@@ -125,7 +132,7 @@ def check(
         ModelError: for another kind of part, and for a file that is missing, damaged or of another format.
     """
     index = _check_index(folder, parts, label)
-    return index, {name: _check_part(folder / name, name, part, variant) for name, part in parts.items()}
+    return index, {name: check_part(folder / name, name, part, variant) for name, part in parts.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -165,8 +172,11 @@ def _check_class(path: Path, name: str, part: Part, found: object) -> None:
         raise ModelError(f"{path}: {name} is of class {found}; this engine runs {part.classes[0]}")
 
 
-def _check_part(where: Path, name: str, part: Part, variant: str | None) -> list[Path]:
-    """The weight files of a part, each checked to be complete; none for a part without weights."""
+def check_part(where: Path, name: str, part: Part, variant: str | None = None) -> list[Path]:
+    """The weight files of the part in this folder, each checked to be complete; none for a part without weights.
+
+    Raises `ModelError`, as `check`.
+    """
     if part.kind == "scheduler":
         read_json(where / "scheduler_config.json")
         return []
@@ -243,12 +253,19 @@ def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
 def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
     """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
 
-    `files` are the weight files of each part. Of one over 256 MB it reads the header and 4 KiB from the middle of each
-    tensor.
+    `files` are the weight files of each part.
+    """
+    texts = [p for part in files for ending in _TEXTS for p in sorted((folder / part).glob(f"*.{ending}"))]
+    return digest_of(folder, [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)])
+
+
+def digest_of(folder: Path, files: Sequence[Path]) -> str:
+    """SHA-256 (16 hex digits) over these files of a folder and their names in it.
+
+    Of one over 256 MB it reads the header and 4 KiB from the middle of each tensor.
     """
     hashed = hashlib.sha256()
-    texts = [p for part in files for ending in _TEXTS for p in sorted((folder / part).glob(f"*.{ending}"))]
-    for path in [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)]:
+    for path in files:
         size = path.stat().st_size
         hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())
         with path.open("rb") as stream:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from contract.card import TINY
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
@@ -18,11 +19,14 @@ from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executable
 from pipeline.backends.timing import synchronize
 from pipeline.conditioning import Conditioner, Told
 from pipeline.fingerprint import fingerprint
-from pipeline.phases import DEEP, ENCODE, IMAGE, VAE
+from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, VAE, VAE_TINY
 from pipeline.picture import Picture
 from pipeline.request_state import ImageState, MemoryLedger, NarrowedState, gather, keep
 
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
+
+
+_PREVIEW_SIDE = 256  # pixels of a preview at most, along one side
 
 
 class Iteration(NamedTuple):
@@ -47,12 +51,13 @@ class IterationBuilder:
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
         self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
-        self._previews: vae.Preview | None = None
+        self._previews: vae.LinearPreview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
     def build(self, group: BatchGroup, requests: list[Request]) -> Iteration:
         """One iteration of the group's phase."""
-        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, VAE: self.decode_latents}
+        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts}
+        builders |= dict.fromkeys(DECODES.values(), self.decode_latents)
         return builders.get(group.phase, self.denoise_step)(group, requests)
 
     def clear_cache(self) -> None:
@@ -136,9 +141,10 @@ class IterationBuilder:
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 narrowed = [NarrowedState.of(work) if work.narrows(work.step + 1) else None for work in works]
-                previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
             synchronize(self._model.device)
-            self._observe(group, way.rows, way.compiled, started)
+            self._observe(group, way.rows, way.compiled, started)  # without previews, which few requests have
+            with torch.inference_mode():
+                previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
             return moved, narrowed, previews
 
         def commit(
@@ -218,8 +224,10 @@ class IterationBuilder:
     def _preview(self, wanted: ImageParameters, moved: denoise.DenoisingState) -> Any:
         if not wanted.preview_every or moved.step % wanted.preview_every or not moved.left:
             return None
+        if (decode := self._main.phases.get(VAE_TINY)) is not None:
+            return vae.reduced(decode(moved.x0), _PREVIEW_SIDE)
         if self._previews is None:
-            self._previews = vae.Preview(self._model, self._main.phases[VAE])
+            self._previews = vae.LinearPreview(self._model, self._main.phases[VAE])
         return self._previews(moved.x0)
 
     def _picture(self, request: Request, pixels: torch.Tensor) -> Picture:
@@ -232,6 +240,8 @@ class IterationBuilder:
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
         if work.uses:
             printed["lora"] = {use.name: use.digest for use in work.uses}
+        if request.parameters.vae == TINY and self._model.tiny_vae is not None:
+            printed["vae-tiny"] = self._model.tiny_vae.digest
         if self.fixed_latent is not None:
             printed["latent"] = self.fixed_latent[1]
         image = Image.fromarray(edit.finish(request.parameters, pixels).numpy())

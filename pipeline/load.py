@@ -20,7 +20,7 @@ from contract.precision import dtype as dtype_of
 from pipeline import folder as folders
 from pipeline import lora
 from pipeline.families import registry
-from pipeline.families.family import Family, Seeded
+from pipeline.families.family import Family, Seeded, TinyVae
 from pipeline.families.family import ImageModel as ImageModel
 from pipeline.folder import ModelError as ModelError
 from pipeline.folder import Part
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from contract.card import ImageDefaults
 
+_TINY_VAE = Part("network", ("AutoencoderTiny",), "diffusers.models.autoencoders.autoencoder_tiny")
 _ANY_STEPS = 4  # enough to build every sampler's table
 
 
@@ -42,6 +43,7 @@ def load(
     variant: str | None = None,
     unet: Path | None = None,
     loras: Sequence[Lora] = (),
+    tiny_vae: str = "",
 ) -> ImageModel:
     """Load a model.
 
@@ -52,6 +54,7 @@ def load(
         variant: of the weight files, such as "fp16" in `diffusion_pytorch_model.fp16.safetensors`.
         unet: folder of the quantized denoiser; default: such as `unet-int8` in the model's own folder.
         loras: added to the weights, before these are quantized; a variant must then hold scales alone.
+        tiny_vae: folder or hub id of a tiny decoder; default: `vae-tiny` in the model's own folder, if there is one.
 
     Raises:
         ModelError: naming the part, if one is missing, damaged or of another architecture; also for a device that is
@@ -83,9 +86,14 @@ def load(
     scheduler, config = parts.pop("scheduler"), parts[family.denoiser].config
     _place(parts, family, where, dtype)
     student = _student(source.name, family, scheduler, config, [one.name for one in loras if one.scale > 0])
-    return ImageModel(
+    model = ImageModel(
         source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
     )
+    own = None if source.folder is None else source.folder / folders.TINY_VAE
+    found_tiny = folders.find_network(tiny_vae) if tiny_vae else own
+    if found_tiny is not None and (tiny_vae or found_tiny.is_dir()):
+        model.tiny_vae = _tiny_vae(found_tiny.resolve(), model)
+    return model
 
 
 class _Source(NamedTuple):
@@ -120,6 +128,27 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
         for part, told in family.parts.items()
     }
     return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
+
+
+def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
+    """The tiny decoder in this folder, on the model's device. Raises `ModelError` for one of another model."""
+    from unet_opt.layout import check_tiny_decoder
+
+    files = folders.check_part(where, folders.TINY_VAE, _TINY_VAE)
+    network = _load_part(where.parent, where.name, _TINY_VAE, model.dtype, None)
+    try:
+        check_tiny_decoder(network)
+    except ValueError as error:
+        raise ModelError(f"{where}: {error}") from error
+    scale = 2 ** (len(network.config.decoder_block_out_channels) - 1)
+    for what, has, wanted in (
+        ("latent_channels", network.config.latent_channels, model.latent_channels),
+        ("pixels per latent", scale, model.vae_scale),
+    ):
+        if has != wanted:
+            raise ModelError(f"{where}: {what}: {has}, and the VAE of {model.name} has {wanted}")
+    network.to(model.device).eval().requires_grad_(False)
+    return TinyVae(network, folders.digest_of(where, [where / "config.json", *files]))
 
 
 def _short(name: str) -> str:

@@ -18,7 +18,7 @@ from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
 from pipeline.families.family import Network
-from pipeline.phases import DEEP, SHALLOW, VAE
+from pipeline.phases import DECODES, DEEP, SHALLOW
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,7 @@ class ImageState:
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
     depth: str  # of its shallow steps; "" without any
+    decode: str  # the phase that decodes it
     features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
     image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
@@ -78,7 +79,7 @@ class ImageState:
     def phase(self, step: int) -> str:
         """The phase before this step; after the last one latents are decoded."""
         if step == len(self.plan):
-            return VAE
+            return self.decode
         return DEEP if self.plan[step] else SHALLOW[self.depth]
 
 
@@ -182,8 +183,8 @@ class MemoryLedger:
         widths, plan = tuple(width for width, _ in steps), tuple(deep for _, deep in steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
-        name, size = _backend(wanted), (wanted.width, wanted.height)
-        mode = self._backends[name].deterministic_mode(size, depth) if wanted.deterministic else ""
+        name, decode = _backend(wanted), DECODES[wanted.vae]
+        mode = self._backends[name].deterministic_mode(size, depth, decode) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
@@ -194,7 +195,7 @@ class MemoryLedger:
         )
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted), widths, name, mode, table,
-            generator, plan, depth, features, taken=taken, warnings=warnings,
+            generator, plan, depth, decode, features, taken=taken, warnings=warnings,
         )  # fmt: skip
 
 

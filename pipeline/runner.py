@@ -23,7 +23,7 @@ from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.fingerprint import code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.phases import ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE, VAE_ROWS, fixed_rows
+from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
 from pipeline.sizes import sizes
@@ -76,7 +76,7 @@ class ImageRunner:
         wanted = request.parameters
         if not isinstance(wanted, ImageParameters):
             raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
-        check(wanted, ImageOffer(self.sizes, self.schedulers))
+        check(wanted, ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes))
         try:
             name = wanted.scheduler or self.default_scheduler
             size = (wanted.width, wanted.height)
@@ -125,7 +125,7 @@ class ImageRunner:
         return BatchGroup(phase, (wanted.width, wanted.height), mode, name)
 
     def rows(self, request: Request) -> int:
-        if request.phase in (VAE, IMAGE):
+        if request.phase in (*DECODES.values(), IMAGE):
             return 1
         work: ImageState = request.work
         return work.most_rows if request.phase == ENCODE else work.rows
@@ -143,7 +143,7 @@ class ImageRunner:
 
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work
-        if request.phase == VAE:
+        if request.phase in DECODES.values():
             return None
         if request.phase == IMAGE:
             return self._group(request, ENCODE)
@@ -158,7 +158,7 @@ class ImageRunner:
             return 1  # alone: on torch the last bits of a row depend on the batch size
         if group.mode:
             return fixed_rows(phase, widths.deterministic_rows)
-        return VAE_ROWS if phase == VAE else widths.max_rows
+        return VAE_ROWS if phase in DECODES.values() else widths.max_rows
 
     def lane(self, group: Hashable) -> str:
         return "device"

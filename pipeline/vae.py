@@ -66,6 +66,18 @@ def levels(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
+def reduced(pixels: torch.Tensor, most: int) -> NDArray[np.uint8]:
+    """One picture, uint8 [1, H, W, 3], averaged over areas so that no side is longer than `most`: [h, w, 3]."""
+    height, width = pixels.shape[1:3]
+    share = min(1.0, most / max(height, width))
+    if share < 1:
+        size = max(1, round(height * share)), max(1, round(width * share))
+        means = F.adaptive_avg_pool2d(pixels.permute(0, 3, 1, 2).float(), size)
+        pixels = means.round().to(torch.uint8).permute(0, 2, 3, 1)
+    seen: NDArray[np.uint8] = pixels[0].cpu().numpy().copy()
+    return seen
+
+
 def to_host(pixels: torch.Tensor) -> torch.Tensor:
     """Copy to the CPU; from a GPU through pinned memory."""
     if not pixels.is_cuda:
@@ -76,7 +88,7 @@ def to_host(pixels: torch.Tensor) -> torch.Tensor:
     return host
 
 
-class Preview:
+class LinearPreview:
     """Small previews computed from latents by a linear map, fitted once to the model's own VAE.
 
     A latent's four channels nearly determine the mean colour of its 8×8 pixels, so least squares over a few decoded

@@ -32,6 +32,7 @@ _BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock
 _DECODER: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type": ("group",)}
 _TINY: dict[str, tuple[Any, ...]] = {
     "act_fn": ("relu",), "upsample_fn": ("nearest",), "upsampling_scaling_factor": (2,), "out_channels": (3,),
+    "scaling_factor": (1.0,), "shift_factor": (0.0, None),
 }  # fmt: skip
 
 

@@ -99,6 +99,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
         variant=settings.variant,
         unet=unet,
         loras=lora.find(settings.lora, settings.lora_dir),
+        tiny_vae=settings.tiny_vae,
     )
     folder = family_of(settings.model_name, settings.variant)[1]
     return replace(model, plans=plans.of_model(folder, settings.plans, model.precision, settings.plan))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from contract.card import ImageCard, ImageCosts, ImageLimits
+from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
-from pipeline.phases import DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
+from pipeline.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE_ROWS
 from pipeline.runner import ImageRunner
 
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
@@ -40,7 +40,7 @@ def image_card(
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults = model.defaults
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
-    vae_s = _best(runner, BatchGroup(VAE, native), range(1, VAE_ROWS + 1))
+    decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     return ImageCard(
         name=model.name,
         precision=model.precision,
@@ -52,16 +52,18 @@ def image_card(
         defaults=defaults,
         plans={name: dict(fields) for name, fields in model.plans.items()},
         plan=plan,
+        vaes=model.vaes,
         limits=ImageLimits(),
         costs=ImageCosts(
             encode_s=encode_s,
-            vae_s=vae_s,
+            vae_s=decode_s[FULL],
+            vae_tiny_s=decode_s.get(TINY, 0.0),
             solo_step_s=solo_s,
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
         ),
-        capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + vae_s),
+        capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",

@@ -149,7 +149,7 @@ def check(source: ImageModel, kinds: list[str], prompts: Sequence[str], pictures
         result: dict[str, Any] = {}
         if KINDS[name] is not None:
             result["layers"] = layers(source, variant)
-        unet, decoder, _ = on_gpu(variant, 16)
+        unet, decoder, _, _ = on_gpu(variant, 16)
         kv = unet.prepare_text(given["text"])
         out, *features = sources.fused(unet, given, kv)
         result["forward"] = agreement(out, expected)

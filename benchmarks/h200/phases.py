@@ -42,7 +42,7 @@ def phases() -> dict[str, float]:
     """Milliseconds by phase and width, INT8."""
     source = sources.model()
     model = sources.variant(source, "int8", sources.ranges(source, 1))
-    unet, decoder, _ = on_gpu(model, max(ROWS))
+    unet, decoder, _, _ = on_gpu(model, max(ROWS))
     found: dict[str, float] = {}
     for rows in ROWS:
         given = sources.inputs(source, rows)

@@ -82,10 +82,10 @@ class ImageBackend(Protocol):
         """
         ...
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
         """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
 
-        `depth` is that of its shallow steps; "" without any.
+        `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it.
         """
         ...
 

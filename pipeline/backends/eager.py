@@ -11,7 +11,7 @@ from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, W
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
-from pipeline.phases import DEEP, SHALLOW, VAE, VAE_ROWS, fixed_rows, on_torch, timed
+from pipeline.phases import DECODES, DEEP, SHALLOW, VAE_ROWS, VAE_TINY, fixed_rows, on_torch, timed
 
 EAGER, COMPILED = "eager", "compiled"
 
@@ -24,7 +24,8 @@ class TorchBackend(ImageBackend):
     ) -> None:
         """`cache` stores compiled code. Raises `ModelError` for a UNet without SDXL's layout."""
         self.model = model
-        self.denoiser, _, self.phases = on_torch(model)
+        networks = on_torch(model)
+        self.denoiser, self.phases = networks.denoiser, networks.phases
         self.kernels = KernelIdentity()
         self.costs = PhaseCosts()
         self.widths = widths or Widths()
@@ -52,9 +53,9 @@ class TorchBackend(ImageBackend):
             break
         return best
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
         """Compiled, if all that it needs is compiled by now."""
-        phases = (DEEP, SHALLOW[depth], VAE) if depth else (DEEP, VAE)
+        phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = [ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases]
         return EAGER if any(self._executables.find(key) is None for key in keys) else COMPILED
 
@@ -64,10 +65,11 @@ class TorchBackend(ImageBackend):
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
         size, widths = size or (self.model.native, self.model.native), self.widths.descending
         steps = [(phase, rows) for phase in (DEEP, SHALLOW[AUTO.depth]) for rows in widths]
-        for phase, rows in [*steps, (VAE, 1), (VAE, VAE_ROWS)]:
+        decodes = [(phase, rows) for phase in DECODES.values() if phase in self.phases for rows in (1, VAE_ROWS)]
+        for phase, rows in [*steps, *decodes]:
             self._executables.want(ExecutableKey(phase, rows, size), self._timer.example(phase, rows, size))
         until = time.monotonic() + measure_s
-        for key in timed(widths, size, (VAE_ROWS,)):
+        for key in timed(widths, size, (VAE_ROWS,), tiny=VAE_TINY in self.phases):
             if not self._timer(key, self.phases[key.phase], False, until=until):
                 return
             found = self._executables.find(key)

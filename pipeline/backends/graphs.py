@@ -16,12 +16,13 @@ from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
 from pipeline.phases import (
+    DECODES,
     DEEP,
     SHALLOW,
     STEPS,
     TEXT,
     TEXT_WIDTHS,
-    VAE,
+    VAE_TINY,
     VAE_WIDTHS,
     fixed_rows,
     likeliest,
@@ -47,14 +48,16 @@ class GraphBackend(ImageBackend):
         widths = widths or Widths()
         self.model = model
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
-        self.denoiser, _, self._layers = on_gpu(model, self.widths.descending[0])
+        networks = on_gpu(model, self.widths.descending[0])
+        self.denoiser, self._layers = networks.denoiser, networks.phases
         self.kernels = KernelIdentity.on_gpu(model)
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         if recorder is None and model.device.type == "cuda":
             recorder = CudaRecorder(model.device)
         steps = dict.fromkeys(STEPS, self.widths.descending[::-1])
-        recorded, self.phases = {**steps, VAE: VAE_WIDTHS}, self._layers
+        decodes = {phase: VAE_WIDTHS for phase in DECODES.values() if phase in self._layers}
+        recorded, self.phases = {**steps, **decodes}, self._layers
         if not model.family.padded:  # prompts of different lengths have no graph in common
             recorded[TEXT] = TEXT_WIDTHS
             self.phases = {**self._layers, TEXT: self._embed}
@@ -83,13 +86,13 @@ class GraphBackend(ImageBackend):
             return planned(self, group, wider.rows, self._function(wider), True)
         return ExecutionPlan(self._function(key), False, width, seconds)
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
         """Graphs, if all that it needs are recorded by now.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
         kernels launched one by one.
         """
-        phases = (DEEP, SHALLOW[depth], VAE) if depth else (DEEP, VAE)
+        phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = (ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases)
         return GRAPHS if all(self.graphs.has(key) for key in keys) else LAYERS
 
@@ -105,7 +108,7 @@ class GraphBackend(ImageBackend):
             while time.monotonic() < until and self.graphs.record_next():
                 pass
             return
-        for key in timed(widths, size, VAE_WIDTHS[1:]):
+        for key in timed(widths, size, VAE_WIDTHS[1:], tiny=VAE_TINY in self.phases):
             if not self._timer(key, self._function(key), True, until=until):
                 return
 

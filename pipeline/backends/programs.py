@@ -11,7 +11,7 @@ from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, W
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
-from pipeline.phases import SHALLOW, VAE_ROWS, on_kernels, timed
+from pipeline.phases import SHALLOW, VAE_ROWS, VAE_TINY, on_kernels, timed
 
 KERNELS = "kernels"
 
@@ -33,22 +33,26 @@ class ProgramBackend(ImageBackend):
         they are packed. Raises `ModelError` for a model that the kernels do not support.
         """
         self.model = model
-        self.denoiser, self._decoder, self.phases = on_kernels(model, kernels)
+        made = on_kernels(model, kernels)
+        self.denoiser, self.phases = made.denoiser, made.phases
         self.kernels = KernelIdentity.on_cpu(kernels)
         self.costs = PhaseCosts(skip_first=True)
         self.widths = widths or Widths()
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         self._lowerings: dict[str, CpuLowering] = {}
-        for name, network in ((model.family.denoiser, self.denoiser), ("vae", self._decoder)):
-            assert isinstance(network.lowering, CpuLowering)
-            self._lowerings[name] = network.lowering
+        lowerings = {model.family.denoiser: made.denoiser.lowering, "vae": made.decoder.lowering}
+        if made.tiny is not None:
+            lowerings[VAE_TINY] = made.tiny.lowering
+        for name, lowering in lowerings.items():
+            assert isinstance(lowering, CpuLowering)
+            self._lowerings[name] = lowering
         for name in release:
             self._lowerings[name].layers.release()
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         return planned(self, group, rows, self.phases[group.phase])
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
         return KERNELS
 
     def executable(self, mode: str) -> str:
@@ -56,7 +60,8 @@ class ProgramBackend(ImageBackend):
 
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
         until = time.monotonic() + measure_s
-        for key in timed(self.widths.descending, size or (self.model.native, self.model.native), (VAE_ROWS,)):
+        size, tiny = size or (self.model.native, self.model.native), VAE_TINY in self.phases
+        for key in timed(self.widths.descending, size, (VAE_ROWS,), tiny=tiny):
             if not self._timer(key, self.phases[key.phase], False, until=until):
                 return
 

@@ -12,7 +12,7 @@ from core.batching.cost import CostCurve, CostTable
 from core.graphs import ExecutableKey
 from pipeline import denoise
 from pipeline.families.family import ImageModel, Network
-from pipeline.phases import DEEP, SHALLOW, TEXT, VAE
+from pipeline.phases import DECODES, DEEP, SHALLOW, TEXT
 
 Size = tuple[int, int]
 _GUESS_S = 0.05
@@ -101,7 +101,7 @@ class PhaseTimer:
             if phase == TEXT:
                 return function(model.family.example_ids(model, rows))
             latents = random(rows, model.latent_channels, height, width)
-            if phase == VAE:
+            if phase in DECODES.values():
                 return function(latents.float())
             inputs = denoise.DenoiserInputs(
                 latents,

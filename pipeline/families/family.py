@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from contract.card import ImageDefaults
+from contract.card import FULL, TINY, ImageDefaults
 from pipeline.folder import Part
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from pipeline.sigmas import SamplerTable
 
 Size = tuple[int, int]  # width and height in pixels
+
+
+class TinyVae(NamedTuple):
+    """A small decoder in place of a model's VAE: diffusers' AutoencoderTiny. `digest` identifies its weights."""
+
+    network: Any
+    digest: str
 
 
 @dataclass(eq=False)
@@ -42,6 +49,7 @@ class ImageModel:
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
+    tiny_vae: TinyVae | None = None
 
     @property
     def denoiser(self) -> Any:
@@ -65,6 +73,11 @@ class ImageModel:
     @property
     def latent_channels(self) -> int:
         return int(self.vae.config.latent_channels)
+
+    @property
+    def vaes(self) -> tuple[str, ...]:
+        """The decoders that a request may name."""
+        return (FULL,) if self.tiny_vae is None else (FULL, TINY)
 
     @property
     def native(self) -> int:

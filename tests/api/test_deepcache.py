@@ -128,6 +128,13 @@ def test_steps_without_guidance_count_half() -> None:
     assert _draft(steps=10, guidance_scale=1.0, guidance_interval=[0, 0.5]).work_ms == 300 + 30 * 10
 
 
+def test_a_tiny_decoder_counts_as_it_is_announced() -> None:
+    both = dataclasses.replace(CARD, vaes=("full", "tiny"))
+    measured = dataclasses.replace(both, costs=dataclasses.replace(both.costs, vae_tiny_s=0.02))
+    assert [_draft(card, steps=10, vae="tiny").work_ms for card in (both, measured)] == [300 + 600, 120 + 600]
+    assert _draft(measured, steps=10).work_ms == 300 + 600
+
+
 @given(SCHEDULES, st.integers(1, 60), st.floats(0.1, 1.0))
 def test_an_edit_is_counted_by_the_steps_it_makes(asked: Any, steps: int, strength: float) -> None:
     parameters = {**_draft(steps=steps).parameters, "deepcache": asked}

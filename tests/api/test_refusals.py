@@ -52,6 +52,8 @@ def refuse(api: Api, worker: Worker, path: str, raw: bytes, status: int, param: 
         ({"prompt": None}, "prompt"),
         ({"negative_prompt": MARK + "\x08"}, "negative_prompt"),
         ({"negative_prompt": "x" * 100_000}, "negative_prompt"),
+        ({"vae": MARK}, "vae"),
+        ({"vae": "tiny"}, "vae"),  # which this model does not have
         ({"size": "129x128"}, "size"),
         ({"size": MARK}, "size"),
         ({"size": [128, 128]}, "size"),

@@ -17,6 +17,7 @@ from pipeline import tiny
 from pipeline.picture import Picture
 from tests.cli.shell import Shell, made_with
 from tests.disks import small_disk
+from tests.unet_opt.shapes import tiny_vae
 
 # -- what it draws -------------------------------------------------------------------------------------------------
 
@@ -71,6 +72,23 @@ def test_lists_of_steps_reach_the_picture_and_count_its_steps(shell: Shell) -> N
 )
 def test_a_schedule_that_cannot_be_is_refused_by_its_option(shell: Shell, options: list[str], told: str) -> None:
     assert told in shell.refused("x", *options)
+
+
+def test_a_tiny_decoder_is_used_if_asked_for(shell: Shell) -> None:
+    tiny_vae(8).save_pretrained(shell.folder / "taesd")
+    named = ("--tiny-vae", str(shell.folder / "taesd"), "--seed", "1")
+    drawn = {}
+    for decoder in ("full", "tiny"):
+        assert shell.generate("x", *named, "--vae", decoder).code == 0
+        (path,) = shell.pictures()
+        assert made_with(path).get("vae", "full") == decoder
+        with Image.open(path) as image:
+            drawn[decoder] = image.tobytes()
+        path.unlink()
+    assert drawn["full"] != drawn["tiny"]
+    (shell.folder / "out").rmdir()
+    assert "--vae: this model has no tiny decoder; it has full" in shell.refused("x", "--vae", "tiny")
+    assert "no such folder" in shell.refused("x", "--tiny-vae", "gone")
 
 
 def test_weights_are_read_if_asked_for(shell: Shell) -> None:

@@ -123,3 +123,13 @@ def test_plans_that_are_none_are_refused_by_name(data: object, field: str) -> No
 
 def test_plans_are_read_as_they_are() -> None:
     assert tuned.read(PLANS) == PLANS
+
+
+def test_a_plan_may_name_the_tiny_decoder() -> None:
+    plans = {"swift": {"steps": 4, "vae": "tiny"}}
+    with_it = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=plans, plan="swift", vaes=("full", "tiny"))
+    assert asked(with_it)["vae"] == "tiny" and "vae" not in asked(with_it, vae="full")
+    without = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=plans, plan="swift")
+    assert asked(without)["steps"] == 4 and "vae" not in asked(without), "a default plan refuses nobody"
+    with pytest.raises(Invalid, match=r"^vae: this model has no tiny decoder; it has full$"):
+        asked(without, plan="swift")

@@ -1,4 +1,4 @@
-"""Random mixes of plans, samplers and schedules in one engine: each picture has the bits of its solo run.
+"""Random mixes of plans, samplers, schedules and decoders in one engine: each picture has the bits of its solo run.
 
 `DIPTYCH_MIXES` says how many are drawn.
 """
@@ -22,7 +22,7 @@ from core.batching.runner import Lane
 from pipeline import tiny
 from pipeline.samplers import SAMPLERS, SCHEDULERS
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo
+from tests.pipeline.worlds import Crank, Watching, levels, solo, tiny_model
 
 LANE = Lane("tests")
 MIXES = int(os.environ.get("DIPTYCH_MIXES", "40"))
@@ -49,7 +49,7 @@ def wish(chance: random.Random, seed: int) -> ImageParameters:
         chance.choice(["a red cat", "blue dogs in a park", ""]) or "x", seed, 32, 32, steps=steps, scheduler=name,
         guidance_scale=chance.choice([0.0, 1.0, 3.0, 7.5]), negative_prompt=chance.choice([None, "", "grey"]),
         guidance_interval=interval, deepcache=chance.choice([None, AUTO, DeepCache(3), DeepCache(2, RESNET)]),
-        deterministic=chance.random() < 0.3, **given,
+        deterministic=chance.random() < 0.3, vae=chance.choice(["full", "tiny"]), **given,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
     chance = random.Random(0)
     worlds.MORE["mixes"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
     options: dict[str, Any] = {"lane": LANE, "max_rows": 16, **({"kernels": kernels} if backend == "kernels" else {})}
-    runner = Watching(model("mixes" if backend == "kernels" else "plain"), **options)
+    runner = Watching(tiny_model("mixes" if backend == "kernels" else "plain"), **options)
 
     @cache
     def alone(one: ImageParameters) -> np.ndarray:
@@ -80,4 +80,5 @@ def test_each_picture_of_a_mix_is_its_solo_run(backend: str, kernels: ctypes.CDL
             apart = np.abs(levels(pictures[str(index)]) - alone(one)).max()
             assert apart <= (0 if backend == "kernels" or one.deterministic else 1), one
     assert shared > mixes / 2, "nobody shared a forward"
+    assert {phase for phase, _ in runner.rides} >= {"vae", "vae-tiny"} or mixes < 4
     assert runner.held() == 0 and runner.holdings.memory.taken == 0

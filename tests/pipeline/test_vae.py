@@ -58,7 +58,7 @@ class LinearDecoder(torch.nn.Module):
 def test_a_preview_of_a_linear_decoder_is_exact() -> None:
     linear = model("plain").with_parts(vae=LinearDecoder())
     latents = 0.5 * torch.randn(1, 4, 3, 5, generator=torch.Generator().manual_seed(7))
-    preview = vae.Preview(linear)(latents)
+    preview = vae.LinearPreview(linear)(latents)
     assert preview.shape == (3, 5, 3) and preview.dtype == np.uint8
     assert preview.std() > 10
     assert np.abs(preview.astype(int) - vae.decode(linear, latents)[0, ::8, ::8].numpy().astype(int)).max() <= 2
@@ -66,7 +66,19 @@ def test_a_preview_of_a_linear_decoder_is_exact() -> None:
 
 def test_models_are_not_mixed_up() -> None:
     """The preview's map belongs to one model's decoder."""
-    one, other = vae.Preview(model("plain")), vae.Preview(model("plain").with_parts(vae=model("three-levels").vae))
+    plain = model("plain")
+    one, other = vae.LinearPreview(plain), vae.LinearPreview(plain.with_parts(vae=model("three-levels").vae))
     latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(1))
-    assert (one(latents) == vae.Preview(model("plain"))(latents)).all()
+    assert (one(latents) == vae.LinearPreview(plain)(latents)).all()
     assert other(latents).shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "wanted"), [((6, 4), 8, (6, 4)), ((8, 8), 8, (8, 8)), ((32, 16), 8, (8, 4)), ((5, 40), 8, (1, 8))]
+)
+def test_a_picture_is_reduced_to_its_areas_means(size: tuple[int, int], most: int, wanted: tuple[int, int]) -> None:
+    pixels = torch.randint(0, 256, (1, *size, 3), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    found = vae.reduced(pixels, most)
+    assert found.shape == (*wanted, 3) and found.dtype == np.uint8
+    means = F.interpolate(pixels.permute(0, 3, 1, 2).float(), size=wanted, mode="area")[0].permute(1, 2, 0)
+    assert np.abs(found - means.numpy()).max() <= 0.5

@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.lora import LoraBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.families.family import TinyVae
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 from pipeline.tiny import SDXLShape
@@ -63,6 +65,16 @@ def model(name: str) -> ImageModel:
     key = f"random:test-{name}"
     tiny.SHAPES[key] = shape(name)
     return load(key)
+
+
+@functools.cache
+def tiny_model(name: str) -> ImageModel:
+    """The same with a tiny decoder beside its VAE."""
+    from tests.unet_opt.shapes import tiny_vae  # which imports this file
+
+    plain = model(name)
+    blocks = (1,) * len(plain.vae.config.block_out_channels)
+    return replace(plain, tiny_vae=TinyVae(tiny_vae(8, blocks, plain.latent_channels), "0123456789abcdef"))
 
 
 @functools.cache

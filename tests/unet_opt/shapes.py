@@ -66,6 +66,26 @@ def vae(name: str, **config: Any) -> Any:
     return copy.deepcopy(found).eval().requires_grad_(False)
 
 
+def tiny_vae(width: int = 16, blocks: tuple[int, ...] = (3, 3, 3, 1), channels: int = 4, seed: int = 0) -> Any:
+    """A tiny autoencoder with random weights, whose decoder keeps its signal; a fresh one."""
+    from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = AutoencoderTiny(
+            latent_channels=channels,
+            encoder_block_out_channels=(width,) * len(blocks),
+            decoder_block_out_channels=(width,) * len(blocks),
+            num_encoder_blocks=(1,) * len(blocks),
+            num_decoder_blocks=blocks,
+        )
+        for layer in made.decoder.modules():  # torch's own would leave hardly a signal behind ten layers
+            if isinstance(layer, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                layer.weight.data.mul_(0.7)
+    return made.eval().requires_grad_(False)
+
+
 class Inputs(NamedTuple):
     sample: Tensor  # [B, C, h, w]
     timestep: Tensor  # [B]

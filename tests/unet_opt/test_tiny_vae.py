@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,27 +21,11 @@ from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
 from core.ops.trace import trace
 from tests.core.quant.stage import CACHE, check_close, kernels, normal, threads
+from tests.unet_opt.shapes import tiny_vae as tiny
 from unet_opt.tiny_vae import TinyDecoder, decode
 
 FULL: dict[str, Any] = {"width": 64, "blocks": (3, 3, 3, 1)}  # TAESD's own
 LEVEL = 1 / 255  # of a pixel; the range is twice as wide
-
-
-def tiny(width: int = 16, blocks: tuple[int, ...] = (3, 3, 3, 1), channels: int = 4, seed: int = 0) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made = AutoencoderTiny(
-            latent_channels=channels,
-            encoder_block_out_channels=(width,) * len(blocks),
-            decoder_block_out_channels=(width,) * len(blocks),
-            num_encoder_blocks=(1,) * len(blocks),
-            num_decoder_blocks=blocks,
-        )
-        for layer in made.decoder.modules():  # torch's own would leave hardly a signal behind ten layers
-            if isinstance(layer, torch.nn.Conv2d):
-                torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                layer.weight.data.mul_(0.7)
-    return made.eval().requires_grad_(False)
 
 
 def lowering(name: str, of: Any) -> Lowering:

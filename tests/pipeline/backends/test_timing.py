@@ -11,8 +11,8 @@ import torch
 from contract.plan import DEPTHS
 from core.graphs import ExecutableKey
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
-from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, on_torch
-from tests.pipeline.worlds import SHAPES, model
+from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, VAE_TINY, on_torch
+from tests.pipeline.worlds import SHAPES, model, tiny_model
 
 SIZE = (32, 32)
 
@@ -45,7 +45,7 @@ def test_the_first_run_without_a_graph_is_not_counted_where_it_compiles() -> Non
 @torch.inference_mode()
 def test_examples_run_every_phase(shape: str) -> None:
     made = model(shape)
-    denoiser, _, phases = on_torch(made)
+    denoiser, _, phases, _ = on_torch(made)
     timer = PhaseTimer(made, PhaseCosts(), denoiser)
     side, scale = made.native, made.vae_scale
     channels = made.denoiser.config.in_channels
@@ -53,6 +53,8 @@ def test_examples_run_every_phase(shape: str) -> None:
         output, *_ = timer.example(phase, 3, (side, side))(phases[phase])
         assert output.shape == (3, channels, side // scale, side // scale) and output.isfinite().all()
     assert timer.example(VAE, 2, (side, side))(phases[VAE]).shape == (2, side, side, 3)
+    with_tiny = on_torch(tiny_model(shape)).phases
+    assert timer.example(VAE_TINY, 2, (side, side))(with_tiny[VAE_TINY]).shape == (2, side, side, 3)
     hidden, pooled = timer.example(TEXT, 2, (0, 0))(phases[TEXT])
     assert hidden.shape[0] == pooled.shape[0] == 2
     assert phases[KEYS](hidden).shape == (2, hidden.shape[1], denoiser.text_width)

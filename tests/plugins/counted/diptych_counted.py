@@ -23,8 +23,9 @@ class CountedBackend(ImageBackend):
     def __init__(self, model: ImageModel, widths: Widths) -> None:
         self.model = model
         self.forwards: Counter[str] = Counter()
-        self.denoiser, _, phases = on_torch(model)
-        self.phases = {phase: self._counted(phase, run) for phase, run in phases.items()}
+        networks = on_torch(model)
+        self.denoiser = networks.denoiser
+        self.phases = {phase: self._counted(phase, run) for phase, run in networks.phases.items()}
         self.kernels = KernelIdentity("counted", VERSION)
         self.costs = PhaseCosts()
         self.widths = widths
@@ -40,7 +41,7 @@ class CountedBackend(ImageBackend):
         width = fixed_rows(group.phase, self.widths.deterministic_rows) if group.mode else rows
         return planned(self, group, width, self.phases[group.phase])
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
         return "counted"
 
     def executable(self, mode: str) -> str:
