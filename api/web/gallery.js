@@ -156,7 +156,7 @@ export class Gallery {
     const facts = [
       ["Seed", picture.seed], ["Steps", asked.steps], ["Guidance", asked.guidance_scale], ["Without", asked.negative_prompt],
       ["LoRA", asked.lora],
-      ["Size", `${picture.width} × ${picture.height}`], ["Sampler", asked.scheduler], ["Schedule", asked.schedule_type], ["Plan", asked.plan], ["Model", asked.model], ["Drawn by", picture.label],
+      ["Size", `${picture.width} × ${picture.height}`], ["Sampler", asked.scheduler], ["Schedule", asked.schedule_type], ["Plan", asked.plan], ["Decoder", asked.vae], ["Model", asked.model], ["Drawn by", picture.label],
       ["Took", picture.took ? `${picture.took.toFixed(1)} s` : null], ["Made", new Date(picture.made).toLocaleString()],
     ].filter(([, value]) => value !== undefined && value !== null && value !== "");
     $("box-facts").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", { textContent: name }), make("dd", { textContent: value })]));

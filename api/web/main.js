@@ -71,6 +71,7 @@ function choose() {
     $("guidance").value = card.defaults.guidance_scale;
     show();
   }
+  $("vae-field").hidden = !card.vaes?.includes("tiny");
   const loras = card.loras ?? [];
   $("lora-field").hidden = !loras.length;
   $("loras").replaceChildren(...loras.map((name) => new Option(name)));
@@ -144,6 +145,7 @@ function fields() {
   if (filled && guidance === card?.defaults.guidance_scale) delete given.guidance_scale;
   if ($("scheduler").value && !(card && $("scheduler").value === usualScheduler(card))) given.scheduler = $("scheduler").value;
   if ($("schedule-type").value) given.schedule_type = $("schedule-type").value;
+  if (!$("vae-field").hidden && $("vae").value) given.vae = $("vae").value;
   if ($("format").value !== "png") given.output_format = $("format").value;
   return given;
 }
@@ -173,10 +175,10 @@ async function draw(event) {
   }
 }
 
-/** The request by another variant; a plan of one model is none of another's. */
+/** The request by another variant; a plan or decoder of one model is none of another's. */
 function variantOf(given, variant) {
   const asked = { ...given, ...variant };
-  if (given.model && variant.model !== given.model) delete asked.plan;
+  if (given.model && variant.model !== given.model) for (const name of ["plan", "vae"]) delete asked[name];
   return asked;
 }
 
@@ -189,7 +191,7 @@ function again(picture, { vary = false } = {}) {
   if (asked.model !== undefined) $("model").value = asked.model;
   choose();
   const scheduler = asked.scheduler ?? (chosen() ? usualScheduler(chosen()) : undefined);
-  for (const [id, value] of [["steps", asked.steps ?? chosen()?.defaults.steps], ["guidance", asked.guidance_scale ?? chosen()?.defaults.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""]]) {
+  for (const [id, value] of [["steps", asked.steps ?? chosen()?.defaults.steps], ["guidance", asked.guidance_scale ?? chosen()?.defaults.guidance_scale], ["size", asked.size], ["scheduler", scheduler], ["format", asked.output_format ?? "png"], ["schedule-type", asked.schedule_type ?? ""], ["plan", asked.plan ?? ""], ["vae", asked.vae ?? ""]]) {
     if (value !== undefined) $(id).value = value;
   }
   document.querySelector("input[name=n][value='1']").checked = true;
@@ -205,7 +207,7 @@ function complain(error) {
   if (error.status === 401) askKey(true);
   const wait = error.status === 429 && error.after ? ` Try again in ${error.after} s.` : "";
   $("error").textContent = error.message + wait;
-  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type"), plan: $("plan") }[error.param];
+  const at = { prompt: document.querySelector(".prompt-box"), seed: $("seed"), negative_prompt: $("negative"), lora: $("lora"), size: $("size"), scheduler: $("scheduler"), schedule_type: $("schedule-type"), plan: $("plan"), vae: $("vae") }[error.param];
   at?.classList.add("wrong");
   if (error.param === "prompt") $("prompt").focus();
 }

@@ -131,3 +131,30 @@ def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Pa
         page.click(".tile.done .leaf")
         expect(page.locator("#box-facts")).to_contain_text("fast")
         page.context.close()
+
+
+def test_a_tiny_decoder_can_be_chosen_where_there_is_one(browser: Browser, redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    other = dataclasses.replace(CARD, name="emoji-z")
+    with (
+        Worker(settings) as worker,
+        Worker(settings, "worker-2") as second,
+        Api(settings) as api,
+        Easel(worker) as easel,
+    ):
+        worker.announce(card=dataclasses.replace(CARD, vaes=("full", "tiny")))
+        second.announce(card=other)
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
+        page = visit(browser, api)
+        expect(page.locator("#state")).to_have_attribute("data-is", "ready")
+        page.click("#more summary")
+        page.select_option("#model", "emoji-z")
+        expect(page.locator("#vae-field")).to_be_hidden()
+        page.select_option("#model", "emoji-xl")
+        page.select_option("#vae", "tiny")
+        ask(page, "a cat")
+        expect(page.locator(".tile.done")).to_have_count(1)
+        assert [claim.parameters.get("vae") for claim in easel.seen] == ["tiny"]
+        page.click(".tile.done .leaf")
+        expect(page.locator("#box-facts")).to_contain_text("tiny")
+        page.context.close()
