@@ -64,7 +64,11 @@ class CudaOps:
         layer = self._layer(Linear, *layers)
         rows = self._for(x, layer).flatten(0, -2)
         y = layer(rows, _flat(residual), _flat(out))
-        return _activated(y.view(*x.shape[:-1], -1) if out is None else out, act)
+        y = y.view(*x.shape[:-1], -1) if out is None else out
+        if act is None:
+            return y
+        y = ACTIVATIONS[act](y)
+        return y if out is None else out.copy_(y)
 
     def biases(self, x: Tensor, *layers: Layer) -> Tensor:
         return self.linear(x, *layers).float()
@@ -79,13 +83,14 @@ class CudaOps:
         residual: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         conv = self._layer(Conv, layer)
-        return _activated(conv(self._for(x, conv), bias, residual, out), act)
+        y = conv(self._for(x, conv), bias, residual, out, relu=act == "relu")
+        return y if act is None or act == "relu" else y.copy_(ACTIVATIONS[act](y))
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         (height, width), conv = x.shape[1:3], self._layer(UpConv, layer)
         if like is not None and like.shape[1:3] != (2 * height, 2 * width):
             raise ValueError(f"a map of {height}×{width} does not double to {like.shape[1]}×{like.shape[2]}")
-        return conv(self._for(x, conv), out=out)
+        return conv.double(self._for(x, conv), out)
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm, silu)(x, self._reader(to))
@@ -196,13 +201,6 @@ class CudaOps:
             self._kept[key] = make()
         made: T = self._kept[key]
         return made
-
-
-def _activated(y: Tensor, act: Activation | None) -> Tensor:
-    """act(y), in the same memory."""
-    if act is None:
-        return y
-    return y.relu_() if act == "relu" else y.copy_(ACTIVATIONS[act](y))
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

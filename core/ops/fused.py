@@ -154,21 +154,23 @@ class Conv(FusedLayer):
             self.weight = module.weight.detach()
 
     def __call__(
-        self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image."""
+        self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None, *,
+        relu: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image. `relu` acts last."""
         if self.kind is None:
             x = x if self.padding else F.pad(x, (0, 0, 0, 1, 0, 1))
             y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, self.padding)
             y = y.permute(0, 2, 3, 1)
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
             y = y if residual is None else y.add_(residual)
+            y = y.relu_() if relu else y
             return y if out is None else out.copy_(y)
         assert self.scale is not None
         given = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
         if x.is_cuda:
-            return convs.conv3x3_int8(*given, out=out)
-        y = convs.conv3x3_int8_reference(*given)
+            return convs.conv3x3_int8(*given, relu=relu, out=out)
+        y = convs.conv3x3_int8_reference(*given, relu=relu)
         return y if out is None else out.copy_(y)
 
 
@@ -189,13 +191,11 @@ class UpConv(Conv):
             self.summed = to_levels(sums / step[..., None, None, None], self.kind).contiguous()
             self.steps = step.contiguous()
 
-    def __call__(
-        self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def double(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [B, H, W, C] → [B, 2H, 2W, N]."""
         if self.kind is None:
             up = F.interpolate(x.permute(0, 3, 1, 2), scale_factor=2.0, mode="nearest").permute(0, 2, 3, 1)
-            return super().__call__(up, row_bias, residual, out)
+            return self(up, out=out)
         if x.is_cuda:
             return convs.upsample_conv3x3_int8(x, self.summed, self.steps, self.bias, self.base, out=out)
         y = convs.upsample_conv3x3_int8_reference(x, self.summed, self.steps, self.bias, self.base)

@@ -27,10 +27,11 @@ def conv3x3_int8(
     stride: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     *,
+    relu: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout].
+    """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout]; `relu` of it.
 
     x_q [B, H, W, Cin] and weight_q [Cout, 3, 3, Cin]: int8 or both E4M3, contiguous. scale, bias [Cout]: fp32; row_bias
     [B, Cout]: fp32, one per image (a time embedding), rows may be strided. residual [B, H', W', Cout] of the output's
@@ -41,7 +42,7 @@ def conv3x3_int8(
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, stride {stride}")
     images, height, width = x_q.shape[:3]
     shape = (images, (height + stride - 1) // stride, (width + stride - 1) // stride, weight_q.shape[0])
-    return _conv(x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile)
+    return _conv(x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
 
 
 def upsample_conv3x3_int8(
@@ -79,6 +80,7 @@ def _conv(
     taps: int,
     stride: int,
     tile: Tile | None,
+    relu: bool = False,
 ) -> Tensor:
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, the output {dtype} {shape}")
@@ -91,10 +93,14 @@ def _conv(
     if (why := gemm.lacks(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
+        if relu:  # which is no part of this kernel's epilogue
+            out.relu_()
     else:
         say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, why))
         phases = 4 if taps == 2 else 1
-        portable.conv(x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases)
+        portable.conv(
+            x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases, relu=relu
+        )
     return out
 
 
@@ -119,6 +125,8 @@ def conv3x3_int8_reference(
     residual: Tensor | None = None,
     stride: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    *,
+    relu: bool = False,
 ) -> Tensor:
     x, weight = x_q.double().movedim(-1, 1), weight_q.double().movedim(-1, 1)
     y = F.conv2d(x, weight, stride=stride, padding=1).movedim(1, -1).float() * scale
@@ -128,7 +136,7 @@ def conv3x3_int8_reference(
         y = y + row_bias[:, None, None, :]
     if residual is not None:
         y = y + residual.float()
-    return y.to(dtype)
+    return (y.relu() if relu else y).to(dtype)
 
 
 def upsample_conv3x3_int8_reference(

@@ -119,6 +119,7 @@ def _conv(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr,
     STRIDE: tl.constexpr,
     PHASES: tl.constexpr,
+    RELU: tl.constexpr,
     FP8: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -153,6 +154,8 @@ def _conv(  # type: ignore[no-untyped-def]
     pixel = (image.to(tl.int64) * (tall * up) + h * up + phase // 2) * (wide * up) + w * up + phase % 2
     if residual is not None:
         y += tl.load(residual + pixel[:, None] * residual_stride + n[None, :], inside, other=0.0).to(tl.float32)
+    if RELU:
+        y = tl.where(y < 0.0, 0.0, y)  # NaN stays NaN
     tl.store(out + pixel[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), inside)
 
 
@@ -211,6 +214,7 @@ def conv(
     taps: int,
     stride: int,
     phases: int,
+    relu: bool = False,
 ) -> None:
     """As `conv.conv3x3_int8` (taps 3, phases 1) or `conv.upsample_conv3x3_int8` (taps 2, phases 4), into `out`."""
     images, height, width, channels = x.shape
@@ -222,5 +226,5 @@ def conv(
         x, weight, scale, bias, row_bias, residual, out, images, height, width, tall, wide, columns,
         pixel_stride(out), 0 if residual is None else pixel_stride(residual),
         0 if row_bias is None else row_bias.stride(0),
-        channels, taps, stride, phases, x.dtype.is_floating_point, bm, bn, 64, num_warps=8, num_stages=3,
+        channels, taps, stride, phases, relu, x.dtype.is_floating_point, bm, bn, 64, num_warps=8, num_stages=3,
     )  # fmt: skip

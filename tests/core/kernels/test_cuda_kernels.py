@@ -176,6 +176,10 @@ def test_conv(kind: torch.dtype, stride: int, shape: tuple[int, int, int, int], 
     for arguments in ((None, None, None), (bias, row_bias, residual)):
         expected = conv3x3_int8_reference(x, weight, scale, *arguments, stride)
         close(conv3x3_int8(x, weight, scale, *arguments, stride), expected, BF16, 1.0 if kind == E4M3 else 0.02)
+    expected = conv3x3_int8_reference(x, weight, scale, *arguments, stride, relu=True)
+    assert 0.2 < (expected == 0).float().mean() < 0.8
+    made = conv3x3_int8(x, weight, scale, *arguments, stride, relu=True)
+    close(made, expected, BF16, 1.0 if kind == E4M3 else 0.02)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 1, 64), (2, 1, 1, 64), (1, 1, 1, 64), (2, 1, 4, 64)])
