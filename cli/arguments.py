@@ -128,7 +128,7 @@ def model_errors() -> Iterator[None]:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options of the sampler and of what its steps are."""
+    """Options of the sampler, of what its steps are, and of what decodes the last one."""
     parser.add_argument(
         "--guidance-interval", metavar="FROM:TO", help="share of the steps with guidance, such as 0:0.5; default: all"
     )
