@@ -99,7 +99,7 @@ def tgate(pipeline: Any, steps: int, *, self_attention: bool) -> Call:
     """PyPI's `tgate` (Zhang et al., 2024): from half the steps on no guidance, and what cross-attention gave last.
 
     With `self_attention`, as by default, that is also reused, four steps of five before the gate. After the gate the
-    one row has the *empty* prompt's pooled embedding and the mean of both rows' cross-attention.
+    one row has the *negative* prompt's pooled embedding and the mean of both rows' cross-attention.
     """
     loaded = _package("tgate").TgateSDXLLoader(pipeline)
     return partial(loaded.tgate, gate_step=steps // 2, **({} if self_attention else {"sp_interval": 1}))
