@@ -17,6 +17,7 @@ _ROOT = provenance.ROOT
 _EVERY = 25  # of the captions calibrate
 _WHOLE = ("fp32", "fp32-seeds2", "fp32-seeds3", "int8", "int8-auto")  # drawn with all captions
 _SWEPT = 32  # every so many captions are drawn in all ways
+_PUBLISHED = 64  # of these, one at a time beside published helpers
 _LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
 _MIXED = "--steps 12,20,30,50 --deepcache off,2"
 _FLEET = "--costs h200 --load 0.8"
@@ -49,7 +50,8 @@ RUNS["chaos"] = ["-m", "tests.faults.chaos"]
 RUNS["neighbours"] = ["-m", "tests.faults.neighbours"]
 RUNS["hostile"] = ["-m", "tests.faults.hostile", "--bodies", "10000"]
 QUALITY = ("quality", "sweep")  # need data; hours
-NAMES = (*RUNS, *QUALITY)
+DATA = ("published", *QUALITY)
+NAMES = (*RUNS, *DATA)
 
 
 def main() -> int:
@@ -62,11 +64,13 @@ def main() -> int:
     names = [name for name in NAMES if name.startswith(wanted)]
     if any(not name or not any(known.startswith(name) for known in NAMES) for name in wanted if options.only):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
-    if options.data is None and set(names) & set(QUALITY):
-        parser.error(f"--data: is needed for {' and '.join(QUALITY)}; --only leaves them out")
+    if options.data is None and set(names) & set(DATA):
+        parser.error(f"--data: is needed for {', '.join(DATA)}; --only leaves them out")
     failed = [name for name in names if name in RUNS and not _measured(name)]
+    options.work.mkdir(parents=True, exist_ok=True)
+    if "published" in names:
+        published(options.data, options.work)
     if drawn := [name for name in QUALITY if name in names]:
-        options.work.mkdir(parents=True, exist_ok=True)
         quality(options.data, options.work, drawn)
     _run("-m", "benchmarks.figures")
     if failed:
@@ -74,14 +78,23 @@ def main() -> int:
     return int(bool(failed))
 
 
+def published(data: Path, work: Path) -> None:
+    """Draw some captions by the engine's plans and by the published helpers that are installed."""
+    captions = work / "published.json"
+    captions.write_text(json.dumps(_captions(data)[::_SWEPT][:_PUBLISHED]), "utf-8")
+    with record.alone():
+        found = json.loads(_run("-m", "evaluation.published", "--captions", str(captions)))
+    rooms = (*provenance.IMAGES, "evaluation/published.py", "evaluation/stock.py", "models/emoji-clip")
+    record.write("published", found, rooms=rooms)
+
+
 def quality(data: Path, work: Path, names: list[str]) -> None:
     """Generate and score all captions with a few variants and some captions with all variants; resumes."""
     from pipeline.load import load
-    from pipeline.prompts import read
     from pipeline.quantized import watch
     from unet_opt.calibrate import CalibrationSettings
 
-    captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
+    captions = _captions(data)
     if not (work / "real").is_dir():
         _run("-m", "training.real", "--data", str(data), "--out", str(work / "real"))
     shipped = CalibrationSettings(guidance=5.0)  # as the scales in models/emoji-xl were made: 5 suits the model
@@ -98,6 +111,12 @@ def quality(data: Path, work: Path, names: list[str]) -> None:
         found = json.loads(_run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real")))
         rooms = (*provenance.IMAGES, "evaluation/variants.py", "models/emoji-clip")
         record.write(name, found, rooms=rooms)
+
+
+def _captions(data: Path) -> list[str]:
+    from pipeline.prompts import read
+
+    return [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
 
 
 def _measured(name: str) -> bool:

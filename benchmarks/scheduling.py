@@ -1,124 +1,89 @@
 """Measures the cost of a scheduling decision with many waiting requests: `python -m benchmarks.scheduling`.
 
-Uses an image runner without computation, with 32 slots, batches of up to 16 rows and an affine cost curve; every
-request that ends is replaced immediately. An iteration is `schedule`, `finish` and `take_ended`, on one core, without
-lane threads or devices.
+Uses the simulator's image runner, which computes nothing, with 32 slots, batches of up to 16 rows and affine cost
+curves. Requests are of two sizes, with all kinds of plans: full, guided for half of the steps or not at all, cached at
+two intervals and depths, of 4 to 50 steps; a third has no deadline. Every request that ends is replaced immediately. An
+iteration is `schedule`, `finish` and `take_ended`, on one core, without lane threads or devices.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from benchmarks import provenance, record
-from core.batching.request import Outcome, Request, State
-from core.batching.runner import Ticket
+from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, VAE, Costs, Size
+from benchmarks.simulation.runner import Device, SimulatedRunner
+from benchmarks.simulation.traffic import Guidance, picture
+from contract.image import ImageParameters
+from contract.plan import AUTO, BLOCK, RESNET, DeepCache
+from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
-from core.batching.slots import Slots
 
-_STEPS = 20
-_SLOTS = 32
+SIZES: tuple[Size, ...] = ((512, 512), (768, 768))
+STEPS = (4, 10, 20, 30, 50)
+GUIDED: tuple[Guidance, ...] = (True, False, (0.0, 0.5), (0.25, 0.75))
+CACHED = (None, AUTO, DeepCache(3, BLOCK), DeepCache(3, RESNET, last=1))
+SAMPLERS = ("euler", "euler-ancestral", "dpm++2m", "lcm")  # requests share forwards whatever their samplers
+_DEVICE = Device(max_requests=32, max_rows=16)
+_SHARES = {DEEP: 1.0, **dict.fromkeys(SHALLOW.values(), 0.1), VAE: 2.0}  # of a deep step
 _ITERATIONS = 2000
+_WARM = 100  # iterations that admit, and warm up
 
 
-class NullRunner:
-    """encode → 20 steps → vae, each of which takes no time. `parameters` is a size, `work` is [slot, steps
-    left].
-    """
-
-    modality = "image"
-    patience_s = 30.0
-
-    def __init__(self) -> None:
-        self.slots = Slots(_SLOTS)
-
-    def check(self, request: Request) -> None:
-        pass
-
-    def admit(self, request: Request) -> bool:
-        slots = self.slots.take()
-        if slots is None:
-            return False
-        request.phase, request.work = "encode", [slots[0], _STEPS]
-        return True
-
-    def release(self, request: Request) -> None:
-        self.slots.give([request.work[0]])
-
-    def held(self) -> int:
-        return self.slots.taken
-
-    def group(self, request: Request) -> Hashable:
-        return (request.phase, request.parameters)
-
-    def rows(self, request: Request) -> int:
-        return 1
-
-    def iterations(self, request: Request) -> int:
-        left: int = request.work[1]
-        return left if request.phase == "step" else 1
-
-    def left_s(self, request: Request, rows: int) -> float:
-        return self.iterations(request) * self.cost(self.group(request), rows)
-
-    def next_group(self, request: Request) -> Hashable:
-        left = request.work[1]
-        return ("vae" if left == 1 else "step", request.parameters) if request.phase != "vae" else None
-
-    def limit(self, group: Hashable) -> int:
-        return 16
-
-    def lane(self, group: Hashable) -> str:
-        return "main"
-
-    def cost(self, group: Hashable, rows: int) -> float:
-        return 0.010 + 0.004 * rows
-
-    def launch(self, requests: Sequence[Request]) -> Ticket:
-        raise NotImplementedError("iterations are taken by `step`")
-
-    def step(self, requests: Sequence[Request]) -> Mapping[str, Outcome]:
-        outcomes = {}
-        for request in requests:
-            outcome = Outcome()
-            if request.phase == "vae":
-                outcome.finished = True
-            elif request.phase == "encode":
-                request.phase = "step"
-            else:
-                request.work[1] -= 1
-                if not request.work[1]:
-                    request.phase = "vae"
-            outcomes[request.id] = outcome
-        return outcomes
+def costs() -> Costs:
+    """10 ms and 4 ms a row for a deep step at any size."""
+    affine = {rows: 0.010 + 0.004 * rows for rows in (1, 2, 4, 8, 16)}
+    steps = {
+        (phase, size): {rows: share * cost_s for rows, cost_s in affine.items()}
+        for phase, share in _SHARES.items()
+        for size in SIZES
+    }
+    return Costs("affine", {(ENCODE, ANY): {rows: 0.1 * cost_s for rows, cost_s in affine.items()}, **steps})
 
 
-def measure(waiting: int) -> dict[str, float]:
+def draw(rng: random.Random) -> ImageParameters:
+    """A request by one of all plans."""
+    wanted = picture(rng.choice(SIZES), rng.choice(STEPS), rng.choice(GUIDED), rng.choice(CACHED))
+    return replace(wanted, scheduler=rng.choice(SAMPLERS))
+
+
+@dataclass
+class _Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measure(waiting: int, iterations: int = _ITERATIONS) -> dict[str, float]:
     """Milliseconds per iteration with that many waiting requests: median, mean, 99th percentile and maximum."""
-    rng = random.Random(waiting)
-    runner = NullRunner()
+    rng, clock = random.Random(waiting), _Clock()
+    runner = SimulatedRunner(costs(), _DEVICE, clock)
     scheduler = Scheduler([runner])
-    now, count = 0.0, 0
+    count = 0
     took_s: list[float] = []
-    for iteration in range(_ITERATIONS + 100):
-        while len(scheduler.live) < waiting + _SLOTS:
+    for iteration in range(iterations + _WARM):
+        while len(scheduler.live) < waiting + _DEVICE.max_requests:
             count += 1
-            deadline = now + rng.choice([1e3, 1e4, float("inf")])
-            size = rng.choice(["512x512", "768x768"])
-            scheduler.add(Request(str(count), "image", size, priority=rng.randint(0, 3), deadline=deadline), now)
+            deadline = clock.now + rng.choice([1e3, 1e4, math.inf])
+            wanted = Request(str(count), "image", draw(rng), priority=rng.randint(0, 3), deadline=deadline)
+            scheduler.add(wanted, clock.now)
         started = time.perf_counter()
-        (batch,) = scheduler.schedule(now)
+        (batch,) = scheduler.schedule(clock.now)
         scheduled_s = time.perf_counter() - started
-        outcomes = runner.step(batch.requests)
-        now += runner.cost(batch.group, batch.rows)
+        ticket = runner.launch(batch.requests)
+        clock.now = ticket.ends
+        outcomes = ticket.outcome()
         started = time.perf_counter()
-        scheduler.finish(batch, outcomes, now)
+        scheduler.finish(batch, outcomes, clock.now)
         ended = scheduler.take_ended()
         scheduled_s += time.perf_counter() - started
         assert all(request.state in (State.DONE, State.EXPIRED) for request in ended)
-        if iteration >= 100:  # the first ones admit and warm up
+        if iteration >= _WARM:
             took_s.append(scheduled_s)
     took_s.sort()
     figures = {
@@ -133,7 +98,8 @@ def measure(waiting: int) -> dict[str, float]:
 def main() -> None:
     with record.alone():
         measured = {str(waiting): measure(waiting) for waiting in (0, 1_000, 10_000)}
-    record.publish("scheduling", {"waiting": measured}, rooms=(*provenance.SCHEDULING, "benchmarks/scheduling.py"))
+    rooms = (*provenance.SCHEDULING, "benchmarks/scheduling.py", "benchmarks/simulation")
+    record.publish("scheduling", {"waiting": measured}, rooms=rooms)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,23 @@ def gate(name: str, ratio: Sequence[float]) -> str:
     return f"{verdict} ({allowed:.1%})"
 
 
+def published(found: Result) -> list[str]:
+    """The engine's plans and published helpers, one picture at a time."""
+    rows = [
+        (
+            f"`{name}`", f"{one['operations']:.0%}", f"{1000 * one['seconds']:.0f} ms", f"{one['of_full']:.2f}",
+            psnr(one["psnr_db"]), f"{one['ssim']:.3f}",
+            f"{one['clip_ratio'][0]:.2%} ({one['clip_ratio'][1]:.2%} to {one['clip_ratio'][2]:.2%})",
+        )
+        for name, one in found["contenders"].items()
+    ]  # fmt: skip
+    header = (
+        f"fp32, {found['captions']} captions", "FLOPs", "an image", "of its full plan", "PSNR", "SSIM", "CLIP score",
+    )  # fmt: skip
+    left_out = [f"Left out: `{name}` ({why})." for name, why in found["left_out"].items()]
+    return [*markdown(header, rows), "", *([" ".join(left_out)] if left_out else [])]
+
+
 def arrivals(found: Result) -> list[str]:
     names = {
         "engine": "step-level", "window_free": "request-level, no window",
@@ -303,6 +320,7 @@ TABLES = {
     "ladder": Table(("ladder",), ladder),
     "quality": Table(("quality",), quality),
     "sweep": Table(("sweep",), sweep),
+    "published": Table(("published",), published),
     "arrivals": Table(("arrivals",), arrivals),
     "serve": Table(("serve",), serve),
     "peers": Table(("peers",), peers),

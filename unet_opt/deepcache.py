@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class SplitUNet:
         self._keys = lowering.lower(keys, "keys")
         self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         self._shallow: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+        # Every admission asks, and following the walk takes SDXL's UNet 10 ms.
+        self._shapes = lru_cache(maxsize=256)(partial(shapes, unet))
 
     def deep(
         self,
@@ -117,7 +120,7 @@ class SplitUNet:
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
         """`shapes` of this UNet."""
-        return shapes(self.unet, depth, height, width)
+        return self._shapes(depth, height, width)
 
     def _check_keys(self, sample: Tensor, kv: Tensor) -> None:
         rows, width = sample.shape[0], self.text_width

@@ -101,6 +101,8 @@ class Policy:
         """Seconds that are saved where `first` runs, and then `second` with those of the first that join it."""
         groups = runner.group(first[0]), runner.group(second[0])
         own = [sum(runner.rows(r) for r in requests) for requests in (first, second)]
+        # Those that join may have another number of rows by then. Estimating with that, in 5% of the estimates, changed
+        # no simulated mean latency by more than 0.4%, mostly for the worse: mixed plans at loads of 0.6 to 2.
         joining = sum(runner.rows(r) for r in first if runner.next_group(r) == groups[1])
         ran = own[0], min(own[1] + joining, max(own[1], self._limits.of(runner, groups[1])))
         return sum(

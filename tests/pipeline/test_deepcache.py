@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract import plan
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import BLOCK, DEPTHS, RESNET, DeepCache
@@ -215,13 +216,16 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
         memory_bytes=5 * small.holdings.size_bytes(cached),
     )
     crank, ends, refused, phases = Crank(runner), dict.fromkeys(State, 0), 0, set()
-    iterations = count = 0
+    iterations, count, widths = 0, 0, set()
     while iterations < 10_000:
         while len(crank.scheduler.live) < 12:
             count += 1
             schedule = chance.choice([None, DeepCache(), DeepCache(3, RESNET), DeepCache(deep_steps=(0,))])
             guidance, steps = chance.choice([1.0, 5.0]), chance.randint(1, 6)
-            one = ImageParameters("x", count, 32, 32, steps=steps, guidance_scale=guidance, deepcache=schedule)
+            interval = plan.kept(chance.choice([None, (0.0, 0.5), (0.3, 0.7)]), steps)
+            one = ImageParameters(
+                "x", count, 32, 32, steps=steps, guidance_scale=guidance, deepcache=schedule, guidance_interval=interval
+            )
             deadline = crank.now + chance.choice([3.0, 20.0, float("inf")])
             request = Request(f"r{count}", "image", one, priority=chance.randrange(3), deadline=deadline)
             crank.scheduler.add(request, crank.now)
@@ -230,6 +234,8 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
             nonlocal iterations
             iterations += 1
             phases.add(batch.group.phase)
+            if batch.group.phase != "vae":
+                widths.update({request.work.rows for request in batch.requests if request.work.most_rows == 2})
             if chance.random() < 0.3:
                 crank.scheduler.abort(chance.choice(batch.requests).id, crank.now)
             return _broken(batch, ticket) if chance.random() < 0.1 else ticket
@@ -254,6 +260,7 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
     assert runner.held() == 0 and runner.holdings.memory.taken == 0
     runner.holdings.slots.check()
     assert phases == {"encode", "deep", "shallow", "shallow-resnet", "vae"}
+    assert widths == {1, 2}, "none narrowed on its way"
     assert all(ends[state] > 50 for state in (State.DONE, State.FAILED, State.ABORTED, State.EXPIRED)), ends
     assert refused > 100, "memory never ran short"
 

@@ -11,6 +11,7 @@ from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import UNETS, Inputs, added, deep, inputs, on_kernels, quantized, stock, unet
+from unet_opt import deepcache
 from unet_opt.deepcache import Features, SplitUNet, kept, shapes
 
 
@@ -44,6 +45,16 @@ def test_on_torch_deep_is_diffusers_and_shallow_on_fresh_features_has_its_bits(
         read = kept(features, depth)
         assert [map_.shape[1:] for map_ in read] == [torch.Size(shape) for shape in shapes(one, depth, *size)]
         assert torch.equal(shallow(split, depth, read, given), eps)
+
+
+def test_shapes_of_features_are_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission asks for them several times a picture, and the engine's thread waits."""
+    one = unet("plain")
+    split = on_torch(one)
+    wanted = {(depth, size): shapes(one, depth, *size) for depth in DEPTHS for size in ((8, 8), (4, 12))}
+    assert all(split.feature_shapes(depth, *size) == found for (depth, size), found in wanted.items())
+    monkeypatch.setattr(deepcache, "trace", None)
+    assert all(split.feature_shapes(depth, *size) == found for (depth, size), found in wanted.items())
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
