@@ -16,7 +16,10 @@ from core.batching.request import Outcome, Request
 
 @dataclass
 class Loop:
-    """Keeps that many requests in flight while it is open, and records their results while `counts` is set."""
+    """Keeps that many requests in flight while it is open, and records their results while `counts` is set.
+
+    `moments` has the end of every request that did not fail, by `time.perf_counter`.
+    """
 
     engine: Engine
     make: Callable[[int], Request]
@@ -25,6 +28,8 @@ class Loop:
     tokens: int = 0
     steps: int = 0  # denoising steps, of all requests together
     gaps: list[float] = field(default_factory=list)  # seconds from token to token, of each iteration that brought any
+    moments: list[float] = field(default_factory=list)
+    error: BaseException | None = None  # of the last request that failed
     counts: bool = False
     _open: bool = True
     _numbers: Any = field(default_factory=itertools.count)
@@ -69,8 +74,12 @@ class Loop:
             last = now
 
         def done(future: Future[Any]) -> None:
-            if self.counts and future.exception() is None:
-                self.ended.append(time.perf_counter() - started)
+            now, error = time.perf_counter(), future.exception()
+            if error is not None:
+                self.error = error
+            else:
+                self.moments.append(now)
+                self.ended += [now - started] * self.counts
             self._passed.release()
             self._next()
 

@@ -7,7 +7,7 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw,temperature.gpu 
 stage() { local limit=$1; shift; local start=$SECONDS; timeout -k 5 "$limit" python3 -m benchmarks.h200.$MODULE "$@" --out "$OUT" 2>&1 | tee -a "$OUT/log.txt" | grep -v Warning | tail -"${LINES_SHOWN:-75}"; echo "== $MODULE $* took $((SECONDS - start)) s"; }
 [ -n "$SKIP_COMPILE" ] || timeout 90 python3 -m benchmarks.h200.kernels compile
 for what in ${STAGES:-numerics engine cohost fused vae stock encoders compiled}; do
-  case $what in numerics|engine|cohost) MODULE=$what; what=;; *) MODULE=forwards;; esac
+  case $what in numerics|engine|cohost|plans) MODULE=$what; what=;; *) MODULE=forwards;; esac
   stage "${LIMIT:-300}" $what ${OPTIONS:-}
 done
 nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu --format=csv,noheader

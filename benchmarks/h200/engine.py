@@ -34,10 +34,11 @@ from pipeline import sdxl
 from pipeline.backends.backend import BatchGroup, Widths
 from pipeline.backends.graphs import GraphBackend
 from pipeline.load import ImageModel
-from pipeline.phases import STEPS
+from pipeline.phases import STEPS, VAE
 from pipeline.runner import ImageRunner
 
 ROWS, IN_FLIGHT = 16, 24
+WIDTHS = Widths(ROWS, buckets=(2, 4, 6, 8, 10, 12, 14, 16))
 LOAD, WINDOW_S = 0.8, 3.0
 GMAC_A_ROW = 3380.6  # of SDXL's UNet
 RUNGS: dict[str, tuple[Scheme | None, DeepCache | None]] = {
@@ -57,6 +58,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def restart(self) -> Watch:
+        """Begin with nothing; returns what was seen until now."""
+        seen = Watch()
+        seen.seconds, self.seconds = self.seconds, defaultdict(list)
+        return seen
 
     def __call__(self, tick: Tick) -> None:
         if isinstance(tick.group, BatchGroup):
@@ -148,13 +155,22 @@ def arrivals(runner: ImageRunner, cached: DeepCache | None, capacity: float, cou
     return found
 
 
-def runner_of(model: ImageModel) -> tuple[ImageRunner, float]:
+def runner_of(model: ImageModel, widths: Widths = WIDTHS) -> tuple[ImageRunner, float]:
     """A runner with all its graphs recorded, and the duration of the recording."""
     started = time.perf_counter()
-    widths = Widths(ROWS, buckets=(2, 4, 6, 8, 10, 12, 14, 16))
-    runner = ImageRunner(GraphBackend(model, widths), max_requests=64, patience_s=20.0)
+    runner = ImageRunner(GraphBackend(model, widths), max_requests=4 * widths.max_rows, patience_s=20.0)
     runner.prepare(measure_s=90.0)
     return runner, time.perf_counter() - started
+
+
+def costs_ms(runner: ImageRunner) -> dict[str, float]:
+    """Measured milliseconds of the graphs of steps and decoders, by phase and rows."""
+    return {
+        f"{phase} × {rows}": round(1e3 * seconds, 2)
+        for (phase, _, compiled), curve in runner.backend.costs.measured().items()
+        if compiled and (phase in STEPS or phase.startswith(VAE))
+        for rows, seconds in curve.items()
+    }
 
 
 def measure_stock(source: ImageModel, wanted: Sequence[str], results: dict[str, Any], save: Callable[[], None]) -> None:
@@ -180,12 +196,7 @@ def measure_variant(
     """The engine's rungs in one precision, each saved as it comes; in INT8 also `count` arrivals."""
     runner, ready_s = runner_of(model)
     label = scheme or "bf16"
-    costs = {
-        f"{phase} × {rows}": round(1e3 * seconds, 2)
-        for (phase, _, compiled), curve in runner.backend.costs.measured().items()
-        if compiled and phase in (*STEPS, "vae")
-        for rows, seconds in curve.items()
-    }
+    costs = costs_ms(runner)
     results |= {f"costs_ms {label}": costs, f"ready_s {label}": ready_s}
     save()
     print(label, f"ready after {ready_s:.1f} s", json.dumps(costs), flush=True)

@@ -26,9 +26,9 @@ STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
 CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
 
 
-def model(name: str = sdxl.NAME) -> ImageModel:
-    """In bf16, UNet and VAE channels last."""
-    made = load(name, precision="bf16", device="cuda")
+def model(name: str = sdxl.NAME, device: str = "cuda") -> ImageModel:
+    """In bf16, UNet and VAE channels last; on a CPU, where that is for trying a benchmark out, in fp32."""
+    made = load(name, precision="fp32" if device == "cpu" else "bf16", device=device)
     made.denoiser.to(memory_format=torch.channels_last)
     made.vae.to(memory_format=torch.channels_last)
     return made

@@ -18,6 +18,15 @@ _RUNGS = {
     "fp8": "FP8",
     "fp8+deepcache-half": 'FP8, DeepCache "half"',
 }
+_PLANS = {
+    "full": "20 steps with guidance",
+    "half": '20 steps with guidance, DeepCache "half"',
+    "gate": '"half", guidance until half of the steps',
+    "interval3": "20 steps with guidance, every third step deep",
+    "interval3+gate": "every third step deep, guidance until half of the steps",
+    "4-steps": "4 steps without guidance (LCM)",
+    "4-steps+tiny": "4 steps without guidance (LCM), tiny decoder",
+}
 _SERVED_WITH = {"off": "INT8", "auto": 'INT8, DeepCache "auto"', "2": 'INT8, DeepCache "2" ("block")'}
 _SCORED = {"off": "int8", "auto": "int8-auto", "2": "int8-block2"}  # by DeepCache plan
 _KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
@@ -59,6 +68,41 @@ def phases(found: Result) -> list[str]:
     ready = [found.get(f"ready_s {kind}") for kind in kinds]
     rows.append(("time until graphs were recorded", *(NONE if s is None else f"{s:.1f} s" for s in ready)))
     return markdown(("ms per graph, phase × rows", *(_KINDS[kind] for kind in kinds)), rows)
+
+
+def plans(found: Result) -> list[str]:
+    """Throughput and the latency of a single image by plan."""
+    half = found["rungs"].get("half", {}).get("images_s")
+    rows = []
+    for name, one in found["rungs"].items():
+        windows = one.get("windows")
+        if not windows:
+            continue
+        rates = [each["images_s"] for each in windows]
+        rows.append(
+            (
+                _PLANS.get(name, name), f"{one['images_s']:.2f}", f"{min(rates):.2f} to {max(rates):.2f}",
+                f"{one['images_s'] / half:.2f}×" if half else NONE, f"{one['single_s']:.3f} s",
+                f"{_deep_rows(windows):.1f}", str(one["in_flight"]), f"{windows[-1]['p50_s']:.2f} s",
+                f"{windows[-1]['sm_mhz']:.0f} MHz, {windows[-1]['power_w']:.0f} W" if "sm_mhz" in windows[-1] else NONE,
+            )
+        )  # fmt: skip
+    header = (
+        "INT8, 1024×1024", "images/s, median", "windows", 'relative to "half"', "one image alone",
+        "rows of a deep forward, mean", "in flight", "latency p50 of these", "SM clock, power",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
+def _deep_rows(windows: Sequence[Result]) -> float:
+    """Mean rows of the deep forwards of all windows."""
+    forwards = rows = 0
+    for window in windows:
+        for phase, one in window["phases"].items():
+            name, _, width = phase.partition(" × ")
+            if name == "deep":
+                forwards, rows = forwards + one["count"], rows + one["count"] * int(width)
+    return rows / forwards
 
 
 def numerics(found: Result) -> list[str]:
@@ -209,6 +253,7 @@ def _ms(value: float | None) -> str:
 
 TABLES = {
     "h200-engine": Table(("h200/engine", "quality", "sweep"), engine),
+    "h200-plans": Table(("h200/plans",), plans),
     "h200-phases": Table(("h200/engine",), phases),
     "h200-numerics": Table(("h200/numerics",), numerics),
     "h200-cohost": Table(("h200/cohost",), cohost),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,29 +42,31 @@ def sustained(run: Callable[[], Any], repeats: int) -> float:
 
 
 class Clocks:
-    """Context: samples clock, power and temperature every 200 ms."""
+    """Context: samples clock, power and temperature every 200 ms; nothing on a machine without nvidia-smi."""
 
     _FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
 
     def __enter__(self) -> Clocks:
         self.samples: list[list[float]] = []
+        self._process: subprocess.Popen[str] | None = None
+        if shutil.which("nvidia-smi") is None:
+            return self
         query = ["nvidia-smi", f"--query-gpu={','.join(self._FIELDS)}", "--format=csv,noheader,nounits", "-lms", "200"]
         self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
         return self
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
             try:
                 self.samples.append([float(part) for part in line.split(",")])
             except ValueError:
                 continue
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
 
     def summary(self) -> dict[str, float]:
         """Means while the device drew more than 200 W, and the highest temperature."""
