@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from contract.plan import to_field
+from contract.plan import GUIDANCE_FIELDS, to_field
 from contract.schedule import SCHEDULE_FIELDS
 from evaluation.pixels import Pixels
 from evaluation.service import ServiceClient
@@ -86,9 +86,8 @@ class RemoteService:
             "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": to_field(wanted.deepcache),
-            "guidance_interval": wanted.guidance_interval,
             "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
-            **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
+            **{name: getattr(wanted, name) for name in (*GUIDANCE_FIELDS, *SCHEDULE_FIELDS)},
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, given, wanted.steps, tick)

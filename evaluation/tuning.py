@@ -20,7 +20,7 @@ from contract import plan as plans
 from contract.card import ImageCard, ImageDefaults
 from contract.estimates import work_s
 from contract.image import ImageJob, ImageParameters
-from contract.plan import AUTO, BLOCK, RESNET, DeepCache
+from contract.plan import AUTO, BLOCK, RESNET, DeepCache, GuidanceSchedule
 from contract.tuned import BALANCED, BEST, FAST
 from evaluation import pairs, pixels
 from evaluation.captions import Caption
@@ -101,14 +101,16 @@ def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candi
         for scheduler, schedule_type in samplers + more:
             for cached in _CACHES:
                 for interval in _INTERVALS if guided else (None,):
-                    one = Candidate("", steps, cached, plans.kept(interval, steps), scheduler, schedule_type)
+                    if not GuidanceSchedule(interval).fits(steps):
+                        continue
+                    one = Candidate("", steps, cached, interval, scheduler, schedule_type)
                     found.setdefault(_meaning(one), replace(one, name=_name(one)))
     return list(found.values())
 
 
 def _meaning(one: Candidate) -> tuple[Any, ...]:
     """Equal for plans that draw the same."""
-    steps = plans.rows_and_depths(one.cached, one.interval, one.steps, 2)
+    steps = plans.rows_and_depths(one.cached, GuidanceSchedule(one.interval), one.steps, 2)
     depth = None if all(deep for _, deep in steps) or one.cached is None else one.cached.depth
     return one.scheduler, depth, steps
 

@@ -205,9 +205,10 @@ def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -
     assert shell(*words, "run", "--guidance-interval", "0:0.5").code == 0
     asked = EvaluationRun.read(shell.folder / "run").settings
     assert (asked["steps"], asked["guidance_scale"], asked["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
-    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5").code == 0
+    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5", "--guided-steps", "1").code == 0
     asked = EvaluationRun.read(shell.folder / "other").settings
-    assert (asked["steps"], asked["guidance_scale"]) == (2, 1.5) and "guidance_interval" not in asked
+    assert (asked["steps"], asked["guidance_scale"], asked["guided_steps"]) == (2, 1.5, [1])
+    assert "guidance_interval" not in asked
 
 
 def test_a_tuned_plan_says_what_the_options_leave_open(shell: Shell) -> None:

@@ -38,7 +38,7 @@ def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
         assert tuned.read({"x": one.fields()})["x"] == one.fields()
         asked = one.request(drafts)
         assert asked.steps == one.fields()["steps"]
-        plan.check_interval(asked.guidance_interval or (0, 1), asked.steps)
+        asked.guidance.check(asked.steps)
         assert asked.deepcache == plan.read(one.fields()["deepcache"])
         assert one.name == FULL or asked != drafts
     guided = [one for one in every if one.interval is not None]
@@ -50,7 +50,7 @@ def test_no_two_candidates_mean_the_same() -> None:
         every = tuning.candidates(ImageDefaults(steps=steps), ("euler", "dpm++2m"))
         meant = []
         for one in every:
-            deep = plan.rows_and_depths(one.cached, one.interval, one.steps, 2)
+            deep = plan.rows_and_depths(one.cached, plan.GuidanceSchedule(one.interval), one.steps, 2)
             shallow = one.cached is not None and not all(is_deep for _, is_deep in deep)
             meant.append((one.scheduler, one.cached.depth if one.cached and shallow else None, deep))
         assert len(set(meant)) == len(meant), steps
