@@ -86,7 +86,9 @@ def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path
     held = scores(runs["three steps"])["against"]["base"]  # type: ignore[index]
     assert held["kind"] == "run" and held["pictures"] == len(CAPTIONS)
     found = held["scores"]
-    assert set(found) == {"emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim"}
+    assert set(found) == {
+        "emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim", "emoji-clip-distance",
+    }  # fmt: skip
     assert all(one["low"] <= one["value"] <= one["high"] for one in found.values())
     assert held["torchmetrics"]["emoji-clip-fid"] == pytest.approx(found["emoji-clip-fid"]["value"], rel=1e-4, abs=1e-6)
     assert any("fewer than the 128 features" in note for note in scores(runs["three steps"])["notes"])  # type: ignore[union-attr]
