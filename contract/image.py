@@ -155,13 +155,13 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     check_whole("steps", parameters.steps, 1, offer.max_steps)
     check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
     check_number("guidance_scale", parameters.guidance_scale, 0, offer.max_guidance)
-    parameters.guidance.check(parameters.made)
     offer.check_scheduler(parameters.scheduler)
     parameters.schedule.check(parameters.steps)
     check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
+    parameters.guidance.check(parameters.made)
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
             raise Invalid(plan.FIELD, "must be a DeepCache plan or null")
