@@ -23,7 +23,7 @@ from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
 from benchmarks.simulation.static import RequestLevel
 from benchmarks.simulation.traffic import Bursts, Guidance, Job, Mix
 from contract.image import ImageParameters
-from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache, kept
+from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
 
 ROOMS = (*provenance.SCHEDULING, "contract/image.py", "benchmarks/simulate.py", "benchmarks/simulation")
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
@@ -218,7 +218,7 @@ def _check_plan(wanted: ImageParameters) -> None:
     refuse = record.BenchError
     if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
         raise refuse(f"--deepcache: {wrong.message}") from wrong
-    if wanted.guidance_interval is not None and kept(wanted.guidance_interval, wanted.steps) is None:
+    if wanted.guidance_interval is not None and not wanted.guidance.fits(wanted.steps):
         raise refuse(f"--guidance: {_guided(wanted.guidance_interval)} contains none of {wanted.steps} steps")
 
 

@@ -133,6 +133,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "--guidance-interval", metavar="FROM:TO", help="share of the steps with guidance, such as 0:0.5; default: all"
     )
     parser.add_argument(
+        "--guided-steps", metavar="N,N,…", help="exactly these have guidance, counted from 0, such as 0,2,4"
+    )
+    parser.add_argument(
         "--scheduler", metavar="NAME",
         help="euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd or flow-euler; default: the model's",
     )  # fmt: skip
@@ -159,6 +162,8 @@ def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
         found["guidance_interval"] = _numbers("guidance-interval", options.guidance_interval, ":", float, "0:0.5")
         if len(found["guidance_interval"]) != 2:
             raise UsageError(f"--guidance-interval: must be two numbers, not {options.guidance_interval!r}")
+    if options.guided_steps is not None:
+        found["guided_steps"] = _numbers("guided-steps", options.guided_steps, ",", int, "0,2,4")
     if options.timesteps is not None:
         found["timesteps"] = _numbers("timesteps", options.timesteps, ",", int, "999,749,499,249")
     if options.sigmas is not None:

@@ -21,7 +21,7 @@ from cli.arguments import (
 from cli.scoring import scoring_errors
 from contract.card import FULL
 from contract.errors import Invalid
-from contract.plan import to_field
+from contract.plan import GUIDANCE_FIELDS, to_field
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +104,7 @@ def asked(options: argparse.Namespace, settings: Settings, draft: ImageParameter
         where = {"server": None, "model": short, "precision": settings.precision, "unet": unet}
     if options.plan is not None:
         where["plan"] = options.plan
-    for name in ("guidance_interval", *SCHEDULE_FIELDS):  # absent in runs of earlier versions
+    for name in (*GUIDANCE_FIELDS, *SCHEDULE_FIELDS):  # absent in runs of earlier versions
         if (value := getattr(draft, name)) is not None:
             where[name] = [*value] if isinstance(value, tuple) else value
     if draft.vae != FULL:

@@ -74,8 +74,8 @@ def add(commands: Commands) -> None:
     )
     mlperf.set_defaults(
         run=_mlperf, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
-        deterministic=False, protocol="mlperf", guidance_interval=None, schedule_type=None, timesteps=None, sigmas=None,
-        eta=None, vae=None, plan=None,
+        deterministic=False, protocol="mlperf", guidance_interval=None, guided_steps=None, schedule_type=None,
+        timesteps=None, sigmas=None, eta=None, vae=None, plan=None,
     )  # fmt: skip
 
 

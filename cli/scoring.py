@@ -27,16 +27,24 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--inception", type=Path, metavar="FILE", help="its weights; default: fetched and kept")
     parser.add_argument("--clip", type=Path, metavar="DIR", help="ViT-B/32 in transformers' format; default: fetched")
+    parser.add_argument("--lpips", type=Path, metavar="FILE", help="torchvision's AlexNet; default: no LPIPS")
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
 
 
 def open_lens(
     options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None = None
 ) -> ScoringNetworks:
-    from evaluation import scoring_networks as lenses
+    from evaluation.lpips import Lpips
 
     if options.resamples < 2:
         raise UsageError(f"--resamples: must be at least 2, not {options.resamples}")
+    networks = _networks(options, settings, run)
+    return networks if options.lpips is None else networks._replace(lpips=Lpips(options.lpips))
+
+
+def _networks(options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None) -> ScoringNetworks:
+    from evaluation import scoring_networks as lenses
+
     name = options.lens
     if name is None:
         name = lenses.EMOJI if _embedded(options, settings, run) else lenses.MLPERF

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from cli.arguments import (
     read_size,
     wrong_option,
 )
-from cli.scoring import add_scoring, looking, open_lens, scoring_errors
+from cli.scoring import add_scoring, looking, open_lens, scoring_errors, try_references
+from cli.tuned import read_gates, store
 from contract.plan import DEPTHS
 
 if TYPE_CHECKING:
@@ -34,18 +35,21 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
+    from evaluation.references import Reference
     from evaluation.run import EvaluationRun
     from evaluation.scoring_networks import ScoringNetworks
-    from evaluation.tuning import Candidate, Gate, Judged
-    from pipeline.load import ImageModel
+    from evaluation.tuning import Candidate, Judged
     from workers.build import Runtime
 
 _ABOUT = """A plan says how many steps there are, which of them run the whole network (DeepCache), which are guided, and
 by which sampler. Plans are held against the full one: the model's default steps, all whole and guided. Names are given
 to the fastest plans whose captions' score differs by at most so many per cent and whose pictures' mean PSNR to the full
-plan's is at least so many dB: by default best=0.2:30,balanced=0.5:24,fast=2:18. Requests name them as `plan`; "auto"
-is balanced. They are stored for the precision that drew, in plans.json in the model's folder. DIR keeps all pictures,
-a report, and what a stopped search needs: the same command goes on.
+plan's is at least so many dB: by default best=0.2:30,balanced=0.5:24,fast=2:18. Further limits may follow, such as
+balanced=0.5:24:ssim=0.9:lpips=0.1:fid=5: the least mean SSIM; the most of lpips (with --lpips) and of distance, which
+is 1 - cosine of the pictures' features; and by how many per cent fid and cmmd, to the pictures of --real, may be above
+the full plan's. Requests name them as `plan`; "auto" is balanced. They are stored for the precision that drew, in
+plans.json in the model's folder. DIR keeps all pictures, a report, and what a stopped search needs: the same command
+goes on.
 
   diptych tune --prompts captions.txt -o tuned
   diptych serve --plan auto
@@ -67,7 +71,8 @@ def add(commands: Commands) -> None:
     tune.add_argument("--prompts", type=Path, metavar="FILE", required=True, help="one a line, or a .tsv/.csv")
     tune.add_argument("-o", "--out", type=Path, metavar="DIR", required=True, help="for pictures and the report")
     tune.add_argument("--limit", type=int, default=128, metavar="N", help="prompts of finalists; default: %(default)s")
-    tune.add_argument("--gates", metavar="NAME=PERCENT:DB,…", help="of the named plans; default: as below")
+    tune.add_argument("--gates", metavar="NAME=PERCENT:DB[:FIGURE=LIMIT…],…", help="of named plans; see below")
+    tune.add_argument("--real", type=Path, metavar="REF", help="what FID and CMMD are taken from: pictures or a run")
     tune.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     tune.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
     tune.add_argument("--plans", metavar="FILE", help="to be written; default: plans.json in the model's folder")
@@ -84,7 +89,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     # Everything that can be rejected without a model is rejected before one is loaded.
-    gates = tuning.GATES if options.gates is None else _gates(options.gates)
+    gates = read_gates(options)
     if options.limit < 2:
         raise UsageError(f"--limit: must be at least 2, not {options.limit}")
     try:
@@ -98,6 +103,7 @@ def _tune(options: argparse.Namespace) -> int:
     settings = settings.model_copy(update={"plan": "", "plans": ""})
     with scoring_errors():
         lens = open_lens(options, settings)
+        try_references([] if options.real is None else [options.real], lens)
         options.out.mkdir(parents=True, exist_ok=True)
         make_cache(settings)
         try:
@@ -105,32 +111,13 @@ def _tune(options: argparse.Namespace) -> int:
                 judged = _Tuning(options, works, texts, lens, console).run()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on") from None
-        return _store(options, judged, gates, works.images.model, len(texts), target)
+        store(options.out, judged, gates, lens, works.images.model, len(texts), target)
+    return 0
 
 
 def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
     """Of the first captions."""
     return [caption for caption in run.missing if caption.index < captions]
-
-
-def _gates(text: str) -> dict[str, Gate]:
-    from contract.errors import Invalid
-    from contract.tuned import read
-    from evaluation.tuning import Gate
-
-    found = {}
-    for part in text.split(","):
-        name, _, limits = part.strip().partition("=")
-        score, _, psnr = limits.partition(":")
-        try:
-            found[name] = Gate(float(score), float(psnr))
-            if math.isnan(found[name].score + found[name].psnr):
-                raise ValueError(limits)
-            read({name: {}})
-        except ValueError as error:
-            why = str(error) if isinstance(error, Invalid) else "must look like balanced=0.5:24"
-            raise UsageError(f"--gates: {part!r}: {why}") from None
-    return found
 
 
 def _target(settings: Settings) -> Path:
@@ -270,18 +257,26 @@ class _Tuning:
         runs = [EvaluationRun.read(self._options.out / one.name) for one in finalists]
         gates = compare.Gates(clip_change=tuning.GATES[BALANCED].score)
         look = looking(self._progress)
-        found = compare.runs(runs, self._lens, None, gates=gates, resamples=self._options.resamples, look=look)
-        judged = []
+        real = self._reference(look)
+        found = compare.runs(runs, self._lens, real, gates=gates, resamples=self._options.resamples, look=look)
+        for note in found["notes"]:
+            self._tell(f"note: {note}")
         for one, entry in zip(finalists, found["runs"], strict=True):
             entry["pictures_per_second"] = speeds[one.name]
-            ratio = entry.get("ratios", {}).get(self._lens.score, {"value": 1.0, "low": 1.0, "high": 1.0})
-            score = (ratio["value"], ratio["low"], ratio["high"])
-            psnr = entry["pairs"]["psnr"]["value"] if "pairs" in entry else tuning.MOST_DB
-            judged.append(tuning.Judged(one, speeds[one.name], score, psnr))
         write_json(self._options.out / "report.json", found)
         page = report.page(found, runs, shown=self._options.shown)
         (self._options.out / "report.html").write_text(page, "utf-8")
-        return judged
+        return tuning.judge(finalists, found["runs"], self._lens)
+
+    def _reference(self, look: Any) -> Reference | None:
+        """What FID and CMMD are taken from, if it is given."""
+        from evaluation import references
+
+        path: Path | None = self._options.real
+        if path is None:
+            return None
+        kept = self._options.out / "references"
+        return references.look(path, self._lens, kept, partial(look, f"looking at {path.name}"))
 
     # -- what a stopped search leaves -------------------------------------------------------------------------------
 
@@ -320,53 +315,3 @@ class _Tuning:
 
     def _tell(self, line: str) -> None:
         self._console.print(line, style="dim", markup=False, highlight=False)
-
-
-def _store(
-    options: argparse.Namespace,
-    judged: Sequence[Judged],
-    gates: Mapping[str, Gate],
-    model: ImageModel,
-    prompts: int,
-    target: Path,
-) -> int:
-    """Store the plans, and print what was found."""
-    from evaluation import compare, tuning
-    from pipeline import plans
-
-    full, *others = judged
-    names = tuning.named(others, full, gates)
-    told = {*tuning.best_front(others, full), *names.values(), full}
-    shown = sorted(told, key=lambda one: -one.images_per_s)
-    found = {
-        "plans": {name: one.candidate.fields() for name, one in names.items()},
-        "model": model.name,
-        "weights": model.digest,
-        "device": str(model.device),
-        "prompts": prompts,
-        "front": [_said(one, full) for one in shown],
-    }
-    with model_errors():
-        plans.write(target, model.precision, found)
-    rows = [("plan", "names", "images/s", "full's", "PSNR", "score")]
-    for one in reversed(shown):
-        called = ", ".join(name for name, chosen in names.items() if chosen is one)
-        score = "" if one is full else "{:+.2f}% ({:+.2f} … {:+.2f})".format(*(100 * (x - 1) for x in one.score))
-        psnr = "" if one is full else f"{one.psnr:.1f} dB"
-        speed, faster = f"{one.images_per_s:.2f}", f"{one.images_per_s / full.images_per_s:.2f}×"
-        rows.append((one.candidate.name, called, speed, faster, psnr, score))
-    print(compare.aligned(rows))
-    print(options.out / "report.html")
-    print(target, flush=True)
-    return 0
-
-
-def _said(one: Judged, full: Judged) -> dict[str, Any]:
-    return {
-        "name": one.candidate.name,
-        "fields": one.candidate.fields(),
-        "images_per_s": one.images_per_s,
-        "speedup": round(one.images_per_s / full.images_per_s, 3),
-        "score_ratio": [round(value, 5) for value in one.score],
-        "psnr": round(one.psnr, 2),
-    }

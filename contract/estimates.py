@@ -38,7 +38,7 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
     most = card.defaults.rows(job.picture.guidance_scale)
-    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance_interval, made, most))
+    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance, made, most))
     return sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in steps.items())
 
 

@@ -25,7 +25,7 @@ from contract.bounds import (
 from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
-from contract.plan import CacheFields, DeepCache
+from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
 from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
@@ -51,7 +51,7 @@ class ImageParameters:
 
     `negative_prompt` None means the model's default for an absent one (SDXL: zero embeddings), "" an empty prompt.
     Classifier-free guidance is on where `guidance_scale` > `ImageDefaults.guided_above` of the model; otherwise a
-    request has one row instead of two, as it has outside `guidance_interval` (see `plan.guided`).
+    request has one row instead of two, as it has in steps outside `guidance_interval` or `guided_steps` (`guidance`).
     `scheduler` is the sampler; None means the model's own. `schedule_type`, `timesteps`, `sigmas` and `eta` are as in
     `NoiseSchedule`. `preview_every` n > 0 requests a preview after every n-th step. `deepcache` None runs every step
     deep. With `prompt_weighting` both prompts are parsed for weights (contract.markup). `lora` names the LoRAs applied
@@ -73,6 +73,7 @@ class ImageParameters:
     prompt_weighting: bool = False
     lora: str = ""
     guidance_interval: tuple[float, float] | None = None
+    guided_steps: tuple[int, ...] | None = None
     schedule_type: str | None = None
     timesteps: tuple[int, ...] | None = None
     sigmas: tuple[float, ...] | None = None
@@ -80,7 +81,7 @@ class ImageParameters:
     vae: str = FULL
 
     def __post_init__(self) -> None:
-        for name in ("guidance_interval", "timesteps", "sigmas"):
+        for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
 
@@ -88,6 +89,11 @@ class ImageParameters:
     def schedule(self) -> NoiseSchedule:
         """What it says of its noise schedule."""
         return NoiseSchedule(self.schedule_type, self.timesteps, self.sigmas, self.eta)
+
+    @property
+    def guidance(self) -> GuidanceSchedule:
+        """What it says of the steps with guidance."""
+        return GuidanceSchedule(self.guidance_interval, self.guided_steps)
 
     @property
     def skipped(self) -> int:
@@ -109,17 +115,21 @@ class ImageParameters:
     def completed(self, given: Mapping[str, Any], named: Mapping[str, Any], defaults: ImageDefaults) -> ImageParameters:
         """With the fields `given`, a plan's where these are open, and the model's defaults where both are.
 
-        A guidance interval of the plan that contains none of the steps gives way. Raises `Invalid`.
+        A plan's guided steps that are none for so few steps give way. Raises `Invalid`.
         """
         found = self.planned(students.fill(tuned.fill(given, named), defaults))
-        if given.get("guidance_interval") is not None:
+        if any(given.get(name) is not None for name in GUIDANCE_FIELDS) or found.guidance.fits(found.steps):
             return found
-        return replace(found, guidance_interval=plan.kept(found.guidance_interval, found.steps))
+        return found.guided_throughout()
+
+    def guided_throughout(self) -> ImageParameters:
+        """With guidance in every step, if it has any."""
+        return replace(self, guidance_interval=None, guided_steps=None)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        for name in ("prompt_weighting", "lora", "guidance_interval", *SCHEDULE_FIELDS, "vae"):
+        for name in ("prompt_weighting", "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae"):
             if told[name] == _PICTURE[name].default:
                 del told[name]
         if self.edit is None:
@@ -146,8 +156,6 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     check_whole("steps", parameters.steps, 1, offer.max_steps)
     check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
     check_number("guidance_scale", parameters.guidance_scale, 0, offer.max_guidance)
-    if parameters.guidance_interval is not None:
-        plan.check_interval(parameters.guidance_interval, parameters.made)
     offer.check_scheduler(parameters.scheduler)
     parameters.schedule.check(parameters.steps)
     check_flag("deterministic", parameters.deterministic)
@@ -155,6 +163,7 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     offer.check_vae(parameters.vae)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
+    parameters.guidance.check(parameters.made)
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
             raise Invalid(plan.FIELD, "must be a DeepCache plan or null")
@@ -306,12 +315,12 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     schedule = None if cached is None else plan.read(cached)
     job = _with_checked_steps(job, schedule, asked)
-    check(replace(job.picture, guidance_interval=None), offer)  # which knows no source, and so not how many are made
+    check(job.picture.guided_throughout(), offer)  # which knows no source, and so not how many are made
     return job
 
 
 def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: ImageFields) -> ImageJob:
-    """The job, whose DeepCache schedule and guidance interval are ones for the steps that are made. Raises `Invalid`.
+    """The job, whose DeepCache schedule and guided steps are ones for the steps that are made. Raises `Invalid`.
 
     What `asked` does not say comes from a plan, and gives way where it is none for so few steps.
     """
@@ -319,11 +328,10 @@ def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: ImageF
         if asked.deepcache is not None:
             raise wrong
         job = replace(job, deepcache=plan.OFF)
-    interval = job.picture.guidance_interval
-    if interval is not None and asked.guidance_interval is None:
-        return replace(job, picture=replace(job.picture, guidance_interval=plan.kept(interval, job.made)))
-    if interval is not None:
-        plan.check_interval(interval, job.made)
+    if any(getattr(asked, name) is not None for name in GUIDANCE_FIELDS):
+        job.picture.guidance.check(job.made)
+    elif not job.picture.guidance.fits(job.made):
+        return replace(job, picture=job.picture.guided_throughout())
     return job
 
 

@@ -52,6 +52,10 @@ class ImageFields(BaseModel):
         max_length=2,
         description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
     )
+    guided_steps: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_STEPS,
+        description="exactly these have guidance, counted from 0; in place of guidance_interval",
+    )  # fmt: skip
     schedule_type: ScheduleType | None = Field(
         default=None, description="the spacing or curve of the noise schedule; default: the model's"
     )

@@ -1,4 +1,4 @@
-"""What is left out of a picture's steps: DeepCache schedules, and the interval of steps with guidance.
+"""What is left out of a picture's steps: DeepCache schedules, and which steps have guidance.
 
 A DeepCache schedule says which steps run the whole UNet (deep) and which only its last block (shallow).
 
@@ -9,7 +9,7 @@ deep and odd steps shallow. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ BLOCK, RESNET = "block", "resnet"
 DEPTHS = (BLOCK, RESNET)
 MAX_INTERVAL = 1_000
 FIELD = "deepcache"  # of a request
-GUIDANCE_INTERVAL = "guidance_interval"  # of a request
+GUIDANCE_INTERVAL, GUIDED_STEPS = GUIDANCE_FIELDS = ("guidance_interval", "guided_steps")  # of a request
 _ALONE = "cannot be given together with interval, first and last"
 
 
@@ -56,8 +56,7 @@ class DeepCache:
             return None
         if (self.interval, self.first, self.last) != (2, 0, 0):
             return _wrong("deep_steps", _ALONE)
-        whole = all(isinstance(step, int) and not isinstance(step, bool) for step in self.deep_steps)
-        if whole and len(set(self.deep_steps)) == len(self.deep_steps) and all(0 <= s < steps for s in self.deep_steps):
+        if _are_steps(self.deep_steps, steps):
             return None
         return _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
 
@@ -76,43 +75,76 @@ AUTO = DeepCache(interval=2, depth=RESNET, last=1)
 shorter depth loses nothing more (docs/results.md)."""
 
 
-def guided(interval: tuple[float, float] | None, steps: int) -> tuple[bool, ...]:
-    """Whether each step of a picture with guidance is guided: those from start · steps until before stop · steps, both
-    rounded down, as in diffusers' guiders. None: all.
+@dataclass(frozen=True, slots=True)
+class GuidanceSchedule:
+    """Which steps of a picture with guidance are guided; without `interval` and `steps` all.
+
+    Those from start · n until before stop · n of n steps for the interval (start, stop), both rounded down, as in
+    diffusers' guiders; or exactly `steps`, counted from 0.
 
     Guidance matters little to the last steps and harms at the first (Kynkäänniemi et al., 2024; T-GATE, Zhang et al.,
     2024, drops it after a gate step).
     """
-    start, stop = interval or (0.0, 1.0)
-    return tuple(int(start * steps) <= step < int(stop * steps) for step in range(steps))
+
+    interval: tuple[float, float] | None = None
+    steps: tuple[int, ...] | None = None
+
+    def guided(self, steps: int) -> tuple[bool, ...]:
+        """Whether each of so many steps is guided."""
+        if self.steps is not None:
+            listed = frozenset(self.steps)
+            return tuple(step in listed for step in range(steps))
+        start, stop = self.interval or (0.0, 1.0)
+        return tuple(int(start * steps) <= step < int(stop * steps) for step in range(steps))
+
+    def check(self, steps: int) -> None:
+        """Raise `Invalid` for what is no interval within 0 to 1, holds none of so many steps, or is no list of them."""
+        if self.steps is not None:
+            if self.interval is not None:
+                raise Invalid(GUIDED_STEPS, f"cannot be given together with {GUIDANCE_INTERVAL}")
+            if not isinstance(self.steps, (list, tuple)) or not self.steps:
+                raise Invalid(GUIDED_STEPS, "must be a list of steps; a lower guidance_scale turns guidance off")
+            if not _are_steps(self.steps, steps):
+                raise Invalid(GUIDED_STEPS, f"must be different numbers between 0 and {steps - 1}")
+        elif self.interval is not None:
+            self._check_interval(self.interval, steps)
+
+    def fits(self, steps: int) -> bool:
+        """Whether `check` accepts it."""
+        try:
+            self.check(steps)
+        except Invalid:
+            return False
+        return True
+
+    def _check_interval(self, interval: object, steps: int) -> None:
+        if not isinstance(interval, (list, tuple)) or len(interval) != 2:
+            raise Invalid(GUIDANCE_INTERVAL, "must be two numbers, such as [0, 0.5]")
+        start, stop = (check_number(GUIDANCE_INTERVAL, number, 0, 1) for number in interval)
+        if start >= stop:
+            raise Invalid(GUIDANCE_INTERVAL, f"must end after it begins, not {start:g} to {stop:g}")
+        if not any(self.guided(steps)):
+            raise Invalid(
+                GUIDANCE_INTERVAL, f"contains none of {steps} steps; a lower guidance_scale turns guidance off"
+            )
+
+
+def _are_steps(listed: Sequence[object], steps: int) -> bool:
+    """Whether they are different ones of so many, counted from 0."""
+    whole = all(isinstance(step, int) and not isinstance(step, bool) and 0 <= step < steps for step in listed)
+    return whole and len(set(listed)) == len(listed)
 
 
 def rows_and_depths(
-    cached: DeepCache | None, interval: tuple[float, float] | None, steps: int, rows: int
+    cached: DeepCache | None, guidance: GuidanceSchedule, steps: int, rows: int
 ) -> tuple[tuple[int, bool], ...]:
     """Each step's rows in a forward, and whether it is deep, for a request of `rows` rows where it is guided.
 
-    A step at which guidance begins is deep: no cached features of its second row exist.
+    A step at which guidance begins, or begins again, is deep: no current features of its second row exist.
     """
-    widths = [rows if rows == 1 or on else 1 for on in guided(interval, steps)]
+    widths = [rows if rows == 1 or on else 1 for on in guidance.guided(steps)]
     deep = (True,) * steps if cached is None else cached.plan(steps)
     return tuple((width, deep[k] or (k > 0 and width > widths[k - 1])) for k, width in enumerate(widths))
-
-
-def kept(interval: tuple[float, float] | None, steps: int) -> tuple[float, float] | None:
-    """The interval, or None where it contains none of so few steps."""
-    return interval if any(guided(interval, steps)) else None
-
-
-def check_interval(interval: object, steps: int) -> None:
-    """Raise `Invalid` for what is no interval within 0 to 1, or one without any of so many steps."""
-    if not isinstance(interval, (list, tuple)) or len(interval) != 2:
-        raise Invalid(GUIDANCE_INTERVAL, "must be two numbers, such as [0, 0.5]")
-    start, stop = (check_number(GUIDANCE_INTERVAL, number, 0, 1) for number in interval)
-    if start >= stop:
-        raise Invalid(GUIDANCE_INTERVAL, f"must end after it begins, not {start:g} to {stop:g}")
-    if not any(guided((start, stop), steps)):
-        raise Invalid(GUIDANCE_INTERVAL, f"contains none of {steps} steps; a lower guidance_scale turns guidance off")
 
 
 class CacheFields(BaseModel):

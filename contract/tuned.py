@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from contract.card import MAX_STEPS
 from contract.errors import Invalid
-from contract.plan import AUTOMATIC, OFF, CacheFields, check_interval
+from contract.plan import AUTOMATIC, GUIDANCE_FIELDS, OFF, CacheFields, GuidanceSchedule
 from contract.plan import read as parse_schedule
 from contract.schedule import OWN, ScheduleType, schedule_of
 
@@ -32,14 +32,20 @@ class PlanFields(BaseModel):
     scheduler: str | None = None
     schedule_type: ScheduleType | None = None
     guidance_interval: list[float] | None = None
+    guided_steps: list[int] | None = None
     deepcache: Literal["off", "auto"] | CacheFields | None = None
     vae: Literal["full", "tiny"] | None = None
 
     @field_validator("guidance_interval")
     @classmethod
-    def _is_an_interval(cls, value: list[float] | None) -> list[float] | None:
-        if value is not None:
-            check_interval(value, MAX_STEPS)
+    def _is_an_interval(cls, value: Any) -> Any:
+        GuidanceSchedule(interval=value).check(MAX_STEPS)
+        return value
+
+    @field_validator("guided_steps")
+    @classmethod
+    def _are_steps(cls, value: Any, info: ValidationInfo) -> Any:
+        GuidanceSchedule(info.data.get("guidance_interval"), value).check(MAX_STEPS)
         return value
 
     @field_validator("deepcache")
@@ -54,11 +60,15 @@ class PlanFields(BaseModel):
 def fill(given: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
     """The request fields `given`, with a plan's where they are open.
 
-    Where the request says its sampler or schedule, the plan's steps and sampler do not go with it.
+    Where the request says its sampler or schedule, the plan's steps and sampler do not go with it; and where it says
+    which steps are guided, in either way, the plan does not.
     """
     meant = dict(plan)
     if given.get("scheduler") is not None or schedule_of(given) != OWN:
         for name in ("steps", "scheduler", "schedule_type"):
+            meant.pop(name, None)
+    if any(given.get(name) is not None for name in GUIDANCE_FIELDS):
+        for name in GUIDANCE_FIELDS:
             meant.pop(name, None)
     return meant | {name: value for name, value in given.items() if value is not None}
 

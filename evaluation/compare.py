@@ -40,6 +40,7 @@ class _Seen(NamedTuple):
 
     run: EvaluationRun
     indices: list[int]
+    clip: Tensor  # features of their images [N, D]
     figures: dict[str, Estimate]
 
 
@@ -80,10 +81,10 @@ def runs(
             ratios = {
                 name: figure.over(base.figures[name])
                 for name, figure in one.figures.items()
-                if name in (networks.fid, networks.score)
+                if name in (networks.fid, networks.cmmd, networks.score) and base.figures[name].value != 0
             }
             entry["ratios"] = {name: scores.said(ratio) for name, ratio in ratios.items()}
-            entry |= _beside(one, base, counts, notes, look)
+            entry |= _beside(one, base, networks, counts, notes, look)
             if one.run.name in siblings:
                 entry["gates"] = []
             else:
@@ -114,7 +115,7 @@ def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, An
         for name, figure in held["scores"].items():
             if len(against) > 1:
                 figures[f"{name}, {reference}"] = figure
-            elif name in ("psnr", "ssim"):
+            elif name in (*scores.PAIRED, networks.paired):
                 pairs[name] = figure
             else:
                 figures[name] = figure
@@ -184,7 +185,8 @@ def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
 def table(found: Mapping[str, Any]) -> str:
     """The comparison as text, one row per run."""
     fid, score = found["lens"]["fid"], found["lens"]["score"]
-    rows = [("run", fid, score, "psnr", "ssim", "images/s", "gates")]
+    beside = paired_names(found)
+    rows = [("run", fid, score, *beside, "images/s", "gates")]
     for run in found["runs"]:
         cells = [run["name"]]
         for name in (fid, score):
@@ -193,11 +195,16 @@ def table(found: Mapping[str, Any]) -> str:
             moved = "" if ratio is None else f" ({100 * (ratio['value'] - 1):+.2f}%)"
             cells.append("–" if value is None else f"{value:.5g}{moved}")
         pairs = run.get("pairs", {})
-        cells += [f"{pairs[name]['value']:.4g}" if name in pairs else "–" for name in ("psnr", "ssim")]
+        cells += [f"{pairs[name]['value']:.4g}" if name in pairs else "–" for name in beside]
         cells.append("–" if run["pictures_per_second"] is None else f"{run['pictures_per_second']:.2f}")
         cells.append(", ".join(gate["verdict"] for gate in run.get("gates", [])) or "–")
         rows.append(tuple(cells))
     return aligned(rows)
+
+
+def paired_names(found: Mapping[str, Any]) -> list[str]:
+    """The figures of pairs of images that any run has."""
+    return list(dict.fromkeys(name for run in found["runs"] for name in run.get("pairs", {})))
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
@@ -233,20 +240,23 @@ def _see(
     figures = {networks.score: bootstrap.mean(100 * cosines[indices], counts)}
     if real is not None:
         figures |= scores.distances(distance[indices], clip[indices], networks, real, counts, look=told)
-    return _Seen(run, indices, figures)
+    return _Seen(run, indices, clip[indices], figures)
 
 
-def _beside(one: _Seen, base: _Seen, counts: Tensor, notes: list[str], look: Look) -> dict[str, Any]:
-    """PSNR and SSIM of each caption's two images, if the runs share their noise."""
+def _beside(
+    one: _Seen, base: _Seen, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
+) -> dict[str, Any]:
+    """What each caption's two images differ by, if the runs share their noise."""
     seeds = zip(one.indices, base.indices, strict=True)
     if any(one.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
         return {}
     if one.indices != base.indices:
         notes.append(f"{one.run.name}: no PSNR and SSIM, since its captions stand in another order than the base's")
         return {}
-    every = scores.pair(one.run, base.run, look, one.indices)
+    every = scores.pair(one.run, base.run, networks, look, one.indices)
+    figures = scores.paired(every, one.clip, base.clip, networks, counts)
     return {
-        "pairs": {name: scores.said(figure) for name, figure in scores.paired(every, counts).items()},
+        "pairs": {name: scores.said(figure) for name, figure in figures.items()},
         "differences": [[one_pair.place, round(one_pair.psnr, 3), round(one_pair.ssim, 5)] for one_pair in every],
     }
 

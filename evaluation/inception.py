@@ -176,17 +176,9 @@ class Inception:
     def __init__(self, weights: Path | None = None, *, device: torch.device | str = "cpu") -> None:
         """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
-        try:
-            data = path.read_bytes()
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise WeightsError(f"{path}: cannot be read ({error.strerror})") from None
-        except Exception as error:  # torch.load documents no exception class
-            raise WeightsError(f"{path}: is no file of weights ({error})") from None
-        self.digest = hashlib.sha256(data).hexdigest()
+        found = read_weights(path)
+        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         network = Network()
-        if not isinstance(found, dict):
-            raise WeightsError(f"{path}: holds no weights by name")
         try:
             wrong = network.load_state_dict(
                 {name: value for name, value in found.items() if not name.startswith("fc.")}, strict=False
@@ -206,6 +198,19 @@ class Inception:
         prepared = torch.cat([_prepare(torch.tensor(picture)) for picture in pictures])
         found: Tensor = self._network(prepared.to(self._device))
         return found.cpu()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a file by name. Raises `WeightsError`."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from None
+    except Exception as error:  # torch.load documents no exception class
+        raise WeightsError(f"{path}: is no file of weights ({error})") from None
+    if not isinstance(found, dict):
+        raise WeightsError(f"{path}: holds no weights by name")
+    return found
 
 
 def _prepare(picture: Tensor) -> Tensor:

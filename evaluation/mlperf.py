@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from contract.plan import GUIDANCE_FIELDS
 from contract.schedule import SCHEDULE_FIELDS
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def unofficial(scores: Mapping[str, Any]) -> list[str]:
         reasons.append("no fixed latent")
     if scores.get("side") != NATIVE:
         reasons.append(f"pictures of {scores.get('side')} pixels instead of {NATIVE}")
-    if settings.get("guidance_interval") is not None:
+    if any(settings.get(name) is not None for name in GUIDANCE_FIELDS):
         reasons.append("guidance for a part of the steps")
     reasons += [f"{name} is given" for name in SCHEDULE_FIELDS if settings.get(name) is not None]
     if settings.get("deepcache") not in (None, "off"):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluation import pixels, plots
+from evaluation import compare, pixels, plots
 from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun
 
@@ -68,9 +68,14 @@ def _lead(found: Mapping[str, Any]) -> str:
 
 def _scores(found: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys(name for run in found["runs"] for name in run["scores"]))
-    paired = any("pairs" in run for run in found["runs"])
+    paired = compare.paired_names(found)
     compared = len(found["runs"]) > 1
-    heads = [*names, *(("psnr, dB", "ssim") if paired else ()), "images/s", *(("gates",) if compared else ())]
+    heads = [
+        *names,
+        *("psnr, dB" if name == "psnr" else name for name in paired),
+        "images/s",
+        *(("gates",) if compared else ()),
+    ]
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     rows = []
     for number, run in enumerate(found["runs"]):
@@ -84,13 +89,13 @@ def _scores(found: Mapping[str, Any]) -> str:
     return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _figures(run: Mapping[str, Any], names: Sequence[str], paired: bool) -> list[str]:
+def _figures(run: Mapping[str, Any], names: Sequence[str], paired: Sequence[str]) -> list[str]:
     """The cells of a run's scores, of its pairs with the base run, and of its speed."""
     pairs = run.get("pairs", {})
     speed = run["pictures_per_second"]
     return [
         *(_score(run, name) for name in names),
-        *((_figure(pairs.get("psnr")), _figure(pairs.get("ssim"))) if paired else ()),
+        *(_figure(pairs.get(name)) for name in paired),
         "–" if speed is None else f"{speed:.2f}",
     ]
 

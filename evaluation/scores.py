@@ -23,6 +23,7 @@ class Pair(NamedTuple):
     place: int  # among the run's captions
     psnr: float
     ssim: float
+    lpips: float | None  # without its weights
 
 
 def of_run(
@@ -54,8 +55,10 @@ def of_run(
             if reason:
                 notes.append(f"{reference.name}: no PSNR and SSIM, {reason}")
             else:
-                every = pair(run, reference.run, look)
-                figures |= {name: said(figure) for name, figure in paired(every, counts).items()}
+                assert reference.clip is not None, "a run has images"
+                every = pair(run, reference.run, networks, look)
+                both = paired(every, clip, reference.clip, networks, counts)
+                figures |= {name: said(figure) for name, figure in both.items()}
         found["against"][reference.name] = {"kind": reference.kind, "pictures": reference.count, "scores": figures}
         check = by_torchmetrics(distance, reference)
         if check is not None:
@@ -103,26 +106,44 @@ def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
     return None
 
 
-def pair(run: EvaluationRun, other: EvaluationRun, look: Look, indices: Sequence[int] | None = None) -> list[Pair]:
-    """PSNR and SSIM of each caption's two pictures. Raises `RunError` where they are of different sizes."""
+def pair(
+    run: EvaluationRun,
+    other: EvaluationRun,
+    networks: ScoringNetworks,
+    look: Look,
+    indices: Sequence[int] | None = None,
+) -> list[Pair]:
+    """PSNR, SSIM and LPIPS of each caption's two pictures. Raises `RunError` where they are of different sizes."""
     wanted = range(len(run.captions)) if indices is None else indices
     found = []
     for done, index in enumerate(wanted, 1):
         a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
         try:
-            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b)))
+            perceived = None if networks.lpips is None else networks.lpips(a, b)
+            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived))
         except ValueError as error:
             raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
         look(f"{run.name} beside {other.name}", done, len(wanted))
     return found
 
 
-def paired(found: Sequence[Pair], counts: Tensor) -> dict[str, Estimate]:
-    """Means over captions; equal pictures count as 100 dB."""
-    return {
+PAIRED = ("psnr", "ssim", "lpips")
+
+
+def paired(
+    found: Sequence[Pair], clip: Tensor, other: Tensor, networks: ScoringNetworks, counts: Tensor
+) -> dict[str, Estimate]:
+    """Means over captions; equal pictures count as 100 dB.
+
+    `clip` and `other` are the pictures' features [N, D], of length 1: their distance is 1 - cosine.
+    """
+    figures = {
         name: bootstrap.mean(torch.tensor([getattr(one, name) for one in found], dtype=torch.float64), counts)
-        for name in ("psnr", "ssim")
+        for name in PAIRED
+        if networks.lpips is not None or name != "lpips"
     }
+    gap = (clip.double() - other.double()).square().sum(1) / 2  # 1 - cosine, and exactly 0 for equal features
+    return figures | {networks.paired: bootstrap.mean(gap, counts)}
 
 
 def few(name: str, count: int | None, networks: ScoringNetworks) -> list[str]:

@@ -8,12 +8,15 @@ from typing import NamedTuple
 from evaluation.clip import EMBEDDED, OPENAI, Clip
 from evaluation.features import Extractor
 from evaluation.inception import Inception, WeightsError
+from evaluation.lpips import Lpips
 
 EMOJI, MLPERF = "emoji-clip", "mlperf"
 
 
 class ScoringNetworks(NamedTuple):
-    """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD and the caption score."""
+    """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD, the caption score and `paired`, the
+    feature distance of two images. LPIPS has weights of its own, where they are given.
+    """
 
     name: str
     distance: Extractor
@@ -22,6 +25,8 @@ class ScoringNetworks(NamedTuple):
     kid: str
     cmmd: str
     score: str
+    paired: str
+    lpips: Lpips | None = None
 
 
 def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> ScoringNetworks:
@@ -29,8 +34,8 @@ def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> ScoringNetworks
     if folder == EMBEDDED and not (folder / "config.json").is_file():
         raise WeightsError(f"{EMOJI} is not installed: there is no {folder}; --lens takes mlperf or a CLIP folder")
     clip = Clip(folder, device=device)
-    names = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score"))
-    return ScoringNetworks(clip.name, clip, clip, *names)
+    fid, kid, cmmd, score, paired = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score", "distance"))
+    return ScoringNetworks(clip.name, clip, clip, fid, kid, cmmd, score, paired)
 
 
 def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> ScoringNetworks:
@@ -41,5 +46,5 @@ def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: s
     """
     return ScoringNetworks(
         MLPERF, Inception(inception, device=device), Clip(clip or OPENAI, device=device),
-        "fid", "kid", "vit-b-32-cmmd", "clip-score",
+        "fid", "kid", "vit-b-32-cmmd", "clip-score", "clip-distance",
     )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from contract.card import FULL
-from contract.plan import to_field
+from contract.plan import GUIDANCE_FIELDS, to_field
 from contract.schedule import SCHEDULE_FIELDS
 from evaluation.pixels import Pixels
 from evaluation.service import ServiceClient
@@ -87,9 +87,8 @@ class RemoteService:
             "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
             "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
             "deterministic": wanted.deterministic, "deepcache": to_field(wanted.deepcache),
-            "guidance_interval": wanted.guidance_interval,
             "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
-            **{name: getattr(wanted, name) for name in SCHEDULE_FIELDS},
+            **{name: getattr(wanted, name) for name in (*GUIDANCE_FIELDS, *SCHEDULE_FIELDS)},
             "vae": None if wanted.vae == FULL else wanted.vae,  # which older services do not know
         }  # fmt: skip
         given = {name: value for name, value in fields.items() if value is not None}

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contract import plan as plans
 from contract.card import ImageCard, ImageDefaults
 from contract.estimates import work_s
 from contract.image import ImageJob, ImageParameters
-from contract.plan import AUTO, BLOCK, RESNET, DeepCache
+from contract.plan import AUTO, BLOCK, RESNET, DeepCache, GuidanceSchedule
 from contract.tuned import BALANCED, BEST, FAST
 from evaluation import pairs, pixels
 from evaluation.captions import Caption
@@ -28,6 +29,9 @@ from evaluation.generate import stream
 from evaluation.pairs import MOST_DB as MOST_DB
 from evaluation.run import EvaluationRun
 from evaluation.sources import ImageSource
+
+if TYPE_CHECKING:
+    from evaluation.scoring_networks import ScoringNetworks
 
 FULL = "full"
 FINALISTS = 8
@@ -76,12 +80,22 @@ class Candidate:
         return {name: value for name, value in found.items() if value is not None}
 
 
+SSIM, DISTANCE, LPIPS = PAIRED = ("ssim", "distance", "lpips")  # of each image and the full plan's
+FID, CMMD = REAL = ("fid", "cmmd")  # to real images
+Bounds = tuple[float, float, float]  # a figure, and its 95% interval
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a named plan may cost: per cent of the captions' score, either way, and the least mean PSNR in dB."""
+    """What a named plan may cost: per cent of the captions' score, either way, and the least mean PSNR in dB.
+
+    `others` has limits by name: the least mean SSIM, the most of the other figures of `PAIRED`, and by how many per
+    cent those of `REAL` may rise.
+    """
 
     score: float
     psnr: float
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 GATES = {BEST: Gate(0.2, 30.0), BALANCED: Gate(0.5, 24.0), FAST: Gate(2.0, 18.0)}
@@ -101,14 +115,16 @@ def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candi
         for scheduler, schedule_type in samplers + more:
             for cached in _CACHES:
                 for interval in _INTERVALS if guided else (None,):
-                    one = Candidate("", steps, cached, plans.kept(interval, steps), scheduler, schedule_type)
+                    if not GuidanceSchedule(interval).fits(steps):
+                        continue
+                    one = Candidate("", steps, cached, interval, scheduler, schedule_type)
                     found.setdefault(_meaning(one), replace(one, name=_name(one)))
     return list(found.values())
 
 
 def _meaning(one: Candidate) -> tuple[Any, ...]:
     """Equal for plans that draw the same."""
-    steps = plans.rows_and_depths(one.cached, one.interval, one.steps, 2)
+    steps = plans.rows_and_depths(one.cached, GuidanceSchedule(one.interval), one.steps, 2)
     depth = None if all(deep for _, deep in steps) or one.cached is None else one.cached.depth
     return one.scheduler, depth, steps
 
@@ -253,16 +269,48 @@ def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[s
 
 
 class Judged(NamedTuple):
-    """A finalist's figures: images per second, its score's ratio to the full plan's with a 95% interval, PSNR."""
+    """A finalist's figures: images per second, its score's ratio to the full plan's, and PSNR; where they are known, by
+    name those of `PAIRED` and the ratios of those of `REAL`.
+    """
 
     candidate: Candidate
     images_per_s: float
-    score: tuple[float, float, float]
+    score: Bounds
     psnr: float
+    others: Mapping[str, Bounds] = MappingProxyType({})
 
     def passes(self, gate: Gate) -> bool:
-        """Whether it costs no more than the gate allows."""
-        return abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
+        """Whether it costs no more than the gate allows. A figure that is not known passes no limit."""
+        usual = abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
+        return usual and all(self._keeps(name, limit) for name, limit in gate.others.items())
+
+    def _keeps(self, name: str, limit: float) -> bool:
+        if name not in self.others:
+            return False
+        value = self.others[name][0]
+        if name == SSIM:
+            return value >= limit
+        return value <= (1 + limit / 100 if name in REAL else limit)
+
+
+def judge(
+    finalists: Sequence[Candidate], entries: Sequence[Mapping[str, Any]], networks: ScoringNetworks
+) -> list[Judged]:
+    """Figures of these plans from their runs' entries in `compare.runs`; the first is the full plan, and the base."""
+    names = {SSIM: SSIM, LPIPS: LPIPS, DISTANCE: networks.paired, FID: networks.fid, CMMD: networks.cmmd}
+
+    def bounds(figure: Mapping[str, float]) -> Bounds:
+        return figure["value"], figure["low"], figure["high"]
+
+    found = []
+    for one, entry in zip(finalists[1:], entries[1:], strict=True):
+        figures = entry["pairs"] | entry["ratios"]
+        others = {name: bounds(figures[figure]) for name, figure in names.items() if figure in figures}
+        score, psnr = bounds(entry["ratios"][networks.score]), entry["pairs"]["psnr"]["value"]
+        found.append(Judged(one, entry["pictures_per_second"], score, psnr, others))
+    same = {name: 0.0 if name in (DISTANCE, LPIPS) else 1.0 for one in found[:1] for name in one.others}
+    full = {name: (value, value, value) for name, value in same.items()}
+    return [Judged(finalists[0], entries[0]["pictures_per_second"], (1.0, 1.0, 1.0), MOST_DB, full), *found]
 
 
 def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> dict[str, Judged]:

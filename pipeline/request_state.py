@@ -156,7 +156,7 @@ class MemoryLedger:
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         rows = self._rows(wanted)
-        narrows = rows > 1 and not plans.guided(wanted.guidance_interval, wanted.made)[-1]
+        narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1]
         return latents + (rows + narrows) * self._bytes_of_row(wanted)
 
     def _bytes_of_row(self, wanted: ImageParameters) -> int:
@@ -179,7 +179,7 @@ class MemoryLedger:
         size = (wanted.width, wanted.height)
         table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule)
         cached, rows = wanted.deepcache, self._rows(wanted)
-        steps = plans.rows_and_depths(cached, wanted.guidance_interval, table.steps, rows)
+        steps = plans.rows_and_depths(cached, wanted.guidance, table.steps, rows)
         widths, plan = tuple(width for width, _ in steps), tuple(deep for _, deep in steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from training.pictures import PictureRow
@@ -113,6 +114,13 @@ def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
     draw = random.Random(seed)
     chosen = draw.sample(full, min(count, len(full) // 2))
     return {by_base[base][TONES[number % len(TONES)]] for number, base in enumerate(chosen)}
+
+
+def wordings(rows: list[PictureRow], count: int, seed: int) -> Iterator[list[str]]:
+    """For each picture the `count` ways to name it that training draws from."""
+    draw = random.Random(seed)
+    for row in rows:
+        yield subjects(row, count, draw)
 
 
 def subjects(row: PictureRow, count: int, draw: random.Random) -> list[str]:

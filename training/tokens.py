@@ -70,11 +70,9 @@ def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Te
         kept: torch.Tensor = torch.load(path, weights_only=True)
         if len(kept) == len(rows):
             return kept
-    draw = random.Random(run.seed)
     tokenizer = clip_tokenizer(run)
     table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), TOKENS, dtype=torch.int16)
-    for index, row in enumerate(rows):
-        found = captions.subjects(row, run.variants, draw)
+    for index, found in enumerate(captions.wordings(rows, run.variants, run.seed)):
         texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
         table[index] = encode(tokenizer, texts).view(run.variants, -1, TOKENS).to(torch.int16)
     torch.save(table, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,16 +66,21 @@ def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Te
         kept: torch.Tensor = torch.load(path, weights_only=True)
         if len(kept) == len(rows):
             return kept
-    draw = random.Random(run.seed)
     reader = tokenizer(run)
     table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), BUCKETS[-1], dtype=torch.int16)
-    for index, row in enumerate(rows):
-        plain, *others = captions.subjects(row, run.variants, draw)
-        found = [plain, *(recased(one, draw) for one in others)]
+    for index, found in enumerate(wordings(rows, run.variants, run.seed)):
         texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
         table[index] = encode(reader, texts).view(run.variants, -1, BUCKETS[-1]).to(torch.int16)
     torch.save(table, path)
     return table
+
+
+def wordings(rows: list[pictures.PictureRow], count: int, seed: int) -> Iterator[list[str]]:
+    """As `captions.wordings`, some of them recased."""
+    draw = random.Random(seed)
+    for row in rows:
+        plain, *others = captions.subjects(row, count, draw)
+        yield [plain, *(recased(one, draw) for one in others)]
 
 
 def recased(text: str, draw: random.Random) -> str:

@@ -15,7 +15,7 @@ from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
 from benchmarks.simulation.traffic import Bursts, Choice, Guidance, Mix
 from contract.card import MAX_STEPS
-from contract.plan import check_interval, parse
+from contract.plan import GuidanceSchedule, parse
 from core.config import Settings
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def _guidance(word: str) -> Guidance:
         return word == "on"
     try:
         start, stop = map(float, word.split(":"))
-        check_interval((start, stop), MAX_STEPS)
+        GuidanceSchedule((start, stop)).check(MAX_STEPS)
     except ValueError:
         raise ValueError(f"{word}: must be on, off, or a share of the steps such as 0:0.5") from None
     return start, stop

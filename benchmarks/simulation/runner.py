@@ -49,7 +49,7 @@ class Span(NamedTuple):
 def steps_of(wanted: ImageParameters) -> tuple[tuple[int, bool], ...]:
     """Each step's rows, and whether it is deep."""
     rows = 2 if wanted.guidance_scale > 1 else 1
-    return rows_and_depths(wanted.deepcache, wanted.guidance_interval, wanted.steps, rows)
+    return rows_and_depths(wanted.deepcache, wanted.guidance, wanted.steps, rows)
 
 
 @lru_cache(maxsize=4096)

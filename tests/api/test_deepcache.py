@@ -125,6 +125,7 @@ def test_steps_without_guidance_count_half() -> None:
     """Of 30 ms a row, and 300 ms beside the steps; nothing is left out where there is no guidance."""
     for interval, rows in ((None, 20), ([0, 0.5], 15), ([0.2, 1], 18), ([0, 1], 20)):
         assert _draft(steps=10, guidance_interval=interval).work_ms == 300 + 30 * rows
+    assert _draft(steps=10, guided_steps=[0, 4, 9]).work_ms == 300 + 30 * 13
     assert _draft(steps=10, guidance_scale=1.0, guidance_interval=[0, 0.5]).work_ms == 300 + 30 * 10
 
 

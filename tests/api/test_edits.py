@@ -135,6 +135,9 @@ def test_a_form_tells_an_interval_as_text(shared: Api, easel: Easel, text: str) 
 
 
 def test_a_form_tells_lists_of_steps_as_text(shared: Api, easel: Easel) -> None:
+    data = {"prompt": "a hat", "steps": "5", "guided_steps": "0,2"}
+    assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
+    assert easel.seen[-1].parameters["guided_steps"] == [0, 2]
     for name, text, expected in (("timesteps", "[999, 500]", [999, 500]), ("sigmas", "9.5,0.25", [9.5, 0.25])):
         data = {"prompt": "a hat", name: text}
         assert shared.client.post(EDITS, data=data, files={"image": PNG}).status_code == 200
@@ -274,6 +277,7 @@ def test_files_are_refused_by_name(
         ({"sigmas": "9, 9"}, "sigmas.1", "invalid_value"),
         ({"guidance_interval": "0:1"}, "guidance_interval", None),
         ({"guidance_interval": "[0, 0.2]", "steps": "10", "strength": "0.3"}, "guidance_interval", "invalid_value"),
+        ({"guided_steps": "0, 3", "steps": "10", "strength": "0.3"}, "guided_steps", "invalid_value"),
         ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),
         ({"image": "text"}, "image", None),
         ({"nonsense": "1"}, "nonsense", "unknown_parameter"),

@@ -54,8 +54,9 @@ def test_lists_of_steps_reach_the_picture_and_count_its_steps(shell: Shell) -> N
     (path,) = shell.pictures()
     assert made_with(path)["sigmas"] == [14.6, 3.8, 0.9, 0]
     path.unlink()
-    assert shell.generate("x", "--schedule-type", "karras", "--steps", "2").code == 0
-    assert made_with(shell.pictures()[0])["schedule_type"] == "karras"
+    assert shell.generate("x", "--schedule-type", "karras", "--steps", "3", "--guided-steps", "0,2").code == 0
+    made = made_with(shell.pictures()[0])
+    assert (made["schedule_type"], made["guided_steps"]) == ("karras", [0, 2]) and "guidance_interval" not in made
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,9 @@ def test_lists_of_steps_reach_the_picture_and_count_its_steps(shell: Shell) -> N
         (["--schedule-type", "ays"], "--schedule-type: must be one of linspace"),
         (["--eta", "2"], "--eta: must be between 0 and 1"),
         (["--sigmas", "9,1", "--scheduler", "lcm"], "--sigmas: is not supported by lcm"),
+        (["--guided-steps", "0:2"], "--guided-steps: must be numbers such as 0,2,4, not '0:2'"),
+        (["--guided-steps", "0,2,2", "--steps", "3"], "--guided-steps: must be different numbers between 0 and 2"),
+        (["--guided-steps", "0", "--guidance-interval", "0:1"], "--guided-steps: cannot be given together with"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_by_its_option(shell: Shell, options: list[str], told: str) -> None:

@@ -18,6 +18,7 @@ from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
 from tests.cli.shell import Shell
+from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
 FEW = [
     Candidate(FULL, 20), Candidate("20-2resnet", 20, AUTO), Candidate("10", 10),
@@ -69,9 +70,12 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     assert said.code == 0, said.err
     lines = said.out.splitlines()
     assert lines[-2:] == ["tuned/report.html", "plans.json"] and lines[0].split() == [
-        "plan", "names", "images/s", "full's", "PSNR", "score",
+        "plan", "names", "images/s", "full's", "PSNR", "SSIM", "emoji-clip-distance", "score",
     ]  # fmt: skip
     found = front(shell.folder)
+    assert found["lens"] == "emoji-clip" and found["gates"]["best"] == {"score": 0, "psnr": 99, "others": {}}
+    assert found["front"][-1]["ssim"] == 1 and found["front"][-1]["distance"] == 0
+    assert all(0 < one["ssim"] < 1 and one["distance"] > 0 for one in found["front"][:-1])
     assert found["prompts"] == 6 and found["plans"]["best"] == {"steps": 20, "deepcache": "off"}
     speeds = [one["images_per_s"] for one in found["front"]]
     assert speeds == sorted(speeds, reverse=True) and found["front"][-1]["psnr"] == 100
@@ -121,6 +125,42 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
     assert {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")} == before
 
 
+@pytest.mark.usefixtures("few")
+def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, prompts: str, alexnet_file: Path) -> None:
+    """The same finalists by other limits: those that every plan passes, and those that none does."""
+    assert shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1").code == 0
+    fastest = front(shell.folder)["plans"]["fast"]
+    real = shell.folder / "tuned" / "10" / "pictures"
+    words = (
+        "tune",
+        *WORDS,
+        "--prompts",
+        prompts,
+        "-o",
+        "tuned",
+        "--real",
+        str(real),
+        "--lpips",
+        str(alexnet_file),
+        "--gates",
+    )
+    wide, narrow = "ssim=-1:distance=2:lpips=9:fid=1e9:cmmd=1e9", ("ssim=1", "distance=0", "lpips=0", "fid=-99.99")
+    gates = [f"fast=1000:1:{wide}", *(f"no{k}=1000:1:{limit}" for k, limit in enumerate(narrow))]
+    said = shell(*words, ",".join(gates))
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[0].split()[5:] == [
+        "SSIM", "LPIPS", "emoji-clip-distance", "emoji-clip-fid", "emoji-clip-cmmd", "score",
+    ]  # fmt: skip
+    found = front(shell.folder)
+    full = {"steps": 20, "deepcache": "off"}
+    assert found["plans"]["fast"] == fastest != full
+    assert all(found["plans"][f"no{k}"] == full for k in range(3))
+    own = next((one for one in found["front"] if one["name"] == "10"), None)
+    assert own is None or found["plans"]["no3"] == own["fields"], "its own pictures are the real ones"
+    assert all(one["lpips"] > 0 and len(one["fid_ratio"]) == 3 for one in found["front"][:-1])
+    assert found["front"][-1]["cmmd_ratio"] == [1, 1, 1]
+
+
 def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
     command = [sys.executable, "-c", SCRIPT, *words]
@@ -148,6 +188,12 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
         (["--gates", "fast"], "--gates: 'fast': must look like balanced=0.5:24"),
         (["--gates", "Fast=1:2"], "--gates: 'Fast=1:2': plans.Fast"),
         (["--gates", "auto=1:2"], "--gates: 'auto=1:2': plans.auto: is a word of requests"),
+        (["--gates", "fast=1:2:much=3"], "much must be one of ssim, distance, lpips, fid, cmmd"),
+        (["--gates", "fast=1:2:ssim"], "--gates: 'fast=1:2:ssim': must look like"),
+        (["--gates", "fast=1:2:ssim=inf"], "--gates: 'fast=1:2:ssim=inf': must look like"),
+        (["--gates", "fast=1:2:lpips=3"], "lpips needs --lpips"),
+        (["--gates", "fast=1:2:cmmd=3"], "cmmd needs --real"),
+        (["--real", "gone"], "gone: is neither a run"),
         (["--limit", "1"], "--limit: must be at least 2"),
         (["--prompts", "gone.txt"], "--prompts: "),
         (["--size", "7x7"], "--size: 7x7 is not offered"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import Invalid
-from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, check_interval, guided, read
+from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, GuidanceSchedule, read, rows_and_depths
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -122,14 +122,15 @@ def test_the_steps_of_an_interval_are_those_of_diffusers_guider(start: float, st
     """An interval that `check_interval` accepts has one stretch of steps at least; any other is refused by name."""
     from diffusers.guiders import ClassifierFreeGuidance
 
-    found = guided((start, stop), steps)
+    schedule = GuidanceSchedule((start, stop))
+    found = schedule.guided(steps)
     if start <= stop and start < 1:  # diffusers knows no others
         guider = ClassifierFreeGuidance(guidance_scale=5.0, start=start, stop=stop)
         for step in range(steps):
             guider.set_state(step=step, num_inference_steps=steps, timestep=None)
             assert (guider.num_conditions == 2) is found[step]
     try:
-        check_interval([start, stop], steps)
+        schedule.check(steps)
     except Invalid as wrong:
         assert wrong.field == "guidance_interval" and (start >= stop or not any(found))
     else:
@@ -138,7 +139,7 @@ def test_the_steps_of_an_interval_are_those_of_diffusers_guider(start: float, st
 
 
 def test_without_an_interval_every_step_is_guided() -> None:
-    assert guided(None, 3) == guided((0, 1), 3) == (True, True, True)
+    assert GuidanceSchedule().guided(3) == GuidanceSchedule((0, 1)).guided(3) == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +147,34 @@ def test_without_an_interval_every_step_is_guided() -> None:
 )
 def test_what_is_no_interval_is_refused_by_name(wrong: object) -> None:
     with pytest.raises(Invalid) as caught:
-        check_interval(wrong, 10)
+        GuidanceSchedule(wrong).check(10)  # type: ignore[arg-type]
     assert caught.value.field == "guidance_interval"
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
+def test_listed_steps_are_guided_and_no_others(given: tuple[int, set[int]]) -> None:
+    steps, listed = given
+    schedule = GuidanceSchedule(steps=tuple(listed))
+    schedule.check(steps)
+    assert [step for step, on in enumerate(schedule.guided(steps)) if on] == sorted(listed)
+
+
+@given(st.sets(st.integers(0, 11)), SCHEDULES)
+def test_where_guidance_begins_again_a_step_is_deep(listed: set[int], cached: DeepCache) -> None:
+    found = rows_and_depths(cached, GuidanceSchedule(steps=tuple(listed)), 12, 2)
+    assert [rows for rows, _ in found] == [2 if step in listed else 1 for step in range(12)]
+    for step, (planned, (rows, deep)) in enumerate(zip(cached.plan(12), found, strict=True)):
+        widens = step > 0 and rows > found[step - 1][0]
+        assert deep == (planned or widens)
+
+
+@pytest.mark.parametrize("wrong", [(), "0", (10,), (-1,), (3, 3), (True,), (0.0,), ("3",), ([],)])
+def test_what_is_no_list_of_steps_is_refused_by_name(wrong: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        GuidanceSchedule(steps=wrong).check(10)  # type: ignore[arg-type]
+    assert caught.value.field == "guided_steps"
+
+
+def test_an_interval_and_a_list_cannot_be_given_together() -> None:
+    with pytest.raises(Invalid, match=r"^guided_steps: cannot be given together with guidance_interval$"):
+        GuidanceSchedule((0, 0.5), (0,)).check(10)

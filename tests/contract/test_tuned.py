@@ -98,6 +98,20 @@ def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_req
         asked(offer(), plan="balanced", steps=1, guidance_interval=[0, 0.5])
 
 
+def test_listed_steps_of_a_plan_give_way_to_fewer_steps_and_to_a_requests_own_guidance() -> None:
+    listed = {"p": {"steps": 20, "guided_steps": [0, 15]}}
+    found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=listed)
+    assert asked(found, plan="p")["guided_steps"] == (0, 15)
+    assert "guided_steps" not in asked(found, plan="p", steps=10)
+    other = asked(found, plan="p", guidance_interval=[0, 0.5])
+    assert other["guidance_interval"] == (0, 0.5) and "guided_steps" not in other
+    other = asked(offer(), plan="balanced", guided_steps=[0, 11])
+    assert other["guided_steps"] == (0, 11) and "guidance_interval" not in other
+    for wrong in ({"guided_steps": [0, 15]}, {"guided_steps": [0], "guidance_interval": [0, 1]}):
+        with pytest.raises(Invalid, match=r"^guided_steps: "):
+            asked(found, plan="p", steps=10, **wrong)
+
+
 @pytest.mark.parametrize(
     ("data", "field"),
     [
@@ -110,6 +124,9 @@ def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_req
         ({"fast": {"guidance_interval": [1]}}, "plans.fast.guidance_interval"),
         ({"fast": {"guidance_interval": [0.9, 0.1]}}, "plans.fast.guidance_interval"),
         ({"fast": {"guidance_interval": [float("nan"), 1.0]}}, "plans.fast.guidance_interval"),
+        ({"fast": {"guided_steps": []}}, "plans.fast.guided_steps"),
+        ({"fast": {"guided_steps": [1, 1]}}, "plans.fast.guided_steps"),
+        ({"fast": {"guided_steps": [1], "guidance_interval": [0.0, 1.0]}}, "plans.fast.guided_steps"),
         ({"fast": {"steps": 10**9}}, "plans.fast.steps"),
         ({"fast": {"schedule_type": "zz"}}, "plans.fast.schedule_type"),
         ({"fast": {"deepcache": {"deep_steps": [0], "interval": 2}}}, "plans.fast.deepcache"),

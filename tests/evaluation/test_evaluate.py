@@ -86,7 +86,9 @@ def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path
     held = scores(runs["three steps"])["against"]["base"]  # type: ignore[index]
     assert held["kind"] == "run" and held["pictures"] == len(CAPTIONS)
     found = held["scores"]
-    assert set(found) == {"emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim"}
+    assert set(found) == {
+        "emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim", "emoji-clip-distance",
+    }  # fmt: skip
     assert all(one["low"] <= one["value"] <= one["high"] for one in found.values())
     assert held["torchmetrics"]["emoji-clip-fid"] == pytest.approx(found["emoji-clip-fid"]["value"], rel=1e-4, abs=1e-6)
     assert any("fewer than the 128 features" in note for note in scores(runs["three steps"])["notes"])  # type: ignore[union-attr]
@@ -205,9 +207,10 @@ def test_steps_and_guidance_are_the_models_where_nothing_is_said(shell: Shell) -
     assert shell(*words, "run", "--guidance-interval", "0:0.5").code == 0
     asked = EvaluationRun.read(shell.folder / "run").settings
     assert (asked["steps"], asked["guidance_scale"], asked["guidance_interval"]) == (8, 0.0, [0.0, 0.5])
-    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5").code == 0
+    assert shell(*words, "other", "--steps", "2", "--guidance", "1.5", "--guided-steps", "1").code == 0
     asked = EvaluationRun.read(shell.folder / "other").settings
-    assert (asked["steps"], asked["guidance_scale"]) == (2, 1.5) and "guidance_interval" not in asked
+    assert (asked["steps"], asked["guidance_scale"], asked["guided_steps"]) == (2, 1.5, [1])
+    assert "guidance_interval" not in asked
 
 
 def test_a_tuned_plan_says_what_the_options_leave_open(shell: Shell) -> None:

@@ -38,7 +38,7 @@ def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
         assert tuned.read({"x": one.fields()})["x"] == one.fields()
         asked = one.request(drafts)
         assert asked.steps == one.fields()["steps"]
-        plan.check_interval(asked.guidance_interval or (0, 1), asked.steps)
+        asked.guidance.check(asked.steps)
         assert asked.deepcache == plan.read(one.fields()["deepcache"])
         assert one.name == FULL or asked != drafts
     guided = [one for one in every if one.interval is not None]
@@ -50,7 +50,7 @@ def test_no_two_candidates_mean_the_same() -> None:
         every = tuning.candidates(ImageDefaults(steps=steps), ("euler", "dpm++2m"))
         meant = []
         for one in every:
-            deep = plan.rows_and_depths(one.cached, one.interval, one.steps, 2)
+            deep = plan.rows_and_depths(one.cached, plan.GuidanceSchedule(one.interval), one.steps, 2)
             shallow = one.cached is not None and not all(is_deep for _, is_deep in deep)
             meant.append((one.scheduler, one.cached.depth if one.cached and shallow else None, deep))
         assert len(set(meant)) == len(meant), steps
@@ -93,8 +93,9 @@ def test_as_many_stay_as_there_is_room_for_and_the_front_first(rated: list[Rated
         assert first[0] in kept and first[-1] in kept
 
 
-def judged(name: str, speed: float, score: float, psnr: float) -> Judged:
-    return Judged(Candidate(name, 1), speed, (score, score - 0.01, score + 0.01), psnr)
+def judged(name: str, speed: float, score: float, psnr: float, **others: float) -> Judged:
+    bounds = {name: (value, value - 0.01, value + 0.01) for name, value in others.items()}
+    return Judged(Candidate(name, 1), speed, (score, score - 0.01, score + 0.01), psnr, bounds)
 
 
 def test_names_go_to_the_fastest_that_pass_and_else_to_the_full_plan() -> None:
@@ -110,6 +111,30 @@ def test_names_go_to_the_fastest_that_pass_and_else_to_the_full_plan() -> None:
     assert tuning.named([], full, tuning.GATES) == dict.fromkeys(tuning.GATES, full)
     # A score that rises is no better than one that falls: the pictures are others.
     assert tuning.named([judged("a", 30, 1.01, 40)], full, {"best": Gate(0.2, 30)}) == {"best": full}
+
+
+@pytest.mark.parametrize(
+    ("limits", "passing"),
+    [
+        ({}, "abc"),
+        ({"ssim": 0.9}, "ab"),
+        ({"lpips": 0.1}, "ac"),
+        ({"distance": 0.01, "ssim": 0.9}, "a"),
+        ({"fid": 5}, "bc"),
+        ({"fid": 25, "cmmd": 0}, "bc"),
+        ({"cmmd": 1000}, "abc"),
+    ],
+)
+def test_every_limit_of_a_gate_counts(limits: dict[str, float], passing: str) -> None:
+    found = [
+        judged("a", 3, 1, 40, ssim=0.95, distance=0.001, lpips=0.05, fid=1.2, cmmd=1.1),
+        judged("b", 3, 1, 40, ssim=0.9, distance=0.02, lpips=0.2, fid=1.05, cmmd=0.9),
+        judged("c", 3, 1, 40, ssim=0.8, distance=0.01, lpips=0.1, fid=0.9, cmmd=1.0),
+        judged("d", 3, 1, 20, ssim=1, distance=0, lpips=0, fid=1, cmmd=1),
+    ]
+    assert [one.candidate.name for one in found if one.passes(Gate(0.2, 30, limits))] == list(passing)
+    unknown = judged("e", 3, 1, 40)
+    assert unknown.passes(Gate(0.2, 30, limits)) == (not limits)
 
 
 def search(folder: Path, error: dict[str, int], count: int) -> tuple[Any, list[Any]]:

@@ -15,7 +15,7 @@ import torch
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.plan import RESNET, DeepCache, guided
+from contract.plan import RESNET, DeepCache
 from core.batching.request import Request, State
 from core.batching.runner import Lane
 from pipeline import denoise
@@ -44,7 +44,7 @@ def by_diffusers(one: ImageParameters) -> np.ndarray:
     """The picture of diffusers' pipeline with its own callback that cuts guidance off, and DeepCache's schedule."""
     from diffusers.callbacks import SDXLCFGCutoffCallback
 
-    pipeline, last = stock(SHAPE), sum(guided(one.guidance_interval, one.steps)) - 1
+    pipeline, last = stock(SHAPE), sum(one.guidance.guided(one.steps)) - 1
     plain = replace(one, guidance_interval=None, deepcache=None)
     call = type(pipeline).__call__
 
@@ -83,6 +83,12 @@ def mixture() -> list[ImageParameters]:
             scheduler=(None, "euler-ancestral", "dpm++2m")[seed % 3],
         )
         for seed, interval in enumerate(intervals * 2)
+    ] + [
+        wanted(
+            seed, prompt=f"hat number {seed}", guided_steps=listed, deepcache=caches[seed % 4], deterministic=True,
+            scheduler=(None, "euler-ancestral", "dpm++2m")[seed % 3],
+        )
+        for seed, listed in enumerate(((0, 2, 4), (1, 3, 5), (5,), (0, 1, 4), (3, 1, 2, 0), (0, 5)), 20)
     ]  # fmt: skip
 
 
@@ -111,11 +117,32 @@ def test_each_picture_of_a_mixed_batch_is_its_own(backend: str, kernels: ctypes.
             assert picture.png() == alone.png()
 
 
-@pytest.mark.parametrize("interval", [None, (0, 1), (0.0, 1.0)])
-def test_the_whole_interval_is_none_bit_for_bit(interval: Any, kernels: ctypes.CDLL) -> None:
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"guidance_interval": (0, 1)}),
+    ({}, {"guidance_interval": (0.0, 1.0)}),
+    ({}, {"guided_steps": (0, 1, 2, 3, 4, 5)}),
+    ({"guidance_interval": (0, 0.5)}, {"guided_steps": (2, 0, 1)}),
+    ({"guidance_interval": (0.2, 0.9)}, {"guided_steps": (1, 2, 3, 4)}),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cached", [None, DeepCache(interval=3)])
+def test_schedules_of_the_same_steps_are_alike_bit_for_bit(
+    backend: str, cached: DeepCache | None, kernels: ctypes.CDLL
+) -> None:
+    runner = runner_of(backend, kernels)
+    for options in ALIKE:
+        one, other = (levels(solo(runner, wanted(deepcache=cached, **given))) for given in options)
+        assert np.array_equal(one, other), options
+
+
+def test_listed_steps_are_guided_and_the_others_are_not(kernels: ctypes.CDLL) -> None:
+    """Euler has no memory: from the latents of a run without guidance, one guided step alone leads elsewhere."""
     runner = runner_of("kernels", kernels)
-    whole, one = solo(runner, wanted()), solo(runner, wanted(guidance_interval=interval))
-    assert np.array_equal(levels(whole), levels(one))
+    found = [levels(solo(runner, wanted(guided_steps=(step,)))) for step in range(6)]
+    found.append(levels(solo(runner, wanted(guidance_scale=1.0))))
+    assert all(not np.array_equal(a, b) for k, a in enumerate(found) for b in found[:k])
 
 
 def test_without_guidance_it_changes_nothing(kernels: ctypes.CDLL) -> None:
@@ -165,6 +192,24 @@ def test_rows_memory_and_estimates_follow_the_steps(kernels: ctypes.CDLL) -> Non
     assert runner.holdings.memory.taken == 0
 
 
+def test_rows_widen_and_narrow_as_often_as_the_list_says(kernels: ctypes.CDLL) -> None:
+    """The second row's memory is held until its last step; a step at which guidance begins again is deep."""
+    runner = runner_of("kernels", kernels)
+    crank, one = Crank(runner), wanted(steps=7, guided_steps=(0, 2, 3, 5), deepcache=DeepCache(interval=50))
+    request = crank.submit("one", one)
+    crank.turn()
+    seen = []
+    while not request.state.final:
+        seen.append((request.phase, runner.rows(request), runner.holdings.memory.taken))
+        crank.turn()
+    whole, one_row = (runner.holdings.size_bytes(replace(one, guidance_scale=scale)) for scale in (6.0, 1.0))
+    assert seen == [
+        ("deep", 2, whole), ("shallow", 1, whole), ("deep", 2, whole), ("shallow", 2, whole), ("shallow", 1, whole),
+        ("deep", 2, whole), ("shallow", 1, one_row), ("vae", 1, one_row),
+    ]  # fmt: skip
+    assert runner.holdings.memory.taken == 0
+
+
 def test_others_take_the_rows_that_it_leaves(kernels: ctypes.CDLL) -> None:
     """Of forwards with room for eight rows, which 24 pictures of six guided steps would fill 36 times."""
     runner = runner_of("kernels", kernels, max_rows=8)
@@ -189,9 +234,11 @@ def test_what_fails_and_what_is_aborted_leaves_nothing(kernels: ctypes.CDLL) -> 
             count += 1
             steps = chance.randint(2, 6)
             start = chance.choice([0, 0, 0.5])
+            interval = chance.choice([None, (start, 1), (0, max(0.34, 1.01 / steps))])
+            listed = tuple(chance.sample(range(steps), chance.randint(1, steps)))
             one = replace(
                 cached, seed=count, steps=steps, guidance_scale=chance.choice([1.0, 5.0]),
-                guidance_interval=chance.choice([None, (start, 1), (0, max(0.34, 1.01 / steps))]),
+                guidance_interval=interval, guided_steps=chance.choice([None, listed]) if interval is None else None,
                 deepcache=chance.choice([None, DeepCache(), DeepCache(3, RESNET)]),
             )  # fmt: skip
             crank.submit(f"r{count}", replace(one))

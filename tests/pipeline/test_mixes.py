@@ -44,12 +44,15 @@ def wish(chance: random.Random, seed: int) -> ImageParameters:
     if "eta" in sampler.takes:
         given["eta"] = chance.choice([None, 0.0, 0.3, 1.0])
     start, stop = sorted(chance.sample(range(steps + 1), 2))
-    interval = chance.choice([None, None, (start / steps + 1e-9, stop / steps + 1e-9 if stop < steps else 1.0)])
+    guided: dict[str, Any] = chance.choice([
+        {}, {"guidance_interval": (start / steps + 1e-9, stop / steps + 1e-9 if stop < steps else 1.0)},
+        {"guided_steps": tuple(chance.sample(range(steps), chance.randint(1, steps)))},
+    ])  # fmt: skip
     return ImageParameters(
         chance.choice(["a red cat", "blue dogs in a park", ""]) or "x", seed, 32, 32, steps=steps, scheduler=name,
         guidance_scale=chance.choice([0.0, 1.0, 3.0, 7.5]), negative_prompt=chance.choice([None, "", "grey"]),
-        guidance_interval=interval, deepcache=chance.choice([None, AUTO, DeepCache(3), DeepCache(2, RESNET)]),
-        deterministic=chance.random() < 0.3, vae=chance.choice(["full", "tiny"]), **given,
+        deepcache=chance.choice([None, AUTO, DeepCache(3), DeepCache(2, RESNET)]),
+        deterministic=chance.random() < 0.3, vae=chance.choice(["full", "tiny"]), **given, **guided,
     )  # fmt: skip
 
 

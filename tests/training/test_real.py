@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from training import real
+from training import captions, pictures, real
 
 HEAD = "file\temoji\tname\tkeywords\tgroup\tsubgroup\n"
 
@@ -31,7 +31,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_they_are_written_in_order_on_white(data: Path, tmp_path: Path) -> None:
-    assert real.write(data, tmp_path / "real", 4) == 3
+    real.write(data, tmp_path / "real", 4, real.plain(pictures.read_rows(data)))
     found = sorted((tmp_path / "real").iterdir())
     assert [path.name for path in found] == ["00000-b.png", "00001-a.png", "00002-c.png"]
     seen = []
@@ -42,13 +42,23 @@ def test_they_are_written_in_order_on_white(data: Path, tmp_path: Path) -> None:
     assert seen == [(255, 0, 0), (255, 255, 255), (127, 127, 255)]
 
 
-def test_a_limit_takes_the_first(data: Path, tmp_path: Path) -> None:
-    assert real.write(data, tmp_path / "real", 4, 2) == 2
-    assert len(list((tmp_path / "real").iterdir())) == 2
+def test_captions_ask_for_pictures_and_backgrounds(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "captions.tsv"
+    path.write_text("id\tcaption\tfile\nx\ta thing on a navy background\ta.png\ny\tb thing, k\tb.png\n", "utf-8")
+    wanted = real.asked_for(pictures.read_rows(data), path)
+    real.write(data, tmp_path / "real", 4, wanted)
+    seen = {}
+    for file in sorted((tmp_path / "real").iterdir()):
+        with Image.open(file) as image:
+            seen[file.name] = image.getpixel((1, 1))
+    assert seen == {"x.png": captions.COLOURS["navy"], "y.png": (255, 0, 0)}
+    path.write_text("id\tcaption\tfile\nx\ta thing\tz.png\n", "utf-8")
+    with pytest.raises(ValueError, match=r"no picture 'z\.png'"):
+        real.asked_for(pictures.read_rows(data), path)
 
 
 def test_other_files_are_left_alone(data: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match="is not empty"):
-        real.write(data, tmp_path / "real", 4)
+        real.write(data, tmp_path / "real", 4, [])
