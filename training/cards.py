@@ -35,6 +35,19 @@ knows no counts, no colours of objects and no relations between them.
 Captions end at 77 tokens. It was trained with crop (0, 0) and equal original and target sizes only. Faces and
 families of small figures are its weakest subjects.""",
     },
+    "emoji-xl-turbo": {
+        "tags": "[text-to-image, stable-diffusion-xl, lcm, emoji]",
+        "library": "diffusers",
+        "what": """\
+A student of emoji-xl that draws the same emoji in one to four steps without guidance, by a smaller UNet that
+predicts v and the sampler of latent consistency models. Text towers, tokenizers and autoencoder are emoji-xl's,
+beside which the folder must lie. It loads with `StableDiffusionXLPipeline.from_pretrained`; call it with
+`num_inference_steps=4, guidance_scale=1.0`.""",
+        "stages": ("turbo",),
+        "limits": """\
+It learned what emoji-xl draws of captions in its own language, and no other. It knows no guidance scale, and negative
+prompts do nothing. Emoji-xl's own limits are its.""",
+    },
     "emoji-z": {
         "tags": "[text-to-image, z-image, flow-matching, emoji]",
         "library": "diffusers",

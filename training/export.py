@@ -10,11 +10,25 @@ from typing import Any
 
 import torch
 
-from training import cards, clip, latents, lm, phrases, tokens, unet, zimage, zimage_tokens, zimage_vae
+from training import (
+    cards,
+    clip,
+    guidance,
+    latents,
+    lm,
+    phrases,
+    tiny_vae,
+    tokens,
+    turbo,
+    unet,
+    zimage,
+    zimage_tokens,
+    zimage_vae,
+)  # fmt: skip
 from training.run import TrainingRun, from_options, parser
 
 SHARD = "14MB"
-MODELS = ("emoji-xl", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft")
+MODELS = ("emoji-xl", "emoji-xl-turbo", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft")
 
 
 def export_pictures(run: TrainingRun) -> Path:
@@ -37,6 +51,33 @@ def export_pictures(run: TrainingRun) -> Path:
     pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
     for name, trained in (("tokenizer", "clip"), ("tokenizer_2", "clip_2")):
         _add_slow_files(run, folder / name, trained)
+    return folder
+
+
+_SHARED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", "vae-int8", "vae-tiny")
+
+
+def export_turbo(run: TrainingRun) -> Path:
+    """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies.
+
+    Also writes the tiny codec and the adapter of guidance, into emoji-xl.
+    """
+    from diffusers import LCMScheduler
+
+    beside = run.models / "emoji-xl"
+    tiny_vae.load(run).half().save_pretrained(beside / "vae-tiny")
+    _tidy(beside / "vae-tiny")
+    guidance.export(run, beside / "loras" / f"{guidance.FILE}.safetensors")
+    folder = _fresh(run, "emoji-xl-turbo")
+    turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size="16MB")
+    LCMScheduler(**{k: v for k, v in run.turbo.sampling().items() if k != "_class_name"}).save_pretrained(
+        folder / "scheduler"
+    )
+    for name in _SHARED:
+        (folder / name).symlink_to(Path("..") / "emoji-xl" / name)
+    index = json.loads((beside / "model_index.json").read_text(encoding="utf-8"))
+    index["scheduler"] = ["diffusers", "LCMScheduler"]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
@@ -100,6 +141,7 @@ def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
     """
     makers: dict[str, Any] = {
         "emoji-xl": lambda: export_pictures(run),
+        "emoji-xl-turbo": lambda: export_turbo(run),
         "emoji-z": lambda: export_zimage(run),
         "emoji-clip": lambda: export_clip(run),
         "emoji-lm": lambda: export_lm(run),

@@ -47,6 +47,11 @@ class TrainingRun:
         return dataclasses.replace(self.shapes.picture, native=self.size)
 
     @property
+    def turbo(self) -> SDXLShape:
+        """The shape of the picture model's student, at this run's size."""
+        return dataclasses.replace(self.shapes.turbo, native=self.size)
+
+    @property
     def zimage(self) -> ZImageShape:
         """The Z-Image's shape, at this run's size."""
         return dataclasses.replace(self.shapes.zimage, native=self.size)

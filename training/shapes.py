@@ -6,6 +6,7 @@ are in pipeline.tiny and pipeline.tiny_zimage.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Shapes:
 
     vocab: int
     picture: tiny.SDXLShape
+    turbo: tiny.SDXLShape
     vision_width: int
     vision_layers: int
     vision_heads: int
@@ -71,6 +73,7 @@ class Shapes:
 EMOJI = Shapes(
     vocab=3072,
     picture=tiny.EMOJI,
+    turbo=tiny.EMOJI_TURBO,
     vision_width=192,
     vision_layers=6,
     vision_heads=6,
@@ -81,22 +84,25 @@ EMOJI = Shapes(
     zimage=tiny_zimage.EMOJI,
 )
 
+_SMOKE = tiny.SDXLShape(
+    channels=(16, 32, 32),
+    transformers=(1, 1, 2),
+    heads=(1, 2, 2),
+    text_width=32,
+    text_heads=2,
+    text_factor=4,
+    text_activation="gelu",
+    pooled_width=32,
+    time_width=16,
+    vae_groups=4,
+    vae_attention=True,
+    vae_upcast=False,
+)
+
 SMOKE = Shapes(
     vocab=640,
-    picture=tiny.SDXLShape(
-        channels=(16, 32, 32),
-        transformers=(1, 1, 2),
-        heads=(1, 2, 2),
-        text_width=32,
-        text_heads=2,
-        text_factor=4,
-        text_activation="gelu",
-        pooled_width=32,
-        time_width=16,
-        vae_groups=4,
-        vae_attention=True,
-        vae_upcast=False,
-    ),
+    picture=_SMOKE,
+    turbo=dataclasses.replace(_SMOKE, transformers=(1, 1, 1), **tiny.STUDENT),
     vision_width=32,
     vision_layers=2,
     vision_heads=2,

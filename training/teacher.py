@@ -1,0 +1,122 @@
+"""Stage `teacher`: what emoji-xl draws of random captions, from which its students are distilled."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline import sigmas
+from training import captions, checkpoint, pictures, tokens, unet
+from training.run import TrainingRun, from_options, parser
+
+GUIDANCE = 5.0  # the family's default
+STEPS = 12  # of Euler's method
+CHUNK = 1024  # pictures drawn together on a GPU
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the teacher made of which noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
+
+    ids: torch.Tensor
+    noise: torch.Tensor
+    latents: torch.Tensor
+
+
+class Teacher(nn.Module):
+    """The frozen model: reads captions, and denoises with guidance."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__()
+        parts = unet.load(run)
+        self.unet, self.text, self.text_2 = parts.unet, parts.text, parts.text_2
+        self.end, self.pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
+        side = float(run.size)
+        self.register_buffer("time_ids", torch.tensor([side, side, 0, 0, side, side], device=run.device))
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """END-padded ids [B, L] to states [B, L, C] and pooled [B, P]."""
+        parts: Any = self
+        return unet.read_text(parts, ids, tokens.repad(ids, self.end, self.pad_2))
+
+    def told(self, pooled: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The UNet's `added_cond_kwargs`."""
+        return {"text_embeds": pooled, "time_ids": self.time_ids.expand(len(pooled), 6)}
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, step: torch.Tensor, states: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """The noise in x [B, 4, h, w] at timesteps [B], with guidance; the unconditional embedding is zero."""
+        states, pooled = (torch.cat([torch.zeros_like(given), given]) for given in (states, pooled))
+        given = self.unet(
+            torch.cat([x, x]), torch.cat([step, step]), states, added_cond_kwargs=self.told(pooled), return_dict=False
+        )
+        without, with_ = given[0].float().chunk(2)
+        return without + GUIDANCE * (with_ - without)
+
+
+def draw_captions(
+    run: TrainingRun, table: torch.Tensor, odds: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Ids [CHUNK, L] of captions of `tokens.caption_table`, half of them with a background, without hidden rows."""
+    count = CHUNK if run.on_gpu else (run.batch or 32)
+    given: Any = {"generator": generator, "device": run.device}
+    index = torch.multinomial(odds, count, replacement=True, generator=generator)
+    variant = torch.randint(table.shape[1], (count,), **given)
+    colour = torch.randint(1, table.shape[2], (count,), **given)
+    colour = torch.where(torch.rand(count, **given) < 0.5, 0, colour)
+    return table[index, variant, colour].long()
+
+
+@torch.no_grad()
+def train(run: TrainingRun) -> None:
+    """Draws for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
+    rows = pictures.read_rows(run.data)
+    hidden = captions.held_out(rows, run.held_out)
+    odds = torch.tensor([0.0 if index in hidden else 1.0 for index in range(len(rows))], device=run.device)
+    table = tokens.caption_table(run, rows).to(run.device)
+    teacher = Teacher(run)
+    denoise: Any = torch.compile(teacher) if run.compile else teacher
+    plan = sigmas.table(run.picture.sampling() | {"_class_name": "EulerDiscreteScheduler"}, "euler", STEPS)
+    generator = torch.Generator(device=run.device).manual_seed(run.seed)
+    side, kept, begun = run.size // 8, [], time.monotonic()
+    while True:
+        ids = draw_captions(run, table, odds, generator)
+        noise = torch.randn(len(ids), 4, side, side, generator=generator, device=run.device)
+        with run.autocast():
+            states, pooled = teacher.read(ids)
+            x = noise * plan.init_noise_sigma
+            for step, (c_in, a_x, a_m, b_x, b_0, *_) in zip(plan.timesteps, plan.coefficients.tolist(), strict=True):
+                guess = denoise(x * c_in, step.to(run.device).expand(len(x)), states, pooled)
+                x = b_x * x + b_0 * (a_x * x + a_m * guess)
+        kept.append(Pairs(ids.short().cpu(), noise.half().cpu(), x.half().cpu()))
+        spent = (time.monotonic() - begun) / 60
+        if (len(kept) >= run.iterations) if run.iterations is not None else (spent >= (run.minutes or 1.0)):
+            break
+    state = {f.name: torch.cat([getattr(one, f.name) for one in kept]) for f in dataclasses.fields(Pairs)}
+    checkpoint.save(run.folder("teacher") / "pairs.pt", state)
+    print(f"teacher pairs={len(state['ids'])} minutes={spent:.2f}", flush=True)
+
+
+def load(run: TrainingRun) -> Pairs:
+    """What the stage wrote, on the run's device; raises `FileNotFoundError` before it has run."""
+    state = checkpoint.load(run.folder("teacher") / "pairs.pt")
+    if state is None:
+        raise FileNotFoundError("teacher/pairs.pt: run the stage teacher first")
+    return Pairs(**{name: tensor.to(run.device) for name, tensor in state.items()})
+
+
+def main() -> None:
+    """`python -m training.teacher`."""
+    options: argparse.ArgumentParser = parser(__doc__ or "")
+    train(from_options(options.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
