@@ -68,8 +68,9 @@ def _method_of(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, A
         and scheduler.get("prediction_type", "epsilon") == "epsilon"
         and not scheduler.get("rescale_betas_zero_snr")
     )
-    if class_name in _CLASSES:
-        return found or _CLASSES[class_name], steps
+    if (own := _CLASSES.get(class_name)) is not None:
+        fits = found and _METHODS[found].scheduler == own
+        return found if fits else own, steps  # a scheduler says more than a name of another method
     if trailing and class_name == "EulerAncestralDiscreteScheduler" and (denoiser.get("sample_size") or 128) <= 64:
         return found or "turbo", steps
     return found if found and (steps or (trailing and class_name in _EULER)) else "", steps

@@ -13,7 +13,6 @@ import torch
 from training import (
     cards,
     clip,
-    guidance,
     latents,
     lm,
     phrases,
@@ -54,22 +53,21 @@ def export_pictures(run: TrainingRun) -> Path:
     return folder
 
 
-_SHARED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", "vae-int8", "vae-tiny")
+_SHARED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", "vae-tiny")
 
 
 def export_turbo(run: TrainingRun) -> Path:
     """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies.
 
-    Also writes the tiny codec and the adapter of guidance, into emoji-xl.
+    Also writes the tiny codec and the adapter of into emoji-xl.
     """
     from diffusers import LCMScheduler
 
     beside = run.models / "emoji-xl"
     tiny_vae.load(run).half().save_pretrained(beside / "vae-tiny")
     _tidy(beside / "vae-tiny")
-    guidance.export(run, beside / "loras" / f"{guidance.FILE}.safetensors")
     folder = _fresh(run, "emoji-xl-turbo")
-    turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size="16MB")
+    turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size=SHARD)
     LCMScheduler(**{k: v for k, v in run.turbo.sampling().items() if k != "_class_name"}).save_pretrained(
         folder / "scheduler"
     )

@@ -27,6 +27,7 @@ def judge(run: TrainingRun, extent: SampleSizes, only: list[str] | None = None) 
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "emoji-clip": lambda: judge_pictures.judge_clip(run),
         "emoji-xl": lambda: judge_pictures.judge_xl(run, extent),
+        "emoji-xl-turbo": lambda: judge_pictures.judge_turbo(run, extent),
         "emoji-z": lambda: judge_pictures.judge_zimage(run, extent),
         "emoji-lm": lambda: judge_text.judge_lm(run, extent.expansions),
         "emoji-lm-draft": lambda: judge_text.judge_draft(run, extent.expansions),

@@ -17,8 +17,9 @@ from pipeline.tiny_zimage import STEPS
 from training import captions, pictures, sheet
 from training.run import TrainingRun
 
-MODELS = ("emoji-xl", "emoji-z", "emoji-clip")
+MODELS = ("emoji-xl", "emoji-xl-turbo", "emoji-z", "emoji-clip")
 SIDE = 32
+TURBO_STEPS = 4
 CHUNK = 32
 SEED = 1234
 SHOWN = (
@@ -56,7 +57,7 @@ class PictureGenerator:
         from diffusers import DiffusionPipeline
 
         # 16 bits are how the weights are kept; a CPU computes in float32.
-        dtype = torch.float32 if not run.on_gpu else torch.float16 if name == "emoji-xl" else torch.bfloat16
+        dtype = torch.float32 if not run.on_gpu else torch.float16 if name.startswith("emoji-xl") else torch.bfloat16
         pipeline: Any = DiffusionPipeline.from_pretrained(run.models / name, dtype=dtype, local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         self.pipeline = pipeline.to(run.device)
@@ -171,6 +172,13 @@ def judge_xl(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:
     """Draws with `emoji-xl`, compares with the true pictures, and writes four contact sheets to the stage's folder."""
     painter = PictureGenerator(run, "emoji-xl", extent.steps, extent.guidance)
     return {"steps": extent.steps, "guidance": extent.guidance} | _drawn(run, extent, painter, run.folder("judge"))
+
+
+def judge_turbo(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:
+    """The same with `emoji-xl-turbo`, in four steps without guidance; its sheets lie in a folder of their own."""
+    painter = PictureGenerator(run, "emoji-xl-turbo", TURBO_STEPS, 1.0)
+    folder = run.folder("judge") / "emoji-xl-turbo"
+    return {"steps": TURBO_STEPS, "guidance": 1.0} | _drawn(run, extent, painter, folder)
 
 
 def judge_zimage(run: TrainingRun, extent: SampleSizes) -> dict[str, Any]:

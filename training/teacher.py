@@ -32,6 +32,8 @@ class Pairs:
 class Teacher(nn.Module):
     """The frozen model: reads captions, and denoises with guidance."""
 
+    time_ids: torch.Tensor
+
     def __init__(self, run: TrainingRun) -> None:
         super().__init__()
         parts = unet.load(run)
@@ -58,7 +60,8 @@ class Teacher(nn.Module):
             torch.cat([x, x]), torch.cat([step, step]), states, added_cond_kwargs=self.told(pooled), return_dict=False
         )
         without, with_ = given[0].float().chunk(2)
-        return without + GUIDANCE * (with_ - without)
+        found: torch.Tensor = without + GUIDANCE * (with_ - without)
+        return found
 
 
 def draw_captions(

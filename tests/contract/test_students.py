@@ -44,6 +44,13 @@ def test_students_are_recognised_by_their_configs(
     assert found.rows(found.guidance_scale) == 1
 
 
+def test_a_models_own_scheduler_says_more_than_a_name_of_another_method() -> None:
+    found = students.of_model("my-turbo", {"_class_name": "LCMScheduler"}, {})
+    assert found is not None and (found.student, found.scheduler) == ("lcm", "lcm")
+    kept = students.of_model("dmd2-4step", {"_class_name": "LCMScheduler"}, {})
+    assert kept is not None and kept.student == "dmd2"
+
+
 def test_a_guidance_embedding_has_guidance_in_one_row() -> None:
     found = students.of_model("lcm-sdxl", LCM, {"time_cond_proj_dim": 256})
     assert found is not None and (found.student, found.guidance_scale) == ("lcm", 8.0)
