@@ -17,7 +17,7 @@ from pipeline import samplers
 def test_requests_are_of_all_kinds_of_plans() -> None:
     rng = random.Random(0)
     drawn = [scheduling.draw(rng) for _ in range(500)]
-    steps = [rows_and_depths(one.deepcache, one.guidance_interval, one.steps, 2) for one in drawn]
+    steps = [rows_and_depths(one.deepcache, one.guidance, one.steps, 2) for one in drawn]
     widths = [{rows for rows, _ in one} for one in steps]
     assert {1, 2} in widths and {2} in widths, "some narrow, or widen, on their way"
     assert any(one.guidance_scale <= 1 for one in drawn)

@@ -64,6 +64,15 @@ def front(folder: Path) -> Any:
     return json.loads((folder / "plans.json").read_text())["tuned"]["fp32"]
 
 
+def nearly(found: Any) -> Any:
+    """A front to compare: a picture drawn again, in other company, may round another way."""
+    if isinstance(found, dict):
+        return {name: nearly(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [nearly(value) for value in found]
+    return pytest.approx(found, rel=1e-3, abs=1e-4) if isinstance(found, float) else found
+
+
 @pytest.mark.usefixtures("few")
 def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
@@ -118,7 +127,7 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
         log.write_bytes(log.read_bytes()[:-40])
     shutil.rmtree(shell.folder / "tuned" / "20-2resnet")
     assert shell(*words).code == 0
-    assert front(shell.folder) == whole
+    assert front(shell.folder) == nearly(whole)
     # Nothing is drawn again, or timed, where everything is there.
     before = {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")}
     assert shell(*words).code == 0 and front(shell.folder) == whole

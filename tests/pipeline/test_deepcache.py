@@ -222,7 +222,8 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
             count += 1
             schedule = chance.choice([None, DeepCache(), DeepCache(3, RESNET), DeepCache(deep_steps=(0,))])
             guidance, steps = chance.choice([1.0, 5.0]), chance.randint(1, 6)
-            interval = plan.kept(chance.choice([None, (0.0, 0.5), (0.3, 0.7)]), steps)
+            wanted = plan.GuidanceSchedule(chance.choice([None, (0.0, 0.5), (0.3, 0.7)]))
+            interval = wanted.interval if wanted.fits(steps) else None
             one = ImageParameters(
                 "x", count, 32, 32, steps=steps, guidance_scale=guidance, deepcache=schedule, guidance_interval=interval
             )
