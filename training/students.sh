@@ -19,7 +19,7 @@ WORK=${WORK:-/tmp/students}
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/students-out}
 SITE=${SITE:-/tmp/site}
-PAIRS_MIN=${PAIRS_MIN:-1.2} TURBO_MIN=${TURBO_MIN:-4.1} TINY_MIN=${TINY_MIN:-1.8}
+PAIRS_MIN=${PAIRS_MIN:-1.5} TURBO_MIN=${TURBO_MIN:-4.1} TINY_MIN=${TINY_MIN:-1.8}
 export PYTHONPATH=$PWD:$SITE:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor
 read -ra MORE <<<"${EXTRA:-}"
@@ -39,10 +39,6 @@ rehearse() {
     rm -rf "$WORK/rehearsal"
 }
 
-students() {
-    said "$PYTHON" -m training.tiny_vae "${COMMON[@]}" --minutes "$TINY_MIN"
-}
-
 mkdir -p "$WORK" "$OUT"
 [ ! -d .whl ] || [ -d "$SITE/diffusers" ] || "$PYTHON" -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --upgrade --target "$SITE" .whl/*.whl
@@ -51,7 +47,7 @@ rehearse >"$WORK/rehearsal.log" 2>&1 &
 rehearsal=$!
 said "$PYTHON" -m training.teacher "${COMMON[@]}" --minutes "$PAIRS_MIN" # the compiler's time is in the minutes
 wait $rehearsal || { tail -30 "$WORK/rehearsal.log"; exit 1; }
-students >"$WORK/lane2.log" 2>&1 &
+said "$PYTHON" -m training.tiny_vae "${COMMON[@]}" --minutes "$TINY_MIN" >"$WORK/lane2.log" 2>&1 &
 lane2=$!
 said "$PYTHON" -m training.turbo "${COMMON[@]}" --minutes "$TURBO_MIN" || echo "turbo failed"
 wait $lane2 || echo "lane 2 failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -117,8 +116,7 @@ def load(run: TrainingRun) -> Pairs:
 
 def main() -> None:
     """`python -m training.teacher`."""
-    options: argparse.ArgumentParser = parser(__doc__ or "")
-    train(from_options(options.parse_args()))
+    train(from_options(parser(__doc__ or "").parse_args()))
 
 
 if __name__ == "__main__":
