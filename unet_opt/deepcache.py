@@ -56,7 +56,7 @@ class SplitUNet:
         attentions = network.cross_attentions(unet)
         self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
         self._multiple = 1 if lowering.odd_sides else 2 ** (len(unet.config.block_out_channels) - 1)
-        deep, keys = bind(network.deep, unet), bind(network.text_keys, unet)
+        deep, keys = bind(network.deep, unet), bind(network.text_keys, attentions)
         smallest = 2 ** (len(unet.config.block_out_channels) - 1)
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))

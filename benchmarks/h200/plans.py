@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,14 +39,17 @@ from pipeline.runner import ImageRunner
 _GATE = {"guidance_interval": (0.0, 0.5)}
 _HALF, _THIRD = ({"deepcache": DeepCache(interval, RESNET)} for interval in (2, 3))
 _STUDENT = {"steps": 4, "guidance_scale": 1.0, "scheduler": "lcm"}
+_TINY = {"vae": "tiny"}
 RUNGS: dict[str, dict[str, Any]] = {
     "full": {},
     "half": _HALF,
     "gate": {**_HALF, **_GATE},
     "interval3": _THIRD,
     "interval3+gate": {**_THIRD, **_GATE},
+    "gate+tiny": {**_HALF, **_GATE, **_TINY},
+    "interval3+gate+tiny": {**_THIRD, **_GATE, **_TINY},
     "4-steps": _STUDENT,
-    "4-steps+tiny": {**_STUDENT, "vae": "tiny"},
+    "4-steps+tiny": {**_STUDENT, **_TINY},
 }
 """Fields of the requests, beside 20 steps with guidance. One that the model does not offer is left out."""
 
@@ -165,7 +169,9 @@ def measure(
 def prepared(options: argparse.Namespace, results: dict[str, Any]) -> ImageRunner:
     """The runner in INT8, with its graphs recorded: also for the one row of images without guidance."""
     started = time.perf_counter()
-    source = sources.model(options.model, "cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = sources.tiny_vae(Path(folder))
+        source = sources.model(options.model, "cuda" if torch.cuda.is_available() else "cpu", tiny_vae=tiny)
     variant = sources.variant(source, "int8", sources.ranges(source))
     print(f"quantized after {time.perf_counter() - started:.1f} s", flush=True)
     del source

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,21 @@ STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
 CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
 
 
-def model(name: str = sdxl.NAME, device: str = "cuda") -> ImageModel:
+def model(name: str = sdxl.NAME, device: str = "cuda", *, tiny_vae: str = "") -> ImageModel:
     """In bf16, UNet and VAE channels last; on a CPU, where that is for trying a benchmark out, in fp32."""
-    made = load(name, precision="fp32" if device == "cpu" else "bf16", device=device)
+    made = load(name, precision="fp32" if device == "cpu" else "bf16", device=device, tiny_vae=tiny_vae)
     made.denoiser.to(memory_format=torch.channels_last)
     made.vae.to(memory_format=torch.channels_last)
     return made
+
+
+def tiny_vae(folder: Path) -> str:
+    """Saves a random decoder of TAESDXL's shape (diffusers' defaults for AutoencoderTiny); returns its folder."""
+    from diffusers import AutoencoderTiny
+
+    torch.manual_seed(0)
+    AutoencoderTiny().save_pretrained(folder)
+    return str(folder)
 
 
 def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
