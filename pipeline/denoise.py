@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from core.transfers import to_device
 from pipeline import sigmas
 
 
@@ -95,7 +96,7 @@ class BatchGatherer:
         """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
         made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
         scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
-        times = torch.stack([rider.table.timesteps[rider.step] for rider in riders]).to(scaled.device)
+        times = to_device(torch.stack([rider.table.timesteps[rider.step] for rider in riders]), scaled.device)
         return DenoiserInputs(scaled.to(self._dtype)[made.rider], times[made.rider], made.tensors)
 
     def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
@@ -106,7 +107,7 @@ class BatchGatherer:
                 for name in riders[0].tensors
             }
             own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
-            rider = torch.tensor(own + [0] * padding, device=next(iter(tensors.values())).device)
+            rider = to_device(torch.tensor(own + [0] * padding), next(iter(tensors.values())).device)
             # The requests are kept with the result, so that no other object can take over their identity.
             self._last = (key, riders, _GatheredConditioning(tensors, rider))
         return self._last[2]
@@ -131,9 +132,8 @@ def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tenso
     count = len(riders)
     if all(rider.conditioning.rows == 2 for rider in riders):
         pairs = output[: 2 * count].float().unflatten(0, (count, 2))
-        scales = torch.tensor([rider.conditioning.guidance_scale for rider in riders], device=output.device).view(
-            -1, 1, 1, 1
-        )
+        scales = torch.tensor([rider.conditioning.guidance_scale for rider in riders]).view(-1, 1, 1, 1)
+        scales = to_device(scales, output.device)
         mixed: torch.Tensor = pairs[:, 0] + scales * (pairs[:, 1] - pairs[:, 0])
         return mixed
     output = output.float()
@@ -172,7 +172,8 @@ def advance(
 
 def _coefficients(riders: Sequence[DenoisingState]) -> torch.Tensor:
     """Of each request's next step, fp32 [requests, 7]."""
-    return torch.stack([rider.table.coefficients[rider.step] for rider in riders]).to(riders[0].x.device)
+    rows = torch.stack([rider.table.coefficients[rider.step] for rider in riders])
+    return to_device(rows, riders[0].x.device)
 
 
 def _put_back(rider: DenoisingState, moved: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
+from core.transfers import to_device
 from pipeline import denoise, edit, vae
 from pipeline.adapters import named
 from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
-from pipeline.backends.timing import synchronize
+from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, VAE, VAE_TINY
@@ -47,6 +49,7 @@ class IterationBuilder:
         self._main = backends[MAIN]
         self._model = self._main.model
         self._backends = backends
+        self._run_ahead = RunAhead(self._model.device)
         self._conditioners = conditioners
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
@@ -72,10 +75,8 @@ class IterationBuilder:
         wanted, work = request.parameters, request.work
 
         def compute() -> torch.Tensor:
-            started = time.perf_counter()
-            made = edit.latents(self._model, wanted, work.generator)  # one by one, so that a retry does not repeat it
-            self._observe(group, 1, False, started)
-            return made
+            with self._run_ahead.iteration(math.inf, self._observer(group, 1, False)):
+                return edit.latents(self._model, wanted, work.generator)  # one by one: a retry does not repeat it
 
         def commit(made: torch.Tensor) -> dict[str, Outcome]:
             work.image = made
@@ -91,16 +92,20 @@ class IterationBuilder:
 
         def compute() -> list[Told]:
             conditioner = self._conditioners[group.backend]
-            started, before = time.perf_counter(), conditioner.encoder.misses
-            made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
-            for w, work in zip(wanted, works, strict=True):
-                if work.x is None:  # a retry must not draw again
-                    work.x, work.kept = self._prepare_latents(w, work)
-            synchronize(self._model.device)
-            weighted = any(w.prompt_weighting for w in wanted)
-            # Cached prompts say nothing about the cost of encoding.
-            if conditioner.encoder.misses > before and not weighted:
-                self._observe(group, sum(work.most_rows for work in works), False, started)
+            rows, before = sum(work.most_rows for work in works), conditioner.encoder.misses
+            weighted, observe = any(w.prompt_weighting for w in wanted), self._observer(group, rows, False)
+            expected_s = self._backends[group.backend].costs.curve(group.phase, group.size, False)(rows)
+
+            def observe_new(seconds: float) -> None:
+                if new and not weighted:  # cached prompts say nothing about the cost of encoding
+                    observe(seconds)
+
+            with self._run_ahead.iteration(expected_s, observe_new):
+                made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
+                for w, work in zip(wanted, works, strict=True):
+                    if work.x is None:  # a retry must not draw again
+                        work.x, work.kept = self._prepare_latents(w, work)
+                new = conditioner.encoder.misses > before
             return made
 
         def commit(made: list[Told]) -> dict[str, Outcome]:
@@ -129,9 +134,9 @@ class IterationBuilder:
         owners = [work.uses for work in works for _ in range(work.rows)]
 
         def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
-            started = time.perf_counter()
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
-            with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)):
+            iteration = self._run_ahead.iteration(way.seconds, self._observer(group, way.rows, way.compiled))
+            with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)), iteration:
                 inputs = self._gatherer.inputs(present, way.rows)
                 if group.phase == DEEP:
                     output, *features = call(way.function, inputs)
@@ -141,8 +146,6 @@ class IterationBuilder:
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 narrowed = [NarrowedState.of(work) if work.narrows(work.step + 1) else None for work in works]
-            synchronize(self._model.device)
-            self._observe(group, way.rows, way.compiled, started)  # without previews, which few requests have
             with torch.inference_mode():
                 previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
             return moved, narrowed, previews
@@ -166,13 +169,12 @@ class IterationBuilder:
         latents = [request.work.trajectory.x for request in requests]
 
         def compute() -> tuple[torch.Tensor, list[bool]]:
-            started = time.perf_counter()
             way = self._backends[group.backend].plan(group, len(latents), live=True)
-            with torch.inference_mode():
+            iteration = self._run_ahead.iteration(math.inf, self._observer(group, way.rows, way.compiled))
+            with torch.inference_mode(), iteration:
                 padded = torch.cat(latents + latents[:1] * (way.rows - len(latents)))
                 pixels = vae.to_host(way.function(padded)[: len(latents)])
                 finite: list[bool] = torch.isfinite(padded[: len(latents)]).flatten(1).all(1).tolist()
-            self._observe(group, way.rows, way.compiled, started)
             return pixels, finite
 
         def commit(made: tuple[torch.Tensor, list[bool]]) -> dict[str, Outcome]:
@@ -205,20 +207,20 @@ class IterationBuilder:
         if noise.shape != shape:
             raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")
         if work.image is None:
-            return (noise * work.table.init_noise_sigma).to(self._model.device), None
+            return to_device(noise * work.table.init_noise_sigma, self._model.device), None
         return edit.begin(wanted, work.table, work.image, noise.to(self._model.device), work.generator)
 
-    def _observe(self, group: BatchGroup, rows: int, compiled: bool, started: float) -> None:
-        """Update the costs of the group's backend with an iteration that ends now."""
+    def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:
+        """Updates the costs of the group's backend with the seconds of an iteration."""
         key = ExecutableKey(group.phase, rows, group.size)
-        self._backends[group.backend].costs.observe(key, compiled, time.perf_counter() - started)
+        return partial(self._backends[group.backend].costs.observe, key, compiled)
 
     def _step_noise(self, work: ImageState, rider: denoise.DenoisingState) -> torch.Tensor | None:
         """The noise that the sampler adds after this step, if any."""
         if not rider.table.noisy[rider.step]:
             return None
         if work.noise is None or work.noise[0] != rider.step:
-            work.noise = (rider.step, torch.randn(rider.x.shape, generator=work.generator).to(rider.x.device))
+            work.noise = (rider.step, to_device(torch.randn(rider.x.shape, generator=work.generator), rider.x.device))
         return work.noise[1]
 
     def _preview(self, wanted: ImageParameters, moved: denoise.DenoisingState) -> Any:

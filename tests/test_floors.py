@@ -38,6 +38,7 @@ FLOORS = {
     "core.batching": 1,
     "core.graphs": 1,
     "core.cuda_graphs": 1,
+    "core.transfers": 1,
     "core.failures": 2,  # torch's, in the engine's words
     "core.jobs": 1,
     "core.artifacts": 1,

@@ -29,7 +29,7 @@ TORCH, PROGRAMS, GRAPHS = "torch", "programs", "graphs"
 _EIGHT_BITS = (AUTO, PROGRAMS, GRAPHS)  # what runs them whenever the device does
 
 _CPU_BUCKETS = (2, 4, 8, 16, 32)
-_GPU_BUCKETS = (*range(2, 17, 2), *range(20, 129, 4))  # a forward's cost follows its rows, padding included
+_GPU_BUCKETS = (1, *range(2, 17, 2), *range(20, 129, 4))  # a forward's cost follows its rows, padding included
 
 
 class BackendFactory(Protocol):

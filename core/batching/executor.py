@@ -17,7 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What an observer receives for each batch that ended."""
+    """What an observer receives for each batch that ended.
+
+    `seconds` are those from its launch to its outcome. Where iterations run ahead of the device, a short one's outcome
+    comes before its end, and a later one waits for both.
+    """
 
     modality: str
     group: Any

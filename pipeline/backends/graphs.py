@@ -11,6 +11,7 @@ import torch
 
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import ExecutableKey
+from core.transfers import to_device
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
@@ -116,7 +117,7 @@ class GraphBackend(ImageBackend):
         """`TEXT`, at the next width of a graph."""
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self.graphs.width(TEXT, rows), (0, 0))
-        padded = [torch.cat([part, *[part[:1]] * (key.rows - rows)]).to(self.model.device) for part in ids]
+        padded = [to_device(torch.cat([part, *[part[:1]] * (key.rows - rows)]), self.model.device) for part in ids]
         # Not later: embeddings are cached, and must not depend on when they were computed.
         self.graphs.record_now(key)
         return tuple(part[:rows] for part in self.graphs.function(key)(padded))

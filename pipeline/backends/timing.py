@@ -77,6 +77,7 @@ class PhaseTimer:
         for run in range(runs):
             if time.monotonic() >= until:
                 return False
+            synchronize(self._model.device)  # with the iterations before it
             started = time.perf_counter()
             with torch.inference_mode():
                 example(function)

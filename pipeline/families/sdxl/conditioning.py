@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
+from core.transfers import to_device
 from pipeline import weighting
 from pipeline.denoise import Conditioning
 from pipeline.encode import Embedding
@@ -127,8 +128,8 @@ def time_ids(width: int, height: int, rows: int, like: torch.Tensor) -> torch.Te
     """SDXL's size and crop conditioning for an uncropped picture, [rows, 6] (Podell et al., 2023, section 2.2):
     original size, crop, target size.
     """
-    ids = torch.tensor([[height, width, 0, 0, height, width]], dtype=like.dtype, device=like.device)
-    return ids.repeat(rows, 1)
+    ids = torch.tensor([[height, width, 0, 0, height, width]], dtype=like.dtype)
+    return to_device(ids.repeat(rows, 1), like.device)
 
 
 def guidance_embedding(scale: float, width: int, like: torch.Tensor) -> torch.Tensor:
@@ -140,4 +141,4 @@ def guidance_embedding(scale: float, width: int, like: torch.Tensor) -> torch.Te
     frequencies = torch.exp(torch.arange(half) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
     angles = torch.tensor([(scale - 1) * 1000.0])[:, None] * frequencies[None, :]
     embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
-    return F.pad(embedding, (0, width % 2)).to(like.device, like.dtype)
+    return to_device(F.pad(embedding, (0, width % 2)).to(like.dtype), like.device)

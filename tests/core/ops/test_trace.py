@@ -111,7 +111,9 @@ def test_of_a_unet(name: str, scheme: str) -> None:
 
         assert check(one, shallow, *given_shapes[:3], *read).outputs == (out,)
     width = network.cross_attentions(one)[0].to_k.in_features
-    assert check(one, bind(network.text_keys, network.cross_attentions(one)), (3, 7, width)).outputs == (given_shapes[3],)
+    assert check(one, bind(network.text_keys, network.cross_attentions(one)), (3, 7, width)).outputs == (
+        given_shapes[3],
+    )
 
 
 @settings(max_examples=8)
