@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import compiling, provenance, record
 from contract import plan, tuned
+from contract.card import FULL, TINY
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -24,23 +26,49 @@ from core.config import Settings
 from core.kernels.device import TORCH
 from pipeline import plans
 from pipeline.families.family import ImageModel
-from pipeline.folder import ModelError
+from pipeline.folder import TINY_VAE, ModelError
 from pipeline.load import defaults_of, family_of
 
 if TYPE_CHECKING:
     from workers.build import Runtime
 
-# What the engine is told on each of its rungs. "+compile" is torch's compiler, "+kernels" are our own instead.
-_ENGINE: dict[str, dict[str, Any]] = {
-    "step-batching": {"precision": "fp32", "kernels": False, "compile": False},
-    "+compile": {"precision": "fp32", "kernels": False, "compile": True},
-    "+kernels": {"precision": "fp32", "kernels": True, "compile": False},
-    "+int8": {"precision": "int8", "kernels": True, "compile": False},
-    "+deepcache": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
-    "+gate": {"precision": "int8", "kernels": True, "compile": False, "deepcache": "auto"},
-    "+plan": {"precision": "int8", "kernels": True, "compile": False},  # what `diptych tune` found: balanced
+
+@dataclass(frozen=True)
+class Rung:
+    """How the engine draws. `compile` is torch's compiler, `kernels` are our own instead.
+
+    `plan` is the name of one that `diptych tune` found; `interval` is the steps with guidance, as shares of all. A
+    student draws in its own steps.
+    """
+
+    precision: str = "int8"
+    kernels: bool = True
+    compile: bool = False
+    deepcache: str = "off"
+    interval: tuple[float, float] | None = None
+    plan: str = ""
+    vae: str = FULL
+    student: bool = False
+
+    def settings(self, given: Settings) -> Settings:
+        """Of the rung's engine."""
+        fields = ("precision", "kernels", "compile", "deepcache")
+        return given.model_copy(update={field: getattr(self, field) for field in fields})
+
+
+_ENGINE = {
+    "step-batching": Rung("fp32", kernels=False),
+    "+compile": Rung("fp32", kernels=False, compile=True),
+    "+kernels": Rung("fp32"),
+    "+int8": Rung(),
+    "+deepcache": Rung(deepcache="auto"),
+    "+gate": Rung(deepcache="auto", interval=(0.0, 0.5)),
+    "+plan": Rung(plan=tuned.BALANCED),
+    "+tiny": Rung(plan=tuned.BALANCED, vae=TINY),
+    "fast+tiny": Rung(plan=tuned.FAST, vae=TINY),
+    "turbo": Rung(student=True),
+    "turbo+tiny": Rung(student=True, vae=TINY),
 }
-_INTERVALS = {"+gate": (0.0, 0.5)}  # of steps with guidance
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
 STATIC_BATCH = 8
 IN_FLIGHT = 16
@@ -61,12 +89,14 @@ def run(
     pictures: int,
     results: Path | None,
     rungs: Sequence[str] = RUNGS,
+    student: str | None = None,
     compile_limit_s: float = compiling.LIMIT_S,
 ) -> dict[str, Any]:
     """Measure the rungs in turns of `_ROUND` images, at least `pictures` of each; report the median turn.
 
     A rung runs its first turn before the next rung is prepared; later turns alternate. A rung that
     cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the reason.
+    `student` is the model of the rungs that draw with one; default: the model's own name and "-turbo".
     """
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
@@ -79,24 +109,22 @@ def run(
         if any(name.startswith("diffusers") for name in rungs):
             stock = stock_pipeline(settings, steps, lane)
         # What torch compiles comes last: it takes minutes to prepare.
-        for name in sorted(rungs, key=lambda name: bool(_ENGINE.get(name, {}).get("compile"))):
+        for name in sorted(rungs, key=lambda name: name in _ENGINE and _ENGINE[name].compile):
             if name not in _ENGINE:
                 turns.begin(name, partial(_in_batches, stock, size=STATIC_BATCH if "static" in name else 1))
                 continue
-            bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if _ENGINE[name]["compile"] else ""
+            rung = _ENGINE[name]
+            bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if rung.compile else ""
             turns.say(f"preparing {name}{bounded}")
             try:
-                if name in _INTERVALS:
-                    _check_guided(settings, steps)
-                if name == "+plan":
-                    _check_tuned(settings)
-                works = _engine(settings, name, lane, stack, compile_limit_s)
+                own, own_steps = _drawn_by(rung, settings, steps, student)
+                works = _engine(own, lane, stack, compile_limit_s)
             except LeftOut as error:
                 left_out[name] = str(error)
                 turns.say(f"{name} is left out: {error}")
                 continue
             memory[name] = works.images.backend.held_bytes()
-            turns.begin(name, _closed_loop(works, name, steps))
+            turns.begin(name, _closed_loop(works, name, own_steps))
         if not turns.rates:
             raise record.BenchError(f"no rung can be measured here: {left_out}")
         measured = turns.finish([name for name in rungs if name not in left_out])
@@ -228,12 +256,37 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
     return draw
 
 
-def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Runtime:
+def _drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -> tuple[Settings, int]:
+    """The settings of a rung's engine, and the steps of its pictures. Raises `LeftOut` for what the model lacks."""
+    wanted = rung.settings(settings)
+    defaults = defaults_of(settings.model_name, settings.variant)
+    if rung.interval is not None and defaults.rows(defaults.guidance_scale) == 1:
+        raise LeftOut("the model draws without guidance")
+    if rung.interval is not None and steps < 2:
+        raise LeftOut("guidance ends after one step at least")
+    if rung.plan and rung.plan not in plans.of_model(_folder(settings), settings.plans, rung.precision, ""):
+        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
+    if rung.student:
+        own = _folder(settings)
+        name = student or ("" if own is None else f"{own}-turbo")
+        if student is None and not (name and Path(name).is_dir()):
+            raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
+        wanted, steps = wanted.model_copy(update={"model_name": name}), defaults_of(name).steps
+    folder = _folder(wanted)
+    if rung.vae == TINY and not (settings.tiny_vae or (folder is not None and (folder / TINY_VAE).is_dir())):
+        raise LeftOut("the model has no tiny decoder")
+    return wanted, steps
+
+
+def _folder(settings: Settings) -> Path | None:
+    return family_of(settings.model_name, settings.variant)[1]
+
+
+def _engine(wanted: Settings, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Runtime:
     """The engine of a rung, with measured costs. Raises `LeftOut` if it cannot run here."""
     from core.graphs import compiler
     from workers.build import build
 
-    wanted = settings.model_copy(update=_ENGINE[rung])
     if wanted.compile:
         if compiler() is None:
             raise LeftOut("there is no C++ compiler")
@@ -253,22 +306,6 @@ def _engine(settings: Settings, rung: str, lane: Lane, stack: ExitStack, compile
     return works
 
 
-def _check_guided(settings: Settings, steps: int) -> None:
-    """Raise `LeftOut` for a model without guidance, or too few steps to end it among them."""
-    defaults = defaults_of(settings.model_name, settings.variant)
-    if defaults.rows(defaults.guidance_scale) == 1:
-        raise LeftOut("the model draws without guidance")
-    if steps < 2:
-        raise LeftOut("guidance ends after one step at least")
-
-
-def _check_tuned(settings: Settings) -> None:
-    """Raise `LeftOut` for a model without plans for the rung's precision."""
-    folder = family_of(settings.model_name, settings.variant)[1]
-    if tuned.BALANCED not in plans.of_model(folder, settings.plans, _ENGINE["+plan"]["precision"], ""):
-        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
-
-
 def _compile(settings: Settings) -> None:
     """Compile the executables of the settings' engine into Inductor's cache."""
     from workers.build import build
@@ -279,7 +316,7 @@ def _compile(settings: Settings) -> None:
 
 def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests."""
-    model = works.images.model
+    model, how = works.images.model, _ENGINE[rung]
     native, guidance = model.native, model.defaults.guidance_scale
     cached = plan.parse(works.settings.deepcache)
 
@@ -290,10 +327,10 @@ def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
             room.acquire()
             wanted = ImageParameters(
                 prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached,
-                guidance_interval=_INTERVALS.get(rung),
+                guidance_interval=how.interval, vae=how.vae,
             )  # fmt: skip
-            if rung == "+plan":
-                wanted = wanted.planned(model.plans[tuned.BALANCED])
+            if how.plan:
+                wanted = wanted.planned(model.plans[how.plan])
             future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)

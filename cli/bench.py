@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
         one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
         if name == "ladder":
             one.add_argument("--rungs", metavar="NAME,…", help="only these")
+            one.add_argument("--student", metavar="NAME", help="of the rungs turbo; default: the model's, with -turbo")
         if name in ("ladder", "peers"):
             one.add_argument(
                 "--compile-limit", type=float, metavar="S",
@@ -202,6 +203,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise UsageError(f"--compile-limit: must be greater than 0 and at most 86400, not {limit_s:g}")
     given = {
         "rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None, "compile_limit_s": limit_s,
+        "student": getattr(options, "student", None),
     }  # fmt: skip
     try:
         with model_errors():

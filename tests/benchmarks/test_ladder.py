@@ -92,3 +92,23 @@ def test_the_tuned_plan_is_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     planned = next(one for one in drawn if one.steps == 3)
     assert (planned.scheduler, planned.guidance_interval) == ("dpm++2m", (0.0, 0.5))
     assert planned.deepcache == DeepCache(2)
+
+
+def test_a_student_draws_in_its_own_steps(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = "the model has no student beside it, of its name and -turbo; --student names one"
+    rungs = ("step-batching", "+tiny", "turbo", "turbo+tiny")
+    result = ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=rungs)
+    assert result["left_out"] == {
+        "+tiny": "the model was not tuned; `diptych tune` finds plans",
+        "turbo": absent,
+        "turbo+tiny": absent,
+    }
+    student = tiny.save(tmp_path / "quick-turbo", tiny.SDXLShape())
+    result = ladder.run(
+        settings, steps=1, pictures=2, results=tmp_path, rungs=("turbo", "turbo+tiny"), student=str(student)
+    )
+    assert [rung["name"] for rung in result["rungs"]] == ["turbo"]
+    assert result["left_out"] == {"turbo+tiny": "the model has no tiny decoder"}
+    assert "warming up turbo" in capsys.readouterr().err
