@@ -22,8 +22,10 @@ _PLANS = {
     "full": "20 steps with guidance",
     "half": '20 steps with guidance, DeepCache "half"',
     "gate": '"half", guidance until half of the steps',
+    "gate+tiny": '"half", guidance until half of the steps, tiny decoder',
     "interval3": "20 steps with guidance, every third step deep",
     "interval3+gate": "every third step deep, guidance until half of the steps",
+    "interval3+gate+tiny": "every third step deep, guidance until half of the steps, tiny decoder",
     "4-steps": "4 steps without guidance (LCM)",
     "4-steps+tiny": "4 steps without guidance (LCM), tiny decoder",
 }
