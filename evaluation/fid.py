@@ -28,8 +28,8 @@ class Gaussian(NamedTuple):
 class FrechetDistance:
     """FID from one reference, which is read once, to any features (Heusel et al., 2017, equation 6).
 
-    Features [N, D] may lie in a file: they are read in chunks. Numbers are fp64. Of far fewer images than features,
-    eigenvalues that are rounding alone move the figure by some 1e-6 of itself.
+    Features [N, D] may lie in a file: they are read in chunks. Numbers are fp64. Of fewer images than features,
+    eigenvalues that are rounding alone move the figure by some 1e-6 of the covariances' traces.
     """
 
     def __init__(self, reference: Tensor | Gaussian) -> None:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evaluation.agreement import inception_weights
 from evaluation.fid import FrechetDistance
-from evaluation.inception import Inception, Network, WeightsError, _prepare
+from evaluation.inception import Inception, WeightsError, _prepare
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CLIP, QUICK, table
 
@@ -23,17 +24,7 @@ Weights = dict[str, Tensor]
 
 @functools.cache
 def weights() -> Weights:
-    """A file of the published layout with seeded random numbers, scaled so that no layer dies or overflows."""
-    generator = torch.Generator().manual_seed(0)
-    made: Weights = {}
-    for name, value in Network().state_dict().items():
-        if name.endswith("conv.weight"):
-            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
-        elif name.endswith(("running_var", "bn.weight")):
-            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
-        elif value.is_floating_point():
-            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
-    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+    return inception_weights()
 
 
 @pytest.fixture(scope="module")
