@@ -48,6 +48,7 @@ RUNS: dict[str, list[str]] = {
 RUNS["scheduling"] = ["-m", "benchmarks.scheduling"]
 RUNS["chaos"] = ["-m", "tests.faults.chaos"]
 RUNS["neighbours"] = ["-m", "tests.faults.neighbours"]
+RUNS["agreement"] = ["-m", "benchmarks.agreement"]
 RUNS["hostile"] = ["-m", "tests.faults.hostile", "--bodies", "10000"]
 QUALITY = ("quality", "sweep")  # need data; hours
 DATA = ("published", *QUALITY)

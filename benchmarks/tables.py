@@ -88,6 +88,24 @@ def published(found: Result) -> list[str]:
     return [*markdown(header, rows), "", *([" ".join(left_out)] if left_out else [])]
 
 
+def agreement(found: Result) -> list[str]:
+    """This project's figures of images beside other implementations', and why where they differ."""
+    rows = [
+        (
+            one["figure"],
+            one["reference"],
+            f"{one['ours']:.7g}",
+            f"{one['theirs']:.7g}",
+            f"{one['relative']:.0e}",
+            one["reason"],
+        )
+        for one in found["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    header = ("figure", "of", "ours", "theirs", "relative difference", "reason")
+    return [*markdown(header, rows), "", f"{found['pictures']:,} pictures in each set; {versions}."]
+
+
 def arrivals(found: Result) -> list[str]:
     names = {
         "engine": "step-level", "window_free": "request-level, no window",
@@ -321,6 +339,7 @@ TABLES = {
     "quality": Table(("quality",), quality),
     "sweep": Table(("sweep",), sweep),
     "published": Table(("published",), published),
+    "agreement": Table(("agreement",), agreement),
     "arrivals": Table(("arrivals",), arrivals),
     "serve": Table(("serve",), serve),
     "peers": Table(("peers",), peers),

@@ -28,18 +28,41 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inception", type=Path, metavar="FILE", help="its weights; default: fetched and kept")
     parser.add_argument("--clip", type=Path, metavar="DIR", help="ViT-B/32 in transformers' format; default: fetched")
     parser.add_argument("--lpips", type=Path, metavar="FILE", help="torchvision's AlexNet; default: no LPIPS")
+    parser.add_argument(
+        "--judge", action="append", default=[], metavar="FIGURE=DIR",
+        help="a further figure, over local weights in transformers' format: fd-dinov2, cmmd, pickscore, hpsv2; "
+        "may be given more than once",
+    )  # fmt: skip
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
 
 
 def open_lens(
     options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None = None
 ) -> ScoringNetworks:
+    from evaluation.judges import open_judge
     from evaluation.lpips import Lpips
 
     if options.resamples < 2:
         raise UsageError(f"--resamples: must be at least 2, not {options.resamples}")
+    folders = _judges(options.judge)
     networks = _networks(options, settings, run)
-    return networks if options.lpips is None else networks._replace(lpips=Lpips(options.lpips))
+    lpips = None if options.lpips is None else Lpips(options.lpips)
+    return networks._replace(lpips=lpips, judges=tuple(open_judge(*given) for given in folders.items()))
+
+
+def _judges(given: list[str]) -> dict[str, Path]:
+    """The folders by figure. Raises `UsageError`."""
+    from evaluation.judges import JUDGES
+
+    found: dict[str, Path] = {}
+    for text in given:
+        figure, _, folder = text.partition("=")
+        if figure not in JUDGES or not folder:
+            raise UsageError(f"--judge: must be one of {', '.join(JUDGES)}, with =DIR, not {text!r}")
+        if figure in found:
+            raise UsageError(f"--judge: names {figure} twice")
+        found[figure] = Path(folder)
+    return found
 
 
 def _networks(options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None) -> ScoringNetworks:
@@ -136,6 +159,7 @@ def _table(whole: dict[str, Any]) -> str:
     rows = [("", name, score) for name, score in whole["scores"].items()]
     for reference, held in whole["against"].items():
         rows += [(f"against {reference}", name, score) for name, score in held["scores"].items()]
+        rows += [(f"less {reference}'s", name, change) for name, change in held.get("changes", {}).items()]
     return "\n".join(
         f"{name:20} {score['value']:12.6g}   {score['low']:.6g} … {score['high']:.6g}   {beside}".rstrip()
         for beside, name, score in rows

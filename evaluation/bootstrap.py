@@ -62,3 +62,8 @@ def mean(values: Tensor, counts: Tensor) -> Estimate:
     """The mean of a figure that each caption has, [N], over `counts` [R, N]."""
     whole = values.double()
     return Estimate(float(whole.mean()), counts.double() @ whole / counts.sum(1))
+
+
+def said(figure: Estimate) -> dict[str, float]:
+    """A figure as JSON."""
+    return dict(figure.interval._asdict())

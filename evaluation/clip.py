@@ -4,7 +4,6 @@ OpenAI's.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from evaluation.hub import digest_of, load, name_of, snapshot
 from evaluation.inception import WeightsError
 from evaluation.pixels import Pixels
 
@@ -24,32 +24,39 @@ OPENAI = "openai/clip-vit-base-patch32"  # the weights of open_clip's ViT-B/32 "
 _BATCH = 128
 
 
+# Not torchmetrics' CLIPScore: 1.9 takes output objects of transformers 5 for features, and raises; and its figure is
+# the mean, clamped at 0, where intervals and paired tests need every caption's. A test holds ours to its formula.
 class Clip:
     """A CLIPModel with its tokenizer. `name` is the prefix of its figures."""
 
-    def __init__(self, source: Path | str = EMBEDDED, *, device: torch.device | str = "cpu") -> None:
-        """`source` is a folder, or a hub id. Raises `WeightsError`."""
-        from transformers import AutoTokenizer, CLIPModel
-        from transformers.utils import logging
+    def __init__(
+        self, source: Path | str = EMBEDDED, *, device: torch.device | str = "cpu", padded: bool = False
+    ) -> None:
+        """`source` is a folder, or a hub id. Raises `WeightsError`.
 
-        folder = source if isinstance(source, Path) else Path(_fetched(source))
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # it would overwrite our own
+        `padded`: a picture that is not square is fitted whole, between black borders, instead of cut.
+        """
+        from transformers import AutoTokenizer, CLIPModel
+
+        folder = snapshot(source) if isinstance(source, Path) else Path(_fetched(source))
+        self._model: Any = load(CLIPModel, folder, "CLIP model").to(device)
         try:
-            self._model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise WeightsError(f"{folder}: is not a CLIP model ({str(error).splitlines()[0]})") from None
-        finally:
-            if bars:
-                logging.enable_progress_bar()
         self._device = torch.device(device)
-        self._model.requires_grad_(False).to(self._device)
-        self.name = folder.resolve().name if isinstance(source, Path) else source.rpartition("/")[2]
+        self._padded = padded
+        name = name_of(source) if isinstance(source, Path) else source.rpartition("/")[2]
+        self.name = f"{name}-padded" if padded else name
         self.width = int(self._model.config.projection_dim)
-        self.digest = _digest(self._model)
+        self.digest = digest_of(self._model)
         self._side = int(self._model.config.vision_config.image_size)
         self._mean, self._std = _normalization(folder)
+
+    @property
+    def scale(self) -> float:
+        """What the model was trained to multiply cosines by."""
+        return float(self._model.logit_scale.exp())
 
     @torch.inference_mode()
     def see(self, pictures: Sequence[Pixels]) -> Tensor:
@@ -79,6 +86,13 @@ class Clip:
         side = self._side
         if (height, width) == (side, side):
             return picture
+        if self._padded:
+            scale = side / max(height, width)
+            size = (round(width * scale), round(height * scale))
+            image = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+            ground = Image.new("RGB", (side, side))
+            ground.paste(image, ((side - size[0]) // 2, (side - size[1]) // 2))
+            return np.asarray(ground)
         scale = side / min(height, width)
         size = (max(side, int(width * scale)), max(side, int(height * scale)))
         image = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
@@ -96,13 +110,6 @@ def _normalization(folder: Path) -> tuple[Tensor, Tensor]:
                 mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("image_mean", "image_std"))
                 return mean, std
     raise WeightsError(f"{folder}: has no processor config with image_mean and image_std")
-
-
-def _digest(model: Any) -> str:
-    whole = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        whole.update(name.encode() + value.contiguous().cpu().numpy().tobytes())
-    return whole.hexdigest()
 
 
 def _fetched(hub_id: str) -> str:

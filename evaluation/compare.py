@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from evaluation import bootstrap, references, scores
-from evaluation.bootstrap import Estimate, Interval
-from evaluation.references import Reference
+from evaluation import bootstrap, paired, references, scores
+from evaluation.bootstrap import Estimate, Interval, said
+from evaluation.features import Look
+from evaluation.references import Features, Reference
 from evaluation.run import SAME, EvaluationRun, RunError
-from evaluation.scores import Look
 from evaluation.scoring_networks import ScoringNetworks
 
 # Per cent, by what a run was drawn with: (how much FID may rise, how much the captions' score may change).
@@ -40,7 +40,8 @@ class _Seen(NamedTuple):
 
     run: EvaluationRun
     indices: list[int]
-    clip: Tensor  # features of their images [N, D]
+    features: Features  # of their images
+    captions: dict[str, Tensor]  # by figure the score of each [N]
     figures: dict[str, Estimate]
 
 
@@ -75,15 +76,15 @@ def runs(
             "settings": one.run.settings,
             "drawn_by": one.run.drawn_by,
             "pictures_per_second": one.run.speed(),
-            "scores": {name: scores.said(figure) for name, figure in one.figures.items()},
+            "scores": {name: said(figure) for name, figure in one.figures.items()},
         }
         if one is not base:
             ratios = {
                 name: figure.over(base.figures[name])
                 for name, figure in one.figures.items()
-                if name in (networks.fid, networks.cmmd, networks.score) and base.figures[name].value != 0
+                if name != networks.kid and base.figures[name].value != 0  # KID may be below 0
             }
-            entry["ratios"] = {name: scores.said(ratio) for name, ratio in ratios.items()}
+            entry["ratios"] = {name: said(ratio) for name, ratio in ratios.items()}
             entry |= _beside(one, base, networks, counts, notes, look)
             if one.run.name in siblings:
                 entry["gates"] = []
@@ -115,7 +116,7 @@ def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, An
         for name, figure in held["scores"].items():
             if len(against) > 1:
                 figures[f"{name}, {reference}"] = figure
-            elif name in (*scores.PAIRED, networks.paired):
+            elif name in (*paired.IMAGES, networks.paired):
                 pairs[name] = figure
             else:
                 figures[name] = figure
@@ -234,29 +235,31 @@ def _see(
     counts: Tensor,
     look: Look,
 ) -> _Seen:
-    distance, clip = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
+    features = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     told: Look = lambda what, done, total: look(f"{run.name}: {what}", done, total)  # noqa: E731
-    cosines = scores.cosines(run, networks, clip)
-    figures = {networks.score: bootstrap.mean(100 * cosines[indices], counts)}
+    captions = {name: values[indices] for name, values in scores.of_captions(run, networks, features).items()}
+    figures = {name: bootstrap.mean(values, counts) for name, values in captions.items()}
+    features = features.of(indices)
     if real is not None:
-        figures |= scores.distances(distance[indices], clip[indices], networks, real, counts, look=told)
-    return _Seen(run, indices, clip[indices], figures)
+        figures |= scores.distances(features, networks, real, counts, look=told)
+    return _Seen(run, indices, features, captions, figures)
 
 
 def _beside(
     one: _Seen, base: _Seen, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
 ) -> dict[str, Any]:
-    """What each caption's two images differ by, if the runs share their noise."""
+    """The paired tests, if the runs share their noise."""
     seeds = zip(one.indices, base.indices, strict=True)
     if any(one.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
         return {}
     if one.indices != base.indices:
         notes.append(f"{one.run.name}: no PSNR and SSIM, since its captions stand in another order than the base's")
         return {}
-    every = scores.pair(one.run, base.run, networks, look, one.indices)
-    figures = scores.paired(every, one.clip, base.clip, networks, counts)
+    every = paired.images(one.run, base.run, networks, look, one.indices)
+    ids = [one.run.captions[index].id for index in one.indices]
     return {
-        "pairs": {name: scores.said(figure) for name, figure in figures.items()},
+        "pairs": paired.distances(every, one.features, base.features, networks, ids, counts),
+        "changes": paired.changes(one.captions, base.captions, ids, counts),
         "differences": [[one_pair.place, round(one_pair.psnr, 3), round(one_pair.ssim, 5)] for one_pair in every],
     }
 

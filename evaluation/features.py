@@ -22,6 +22,7 @@ from evaluation.run import write_json
 GROUP = 32
 
 Tick = Callable[[int, int], None]  # done, total
+Look = Callable[[str, int, int], None]  # what, done, total
 
 
 class Extractor(Protocol):

@@ -1,7 +1,8 @@
 """Maximum mean discrepancy between two sets of features: KID and CMMD.
 
 Pairs are processed in blocks, so memory does not grow with their number, and all resamples of one set are computed in
-the same pass.
+the same pass. torchmetrics' KID averages over random subsets of equal sizes, with all features in memory, and cannot
+weigh pictures for an interval: only its kernel is used. It has no CMMD.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torchmetrics.image.kid import poly_kernel
 
 _BLOCK = 512
 _SIGMA, _SCALE = 10.0, 1000.0
@@ -26,8 +28,7 @@ def kid(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 
     Returns: [R] fp64. A pair of one picture with itself counts in no resample: that is what "unbiased" leaves out.
     """
-    width = x.shape[1]
-    return _mmd(lambda a, b: (a @ b.T / width + 1) ** 3, x, y, counts, diagonal=False)
+    return _mmd(poly_kernel, x, y, counts, diagonal=False)
 
 
 def cmmd(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:

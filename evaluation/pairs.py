@@ -1,11 +1,11 @@
-"""Distances between two images of the same caption and noise: PSNR and SSIM."""
+"""Distances between two images of the same caption and noise: PSNR, by torchmetrics, and SSIM."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
+import torch
+from torchmetrics.functional.image import peak_signal_noise_ratio
 
 from evaluation.pixels import Pixels
 
@@ -18,8 +18,8 @@ _WINDOW, _SIGMA, _K1, _K2, _LEVELS = 11, 1.5, 0.01, 0.03, 255.0
 def psnr(a: Pixels, b: Pixels) -> float:
     """10 log₁₀(255² / mean squared difference) in dB, at most 100. Raises ValueError for different sizes."""
     _same_size(a, b)
-    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-    return MOST_DB if error == 0 else min(MOST_DB, 10 * math.log10(_LEVELS**2 / error))
+    x, y = (torch.tensor(picture, dtype=torch.float64) for picture in (a, b))
+    return min(MOST_DB, float(peak_signal_noise_ratio(x, y, data_range=_LEVELS)))
 
 
 def ssim(a: Pixels, b: Pixels) -> float:
@@ -27,6 +27,8 @@ def ssim(a: Pixels, b: Pixels) -> float:
 
     Windows lie within the picture. Raises ValueError for different sizes, and sides below 11 pixels.
     """
+    # Not torchmetrics': in fp32 its difference of squares is rounding where a picture is flat, so that two equal white
+    # images have 0.9992; in fp64 its grouped convolution takes 13 s for two images of 1024×1024, this 0.3 s.
     _same_size(a, b)
     if min(a.shape[:2]) < _WINDOW:
         raise ValueError(f"sides must be at least {_WINDOW} pixels")

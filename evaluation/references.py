@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from evaluation import features, fid, pixels
+from evaluation.clip import Clip
 from evaluation.features import Extractor, Tick
 from evaluation.fid import Gaussian
 from evaluation.run import EvaluationRun
@@ -19,20 +21,32 @@ class UnusableReference(ValueError):
     """An unusable reference. The message names it."""
 
 
+class Features(NamedTuple):
+    """Features [N, D] of images: for distances, for captions, and by figure those of further judges."""
+
+    distance: Tensor
+    clip: Tensor
+    judged: Mapping[str, Tensor]
+
+    def of(self, indices: Sequence[int]) -> Features:
+        """Those of some of the images."""
+        judged = {figure: rows[indices] for figure, rows in self.judged.items()}
+        return Features(self.distance[indices], self.clip[indices], judged)
+
+
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """`distance` and `clip` are its images' features [N, D]: None for statistics, which have no images."""
+    """What a run's images are compared with: either `features` of images, or `statistics`, which have no images."""
 
     name: str
     kind: str  # "folder", "statistics", "run"
-    gaussian: Gaussian
-    distance: Tensor | None = None
-    clip: Tensor | None = None
+    features: Features | None = None
+    statistics: Gaussian | None = None
     run: EvaluationRun | None = None
 
     @property
     def count(self) -> int | None:
-        return None if self.distance is None else len(self.distance)
+        return None if self.features is None else len(self.features.distance)
 
 
 def kind(path: Path) -> str:
@@ -53,11 +67,10 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
     """
     name, what = path.resolve().name, kind(path)
     if what == "statistics":
-        return Reference(name, what, fid.read(path, networks.distance.width))
+        return Reference(name, what, statistics=fid.read(path, networks.distance.width))
     if what == "run":
         run = EvaluationRun.read(path)
-        distance, clip = of_run(run, networks, tick)
-        return Reference(name, what, fid.gaussian(distance), distance, clip, run)
+        return Reference(name, what, of_run(run, networks, tick), run=run)
     files = pixels.listing(path)
     if len(files) < 2:
         raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
@@ -67,26 +80,27 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
         kept = store / f"{name}-{digest[:12]}-{extractor.name}"
         return features.of_pictures(files, digest, extractor, kept, tick)
 
-    distance, clip = _both(networks, taken(networks.distance), taken)
-    return Reference(name, what, fid.gaussian(distance), distance, clip)
+    return Reference(name, what, _all(networks, taken))
 
 
-def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> tuple[Tensor, Tensor]:
-    """A run's features for distances and for captions, cached in its folder."""
+def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:
+    """A run's features, cached in its folder."""
     files, digest = run.files(), run.digest()
 
     def taken(extractor: Extractor) -> Tensor:
         return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
-    return _both(networks, taken(networks.distance), taken)
+    return _all(networks, taken)
 
 
-def captions_of(run: EvaluationRun, networks: ScoringNetworks) -> Tensor:
+def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
     """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
-    kept = run.folder / "features" / f"{networks.clip.name}-captions"
-    return features.of_captions(texts, networks.clip.read, networks.clip.width, networks.clip.digest, kept)
+    kept = run.folder / "features" / f"{clip.name}-captions"
+    return features.of_captions(texts, clip.read, clip.width, clip.digest, kept)
 
 
-def _both(networks: ScoringNetworks, distance: Tensor, taken: Callable[[Extractor], Tensor]) -> tuple[Tensor, Tensor]:
-    return distance, distance if networks.clip is networks.distance else taken(networks.clip)
+def _all(networks: ScoringNetworks, taken: Callable[[Extractor], Tensor]) -> Features:
+    distance = taken(networks.distance)
+    clip = distance if networks.clip is networks.distance else taken(networks.clip)
+    return Features(distance, clip, {judge.figure: taken(judge.network) for judge in networks.judges})

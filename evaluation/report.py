@@ -17,11 +17,11 @@ import numpy as np
 from PIL import Image
 
 from evaluation import compare, pixels, plots
+from evaluation.captions import Caption
 from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun
 
 _FRAME = Path(__file__).with_name("report.html")
-_WORST = 6  # cases of each run
 _SIDE = 384  # no image is shown larger
 _AMPLIFIED = 16
 _SERIES = 6  # colours of the page
@@ -177,28 +177,57 @@ def _differences(found: Mapping[str, Any], runs: Sequence[EvaluationRun]) -> str
         if not every:
             continue
         plot = plots.histogram([psnr for _, psnr, _ in every], "PSNR of a picture, dB", number % _SERIES)
-        worst = sorted(every, key=lambda one: one[1])[:_WORST]
-        cases = "".join(_case(runs[0], run, index, psnr, ssim) for index, psnr, ssim in worst)
+        cases = "".join(
+            f'<h4>{escape(title)}</h4><div class="worst">{_cases(runs[0], run, worst)}</div>'
+            for title, worst in _worst(entry)
+        )
         parts.append(
-            f'<article><h3><i class="dot b{number % _SERIES}"></i>{escape(entry["name"])}</h3><div class="spread">'
-            f'<figure>{plot}</figure><div class="worst">{cases}</div></div></article>'
+            f'<article><h3><i class="dot b{number % _SERIES}"></i>{escape(entry["name"])}</h3>{_changes(entry)}'
+            f'<div class="spread"><figure>{plot}</figure><div>{cases}</div></div></article>'
         )
     if not parts:
         return ""
     return (
-        f"<section><h2>Differences, picture by picture</h2><p>How far each run's pictures are from "
-        f"{escape(found['base'])}'s of the same caption and noise, and the worst of them: base, run, "
-        f"{_AMPLIFIED} times the difference.</p>{''.join(parts)}</section>"
+        f"<section><h2>Paired tests</h2><p>How far each run's pictures are from {escape(found['base'])}'s of the same "
+        "captions and seeds: the mean change of each caption's score, below 0 where the run is worse, and the "
+        f"worst pictures: base, run, {_AMPLIFIED} times the difference.</p>{''.join(parts)}</section>"
     )
 
 
-def _case(base: EvaluationRun, run: EvaluationRun, index: int, psnr: float, ssim: float) -> str:
-    a, b = (_picture(one, index) for one in (base, run))
+def _changes(entry: Mapping[str, Any]) -> str:
+    """The mean change of each score, and whether the captions tell it from none."""
+    rows = []
+    for name, one in entry["changes"].items():
+        told = "no change is told" if one["low"] <= 0 <= one["high"] else "lower" if one["high"] < 0 else "higher"
+        rows.append(
+            f'<tr><th scope="row">{escape(name)}</th><td>{one["value"]:+.4g}'
+            f'<span class="range">{one["low"]:+.4g} … {one["high"]:+.4g}</span></td><td>{told}</td></tr>'
+        )
+    head = "<thead><tr><th>score</th><th>mean difference</th><th></th></tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _worst(entry: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Titled lists of cases: the lowest PSNRs, and for each score the captions that lose most."""
+    found = [("lowest PSNR", [one | {"told": f"{one['value']:.1f} dB"} for one in entry["pairs"]["psnr"]["worst"]])]
+    for name, change in entry["changes"].items():
+        told = "{base:.4g} → {run:.4g} ({value:+.4g})"
+        found.append((f"{name} falls most", [one | {"told": told.format(**one)} for one in change["worst"]]))
+    return found
+
+
+def _cases(base: EvaluationRun, run: EvaluationRun, worst: Sequence[Mapping[str, Any]]) -> str:
+    places = {caption.id: caption for caption in run.captions}
+    return "".join(_case(base, run, places[one["id"]], one["told"]) for one in worst)
+
+
+def _case(base: EvaluationRun, run: EvaluationRun, caption: Caption, told: str) -> str:
+    a, b = (_picture(one, caption.index) for one in (base, run))
     gap = np.clip(np.abs(a.astype(int) - b.astype(int)) * _AMPLIFIED, 0, 255).astype(np.uint8)
     images = "".join(f'<img src="{_embed(one)}" alt="">' for one in (a, b, gap))
     return (
-        f'<figure class="case">{images}<figcaption>{escape(run.captions[index].text)}<br>'
-        f"<small>{psnr:.1f} dB · SSIM {ssim:.3f}</small></figcaption></figure>"
+        f'<figure class="case">{images}<figcaption>{escape(caption.text)}<br>'
+        f"<small>{escape(caption.id)} · {told}</small></figcaption></figure>"
     )
 
 

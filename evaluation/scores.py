@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evaluation import bootstrap, fid, mmd, pairs, pixels, references
-from evaluation.bootstrap import Estimate
-from evaluation.references import Reference
+from evaluation import bootstrap, mmd, paired, references
+from evaluation.bootstrap import Estimate, said
+from evaluation.features import Look
+from evaluation.fid import FrechetDistance, Gaussian
+from evaluation.judges import Kind
+from evaluation.references import Features, Reference
 from evaluation.run import EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
-
-Look = Callable[[str, int, int], None]  # what, done, total
-
-
-class Pair(NamedTuple):
-    """Distances between two images of one caption."""
-
-    place: int  # among the run's captions
-    psnr: float
-    ssim: float
-    lpips: float | None  # without its weights
 
 
 def of_run(
@@ -35,156 +27,102 @@ def of_run(
     """
     if len(run.captions) < 2:
         raise RunError(f"{run.folder}: one picture is no distribution; scores need at least 2")
-    distance, clip = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
+    seen = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     counts = bootstrap.resamples(len(run.captions), resamples)
-    notes = few(run.name, len(distance), networks)
+    notes = few(run.name, len(run.captions), networks)
+    each = of_captions(run, networks, seen)
     found: dict[str, Any] = {
-        "scores": {networks.score: said(caption_score(run, networks, clip, counts))},
+        "scores": {name: said(bootstrap.mean(values, counts)) for name, values in each.items()},
         "against": {},
     }
     for reference in held_against:
         if reference.run is not None and reference.run.folder.resolve() == run.folder.resolve():
             raise RunError(f"--against: {run.folder} is this run itself")
         notes += few(reference.name, reference.count, networks)
-        figures = {
-            name: said(figure)
-            for name, figure in distances(distance, clip, networks, reference, counts, look=look).items()
+        far = distances(seen, networks, reference, counts, look=look)
+        held: dict[str, Any] = {
+            "kind": reference.kind,
+            "pictures": reference.count,
+            "scores": {n: said(f) for n, f in far.items()},
         }
         if reference.run is not None:
-            reason = unpaired(run, reference.run)
+            reason = paired.unpaired(run, reference.run)
             if reason:
                 notes.append(f"{reference.name}: no PSNR and SSIM, {reason}")
             else:
-                assert reference.clip is not None, "a run has images"
-                every = pair(run, reference.run, networks, look)
-                both = paired(every, clip, reference.clip, networks, counts)
-                figures |= {name: said(figure) for name, figure in both.items()}
-        found["against"][reference.name] = {"kind": reference.kind, "pictures": reference.count, "scores": figures}
-        check = by_torchmetrics(distance, reference)
-        if check is not None:
-            found["against"][reference.name]["torchmetrics"] = {networks.fid: check}
+                assert reference.features is not None, "a run has images"
+                ids = [caption.id for caption in run.captions]
+                every = paired.images(run, reference.run, networks, look, range(len(ids)))
+                held["scores"] |= paired.distances(every, seen, reference.features, networks, ids, counts)
+                theirs = of_captions(reference.run, networks, reference.features)
+                held["changes"] = paired.changes(each, theirs, ids, counts)
+        found["against"][reference.name] = held
     return found | {"resamples": resamples, "notes": notes}
 
 
-def caption_score(run: EvaluationRun, networks: ScoringNetworks, clip: Tensor, counts: Tensor) -> Estimate:
-    """100 × the cosine of image and caption, the mean over captions; not clamped at 0 (as in MLPerf)."""
-    return bootstrap.mean(100 * cosines(run, networks, clip), counts)
+def of_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -> dict[str, Tensor]:
+    """By figure the score of each caption's image, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
+    rewards.
+    """
+    found = {networks.score: 100 * _cosines(seen.clip, references.captions_of(run, networks.clip))}
+    for judge in networks.judges:
+        if judge.kind is Kind.REWARD:
+            texts = references.captions_of(run, judge.clip)
+            found[judge.figure] = judge.scale * _cosines(seen.judged[judge.figure], texts)
+    return found
 
 
-def cosines(run: EvaluationRun, networks: ScoringNetworks, clip: Tensor) -> Tensor:
-    """[N] fp64."""
-    return (clip.double() * references.captions_of(run, networks).double()).sum(1)
+def _cosines(images: Tensor, texts: Tensor) -> Tensor:
+    return (images.double() * texts.double()).sum(1)
 
 
 def distances(
-    distance: Tensor, clip: Tensor, networks: ScoringNetworks, reference: Reference, counts: Tensor, *, look: Look
+    seen: Features, networks: ScoringNetworks, reference: Reference, counts: Tensor, *, look: Look
 ) -> dict[str, Estimate]:
-    """FID, and if the reference has images KID and CMMD. The reference itself is not resampled."""
-    far = fid.FrechetDistance(reference.gaussian)
-    drawn = []
-    for number, once in enumerate(fid.resampled(distance, counts), 1):
-        drawn.append(far(once))
-        look(f"{networks.fid} over resamples", number, len(counts))
-    found = {networks.fid: Estimate(far(fid.gaussian(distance)), torch.tensor(drawn, dtype=torch.float64))}
-    if reference.distance is not None and reference.clip is not None:
-        every = torch.cat([torch.ones_like(counts[:1]), counts])
-        for name, measure, ours, theirs in (
-            (networks.kid, mmd.kid, distance, reference.distance),
-            (networks.cmmd, mmd.cmmd, clip, reference.clip),
-        ):
-            walked = measure(ours, theirs, every)
-            found[name] = Estimate(float(walked[0]), walked[1:])
+    """FID, and if the reference has images KID, CMMD and those of judges. The reference itself is not resampled."""
+    theirs = reference.features
+    if theirs is None:
+        assert reference.statistics is not None
+        return {networks.fid: _frechet(networks.fid, seen.distance, reference.statistics, counts, look)}
+    found = {networks.fid: _frechet(networks.fid, seen.distance, theirs.distance, counts, look)}
+    every = torch.cat([torch.ones_like(counts[:1]), counts])
+    found[networks.kid] = _walked(mmd.kid(seen.distance, theirs.distance, every))
+    found[networks.cmmd] = _walked(mmd.cmmd(seen.clip, theirs.clip, every))
+    for judge in networks.judges:
+        name = judge.figure
+        if judge.kind is Kind.FRECHET:
+            found[name] = _frechet(name, seen.judged[name], theirs.judged[name], counts, look)
+        elif judge.kind is Kind.CMMD:
+            found[name] = _walked(mmd.cmmd(seen.judged[name], theirs.judged[name], every))
     return found
 
 
-def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
-    """Why images of two runs cannot be paired; None if they can."""
-    if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
-        return "since its captions are others"
-    if any(run.records[index].seed != other.records[index].seed for index in run.records):
-        return "since its seeds are others"
-    return None
+def _frechet(name: str, ours: Tensor, reference: Tensor | Gaussian, counts: Tensor, look: Look) -> Estimate:
+    far, drawn = FrechetDistance(reference), []
+    for number, once in enumerate(counts, 1):
+        drawn.append(far(ours, once))
+        look(f"{name} over resamples", number, len(counts))
+    return Estimate(far(ours), torch.tensor(drawn, dtype=torch.float64))
 
 
-def pair(
-    run: EvaluationRun,
-    other: EvaluationRun,
-    networks: ScoringNetworks,
-    look: Look,
-    indices: Sequence[int] | None = None,
-) -> list[Pair]:
-    """PSNR, SSIM and LPIPS of each caption's two pictures. Raises `RunError` where they are of different sizes."""
-    wanted = range(len(run.captions)) if indices is None else indices
-    found = []
-    for done, index in enumerate(wanted, 1):
-        a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
-        try:
-            perceived = None if networks.lpips is None else networks.lpips(a, b)
-            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived))
-        except ValueError as error:
-            raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
-        look(f"{run.name} beside {other.name}", done, len(wanted))
-    return found
-
-
-PAIRED = ("psnr", "ssim", "lpips")
-
-
-def paired(
-    found: Sequence[Pair], clip: Tensor, other: Tensor, networks: ScoringNetworks, counts: Tensor
-) -> dict[str, Estimate]:
-    """Means over captions; equal pictures count as 100 dB.
-
-    `clip` and `other` are the pictures' features [N, D], of length 1: their distance is 1 - cosine.
-    """
-    figures = {
-        name: bootstrap.mean(torch.tensor([getattr(one, name) for one in found], dtype=torch.float64), counts)
-        for name in PAIRED
-        if networks.lpips is not None or name != "lpips"
-    }
-    gap = (clip.double() - other.double()).square().sum(1) / 2  # 1 - cosine, and exactly 0 for equal features
-    return figures | {networks.paired: bootstrap.mean(gap, counts)}
+def _walked(values: Tensor) -> Estimate:
+    """Of a figure over all captions, and then over each resample."""
+    return Estimate(float(values[0]), values[1:])
 
 
 def few(name: str, count: int | None, networks: ScoringNetworks) -> list[str]:
-    """A warning if a covariance cannot have full rank."""
-    width = networks.distance.width
-    if count is None or count > width:
-        return []
+    """A warning for each figure whose covariance cannot have full rank."""
     return [
         f"{name}: {count} pictures are fewer than the {width} features and one: their covariance has rank "
-        f"{count - 1} at most, and {networks.fid} is far too high and depends on the number of images. Compare "
+        f"{count - 1} at most, and {figure} is far too high and depends on the number of images. Compare "
         "it only with figures over the same number of pictures"
+        for figure, width in _widths(networks)
+        if count is not None and count <= width
     ]
 
 
-def by_torchmetrics(distance: Tensor, reference: Reference) -> float | None:
-    """The same FID by torchmetrics, for comparison; None if it is not installed, or the reference has no images."""
-    if reference.distance is None:
-        return None
-    try:
-        from torchmetrics.image.fid import FrechetInceptionDistance
-    except ImportError:
-        return None
-    measure = FrechetInceptionDistance(feature=_Given(distance.shape[1])).set_dtype(torch.float64)
-    for features, real in ((reference.distance, True), (distance, False)):
-        for start in range(0, len(features), fid.CHUNK):
-            measure.update(features[start : start + fid.CHUNK].double(), real=real)
-    return float(measure.compute())
-
-
-class _Given(torch.nn.Module):
-    """Passes features to torchmetrics where it expects images."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.num_features = width
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
-def said(figure: Estimate) -> dict[str, float]:
-    """A figure as JSON."""
-    value, low, high = figure.interval
-    return {"value": value, "low": low, "high": high}
+def _widths(networks: ScoringNetworks) -> Iterator[tuple[str, int]]:
+    yield networks.fid, networks.distance.width
+    for judge in networks.judges:
+        if judge.kind is Kind.FRECHET:
+            yield judge.figure, judge.network.width

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from evaluation.clip import EMBEDDED, OPENAI, Clip
 from evaluation.features import Extractor
 from evaluation.inception import Inception, WeightsError
+from evaluation.judges import Judge
 from evaluation.lpips import Lpips
 
 EMOJI, MLPERF = "emoji-clip", "mlperf"
@@ -15,7 +16,7 @@ EMOJI, MLPERF = "emoji-clip", "mlperf"
 
 class ScoringNetworks(NamedTuple):
     """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD, the caption score and `paired`, the
-    feature distance of two images. LPIPS has weights of its own, where they are given.
+    feature distance of two images. LPIPS and further judges have weights of their own, where they are given.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ScoringNetworks(NamedTuple):
     score: str
     paired: str
     lpips: Lpips | None = None
+    judges: tuple[Judge, ...] = ()
 
 
 def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> ScoringNetworks:

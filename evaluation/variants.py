@@ -328,14 +328,14 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
     clip = Clip(options.clip)
     real = clip.see([pixels.read(path) for path in sorted(options.real.glob("*.png"))])
     text = clip.read(captions)
-    distance_to = fid.FrechetDistance(fid.gaussian(real))
+    distance_to = fid.FrechetDistance(real)
     figures: dict[str, tuple[bootstrap.Estimate, bootstrap.Estimate]] = {}
     for name in ON_GPU | ON_CPU:
         if f"{name}/features" not in found:
             continue
         features = torch.from_numpy(found[f"{name}/features"]).float()
-        drawn = torch.tensor([distance_to(fid.gaussian(features, row)) for row in counts], dtype=torch.float64)
-        distances = bootstrap.Estimate(distance_to(fid.gaussian(features)), drawn)
+        drawn = torch.tensor([distance_to(features, row) for row in counts], dtype=torch.float64)
+        distances = bootstrap.Estimate(distance_to(features), drawn)
         figures[name] = distances, bootstrap.mean(100 * (features * text).sum(1), counts)
     rows = {}
     exact = figures["fp32"]
@@ -351,7 +351,7 @@ def score(options: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
     return {
         "model": options.model.resolve().name, "captions": len(captions), "steps": STEPS,
-        "halves_fid": fid.fid(fid.gaussian(real[::2]), fid.gaussian(real[1::2])), "variants": rows,
+        "halves_fid": fid.FrechetDistance(real[1::2])(real[::2]), "variants": rows,
     }  # fmt: skip
 
 

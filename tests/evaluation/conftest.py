@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import cli
+from evaluation.pixels import Pixels
 from pipeline import tiny
 from tests.cli.shell import Shell
 
@@ -63,3 +66,24 @@ def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the embedded model, whose pictures show their captions."""
     words = ["--steps", "6", "--guidance", "4", "--threads", "1", "--precision", "fp32", "--resamples", "10"]
     return evaluated(tmp_path_factory.mktemp("emoji"), "xl", *words)
+
+
+def blocks(count: int, size: tuple[int, int]) -> list[Pixels]:
+    """Blocks of colour, of width × height."""
+    draw = np.random.default_rng(7)
+    return [
+        np.kron(draw.integers(0, 256, (8, 8, 3)), np.ones((64, 64, 1)))[: size[1], : size[0]].astype(np.uint8)
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="package")
+def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DINOv2's architecture with few layers and seeded random weights, whose positions are fitted to 224 pixels."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    folder = tmp_path_factory.mktemp("hub") / "dinov2-small-random"
+    torch.manual_seed(0)
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=70, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder)
+    return folder

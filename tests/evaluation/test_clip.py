@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evaluation import bootstrap, fid, pixels, references, scores
+from evaluation import bootstrap, fid, pixels, references
 from evaluation.clip import Clip
 from evaluation.inception import WeightsError
 from evaluation.run import EvaluationRun
@@ -115,8 +115,8 @@ def test_the_score_is_torchmetrics(emoji: Path) -> None:
 
 def test_mixed_up_captions_score_lower(emoji: Path) -> None:
     run, lens = EvaluationRun.read(emoji), embedded(CLIP)
-    _, clip = references.of_run(run, lens, lambda done, total: None)
-    captions = references.captions_of(run, lens)
+    clip = references.of_run(run, lens, lambda done, total: None).clip
+    captions = references.captions_of(run, lens.clip)
     counts = bootstrap.resamples(len(run.captions))
     right = bootstrap.mean(100 * (clip * captions).sum(1), counts).interval
     wrong = bootstrap.mean(100 * (clip * captions.roll(1, 0)).sum(1), counts).interval
@@ -126,7 +126,7 @@ def test_mixed_up_captions_score_lower(emoji: Path) -> None:
 def test_noise_in_pictures_raises_the_distance_the_more_there_is(emoji: Path) -> None:
     lens = embedded(CLIP)
     clean = [pixels.read(path) for path in EvaluationRun.read(emoji).files()]
-    real = fid.FrechetDistance(fid.gaussian(lens.distance.see(clean)))
+    real = fid.FrechetDistance(lens.distance.see(clean))
     draw = np.random.default_rng(0)
     noise = [draw.normal(0, 1, picture.shape) for picture in clean]
     found = []
@@ -135,7 +135,7 @@ def test_noise_in_pictures_raises_the_distance_the_more_there_is(emoji: Path) ->
             np.clip(picture + amount * n, 0, 255).round().astype(np.uint8)
             for picture, n in zip(clean, noise, strict=True)
         ]
-        found.append(real(fid.gaussian(lens.distance.see(noisy))))
+        found.append(real(lens.distance.see(noisy)))
     assert found[0] == pytest.approx(0, abs=1e-6) and found == sorted(found) and found[-1] > 0.01
 
 
@@ -160,4 +160,4 @@ def test_what_is_no_clip_is_refused(tmp_path: Path) -> None:
 def test_a_score_is_not_clamped() -> None:
     """torchmetrics counts a picture below 0 as 0; MLPerf does not."""
     assert bootstrap.mean(torch.tensor([-50.0, 10.0]), bootstrap.resamples(2)).value == -20
-    assert scores.said(bootstrap.mean(torch.tensor([-50.0, -50.0]), bootstrap.resamples(2)))["value"] == -50
+    assert bootstrap.said(bootstrap.mean(torch.tensor([-50.0, -50.0]), bootstrap.resamples(2)))["value"] == -50

@@ -50,7 +50,13 @@ def test_figures_are_those_of_each_run_alone(compared: tuple[dict[str, Any], str
     held = json.loads((runs["three steps"] / "scores.json").read_text("utf-8"))["against"]["base"]["scores"]
     assert three["pairs"]["psnr"]["value"] == pytest.approx(held["psnr"]["value"])
     assert len(three["differences"]) == len(CAPTIONS)
-    assert "pairs" not in seeds and seeds["gates"] == []
+    assert "pairs" not in seeds and "changes" not in seeds and seeds["gates"] == []
+    change = three["changes"]["emoji-clip-score"]
+    gap = three["scores"]["emoji-clip-score"]["value"] - base["scores"]["emoji-clip-score"]["value"]
+    assert change["value"] == pytest.approx(gap, rel=1e-9)
+    psnr = {str(place): value for place, value, _ in three["differences"]}
+    worst = {one["id"]: round(one["value"], 3) for one in three["pairs"]["psnr"]["worst"]}
+    assert worst == dict(sorted(psnr.items(), key=lambda one: one[1])[:6])
 
 
 def test_runs_that_differ_in_seeds_alone_are_the_spread(compared: tuple[dict[str, Any], str]) -> None:
@@ -64,11 +70,15 @@ def test_runs_that_differ_in_seeds_alone_are_the_spread(compared: tuple[dict[str
 
 
 def test_the_page_needs_nothing_else(compared: tuple[dict[str, Any], str]) -> None:
-    _, page = compared
+    found, page = compared
     addresses = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page)
     assert [one for one in addresses if not one.startswith(("data:", "row.images"))] == []
     assert "<!--" not in page and "-here" not in page
-    assert page.count("data:image/webp") == 3 * 4 + 3 * 6  # the grid, and six worst cases of one run
+    # the grid, and one run's six lowest PSNRs and six greatest falls of the score
+    assert page.count("data:image/webp") == 3 * 4 + 3 * 6 + 3 * 6
+    for change in found["runs"][1]["changes"].values():
+        assert f"{change['value']:+.4g}" in page
+        assert all(f"{one['base']:.4g} → {one['run']:.4g} ({one['value']:+.4g})" in page for one in change["worst"])
     for name in ("base", "three", "seeds"):
         assert name in page
     HTMLParser().feed(page)

@@ -90,7 +90,11 @@ def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path
         "emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim", "emoji-clip-distance",
     }  # fmt: skip
     assert all(one["low"] <= one["value"] <= one["high"] for one in found.values())
-    assert held["torchmetrics"]["emoji-clip-fid"] == pytest.approx(found["emoji-clip-fid"]["value"], rel=1e-4, abs=1e-6)
+    change = held["changes"]["emoji-clip-score"]
+    ours, theirs = (scores(runs[name])["scores"]["emoji-clip-score"]["value"] for name in ("three steps", "base"))  # type: ignore[index]
+    assert (
+        change["value"] == pytest.approx(ours - theirs, rel=1e-9) and change["low"] < change["value"] < change["high"]
+    )
     assert any("fewer than the 128 features" in note for note in scores(runs["three steps"])["notes"])  # type: ignore[union-attr]
 
 

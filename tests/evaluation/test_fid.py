@@ -1,4 +1,4 @@
-"""FID: against scipy's matrix root and torchmetrics, in all ranks; and what refuses statistics."""
+"""FID: against scipy's matrix root, in all ranks, from features and from statistics; and what refuses statistics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import fid
-from evaluation.references import Reference
-from evaluation.scores import by_torchmetrics
+from evaluation.fid import FrechetDistance, Gaussian
+
+
+def distance(a: torch.Tensor, b: torch.Tensor | Gaussian) -> float:
+    return FrechetDistance(b)(a)
+
+
+def statistics(rows: torch.Tensor) -> Gaussian:
+    """numpy's, which a file holds."""
+    x = rows.double().numpy()
+    return Gaussian(torch.tensor(x.mean(0)), torch.tensor(np.cov(x, rowvar=False)))
+
+
+def save(path: Path, made: Gaussian) -> None:
+    np.savez(path, mu=made.mean.numpy(), sigma=made.covariance.numpy())
 
 
 def features(rows: int, width: int, seed: int, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
@@ -46,95 +59,57 @@ def by_singular_values(a: torch.Tensor, b: torch.Tensor) -> float:
 @given(st.integers(40, 90), st.integers(1, 24), st.integers(0, 10_000), st.floats(0.1, 10.0), st.floats(-2.0, 2.0))
 def test_it_is_the_definition(rows: int, width: int, seed: int, scale: float, shift: float) -> None:
     a, b = features(rows, width, seed), features(rows + 7, width, seed + 1, scale=scale, shift=shift)
-    found = fid.fid(fid.gaussian(a), fid.gaussian(b))
-    assert found == pytest.approx(by_singular_values(a, b), rel=1e-6, abs=1e-8)
+    found = distance(a, b)
+    assert found == pytest.approx(by_singular_values(a, b), rel=1e-6, abs=1e-7)
     if width > 1:
         assert found == pytest.approx(by_definition(a, b), rel=1e-6, abs=1e-6)
+        assert distance(a, statistics(b)) == pytest.approx(found, rel=1e-9, abs=1e-9)
 
 
 @given(st.integers(2, 30), st.integers(2, 30), st.integers(0, 10_000))
-def test_fewer_pictures_than_features_lose_no_digits(n: int, m: int, seed: int) -> None:
+def test_fewer_pictures_than_features_keep_their_digits(n: int, m: int, seed: int) -> None:
     a, b = features(n, 64, seed), features(m, 64, seed + 1, shift=0.3)
-    assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-6)
+    assert distance(a, b) == pytest.approx(by_singular_values(a, b), rel=1e-5)
 
 
 def test_pictures_that_are_all_the_same_have_a_distance_too() -> None:
     same, others = torch.full((3, 4), 0.5), features(30, 4, 5)
     for a, b in ((same, others), (others, same), (same, same)):
-        assert fid.fid(fid.gaussian(a), fid.gaussian(b)) == pytest.approx(by_singular_values(a, b), rel=1e-9, abs=1e-12)
+        assert distance(a, b) == pytest.approx(by_singular_values(a, b), rel=1e-9, abs=1e-12)
 
 
 @given(st.integers(0, 10_000))
 def test_it_is_a_distance(seed: int) -> None:
-    a, b = fid.gaussian(features(50, 8, seed)), fid.gaussian(features(50, 8, seed + 1, shift=1))
-    assert fid.fid(a, a) == pytest.approx(0, abs=1e-7 * float(a.covariance.trace()))
-    assert fid.fid(a, b) == pytest.approx(fid.fid(b, a), rel=1e-8)
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 3, 4)])
-def test_what_is_no_table_of_features_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"features must be \[N, D\], not \["):
-        fid.gaussian(torch.zeros(shape))
-
-
-def test_one_picture_has_no_covariance() -> None:
-    """Nor has one that counts among others that do not; two have, also two of the same."""
-    rows = features(3, 4, 0)
-    for few, counts in ((rows[:1], None), (rows[:0], None), (rows, torch.tensor([0, 1, 0]))):
-        with pytest.raises(ValueError, match=r"features must be at least 2, not [01]"):
-            fid.gaussian(few, counts)
-    for enough, counts in ((rows[:2], None), (rows, torch.tensor([0, 2, 0]))):
-        assert fid.gaussian(enough, counts).covariance.isfinite().all()
-
-
-def test_torchmetrics_says_the_same() -> None:
-    a, b = features(300, 32, 1), features(400, 32, 2, shift=0.2)
-    reference = Reference("real", "folder", fid.gaussian(b), b, b)
-    theirs = by_torchmetrics(a, reference)
-    assert theirs == pytest.approx(fid.fid(fid.gaussian(a), reference.gaussian), rel=1e-4)
+    a, b = features(50, 8, seed), features(50, 8, seed + 1, shift=1)
+    assert distance(a, a) == pytest.approx(0, abs=1e-7 * float(statistics(a).covariance.trace()))
+    assert distance(a, b) == pytest.approx(distance(b, a), rel=1e-8)
 
 
 def test_noise_raises_it_more_the_more_there_is() -> None:
     clean = features(400, 16, 3)
-    real = fid.gaussian(features(500, 16, 3))
+    real = FrechetDistance(features(500, 16, 3))
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(9))
-    found = [fid.fid(real, fid.gaussian(clean + amount * noise)) for amount in (0.0, 0.5, 1.0, 2.0, 4.0)]
+    found = [real(clean + amount * noise) for amount in (0.0, 0.5, 1.0, 2.0, 4.0)]
     assert found == sorted(found) and found[-1] > 2 * found[0]
 
 
-@given(st.integers(0, 10_000))
-def test_counts_are_rows_that_many_times(seed: int) -> None:
-    rows = features(30, 5, seed)
-    counts = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(seed))
-    counts[:2] += 1
-    a, b = fid.gaussian(rows, counts), fid.gaussian(rows.repeat_interleave(counts, 0))
-    torch.testing.assert_close(a.mean, b.mean)
-    torch.testing.assert_close(a.covariance, b.covariance)
-
-
-@given(st.integers(0, 10_000), st.floats(-100, 100))
-def test_resamples_are_those_counts(seed: int, shift: float) -> None:
-    rows = features(30, 5, seed, shift=shift)
-    counts = torch.randint(0, 3, (4, 30), generator=torch.Generator().manual_seed(seed))
-    counts[:, :2] += 1
-    for once, found in zip(counts, fid.resampled(rows, counts), strict=True):
-        expected = fid.gaussian(rows, once)
-        torch.testing.assert_close(found.mean, expected.mean)
-        torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
-
-
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = features(100, 6, 4)
-    whole = fid.gaussian(rows)
-    monkeypatch.setattr(fid, "CHUNK", 7)
-    torch.testing.assert_close(fid.gaussian(rows).covariance, whole.covariance, rtol=1e-12, atol=1e-12)
-    (once,) = fid.resampled(rows, torch.ones(1, 100))
-    torch.testing.assert_close(once.covariance, whole.covariance, rtol=1e-9, atol=1e-9)
+@given(st.integers(0, 10_000), st.sampled_from((7, 1024)))
+def test_counts_are_rows_that_many_times_whatever_the_chunks(seed: int, chunk: int) -> None:
+    """One reference serves all: what it was asked before leaves no trace."""
+    rows, real = features(30, 5, seed), FrechetDistance(features(40, 5, seed + 1))
+    first = real(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fid, "CHUNK", chunk)
+        for once in torch.randint(0, 3, (3, 30), generator=torch.Generator().manual_seed(seed)):
+            once[:2] += 1
+            expected = by_singular_values(rows.repeat_interleave(once, 0), features(40, 5, seed + 1))
+            assert real(rows, once) == pytest.approx(expected, rel=1e-6)
+    assert real(rows) == first
 
 
 def test_statistics_come_back(tmp_path: Path) -> None:
-    made = fid.gaussian(features(30, 4, 5))
-    fid.save(tmp_path / "s.npz", made)
+    made = statistics(features(30, 4, 5))
+    save(tmp_path / "s.npz", made)
     found = fid.read(tmp_path / "s.npz", 4)
     assert torch.equal(found.mean, made.mean) and torch.equal(found.covariance, made.covariance)
 
@@ -155,9 +130,8 @@ def test_either_half_of_statistics_is_looked_at(mu: np.ndarray, sigma: np.ndarra
 
 
 def test_statistics_of_other_features_are_not_compared() -> None:
-    reference = fid.FrechetDistance(fid.gaussian(features(30, 4, 5)))
     with pytest.raises(ValueError, match="3 features cannot be compared with 4"):
-        reference(fid.gaussian(features(30, 3, 5)))
+        FrechetDistance(statistics(features(30, 4, 5)))(features(30, 3, 5))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +147,7 @@ def test_statistics_of_other_features_are_not_compared() -> None:
 )
 def test_statistics_that_are_none_are_refused(name: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.npz"
-    made = fid.gaussian(features(30, 4, 5))
+    made = statistics(features(30, 4, 5))
     if name == "keys":
         np.savez(path, mean=made.mean.numpy())
     elif name == "nan":
@@ -181,7 +155,7 @@ def test_statistics_that_are_none_are_refused(name: str, said: str, tmp_path: Pa
     elif name == "text":
         path.write_text("mu sigma")
     elif name != "gone":
-        fid.save(path, made)
+        save(path, made)
     if name == "short":
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(fid.StatisticsError, match=said) as refused:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation import fid
-from evaluation.inception import Inception, Network, WeightsError, _prepare
+from evaluation.agreement import inception_weights
+from evaluation.fid import FrechetDistance
+from evaluation.inception import Inception, WeightsError, _prepare
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CLIP, QUICK, table
 
@@ -23,17 +24,7 @@ Weights = dict[str, Tensor]
 
 @functools.cache
 def weights() -> Weights:
-    """A file of the published layout with seeded random numbers, scaled so that no layer dies or overflows."""
-    generator = torch.Generator().manual_seed(0)
-    made: Weights = {}
-    for name, value in Network().state_dict().items():
-        if name.endswith("conv.weight"):
-            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
-        elif name.endswith(("running_var", "bn.weight")):
-            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
-        elif value.is_floating_point():
-            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
-    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+    return inception_weights()
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +124,9 @@ def test_mlperfs_fid_is_that_of_an_independent_forward(file: Path) -> None:
     x, y = (x - m1) / np.sqrt(len(x) - 1), (y - m2) / np.sqrt(len(y) - 1)
     # the trace of the root is the sum of singular values: of such low rank scipy's sqrtm would lose digits
     expected = ((m1 - m2) ** 2).sum() + (x**2).sum() + (y**2).sum() - 2 * scipy.linalg.svdvals(x @ y.T).sum()
-    found = fid.fid(fid.gaussian(exact[0]), fid.gaussian(exact[1]))
-    assert found == pytest.approx(float(expected), rel=1e-6)
-    assert fid.fid(fid.gaussian(seen[0]), fid.gaussian(seen[1])) == pytest.approx(float(expected), rel=1e-5)
+    found = FrechetDistance(exact[1])(exact[0])
+    assert found == pytest.approx(float(expected), rel=1e-5)
+    assert FrechetDistance(seen[1])(seen[0]) == pytest.approx(float(expected), rel=2e-5)
 
 
 def test_it_is_not_torchvisions_network(file: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torchmetrics.functional.image import lpips as theirs
 
 from evaluation.inception import WeightsError
-from evaluation.lpips import Lpips, alexnet
+from evaluation.lpips import AlexNet, Lpips
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import QUICK, table
 from tests.evaluation.test_pairs import two
@@ -24,7 +24,7 @@ def alexnet_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = torch.Generator().manual_seed(0)
     weights = {
         f"features.{name}": torch.randn(value.shape, generator=draw) * (2 / max(1, value[0].numel())) ** 0.5
-        for name, value in alexnet().state_dict().items()
+        for name, value in AlexNet().state_dict().items()
     }
     path = tmp_path_factory.mktemp("weights") / "alexnet.pth"
     torch.save(weights | {"classifier.6.bias": torch.zeros(1000)}, path)
@@ -40,7 +40,7 @@ def test_it_is_torchmetrics(
 
     def network(name: str, pretrained: bool = False) -> torch.nn.Sequential:
         assert name == "alexnet"
-        made = alexnet()
+        made = AlexNet()
         found = torch.load(alexnet_file, weights_only=True)
         made.load_state_dict({key: found[f"features.{key}"] for key in made.state_dict()})
         return made

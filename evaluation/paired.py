@@ -1,0 +1,102 @@
+"""Paired tests of two runs over the same captions and seeds: mean differences, their intervals, and the worst cases.
+
+They are the main evidence for a change of serving: what all runs share, such as hard captions, cancels out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evaluation import bootstrap, pairs, pixels
+from evaluation.features import Look
+from evaluation.references import Features
+from evaluation.run import EvaluationRun, RunError
+from evaluation.scoring_networks import ScoringNetworks
+
+IMAGES = ("psnr", "ssim", "lpips")
+WORST = 6  # cases of each figure
+_MORE_IS_BETTER = ("psnr", "ssim")
+
+
+class Pair(NamedTuple):
+    """Distances between two images of one caption."""
+
+    place: int  # among the run's captions
+    psnr: float
+    ssim: float
+    lpips: float | None  # without its weights
+
+
+def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
+    """Why images of two runs cannot be paired; None if they can."""
+    if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
+        return "since its captions are others"
+    if any(run.records[index].seed != other.records[index].seed for index in run.records):
+        return "since its seeds are others"
+    return None
+
+
+def images(
+    run: EvaluationRun, other: EvaluationRun, networks: ScoringNetworks, look: Look, indices: Sequence[int]
+) -> list[Pair]:
+    """PSNR, SSIM and LPIPS of these captions' two pictures. Raises `RunError` where they are of different sizes."""
+    found = []
+    for done, index in enumerate(indices, 1):
+        a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
+        try:
+            perceived = None if networks.lpips is None else networks.lpips(a, b)
+            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived))
+        except ValueError as error:
+            raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
+        look(f"{run.name} beside {other.name}", done, len(indices))
+    return found
+
+
+def distances(
+    found: Sequence[Pair],
+    ours: Features,
+    theirs: Features,
+    networks: ScoringNetworks,
+    ids: Sequence[str],
+    counts: Tensor,
+) -> dict[str, Any]:
+    """By figure the mean over captions with its interval, and the worst captions; equal pictures count as 100 dB."""
+    figures = {
+        name: torch.tensor([getattr(one, name) for one in found], dtype=torch.float64)
+        for name in IMAGES
+        if networks.lpips is not None or name != "lpips"
+    }
+    # 1 - cosine of features of length 1, and exactly 0 for equal ones.
+    figures[networks.paired] = (ours.clip.double() - theirs.clip.double()).square().sum(1) / 2
+    told = {}
+    for name, values in figures.items():
+        cases = values if name in _MORE_IS_BETTER else -values
+        worst = [{"id": ids[k], "value": float(values[k])} for k in _lowest(cases)]
+        told[name] = bootstrap.said(bootstrap.mean(values, counts)) | {"worst": worst}
+    return told
+
+
+def changes(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], ids: Sequence[str], counts: Tensor
+) -> dict[str, Any]:
+    """By figure that each caption has, [N], the mean of ours less theirs with its interval, and the captions that lose
+    most. An interval without 0 is a change that the captions can tell.
+    """
+    told = {}
+    for name, values in ours.items():
+        moved = values.double() - theirs[name].double()
+        worst = [
+            {"id": ids[k], "value": float(moved[k]), "run": float(values[k]), "base": float(theirs[name][k])}
+            for k in _lowest(moved)
+        ]
+        told[name] = bootstrap.said(bootstrap.mean(moved, counts)) | {"worst": worst}
+    return told
+
+
+def _lowest(values: Tensor) -> list[int]:
+    order: list[int] = values.argsort(stable=True)[:WORST].tolist()
+    return order

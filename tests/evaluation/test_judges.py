@@ -1,0 +1,98 @@
+"""Further judges: rewards as their authors compute them, and a run that has the figures of all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+
+from evaluation import bootstrap, judges, mmd, pixels
+from evaluation.clip import Clip
+from evaluation.dinov2 import DinoV2
+from evaluation.fid import FrechetDistance
+from evaluation.run import EvaluationRun
+from tests.cli.shell import Shell
+from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, blocks, table
+
+
+@pytest.mark.parametrize("size", [(128, 128), (300, 128)])
+def test_pickscore_is_its_authors_lines(size: tuple[int, int]) -> None:
+    """Processor, features, norms, and the logit scale times the product, as the model card has them."""
+    model, tokenizer = CLIPModel.from_pretrained(CLIP).eval(), AutoTokenizer.from_pretrained(CLIP)
+    seen, captions = blocks(4, size), list(CAPTIONS[:4])
+    normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = CLIPImageProcessor(size={"shortest_edge": 128}, crop_size=128, resample=3, **normal)
+    images = processor(images=[Image.fromarray(one) for one in seen], return_tensors="pt")
+    texts = tokenizer(captions, padding=True, truncation=True, max_length=77, return_tensors="pt")
+    with torch.inference_mode():
+        a, b = model.get_image_features(**images).pooler_output, model.get_text_features(**texts).pooler_output
+        a, b = (one / torch.norm(one, dim=-1, keepdim=True) for one in (a, b))
+        expected = (model.logit_scale.exp() * (b @ a.T)).diag()
+    judge = judges.open_judge("pickscore", CLIP)
+    found = judge.scale * (judge.network.see(seen) * judge.clip.read(captions)).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 if size[0] == size[1] else 0.3)  # other resizing
+
+
+def test_hpsv2_sees_whole_pictures_between_black_borders() -> None:
+    judge, usual = judges.open_judge("hpsv2", CLIP), Clip(CLIP)
+    assert judge.scale == 100 and judge.network.name != usual.name  # their features are kept apart
+    square, (wide,) = blocks(2, (200, 200)), blocks(1, (128, 64))
+    torch.testing.assert_close(judge.network.see(square), usual.see(square))
+    framed = np.pad(wide, ((32, 32), (0, 0), (0, 0)))
+    torch.testing.assert_close(judge.network.see([wide]), usual.see([framed]))
+    (tall,) = blocks(1, (256, 512))
+    halved = np.asarray(Image.fromarray(tall).resize((64, 128), Image.Resampling.BICUBIC))
+    torch.testing.assert_close(judge.network.see([tall]), usual.see([np.pad(halved, ((0, 0), (32, 32), (0, 0)))]))
+
+
+def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, shell: Shell) -> None:
+    given = {"fd-dinov2": dino, "cmmd": CLIP, "pickscore": CLIP, "hpsv2": CLIP}
+    words = [word for figure, folder in given.items() for word in ("--judge", f"{figure}={folder}")]
+    usual = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out"]
+    said = shell(*usual, str(runs["base"]), "--against", str(runs["three steps"]), *words)
+    assert said.code == 0, said
+    found: dict[str, Any] = json.loads((runs["base"] / "scores.json").read_text("utf-8"))
+    held = found["against"]["three"]
+    base, three = ([pixels.read(path) for path in EvaluationRun.read(runs[n]).files()] for n in ("base", "three steps"))
+    network, clip = DinoV2(dino), Clip(CLIP)
+    distance = FrechetDistance(network.see(three))(network.see(base))
+    assert held["scores"]["fd-dinov2"]["value"] == pytest.approx(distance, rel=1e-4)
+    cmmd = mmd.cmmd(clip.see(base), clip.see(three), torch.ones(1, len(base)))
+    assert held["scores"]["cmmd"]["value"] == pytest.approx(float(cmmd[0]), rel=1e-4)
+    cosines = (clip.see(base) * clip.read(CAPTIONS)).sum(1).double()
+    expected = bootstrap.mean(cosines, bootstrap.resamples(len(base), 10))
+    for figure, scale in (("pickscore", clip.scale), ("hpsv2", 100)):
+        score = found["scores"][figure]
+        assert score["value"] == pytest.approx(scale * expected.value, rel=1e-5)
+        assert score["low"] == pytest.approx(scale * expected.interval.low, rel=1e-5)
+    assert set(held["changes"]) == {"emoji-clip-score", "pickscore", "hpsv2"}
+    notes = " ".join(found["notes"])
+    assert "fd-dinov2 is far too high" in notes and "emoji-clip-fid is far too high" in notes
+    compared = shell(
+        "evaluate", "compare", str(runs["base"]), str(runs["three steps"]), "--out", "r", *QUICK[-4:-2], *words
+    )
+    assert compared.code == 0, compared
+    entry = json.loads((shell.folder / "r" / "report.json").read_text("utf-8"))["runs"][1]
+    assert entry["changes"]["hpsv2"]["value"] == pytest.approx(-held["changes"]["hpsv2"]["value"], rel=1e-6)
+    assert "<th>hpsv2</th>" in (shell.folder / "r" / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--judge", "hpsv3=x"], "--judge: must be one of fd-dinov2, cmmd, pickscore, hpsv2, with =DIR, not 'hpsv3=x'"),
+        (["--judge", "cmmd"], "not 'cmmd'"),
+        (["--judge", "cmmd=a", "--judge", "cmmd=b"], "--judge: names cmmd twice"),
+        (["--judge", "pickscore=gone"], "gone: is not a CLIP model"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: list[str], told: str, shell: Shell) -> None:
+    answer = shell("evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out", "run", *words)
+    assert answer.code == 2 and told in answer.err, answer
+    assert not (shell.folder / "run").exists()
