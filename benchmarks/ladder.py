@@ -258,7 +258,21 @@ def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
 
 def _drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -> tuple[Settings, int]:
     """The settings of a rung's engine, and the steps of its pictures. Raises `LeftOut` for what the model lacks."""
-    wanted = rung.settings(settings)
+    _check_plan(rung, settings, steps)
+    wanted, own = rung.settings(settings), _folder(settings)
+    if rung.student:
+        name = student or ("" if own is None else f"{own}-turbo")
+        if student is None and not (name and Path(name).is_dir()):
+            raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
+        wanted, steps = wanted.model_copy(update={"model_name": name}), defaults_of(name).steps
+        own = _folder(wanted)
+    if rung.vae == TINY and not (settings.tiny_vae or (own is not None and (own / TINY_VAE).is_dir())):
+        raise LeftOut("the model has no tiny decoder")
+    return wanted, steps
+
+
+def _check_plan(rung: Rung, settings: Settings, steps: int) -> None:
+    """Raise `LeftOut` where the model, or so few steps, do not have what the rung leaves out."""
     defaults = defaults_of(settings.model_name, settings.variant)
     if rung.interval is not None and defaults.rows(defaults.guidance_scale) == 1:
         raise LeftOut("the model draws without guidance")
@@ -266,16 +280,6 @@ def _drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -
         raise LeftOut("guidance ends after one step at least")
     if rung.plan and rung.plan not in plans.of_model(_folder(settings), settings.plans, rung.precision, ""):
         raise LeftOut("the model was not tuned; `diptych tune` finds plans")
-    if rung.student:
-        own = _folder(settings)
-        name = student or ("" if own is None else f"{own}-turbo")
-        if student is None and not (name and Path(name).is_dir()):
-            raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
-        wanted, steps = wanted.model_copy(update={"model_name": name}), defaults_of(name).steps
-    folder = _folder(wanted)
-    if rung.vae == TINY and not (settings.tiny_vae or (folder is not None and (folder / TINY_VAE).is_dir())):
-        raise LeftOut("the model has no tiny decoder")
-    return wanted, steps
 
 
 def _folder(settings: Settings) -> Path | None:
