@@ -18,6 +18,7 @@ from pipeline.adapters import named
 from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
 from pipeline.backends.timing import synchronize
 from pipeline.conditioning import Conditioner, Told
+from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, VAE, VAE_TINY
 from pipeline.picture import Picture
@@ -97,9 +98,9 @@ class IterationBuilder:
                 if work.x is None:  # a retry must not draw again
                     work.x, work.kept = self._prepare_latents(w, work)
             synchronize(self._model.device)
-            weighted = any(w.prompt_weighting for w in wanted)
+            marked = any(isinstance(prompt, MarkedPrompt) for work in works for prompt in work.prompts.prompts)
             # Cached prompts say nothing about the cost of encoding.
-            if conditioner.encoder.misses > before and not weighted:
+            if conditioner.encoder.misses > before and not marked:
                 self._observe(group, sum(work.most_rows for work in works), False, started)
             return made
 
@@ -240,6 +241,8 @@ class IterationBuilder:
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
         if work.uses:
             printed["lora"] = {use.name: use.digest for use in work.uses}
+        if embeddings := work.prompts.embeddings:
+            printed["embeddings"] = embeddings
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:
             printed["vae-tiny"] = self._model.tiny_vae.digest
         if self.fixed_latent is not None:
