@@ -110,7 +110,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = int(text)
         elif float in kinds and (number := body.number(text)) is not None:
             fields[name] = number
-        elif bool in kinds and text in ("true", "false"):
+        elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
         elif name == "deepcache" and text.startswith("{"):
             fields[name] = body.parse(text.encode())

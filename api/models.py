@@ -117,5 +117,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "vaes": card.vaes,
         "deepcache": card.deepcache,
         "loras": card.loras,
+        "embeddings": card.embeddings,
+        "prompt_fields": card.prompt_fields,
         "graphs": card.graphs,
     }

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from api.body import plain
 from api.errors import ApiError, invalid_field
-from contract.bounds import LIST, OBJECT, WORD, range_error
+from contract.bounds import FLAG, LIST, OBJECT, WORD, range_error
 from contract.image_fields import EditFields, ImageFields
 
 
@@ -104,7 +104,9 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    parts = [plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST) and not isinstance(part, int)]
+    parts = [
+        plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST, FLAG) and not isinstance(part, int)
+    ]
     field = None if None in parts else ".".join(part for part in parts if part is not None)
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]

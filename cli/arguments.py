@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from contract.card import VAES
 from contract.precision import CHOICES
+from contract.prompts import SYNTAXES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,6 +148,26 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sigmas", metavar="S,S,…", help="noise levels of each step, in place of --steps")
     parser.add_argument("--vae", choices=VAES, help="what decodes pictures; default: full, the model's VAE")
     parser.add_argument("--eta", type=float, metavar="X", help="how much noise tcd adds in each step; default: 0")
+
+
+def add_prompting(parser: argparse.ArgumentParser) -> None:
+    """Options of how prompts are read, beside the prompts themselves."""
+    parser.add_argument("--prompt-2", metavar="TEXT", help="for the second text encoder; default: the prompt")
+    parser.add_argument("--negative-2", metavar="TEXT", help="for the second text encoder; default: as --negative")
+    parser.add_argument(
+        "--syntax", choices=SYNTAXES, default=False,
+        help="of weights in prompts; compel: (words)1.3, (words)+, word++, word--; a1111: (words:1.3), ((words)), "
+        "[words], BREAK; default: plain text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weighting", dest="syntax", action="store_const", const=True, help="the same as --syntax compel"
+    )
+    parser.add_argument(
+        "--clip-skip", type=int, metavar="N", help="leave out N more of the text encoders' last layers; default: 0"
+    )
+    parser.add_argument(
+        "--embeddings-dir", metavar="DIR", help="where NAME.safetensors of textual inversions lies, named in prompts"
+    )
 
 
 def read_sampling(options: argparse.Namespace) -> dict[str, Any]:

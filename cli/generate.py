@@ -15,6 +15,7 @@ from cli.arguments import (
     add_model,
     add_out,
     add_plan,
+    add_prompting,
     add_sampling,
     make_cache,
     model_errors,
@@ -36,7 +37,8 @@ _FLAGS = {
     "negative_prompt": "--negative",
     "guidance_scale": "--guidance",
     "prompt": "PROMPT",
-    "prompt_weighting": "--weighting",
+    "negative_prompt_2": "--negative-2",
+    "prompt_weighting": "--syntax",
 }  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"
@@ -79,9 +81,7 @@ def add(commands: Commands) -> None:
     )
     add_sampling(generate)
     generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
-    generate.add_argument(
-        "--weighting", action="store_true", help="read weights in prompts: (words)1.3, (words)+, word++, word--"
-    )
+    add_prompting(generate)
     generate.add_argument(
         "--lora", dest="loras", default="", metavar="NAMES",
         help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; not in 8 bits",
@@ -112,7 +112,8 @@ def _generate(options: argparse.Namespace) -> int:
     draft = ImageParameters(
         prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
         negative_prompt=options.negative, deterministic=options.deterministic,
-        prompt_weighting=options.weighting, lora=options.loras,
+        prompt_weighting=options.syntax, lora=options.loras,
+        prompt_2=options.prompt_2, negative_prompt_2=options.negative_2, clip_skip=options.clip_skip,
     )  # fmt: skip
     asked = {"steps": options.steps, "guidance_scale": options.guidance}
     given = {name: value for name, value in asked.items() if value is not None} | read_sampling(options)

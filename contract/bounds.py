@@ -9,7 +9,7 @@ from contract.errors import Invalid
 
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_S = 86_400
-WORD, OBJECT, LIST = "word", "object", "list"  # value kinds of a field; not part of its name
+WORD, OBJECT, LIST, FLAG = "word", "object", "list", "flag"  # value kinds of a field; not part of its name
 PRIORITY = 5  # default of a request; 0 is the most urgent, 9 the least
 
 

@@ -67,7 +67,7 @@ class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
-    its decoders, of `VAES`.
+    its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -79,6 +79,7 @@ class ImageOffer(ImageLimits):
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str = ""
     vaes: Collection[str] = (FULL,)
+    prompt_fields: Collection[str] | None = None
 
     def check_vae(self, name: str) -> None:
         """Raise `Invalid` for a decoder that the model does not have."""
@@ -218,9 +219,11 @@ class ImageCard(_Card):
 
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
-    `loras` are the names that a job may use, `plans` request fields by the name of a tuned plan, and `plan` the default
-    plan of requests, a name or a word of `contract.tuned`; "": none. `vaes` are the decoders, of `VAES`. `graphs`: the
-    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
+    `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
+    those of `contract.prompts` that the model reads; None in cards of older workers. `plans` are request fields by the
+    name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
+    `vaes` are the decoders, of `VAES`. `graphs`: the numbers of CUDA graphs "recorded" and "wanted"; empty where none
+    are used.
     """
 
     modality: Literal["image"] = "image"
@@ -237,6 +240,8 @@ class ImageCard(_Card):
     plans: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     plan: StrictStr = ""
     vaes: tuple[StrictStr, ...] = (FULL,)
+    embeddings: tuple[StrictStr, ...] = ()
+    prompt_fields: tuple[StrictStr, ...] | None = None
 
     @property
     def offer(self) -> ImageOffer:
@@ -246,7 +251,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, **limits,
+            self.vaes, self.prompt_fields, **limits,
         )  # fmt: skip
 
 

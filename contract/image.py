@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from contract import markup, plan, students, tuned
+from contract import plan, prompts, students, tuned
 from contract.bounds import (
     MAX_SEED,
     check_flag,
     check_number,
-    check_text,
     check_whole,
     next_seed,
 )
@@ -26,6 +25,7 @@ from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
+from contract.prompts import Prompting
 from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
@@ -54,8 +54,10 @@ class ImageParameters:
     request has one row instead of two, as it has in steps outside `guidance_interval` or `guided_steps` (`guidance`).
     `scheduler` is the sampler; None means the model's own. `schedule_type`, `timesteps`, `sigmas` and `eta` are as in
     `NoiseSchedule`. `preview_every` n > 0 requests a preview after every n-th step. `deepcache` None runs every step
-    deep. With `prompt_weighting` both prompts are parsed for weights (contract.markup). `lora` names the LoRAs applied
-    to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
+    deep. `prompt_weighting` is the syntax of prompts (contract.prompts): False for plain text, True for compel's.
+    `prompt_2` and `negative_prompt_2` are read by the second text encoder; None: the same text as by the first.
+    `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
+    the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
     """
 
     prompt: str
@@ -70,7 +72,7 @@ class ImageParameters:
     preview_every: int = 0
     deepcache: DeepCache | None = None
     edit: Edit | None = None
-    prompt_weighting: bool = False
+    prompt_weighting: bool | str = False
     lora: str = ""
     guidance_interval: tuple[float, float] | None = None
     guided_steps: tuple[int, ...] | None = None
@@ -79,11 +81,22 @@ class ImageParameters:
     sigmas: tuple[float, ...] | None = None
     eta: float | None = None
     vae: str = FULL
+    prompt_2: str | None = None
+    negative_prompt_2: str | None = None
+    clip_skip: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
+
+    @property
+    def prompting(self) -> Prompting:
+        """What it says of its prompts."""
+        return Prompting(
+            self.prompt, self.negative_prompt, self.prompt_weighting, self.prompt_2, self.negative_prompt_2,
+            self.clip_skip,
+        )  # fmt: skip
 
     @property
     def schedule(self) -> NoiseSchedule:
@@ -129,7 +142,7 @@ class ImageParameters:
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        for name in ("prompt_weighting", "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae"):
+        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae"):
             if told[name] == _PICTURE[name].default:
                 del told[name]
         if self.edit is None:
@@ -145,13 +158,7 @@ class ImageParameters:
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
-    check_flag("prompt_weighting", parameters.prompt_weighting)
-    texts = {"prompt": parameters.prompt, "negative_prompt": parameters.negative_prompt}
-    for name, text in texts.items():
-        if name == "prompt" or text is not None:
-            texts[name] = _words(name, text, offer, weights=parameters.prompt_weighting)
-    if not (texts["prompt"] or "").strip():
-        raise Invalid("prompt", "must not be empty")
+    parameters.prompting.check(offer)
     check_whole("seed", parameters.seed, 0, offer.max_seed)
     check_whole("steps", parameters.steps, 1, offer.max_steps)
     check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
@@ -187,18 +194,6 @@ def check_strength(strength: object, steps: int) -> None:
 def _check_pixels(field: str, pixels: bytes, count: int) -> None:
     if not isinstance(pixels, bytes) or len(pixels) != count:
         raise Invalid(field, "must have the image's size")
-
-
-def _words(field: str, text: object, offer: ImageOffer, *, weights: bool) -> str:
-    """The text without weight marks, if it has any."""
-    found = check_text(field, text, offer.max_prompt_characters)
-    if not weights:
-        return found
-    try:
-        read = markup.read(found)
-    except markup.MarkupError as error:
-        raise Invalid(field, str(error)) from error
-    return read if isinstance(read, str) else read.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +296,8 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
     given["width"], given["height"] = offer.size(fields.size, edited)
     source = None if edited is None else _source(fields, given["steps"], masked=masked)
     cached = fields.deepcache
-    if fields.expand_prompt and fields.prompt_weighting:
-        raise Invalid("prompt_weighting", "cannot be given together with expand_prompt")
+    if fields.expand_prompt:
+        prompts.check_expandable(fields)
     job = ImageJob(
         ImageParameters(**given),
         fields.n or 1,

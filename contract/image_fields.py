@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from contract.bounds import MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
+from contract.bounds import FLAG, MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
 from contract.card import MAX_IMAGES, MAX_STEPS
 from contract.plan import CacheFields
+from contract.prompts import MAX_CLIP_SKIP
 from contract.schedule import ScheduleType
 
 
@@ -97,9 +98,25 @@ class ImageFields(BaseModel):
     preview_every: int | None = Field(
         default=None, ge=0, description="steps from one preview to the next; 0, the default: none"
     )
-    prompt_weighting: bool | None = Field(
-        default=None, description="prompts are read with weights: (words)1.3, (words)+, word++, word--"
+    prompt_weighting: (
+        Annotated[
+            Annotated[bool, Tag(FLAG)] | Annotated[Literal["compel", "a1111"], Tag(WORD)],
+            Discriminator(lambda value: WORD if isinstance(value, str) else FLAG),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="the syntax of weights in prompts: compel or true: (words)1.3, word++, word--; "
+        "a1111: (words:1.3), ((words)), [words], BREAK; default: none",
     )
+    prompt_2: str | None = Field(default=None, description="for the second text encoder; default: the prompt")
+    negative_prompt_2: str | None = Field(
+        default=None, description="for the second text encoder; default: the negative prompt"
+    )
+    clip_skip: int | None = Field(
+        default=None, ge=0, le=MAX_CLIP_SKIP,
+        description="how many more of the text encoders' last layers are left out, as in diffusers; 0 by default",
+    )  # fmt: skip
     lora: str | None = Field(
         default=None,
         description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+COMPEL, A1111 = "compel", "a1111"  # syntaxes, each with its own arithmetic (pipeline.weighting)
+
 MAX_DEPTH = 32
 MAX_WEIGHT = 10.0  # of one part, all its groups multiplied
 MAX_LOWERED = 16  # parts with a weight below 1: each costs the encoders an extra row
@@ -30,9 +32,15 @@ class MarkupError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WeightedPrompt:
-    """A prompt in parts, each a text and its weight. Concatenated they are the prompt without marks."""
+    """A prompt in parts, each a text and its weight. Concatenated they are the prompt without marks.
+
+    `breaks` are the numbers of parts before which a new chunk of tokens begins, ascending; one may be there several
+    times. The last may be the number of parts.
+    """
 
     parts: tuple[tuple[str, float], ...]
+    syntax: str = COMPEL
+    breaks: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

@@ -60,6 +60,10 @@ class Settings(BaseSettings):
         description="where name.safetensors of these lies, and of those that requests bring; empty: none may",
     )
     lora_mib: int = Field(default=1024, ge=1, description="that the LoRAs which requests bring may take, once read")
+    embeddings_dir: str = Field(
+        default="",
+        description="where name.safetensors of the textual inversions lies that prompts may name; empty: none may",
+    )
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )

@@ -25,11 +25,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutableKey:
-    """Key of an executable. `size` is whatever else fixes its shapes, such as (height, width) of the latents."""
+    """Key of an executable. `size` is whatever else fixes its shapes, such as (height, width) of the latents.
+
+    `chunks` fix shapes, too, those of texts, and hardly its cost.
+    """
 
     phase: str
     rows: int
     size: Hashable
+    chunks: int = 1
 
 
 def compiler() -> str | None:

@@ -3,47 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
-from contract import markup
+from contract import prompts
 from contract.image import ImageParameters
+from contract.markup import WeightedPrompt
 from pipeline import denoise
 from pipeline.adapted import AdaptedModel
 from pipeline.adapters import AdapterCache, same
-from pipeline.encode import Embedding, Encoder, Prompt
+from pipeline.encode import Embedding, Encoder, PromptFields, RequestPrompts
 from pipeline.families.family import ImageModel, Prepare
 from pipeline.request_state import ImageState
+from pipeline.textual_inversion import EmbeddingFolder
 
 Told = tuple[denoise.Conditioning, list[str]]
 """With what people should know of it."""
 
 
 class Conditioner:
-    def __init__(self, model: ImageModel, encoder: Encoder, prepare: Prepare) -> None:
+    def __init__(
+        self, model: ImageModel, encoder: Encoder, prepare: Prepare, embeddings: EmbeddingFolder | None = None
+    ) -> None:
+        """`embeddings` are those that prompts may name."""
         self._model = model
         self.encoder = encoder
         self._prepare = prepare
+        self._embeddings = embeddings
 
     def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
-        """The conditioning of each request: all prompts go through the encoders in one batch.
+        """The conditioning of each request: all plain prompts go through the encoders in one batch.
 
         `bucket` is as for `Encoder.encode`.
         """
-        return self.conditions(wanted, bucket)
+        return self.conditions(wanted, bucket, [work.prompts for work in works])
 
-    def conditions(self, wanted: Sequence[ImageParameters], bucket: int = 0, *, of: Hashable = None) -> list[Told]:
-        """The same from parameters alone. `of` is as for `Encoder.encode`."""
-        prompts = [self._prompts(one) for one in wanted]
-        flat = [prompt for own in prompts for prompt in own]
+    def conditions(
+        self,
+        wanted: Sequence[ImageParameters],
+        bucket: int = 0,
+        read: Sequence[RequestPrompts] | None = None,
+        *,
+        of: Hashable = None,
+    ) -> list[Told]:
+        """The same from parameters alone, or with the prompts `read` from them. `of` is as for `Encoder.encode`."""
+        own = [self.read(one) for one in wanted] if read is None else read
+        flat = [prompt for one in own for prompt in one.prompts]
         known = dict(zip(flat, self.encoder.encode(flat, bucket, of=of), strict=True))
         return [
-            self._condition(one, [known[prompt] for prompt in own]) for one, own in zip(wanted, prompts, strict=True)
+            self._condition(one, [known[prompt] for prompt in found.prompts])
+            for one, found in zip(wanted, own, strict=True)
         ]
 
-    def _prompts(self, wanted: ImageParameters) -> list[Prompt]:
+    def read(self, wanted: ImageParameters) -> RequestPrompts:
+        """The prompts of a checked request. Raises `Invalid` for what the model's encoders cannot read."""
         family = self._model.family
+        wanted.prompting.check_known(family.prompt_fields)
         negative = family.negative(self._model, wanted) if family.rows(self._model, wanted) == 2 else None
-        texts = [wanted.prompt] if negative is None else [negative, wanted.prompt]
-        return [markup.read(text) for text in texts] if wanted.prompt_weighting else [*texts]
+
+        def parse(text: str | None) -> str | WeightedPrompt | None:
+            return None if text is None else prompts.read(text, wanted.prompt_weighting)
+
+        fields = PromptFields(
+            prompts.read(wanted.prompt, wanted.prompt_weighting),
+            parse(negative),
+            parse(wanted.prompt_2),
+            None if negative is None else parse(wanted.negative_prompt_2),
+            wanted.clip_skip or 0,
+        )
+        if self._embeddings is not None:
+            fields = replace(fields, embeddings=self._embeddings.named_in(fields.texts))
+        return self.encoder.read(fields)
 
     def _condition(self, wanted: ImageParameters, found: list[Embedding]) -> Told:
         conditioning = self._model.family.condition(self._model, wanted, found, self._prepare)
@@ -72,5 +101,5 @@ class AdaptedConditioner(Conditioner):
             assert work.taken is not None
             work.uses = self._adapters.uses(work.taken)
             with self._adapted.every(work.uses):
-                made += self.conditions([one], bucket, of=same(work.uses))
+                made += self.conditions([one], bucket, [work.prompts], of=same(work.uses))
         return made

@@ -83,7 +83,8 @@ class _GatheredConditioning(NamedTuple):
 class BatchGatherer:
     """Batches the rows of many requests, and caches the last batched conditioning.
 
-    Consecutive steps usually have the same requests, and only latents and timesteps are new.
+    Consecutive steps usually have the same requests, and only latents and timesteps are new. Where the lengths of a
+    tensor NAME that is not `padded` differ, zeros extend it to the longest, and `NAME_lengths` says them: int32 [B].
     """
 
     def __init__(self, dtype: torch.dtype, padded: Mapping[str, int]) -> None:
@@ -102,10 +103,13 @@ class BatchGatherer:
     def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
         key = (*(id(rider) for rider in riders), -padding)
         if self._last is None or self._last[0] != key:
-            tensors = {
-                name: gather([rider.tensors[name] for rider in riders], padding, self._padded.get(name))
-                for name in riders[0].tensors
-            }
+            tensors: dict[str, torch.Tensor] = {}
+            for name in riders[0].tensors:
+                parts, multiple = [rider.tensors[name] for rider in riders], self._padded.get(name)
+                if multiple is None and len({part.shape[1:] for part in parts}) > 1:
+                    multiple = 1
+                    tensors[f"{name}_lengths"] = _lengths(parts, padding)
+                tensors[name] = gather(parts, padding, multiple)
             own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
             rider = to_device(torch.tensor(own + [0] * padding), next(iter(tensors.values())).device)
             # The requests are kept with the result, so that no other object can take over their identity.
@@ -125,6 +129,12 @@ def gather(parts: Sequence[torch.Tensor], padding: int, multiple: int | None) ->
         longest = -(-max(part.shape[1] for part in parts) // multiple) * multiple
         parts = [F.pad(part, (*[0, 0] * (part.dim() - 2), 0, longest - part.shape[1])) for part in parts]
     return torch.cat([*parts, *[parts[0][:1]] * padding])
+
+
+def _lengths(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
+    """Of each row of `gather`, int32."""
+    own = [part.shape[1] for part in parts for _ in range(part.shape[0])]
+    return torch.tensor(own + [parts[0].shape[1]] * padding, dtype=torch.int32, device=parts[0].device)
 
 
 def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tensor:

@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
 # something about it, and the encoders of WebP and JPEG. Paths below ROOT.
 CODE = (
-    "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py",
+    "contract/a1111.py", "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py",
     "contract/image_fields.py", "contract/loras.py", "contract/markup.py", "contract/plan.py", "contract/precision.py",
-    "contract/schedule.py", "contract/students.py", "contract/tuned.py", "core/cuda_graphs.py", "core/graphs.py",
-    "core/kernels", "core/ops", "core/quant", "core/transfers.py", "llm/encoder.py", "llm/family.py",
+    "contract/prompts.py", "contract/schedule.py", "contract/students.py", "contract/tuned.py", "core/cuda_graphs.py",
+    "core/graphs.py", "core/kernels", "core/ops", "core/quant", "core/transfers.py", "llm/encoder.py", "llm/family.py",
     "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",
 )  # fmt: skip
 _CUDA = ("core/kernels/cuda", "core/ops")

@@ -20,6 +20,7 @@ from pipeline.adapters import named
 from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
+from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, VAE, VAE_TINY
 from pipeline.picture import Picture
@@ -93,11 +94,12 @@ class IterationBuilder:
         def compute() -> list[Told]:
             conditioner = self._conditioners[group.backend]
             rows, before = sum(work.most_rows for work in works), conditioner.encoder.misses
-            weighted, observe = any(w.prompt_weighting for w in wanted), self._observer(group, rows, False)
+            marked = any(isinstance(prompt, MarkedPrompt) for work in works for prompt in work.prompts.prompts)
+            observe = self._observer(group, rows, False)
             expected_s = self._backends[group.backend].costs.curve(group.phase, group.size, False)(rows)
 
             def observe_new(seconds: float) -> None:
-                if new and not weighted:  # cached prompts say nothing about the cost of encoding
+                if new and not marked:  # cached prompts say nothing about the cost of encoding
                     observe(seconds)
 
             with self._run_ahead.iteration(expected_s, observe_new):
@@ -242,6 +244,8 @@ class IterationBuilder:
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
         if work.uses:
             printed["lora"] = {use.name: use.digest for use in work.uses}
+        if embeddings := work.prompts.embeddings:
+            printed["embeddings"] = embeddings
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:
             printed["vae-tiny"] = self._model.tiny_vae.digest
         if self.fixed_latent is not None:

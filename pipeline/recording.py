@@ -54,7 +54,7 @@ class GraphSet:
         return self._graphs.records
 
     def has(self, key: ExecutableKey) -> bool:
-        return not self.records or self._graphs.has(key.phase, (key.rows, key.size))
+        return not self.records or self._graphs.has(key.phase, (key.rows, key.size, key.chunks))
 
     def wider(self, key: ExecutableKey) -> ExecutableKey | None:
         """The narrowest recorded graph of this phase and size that is wider."""
@@ -63,7 +63,7 @@ class GraphSet:
 
     def function(self, key: ExecutableKey) -> Callable[..., Any]:
         """The phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
-        return partial(self._graphs.run, key.phase, (key.rows, key.size))
+        return partial(self._graphs.run, key.phase, (key.rows, key.size, key.chunks))
 
     def plan(self, keys: Iterable[ExecutableKey]) -> None:
         """Queue these for recording, in this order, after earlier ones; none of phases that are never recorded."""
@@ -108,7 +108,7 @@ class GraphSet:
             return
         started = time.monotonic()
         try:
-            self._record(key, partial(self._graphs.record, key.phase, (key.rows, key.size)))
+            self._record(key, partial(self._graphs.record, key.phase, (key.rows, key.size, key.chunks)))
         except Exception as error:
             self._graphs.settle()
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
 from pipeline.phases import DECODES, DEEP, SHALLOW
 
@@ -35,6 +37,7 @@ class ImageState:
     generator: torch.Generator
     plan: tuple[bool, ...]  # which steps are deep
     depth: str  # of its shallow steps; "" without any
+    prompts: RequestPrompts
     decode: str  # the phase that decodes it
     features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
@@ -96,22 +99,21 @@ class MemoryLedger:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
         main = backends[MAIN]
-        self._model = model = main.model
+        self._model = main.model
         self._denoiser = main.denoiser
         self._backends = backends
-        row = model.family.example(model, main.denoiser.text_width, 1, torch.Generator(model.device))  # longest prompt
-        self._row_bytes = sum(tensor.nbytes for tensor in row.values())
+        self._row_bytes = cache(self._bytes_of_conditioning)
         self._adapters = adapters
 
-    def check(self, wanted: ImageParameters) -> None:
+    def check(self, wanted: ImageParameters, chunks: int = 1) -> None:
         """Raise `Invalid` for a request that could never fit."""
-        needed = self.size_bytes(wanted)
+        needed = self.size_bytes(wanted, chunks)
         if needed > self.memory.capacity:
             raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
-    def take(self, wanted: ImageParameters, scheduler: str) -> ImageState | None:
+    def take(self, wanted: ImageParameters, scheduler: str, prompts: RequestPrompts) -> ImageState | None:
         """Reserve all that the request will hold; None means not yet, and then nothing is reserved."""
-        needed = self.size_bytes(wanted)
+        needed = self.size_bytes(wanted, prompts.chunks)
         if not self.memory.take(needed):
             return None
         slot = self.slots.take()
@@ -126,7 +128,7 @@ class MemoryLedger:
                 self._give(slot, needed, None)
                 return None
         try:
-            return self._work(wanted, scheduler, slot, needed, taken)
+            return self._work(wanted, scheduler, prompts, slot, needed, taken)
         except BaseException:
             self._give(slot, needed, taken)
             raise
@@ -147,8 +149,8 @@ class MemoryLedger:
             assert self._adapters is not None
             self._adapters.give(taken)
 
-    def size_bytes(self, wanted: ImageParameters) -> int:
-        """Its size at most: latents, and each row's conditioning and features.
+    def size_bytes(self, wanted: ImageParameters, chunks: int = 1) -> int:
+        """Its size at most: latents, and each row's conditioning, with so many chunks of text, and features.
 
         Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
         """
@@ -157,11 +159,17 @@ class MemoryLedger:
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         rows = self._rows(wanted)
         narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1]
-        return latents + (rows + narrows) * self._bytes_of_row(wanted)
+        return latents + (rows + narrows) * self._bytes_of_row(wanted, chunks)
 
-    def _bytes_of_row(self, wanted: ImageParameters) -> int:
+    def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))
-        return self._row_bytes + self._model.dtype.itemsize * features
+        return self._row_bytes(chunks) + self._model.dtype.itemsize * features
+
+    def _bytes_of_conditioning(self, chunks: int) -> int:
+        """Of one row of the longest prompt of so many chunks."""
+        model, generator = self._model, torch.Generator(self._model.device)
+        row = model.family.example(model, self._denoiser.text_width, 1, generator, chunks)
+        return sum(tensor.nbytes for tensor in row.values())
 
     def _rows(self, wanted: ImageParameters) -> int:
         return self._model.family.rows(self._model, wanted)
@@ -174,8 +182,9 @@ class MemoryLedger:
         return self._denoiser.feature_shapes(wanted.deepcache.depth, wanted.height // scale, wanted.width // scale)
 
     def _work(
-        self, wanted: ImageParameters, scheduler: str, slot: list[int], size_bytes: int, taken: AdapterLease | None
-    ) -> ImageState:
+        self, wanted: ImageParameters, scheduler: str, prompts: RequestPrompts, slot: list[int], size_bytes: int,
+        taken: AdapterLease | None,
+    ) -> ImageState:  # fmt: skip
         size = (wanted.width, wanted.height)
         table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule)
         cached, rows = wanted.deepcache, self._rows(wanted)
@@ -184,7 +193,8 @@ class MemoryLedger:
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
         name, decode = _backend(wanted), DECODES[wanted.vae]
-        mode = self._backends[name].deterministic_mode(size, depth, decode) if wanted.deterministic else ""
+        find = self._backends[name].deterministic_mode
+        mode = find(size, depth, decode, prompts.chunks) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
@@ -194,8 +204,8 @@ class MemoryLedger:
             self._model.defaults, self._model.family.samplers, wanted.lora, wanted.made, wanted.guidance_scale
         )
         return ImageState(
-            slot, size_bytes, self._bytes_of_row(wanted), widths, name, mode, table,
-            generator, plan, depth, decode, features, taken=taken, warnings=warnings,
+            slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
+            generator, plan, depth, prompts, decode, features, taken=taken, warnings=warnings,
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS,
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
 from pipeline.sizes import sizes
+from pipeline.textual_inversion import EmbeddingFolder
 
 _ENCODE_ROWS = 32
 
@@ -40,18 +41,21 @@ class ImageRunner:
         self,
         backend: ImageBackend,
         loras: LoraBackend | None = None,
+        embeddings: EmbeddingFolder | None = None,
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
         patience_s: float = 20.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """`loras` is the backend for requests with LoRAs; without it they are rejected. `max_requests` limits admitted
-        requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
+        """`loras` is the backend for requests with LoRAs; without it they are rejected. `embeddings` are the textual
+        inversions that prompts may name. `max_requests` limits admitted requests, and `memory_bytes` what they hold
+        together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
         self.adapters = None if loras is None else loras.adapters
+        self.embeddings = embeddings
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
         self.schedulers = model.family.samplers
@@ -61,7 +65,8 @@ class ImageRunner:
         self._loras = loras
         self._backends: dict[str, ImageBackend] = {MAIN: backend}
         encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
-        conditioners = {MAIN: Conditioner(model, encoder, backend.phases[KEYS])}
+        self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], embeddings)
+        conditioners = {MAIN: self._conditioner}
         if loras is not None:
             self._backends[LORA] = loras
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, loras.phases[KEYS])
@@ -86,15 +91,14 @@ class ImageRunner:
         except ValueError as error:
             own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
             raise Invalid(next(own, "scheduler"), str(error)) from error
-        if wanted.prompt_weighting and not self.model.family.weighting:
-            raise Invalid("prompt_weighting", "is not supported by this model")
+        prompts = self._conditioner.read(wanted)
         if wanted.lora:
             check_loras(self.adapters, self.model, wanted.lora)
-        self.holdings.check(wanted)
+        self.holdings.check(wanted, prompts.chunks)
 
     def admit(self, request: Request) -> bool:
         name = request.parameters.scheduler or self.default_scheduler
-        work = self.holdings.take(request.parameters, name)
+        work = self.holdings.take(request.parameters, name, self._conditioner.read(request.parameters))
         if work is None:
             return False
         request.work = work
@@ -120,9 +124,12 @@ class ImageRunner:
         name = work.backend if phase in (ENCODE, *STEPS) else MAIN
         if phase == ENCODE:
             return BatchGroup(ENCODE, (0, 0), work.mode, name)
-        # Where bits do not depend on the batch, deterministic requests share it with all others.
-        mode = "" if self._backends[name].batch_invariant else work.mode
-        return BatchGroup(phase, (wanted.width, wanted.height), mode, name)
+        # Where bits do not depend on the batch, deterministic requests share it with all others, and so do texts of
+        # different lengths.
+        invariant = self._backends[name].batch_invariant
+        mode = "" if invariant else work.mode
+        chunks = 1 if invariant or phase not in STEPS else work.prompts.chunks
+        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks)
 
     def rows(self, request: Request) -> int:
         if request.phase in (*DECODES.values(), IMAGE):

@@ -75,15 +75,18 @@ class SplitUNet:
         timestep_cond: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
+        text_lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
-        `encoder_hidden_states` [B, T, width] are of `prepare_text`. Raises ValueError for shapes that do not fit.
+        `encoder_hidden_states` [B, T, width] are of `prepare_text`. `text_lengths`, int32 [B], are how many of each
+        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. Raises ValueError for
+        shapes that do not fit.
         """
         assert not return_dict
         self._check_keys(sample, encoder_hidden_states)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states)
+        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states, **_of(text_lengths))
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
@@ -96,18 +99,23 @@ class SplitUNet:
         timestep_cond: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
+        text_lengths: Tensor | None = None,
     ) -> tuple[Tensor]:
-        """The model's output [B, C, h, w] from `kept` features of an earlier deep step."""
+        """The model's output [B, C, h, w] from `kept` features of an earlier deep step.
+
+        `text_lengths` is as for `deep`.
+        """
         assert not return_dict
         if depth not in self._shallow:
             self._shallow[depth] = self._lower_shallow(depth)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         text: tuple[Tensor, ...] = ()
+        lengths: dict[str, Tensor] = {}
         if self.shallow_reads_text:
             assert encoder_hidden_states is not None
             self._check_keys(sample, encoder_hidden_states)
-            text = (encoder_hidden_states,)
-        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features)
+            text, lengths = (encoder_hidden_states,), _of(text_lengths)
+        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features, **lengths)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
@@ -159,3 +167,8 @@ class SplitUNet:
     def _map(self, sample: Tensor) -> Tensor:
         """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
         return sample.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous()
+
+
+def _of(text_lengths: Tensor | None) -> dict[str, Tensor]:
+    """As an argument of a lowered walk; none where all of the text counts, which every lowering takes."""
+    return {} if text_lengths is None else {"lengths": text_lengths}

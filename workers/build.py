@@ -25,6 +25,7 @@ from pipeline.backends.lora import LoraBackend
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
+from pipeline.textual_inversion import EmbeddingFolder
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
@@ -185,6 +186,15 @@ def _adapters(settings: Settings, model: ImageModel) -> AdapterCache | None:
     return AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
 
 
+def _embeddings(settings: Settings, model: ImageModel) -> EmbeddingFolder | None:
+    """The textual inversions that prompts may name; None if no folder is set, or the model's family reads none."""
+    widths = model.family.embedding_widths(model)
+    if not settings.embeddings_dir or not widths:
+        return None
+    most = model.family.text_encoder(model).tokens - 2  # of one chunk, without its start and end
+    return EmbeddingFolder(Path(settings.embeddings_dir), widths, most)
+
+
 def text_lane(settings: Settings) -> Lane | None:
     """A separate lane for text if the device runs several streams at once; None if it alternates with images."""
     import torch
@@ -296,6 +306,7 @@ def build(
     images = ImageRunner(
         backend,
         None if adapters is None else LoraBackend(model, adapters, backend.widths),
+        _embeddings(settings, model),
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,

@@ -68,6 +68,8 @@ def image_card(
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         loras=() if runner.adapters is None else tuple(runner.adapters.names()),
+        embeddings=() if runner.embeddings is None else tuple(runner.embeddings.names()),
+        prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from core.kernels.cpu.arguments import pointer
 from core.kernels.cpu.program import HEAD_MULTIPLE, Program
 from core.kernels.cpu.token_program import TokenProgram
 from core.ops.ops import Activation, Layer, Walk, rms_eps
@@ -287,30 +288,35 @@ class _Written:
         ]
         found = walk(ops, *self._inputs)
         self._outputs: tuple[Array, ...] = found if isinstance(found, tuple) else (found,)
-        self._kept: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor | None] | None = None
 
-    def __call__(self, given: Sequence[Tensor], watch: Watch | None) -> tuple[Tensor, ...]:
+    def __call__(self, given: Sequence[Tensor], lengths: Tensor | None, watch: Watch | None) -> tuple[Tensor, ...]:
         for own, tensor in zip(self._inputs, given, strict=True):
             if isinstance(own, _Bound):
-                self._bind(own, tensor)
+                self._bind(own, tensor, lengths)
             else:
                 own.x.view(own.shape).copy_(tensor)
         self.ops.run(watch)
         first, *others = (out.x.view(out.shape) for out in self._outputs)
         return first.clone(), *others
 
-    def _bind(self, wanted: _Bound, tensor: Tensor) -> None:
-        """Point attention at these keys and values, [B, tokens, channels]."""
+    def _bind(self, wanted: _Bound, tensor: Tensor, lengths: Tensor | None) -> None:
+        """Point attention at these keys and values, [B, tokens, channels], of which `lengths` [B] count."""
         shape = (wanted.images, max(1, tensor.shape[1]), wanted.channels)
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape != shape or not _on_cpu(tensor):
             raise ValueError(
                 f"keys and values must be contiguous fp32 [{shape[0]}, tokens, {shape[2]}] on the CPU, "
                 f"not {tensor.dtype} {[*tensor.shape]} on {tensor.device}"
             )
-        self._kept = tensor  # while the program may read it
+        if lengths is not None:
+            if lengths.shape != shape[:1] or not _on_cpu(lengths):
+                raise ValueError(f"lengths must be [{shape[0]}] on the CPU, not {[*lengths.shape]} on {lengths.device}")
+            lengths = lengths.to(torch.int32).contiguous()
+        self._kept = tensor, lengths  # while the program may read it
         for call, k, v in self.ops.bound_calls:
             call.k, call.v = (tensor.data_ptr() + tensor.itemsize * part.start for part in (k, v))
             call.keys, call.k_stride, call.v_stride = shape[1], shape[2], shape[2]
+            call.lengths = pointer(lengths)
 
 
 def _on_cpu(tensor: Tensor) -> bool:
@@ -342,9 +348,12 @@ class CpuLowering:
             _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported."""
+        """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported.
 
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
+        Calls take `lengths` [B]: how many of each image's tokens of the bound input count; default: all.
+        """
+
+        def run(*given: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
             shapes = tuple(
                 (tensor.shape[0], tensor.shape[-1]) if index == bound else tuple(tensor.shape)
                 for index, tensor in enumerate(given)
@@ -354,7 +363,7 @@ class CpuLowering:
                 if key not in self._programs:
                     ops = CpuOps(self._library, self.layers)
                     self._programs[key] = _Written(ops, walk, shapes, bound)
-                return self._programs[key](given, self.watch)
+                return self._programs[key](given, lengths, self.watch)
 
         return run
 

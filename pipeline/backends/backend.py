@@ -26,6 +26,7 @@ class BatchGroup(NamedTuple):
     size: tuple[int, int]  # (width, height) in pixels; (0, 0) where irrelevant
     mode: str = ""  # of deterministic requests, as their backend named it
     backend: str = MAIN
+    chunks: int = 1  # of each row's text, in steps; 1 also where rows of all lengths share a forward
 
 
 class ExecutionPlan(NamedTuple):
@@ -74,7 +75,7 @@ class ImageBackend(Protocol):
     widths: Widths
     graphs: GraphSet = NO_GRAPHS
     fixed_shapes: bool = False  # every input of a width and size has one shape: texts are padded to the longest
-    batch_invariant: bool = False  # a row's bits do not depend on the other rows, nor on their number
+    batch_invariant: bool = False  # a row's bits do not depend on others: how many they are, how long their texts
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         """The cheapest way to run so many rows of a group whose phase is in `phases`. For a mode, always the same
@@ -82,10 +83,11 @@ class ImageBackend(Protocol):
         """
         ...
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
         """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
 
-        `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it.
+        `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it, `chunks` are those
+        of its text.
         """
         ...
 

@@ -34,14 +34,14 @@ class TorchBackend(ImageBackend):
         self.fixed_shapes = self._executables.enabled
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        phase, size, mode, _ = group
+        phase, size, mode, _, chunks = group
         eager = self.phases[phase]
         if mode:
             bucket = fixed_rows(phase, self.widths.deterministic_rows)
             fixed = self._executables.find(ExecutableKey(phase, bucket, size)) if mode == COMPILED else None
             return planned(self, group, bucket, fixed or eager, fixed is not None)
         best = planned(self, group, rows, eager)
-        for bucket in self._executables.buckets(phase, size):
+        for bucket in self._executables.buckets(phase, size) if chunks == 1 else ():
             if bucket < rows:
                 continue
             found = self._executables.find(ExecutableKey(phase, bucket, size))
@@ -53,11 +53,11 @@ class TorchBackend(ImageBackend):
             break
         return best
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
-        """Compiled, if all that it needs is compiled by now."""
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
+        """Compiled, if all that it needs is compiled by now; of longer texts nothing is."""
         phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = [ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases]
-        return EAGER if any(self._executables.find(key) is None for key in keys) else COMPILED
+        return EAGER if chunks > 1 or any(self._executables.find(key) is None for key in keys) else COMPILED
 
     def executable(self, mode: str) -> str:
         return mode or (f"{EAGER} or {COMPILED}" if self._executables.enabled else EAGER)

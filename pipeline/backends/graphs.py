@@ -68,10 +68,10 @@ class GraphBackend(ImageBackend):
         """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at
         the same width one by one. A mode keeps one width, and either graphs or none.
         """
-        phase, size, mode, _ = group
+        phase, size, mode, _, chunks = group
         # Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
         width = fixed_rows(phase, self.widths.deterministic_rows) if mode else self.graphs.width(phase, rows)
-        key = ExecutableKey(phase, width, size)
+        key = ExecutableKey(phase, width, size, chunks)
         if live:
             self.graphs.missed(key)
         if mode == LAYERS:
@@ -87,15 +87,15 @@ class GraphBackend(ImageBackend):
             return planned(self, group, wider.rows, self._function(wider), True)
         return ExecutionPlan(self._function(key), False, width, seconds)
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
-        """Graphs, if all that it needs are recorded by now.
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
+        """Graphs, if all that it needs are recorded by now; of longer texts none are taken.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
         kernels launched one by one.
         """
         phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = (ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases)
-        return GRAPHS if all(self.graphs.has(key) for key in keys) else LAYERS
+        return GRAPHS if chunks == 1 and all(self.graphs.has(key) for key in keys) else LAYERS
 
     def executable(self, mode: str) -> str:
         return LAYERS if mode == LAYERS else GRAPHS
@@ -126,7 +126,9 @@ class GraphBackend(ImageBackend):
         """Record the graph on an example, and time it."""
         size: Any = key.size
         with torch.inference_mode():
-            self._timer.example(key.phase, key.rows, size)(without_text(self.denoiser, key.phase, record))
+            self._timer.example(key.phase, key.rows, size, chunks=key.chunks)(
+                without_text(self.denoiser, key.phase, record)
+            )
         if key.phase != TEXT:
             self._timer(key, self._function(key), True, runs=2)
 

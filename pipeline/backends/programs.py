@@ -52,7 +52,7 @@ class ProgramBackend(ImageBackend):
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         return planned(self, group, rows, self.phases[group.phase])
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
         return KERNELS
 
     def executable(self, mode: str) -> str:

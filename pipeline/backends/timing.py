@@ -73,7 +73,7 @@ class PhaseTimer:
     ) -> bool:
         """Observe the times of all runs but the first, which is warm-up. False if `until` came before the last."""
         size: Any = key.size
-        example = self.example(key.phase, key.rows, size)
+        example = self.example(key.phase, key.rows, size, chunks=key.chunks)
         for run in range(runs):
             if time.monotonic() >= until:
                 return False
@@ -88,7 +88,9 @@ class PhaseTimer:
                 self._costs.warmed(key)
         return True
 
-    def example(self, phase: str, rows: int, size: Size, seed: int = 0) -> Callable[[Callable[..., Any]], Any]:
+    def example(
+        self, phase: str, rows: int, size: Size, seed: int = 0, *, chunks: int = 1
+    ) -> Callable[[Callable[..., Any]], Any]:
         """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
         model = self._model
         height, width = size[1] // model.vae_scale, size[0] // model.vae_scale
@@ -107,7 +109,7 @@ class PhaseTimer:
             inputs = denoise.DenoiserInputs(
                 latents,
                 torch.full((rows,), 500.0, device=model.device),
-                model.family.example(model, self._denoiser.text_width, rows, generator),
+                model.family.example(model, self._denoiser.text_width, rows, generator, chunks),
             )
             before = [] if phase == DEEP else [tuple(random(rows, *shape) for shape in features)]
             return model.family.call(function, inputs, *before)

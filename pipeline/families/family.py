@@ -5,7 +5,7 @@ A family is a folder of `pipeline/families/` with an object `FAMILY`, and a line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -186,7 +186,7 @@ class Family(Protocol):
     quantized: the parts that may have quantized variants, the denoiser first.
     samplers: the names of `pipeline.samplers` that it offers.
     defaults: of requests.
-    weighting: whether prompts may have weights.
+    prompt_fields: of `contract.prompts.FIELDS` those that it reads.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
         is a multiple; they are padded with zeros.
     longest: the longest that each of these can be.
@@ -202,7 +202,7 @@ class Family(Protocol):
     quantized: tuple[str, ...]
     samplers: tuple[str, ...]
     defaults: ImageDefaults
-    weighting: bool
+    prompt_fields: Collection[str]
     padded: Mapping[str, int]
     longest: Mapping[str, int]
     calibration: Mapping[str, Any]
@@ -262,6 +262,10 @@ class Family(Protocol):
         """What encodes this model's prompts. `compute` is as `embed` (default: `embed`)."""
         ...
 
+    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
+        """The channels of each encoder's token embeddings by its key in files of textual inversions; empty: of none."""
+        ...
+
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         """The negative prompt of a request with two rows; None: no text is encoded for it."""
         ...
@@ -282,8 +286,13 @@ class Family(Protocol):
         """The denoiser on a lowering. Raises ValueError for an unsupported layout or layer."""
         ...
 
-    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random conditioning tensors for rows of the longest prompt; `width` is the network's `text_width`."""
+    def example(
+        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
+    ) -> dict[str, torch.Tensor]:
+        """Random conditioning tensors for rows of the longest prompt of so many chunks (`RequestPrompts`).
+
+        `width` is the network's `text_width`.
+        """
         ...
 
     def call(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG
-from tests.api.world import Api, Worker, check_error, eventually
+from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 MARKED = "a (red)1.3 fox--, ((very)) big"
@@ -68,7 +70,12 @@ def test_without_it_marks_are_text(shared: Api, worker: Worker, given: bool | No
         ({"prompt": "(" * 40 + "a" + ")" * 40}, "prompt", "invalid_value"),
         ({"prompt": "( )1.3"}, "prompt", "invalid_value"),
         ({"negative_prompt": "(a, b).and()"}, "negative_prompt", "invalid_value"),
-        ({"prompt_weighting": "yes"}, "prompt_weighting", "invalid_type"),
+        ({"prompt_weighting": "yes"}, "prompt_weighting", "invalid_value"),
+        ({"prompt_weighting": "a1111", "prompt": "[a:b:0.5]"}, "prompt", "invalid_value"),
+        ({"prompt_weighting": "a1111", "prompt_2": "<lora:ink:1>"}, "prompt_2", "invalid_value"),
+        ({"negative_prompt_2": "fog"}, "negative_prompt_2", "invalid_value"),
+        ({"clip_skip": 32}, "clip_skip", "invalid_value"),
+        ({"clip_skip": "1"}, "clip_skip", "invalid_type"),
         ({"prompt_weighting": 1}, "prompt_weighting", "invalid_type"),
     ],
 )
@@ -80,3 +87,37 @@ def test_what_is_wrong_is_refused_by_name(
     for path, more in ((DRAW, {}), ("/v1/jobs", {"type": "image"})):
         check_error(shared.post(path, **asked, **more), 400, param, code)
     assert worker.ids() == known
+
+
+@pytest.mark.parametrize("syntax", [True, "compel", "a1111"])
+def test_a_syntax_and_texts_of_each_encoder_reach_the_worker_at_every_door(
+    shared: Api, easel: Easel, syntax: bool | str
+) -> None:
+    asked = {
+        "prompt": "a (red)1.3 fox", "negative_prompt": "fog", "prompt_weighting": syntax, "prompt_2": "(a:1.2)",
+        "negative_prompt_2": "b", "clip_skip": 1,
+    }  # fmt: skip
+    answer = shared.post(DRAW, **asked)
+    assert answer.status_code == 200, answer.text
+    form = {**asked, "prompt_weighting": "true" if syntax is True else syntax, "clip_skip": "1"}
+    answer = shared.client.post(EDIT, data=form, files={"image": PNG})
+    assert answer.status_code == 200, answer.text
+    job = shared.order(**asked)
+    eventually(lambda: shared.job(job)["status"] == "succeeded")
+    assert len(easel.seen) == 3
+    for claim in easel.seen:
+        assert {name: claim.parameters[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_weighting": True}, {"prompt_weighting": "a1111"}, {"prompt_2": "b"}, {"clip_skip": 1}]
+)
+def test_a_model_that_does_not_read_a_field_says_so(fields: dict[str, Any], redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce(card=replace(CARD, name="plain-texts", prompt_fields=(), embeddings=("ink",)))
+        (name,) = fields
+        check_error(api.post(DRAW, prompt="a fox", model="plain-texts", **fields), 400, name, "invalid_value")
+        assert not worker.ids()
+        card = api.client.get("/v1/models/plain-texts").json()["diptych"]
+        assert card["prompt_fields"] == [] and card["embeddings"] == ["ink"]

@@ -156,7 +156,7 @@ CHANGED: dict[str, Any] = {
     "prompt": "a hare", "seed": 9, "width": 32, "height": 96, "negative_prompt": "", "steps": 3, "guidance_scale": 1.5,
     "scheduler": "lcm", "deterministic": True, "preview_every": 2, "prompt_weighting": True, "lora": "ink:0.5",
     "guidance_interval": (0.25, 0.75), "schedule_type": "karras", "timesteps": (999, 500, 1), "sigmas": (2.5, 0.5, 0),
-    "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2),
+    "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2), "prompt_2": "a moor", "negative_prompt_2": "fog", "clip_skip": 1,
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask"), "expand_prompt": True,

@@ -45,3 +45,16 @@ def test_every_row_holds_its_requests_tensors(requests: list[tuple[int, int]], p
         assert made.timestep[row] == TABLE.timesteps[one.step]
         row += 1
     assert row == rows + padding == made.sample.shape[0]
+
+
+@given(REQUESTS, st.integers(0, 3))
+def test_lengths_are_said_where_they_differ(requests: list[tuple[int, int]], padding: int) -> None:
+    riders = [rider(seed, *one) for seed, one in enumerate(requests)]
+    rows = sum(one.conditioning.rows for one in riders)
+    made = BatchGatherer(torch.float32, {}).inputs(riders, rows + padding).conditioning
+    if len({tokens for _, tokens in requests}) == 1:
+        assert "text_lengths" not in made
+        return
+    assert made["text_lengths"].tolist() == made["lengths"].tolist()
+    for row, count in enumerate(made["lengths"].tolist()):
+        assert made["text"][row, :count].all() and not made["text"][row, count:].any()

@@ -93,16 +93,6 @@ def test_sizes_and_step_counts_differ_within_one_engine() -> None:
         check_parity("three-levels", parameters[int(index)], picture)
 
 
-def test_a_prompt_beyond_the_encoders_reach_is_cut_and_says_so() -> None:
-    runner = Watching(model("plain"), lane=LANE)
-    long = wanted(prompt="z" * 100, negative_prompt="y" * 90)
-    picture = solo(runner, long)
-    check_parity("plain", long, picture)
-    assert [warning.split(":")[0] for warning in picture.warnings] == ["negative_prompt", "prompt"]
-    assert "77" in picture.warnings[1] and "z" * 25 in picture.warnings[1].replace(" ", "")
-    assert not solo(runner, wanted(prompt="z" * 75)).warnings
-
-
 # -- same seed, same picture ---------------------------------------------------------------------------------------
 
 

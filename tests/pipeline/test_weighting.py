@@ -20,7 +20,7 @@ from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from core.batching.request import Request
 from pipeline.backends.eager import TorchBackend
-from pipeline.encode import Embedding, Encoder
+from pipeline.encode import Embedding, Encoder, MarkedPrompt
 from pipeline.families.sdxl.conditioning import CLIPPair, embed
 from pipeline.families.sdxl.parts import text_encoders, tokenizers
 from pipeline.load import ImageModel
@@ -31,10 +31,10 @@ Parts = Sequence[tuple[str, float]]
 FOX = ImageParameters("a (red)1.4 fox-- in snow", 7, 32, 32, steps=3, prompt_weighting=True)
 
 
-def read(text: str) -> WeightedPrompt:
+def read(text: str) -> MarkedPrompt:
     found = markup.read(text)
     assert isinstance(found, WeightedPrompt)
-    return found
+    return MarkedPrompt((found, found))
 
 
 def states(model: ImageModel, k: int, ids: list[int], hidden: Sequence[int] = ()) -> np.ndarray:
@@ -110,11 +110,11 @@ def test_a_weight_near_one_is_near_the_plain_prompt_and_further_away_further() -
 
 
 def test_bits_depend_on_nothing_but_the_prompt() -> None:
-    prompts: list[str | WeightedPrompt] = [read("a (red)1.3 fox"), "a red fox", read("(x)0.5 y--"), "", read("z+")]
+    prompts: list[str | MarkedPrompt] = [read("a (red)1.3 fox"), "a red fox", read("(x)0.5 y--"), "", read("z+")]
     for bucket in (0, 2, 4):
         together = Encoder(CLIPPair(model("plain"))).encode(prompts, bucket)
         for prompt, embedding in zip(prompts, together, strict=True):
-            if isinstance(prompt, WeightedPrompt):
+            if isinstance(prompt, MarkedPrompt):
                 (alone,) = Encoder(CLIPPair(model("plain"))).encode([prompt])
                 assert torch.equal(embedding.hidden, alone.hidden) and torch.equal(embedding.pooled, alone.pooled)
 
@@ -146,28 +146,6 @@ def test_what_is_remembered_is_told_apart_by_weights() -> None:
     again = encoder.encode([read("a (red)1.30 fox"), "a red fox", read("(a (red)1.2 fox)1"), read("a (red)1.1 fox")])
     assert all(one is other for one, other in zip(first, again, strict=True)) and encoder.misses == 4
     assert first[3].hidden.untyped_storage().nbytes() == first[3].hidden.nbytes
-
-
-def letters(count: int) -> str:
-    """So many tokens: the tiny tokenizer's are single letters."""
-    return " ".join("abcdefghijklmnopqrstuvwxyz"[i % 26] for i in range(count))
-
-
-@pytest.mark.parametrize("weight", ["1.3", "0.7"])
-@pytest.mark.parametrize(("kept", "over"), [(75, 1), (75, 30), (40, 50), (0, 90)])
-def test_what_was_beyond_reach_is_said(weight: str, kept: int, over: int) -> None:
-    """The cut goes between parts, through the second, or through the only one."""
-    encoder = Encoder(CLIPPair(model("plain")))
-    text, tail = letters(kept), letters(over)
-    found, plain = encoder.encode([read(f"{text} ({tail}){weight} end"), f"{text} {tail} end".strip()])
-    assert found.dropped == plain.dropped and found.dropped.endswith("end")
-    assert encoder.encode([read(f"{letters(74)} (z){weight}")])[0].dropped == ""
-
-
-def test_parts_out_of_reach_weigh_nothing() -> None:
-    encoder = Encoder(CLIPPair(model("plain")))
-    cut, words = encoder.encode([read(f"{letters(75)} (far away)0.5 (and further)1.5"), letters(75)])
-    assert torch.allclose(cut.hidden, words.hidden, rtol=0, atol=1e-6)
 
 
 @pytest.fixture
@@ -227,11 +205,6 @@ def test_same_seed_same_picture_in_any_company(runner: ImageRunner) -> None:
     assert np.abs(levels(found["other"]) - levels(alone[False])).max() <= 1
 
 
-def test_a_prompt_that_is_cut_is_said_in_words_without_marks(runner: ImageRunner) -> None:
-    found = solo(runner, replace(FOX, prompt=f"{letters(75)} (left [bold]out)1.3", negative_prompt="fog++"))
-    assert found.warnings == ("prompt: only the first 77 tokens were read; left out: 'left [bold]out'",)
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -241,6 +214,7 @@ def test_a_prompt_that_is_cut_is_said_in_words_without_marks(runner: ImageRunner
         ({"negative_prompt": "(a, b).and()"}, "negative_prompt: .and() is not offered"),
         ({"prompt_weighting": 1}, "prompt_weighting: must be true or false"),
         ({"prompt_weighting": None}, "prompt_weighting: must be true or false"),
+        ({"prompt_weighting": "comfy"}, "prompt_weighting: must be true or false, or one of compel, a1111"),
     ],
 )
 def test_what_is_wrong_is_refused_by_its_name(runner: ImageRunner, fields: dict[str, Any], said: str) -> None:

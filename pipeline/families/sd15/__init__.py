@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ class SD15(SDXL):
     label = "Stable Diffusion 1"
     pipelines: tuple[str, ...] = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
     parts: Mapping[str, Part] = PARTS
-    weighting = False
+    prompt_fields: Collection[str] = ()
     adapters: Adapters = SD15Adapters()
 
     def seeded(self, name: str) -> Seeded | None:
@@ -56,6 +56,9 @@ class SD15(SDXL):
 
         return CLIPText(model, compute or partial(self.embed, model))
 
+    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
+        return {}
+
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         return wanted.negative_prompt or ""
 
@@ -66,7 +69,9 @@ class SD15(SDXL):
 
         return condition(wanted, found, prepare)
 
-    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def example(
+        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
+    ) -> dict[str, torch.Tensor]:
         import torch
 
         shape = (rows, model.parts["tokenizer"].model_max_length, width)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from contract.image import ImageParameters
-from contract.markup import WeightedPrompt
 from pipeline.denoise import Conditioning
-from pipeline.encode import Embedding
+from pipeline.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 from pipeline.families.family import Embed, ImageModel, Prepare
 
 
@@ -28,6 +27,9 @@ class CLIPText:
         self._tokenizer = model.parts["tokenizer"]
         self.tokens = int(self._tokenizer.model_max_length)
 
+    def read(self, fields: PromptFields) -> RequestPrompts:
+        return read_plain(fields)
+
     @torch.inference_mode()
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         given = {"padding": "max_length", "max_length": self.tokens, "truncation": True, "return_tensors": "pt"}
@@ -36,8 +38,8 @@ class CLIPText:
             Embedding(row.clone(), dropped=self._dropped(prompt)) for row, prompt in zip(hidden, prompts, strict=True)
         ]
 
-    def weighted(self, prompt: WeightedPrompt) -> Embedding:
-        raise NotImplementedError("requests with weights are rejected: Family.weighting")
+    def marked(self, prompt: MarkedPrompt) -> Embedding:
+        raise NotImplementedError("such requests are rejected: Family.prompt_fields")
 
     def _dropped(self, prompt: str) -> str:
         """The prompt's own text, from the first token that was dropped for the end token."""

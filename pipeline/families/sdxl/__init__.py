@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.card import ImageDefaults
+from contract.prompts import FIELDS
 from pipeline import sdxl, tiny
 from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded, Size
 from pipeline.families.sdxl.adapters import SDXLAdapters
-from pipeline.families.sdxl.parts import PARTS, check, multiple, native, tokenizers
+from pipeline.families.sdxl.parts import PARTS, check, multiple, native, text_encoders, tokenizers
 from pipeline.folder import Part
 from pipeline.samplers import SCHEDULERS
 
@@ -33,7 +34,7 @@ class SDXL:
     quantized: tuple[str, ...] = ("unet", "vae")
     samplers = SCHEDULERS
     defaults = ImageDefaults(steps=20, guidance_scale=5.0, guided_above=1.0)
-    weighting = True
+    prompt_fields: Collection[str] = FIELDS
     padded: Mapping[str, int] = {}
     longest: Mapping[str, int] = {}
     calibration: Mapping[str, Any] = {}
@@ -95,6 +96,12 @@ class SDXL:
 
         return CLIPPair(model, compute)
 
+    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
+        from pipeline.families.sdxl.conditioning import KEYS
+
+        widths = (encoder.config.hidden_size for encoder in text_encoders(model))
+        return dict(zip(KEYS, widths, strict=True))
+
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         return "" if wanted.negative_prompt is None and not model.options["force_zeros"] else wanted.negative_prompt
 
@@ -115,16 +122,22 @@ class SDXL:
 
         return SplitUNet(lowering, model.denoiser)
 
-    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def example(
+        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
+    ) -> dict[str, torch.Tensor]:
         from pipeline.families.sdxl.conditioning import example
 
-        return example(model, width, rows, generator)
+        return example(model, width, rows, generator, chunks)
 
     def call(
         self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
     ) -> tuple[torch.Tensor, ...]:
-        """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`."""
+        """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`.
+
+        Rows of different lengths come with `kv_lengths` (`pipeline.denoise.BatchGatherer`).
+        """
         given = inputs.conditioning
+        lengths = {"text_lengths": given["kv_lengths"]} if "kv_lengths" in given else {}
         return network(
             *before,
             inputs.sample,
@@ -133,6 +146,7 @@ class SDXL:
             timestep_cond=given.get("time_cond"),
             added_cond_kwargs={"text_embeds": given["pooled"], "time_ids": given["time_ids"]},
             return_dict=False,
+            **lengths,
         )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class ZImage:
     quantized: tuple[str, ...] = ("transformer", "vae")
     samplers = FLOW_SCHEDULERS
     defaults = ImageDefaults(steps=8, guidance_scale=0.0, guided_above=0.0)
-    weighting = False
+    prompt_fields: Collection[str] = ()
     padded: Mapping[str, int] = {"text": _BLOCK}
     longest: Mapping[str, int] = {"text": TOKENS}
     calibration: Mapping[str, Any] = {"steps": 8, "watched_steps": 8, "guidance": 0.0}
@@ -97,6 +97,9 @@ class ZImage:
 
         return ChatEncoder(model, compute or partial(self.embed, model))
 
+    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
+        return {}
+
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         return wanted.negative_prompt or ""
 
@@ -117,7 +120,9 @@ class ZImage:
 
         return ZImageNetwork(lowering, model.denoiser)
 
-    def example(self, model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def example(
+        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
+    ) -> dict[str, torch.Tensor]:
         from pipeline.families.zimage.conditioning import example
 
         return example(model, width, rows, generator)

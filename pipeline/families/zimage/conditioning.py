@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from contract.image import ImageParameters
-from contract.markup import WeightedPrompt
 from pipeline.denoise import Conditioning, gather
-from pipeline.encode import Embedding
+from pipeline.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 from pipeline.families.family import Embed, ImageModel, Prepare
 from pipeline.families.zimage.parts import TOKENS
 
@@ -35,13 +34,16 @@ class ChatEncoder:
         self._compute = compute
         self._tokenizer = model.parts["tokenizer"]
 
+    def read(self, fields: PromptFields) -> RequestPrompts:
+        return read_plain(fields)
+
     @torch.inference_mode()
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         found = {prompt: self._encode(prompt) for prompt in dict.fromkeys(prompts)}
         return [found[prompt] for prompt in prompts]
 
-    def weighted(self, prompt: WeightedPrompt) -> Embedding:
-        raise NotImplementedError("requests with weights are rejected: Family.weighting")
+    def marked(self, prompt: MarkedPrompt) -> Embedding:
+        raise NotImplementedError("such requests are rejected: Family.prompt_fields")
 
     def _encode(self, prompt: str) -> Embedding:
         text = self._tokenizer.apply_chat_template(

@@ -193,6 +193,28 @@ def test_a_bound_input_may_have_any_number_of_tokens(images: int, counts: list[i
     assert len(lowering.size_bytes[1]) == 1, "one program for all lengths"
 
 
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.booleans())
+def test_rows_of_several_lengths_are_those_of_each_length_alone(counts: list[int], int8: bool) -> None:
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    call = lowering_of(q, eight(out, inverse(0, 32)) if int8 else out).lower(attends(q, out), "bound", bound=1)
+    x, kv = normal(1, len(counts), 3, 8), normal(2, len(counts), max(counts), 96)
+    alone = torch.cat([call(x[i : i + 1], kv[i : i + 1, :n].contiguous())[0] for i, n in enumerate(counts)])
+    for row, count in enumerate(counts):
+        kv[row, count:] = torch.nan  # read by nothing
+    assert torch.equal(call(x, kv, lengths=torch.tensor(counts))[0], alone)
+    kv.nan_to_num_(0.5)
+    whole = torch.cat([call(x[i : i + 1], kv[i : i + 1])[0] for i in range(len(counts))])
+    assert torch.equal(call(x, kv)[0], whole), "lengths are those of one call only"
+
+
+def test_lengths_of_other_rows_are_refused() -> None:
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
+    with pytest.raises(ValueError, match=r"lengths must be \[2\] on the CPU"):
+        call(normal(0, 2, 3, 8), normal(1, 2, 5, 96), lengths=torch.tensor([5]))
+
+
 def test_a_bound_input_is_read_where_it_lies_when_the_program_runs() -> None:
     q, out = linear(0, 8, 32), linear(1, 32, 6)
     call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)

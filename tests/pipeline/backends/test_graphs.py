@@ -26,6 +26,7 @@ from pipeline.phases import TEXT
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture, together
+from tests.pipeline.long_prompts import words
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
 from tests.unet_opt.shapes import unet
 
@@ -176,6 +177,22 @@ def test_a_missed_graph_is_recorded_and_replayed_from_then_on() -> None:
         "the encoders for two prompts, deep steps of two rows, one picture's VAE"
     )
     assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "it was timed"
+
+
+def test_longer_texts_have_graphs_of_their_own() -> None:
+    runner = runner_of("wide-heads", recorded=False)
+    side = runner.model.native
+    one = ImageParameters("a red hat", 1, side, side, steps=3, guidance_scale=2.0)
+    long, longer = replace(one, prompt=words(100)), replace(one, prompt=words(160))
+    before = levels(solo(runner, long))
+    assert runner.recording.wait(600)
+    plan, group = runner.backend.plan, BatchGroup("deep", (side, side))
+    assert plan(group._replace(chunks=2), 2).compiled and not plan(group._replace(chunks=3), 2).compiled
+    assert not plan(group, 2).compiled
+    assert np.abs(levels(solo(runner, long)) - before).max() <= 1, "replayed as launched one by one"
+    for wanted in (one, longer):
+        assert np.abs(levels(solo(runner, wanted)) - levels(solo(runner_of("wide-heads"), wanted))).max() <= 1
+    assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "lengths share a curve"
 
 
 def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> None:

@@ -41,7 +41,7 @@ class CountedBackend(ImageBackend):
         width = fixed_rows(group.phase, self.widths.deterministic_rows) if group.mode else rows
         return planned(self, group, width, self.phases[group.phase])
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str) -> str:
+    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
         return "counted"
 
     def executable(self, mode: str) -> str:

@@ -26,6 +26,7 @@ from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.runner import ImageRunner
 from tests.core.quant.stage import kernels
+from tests.pipeline.worlds import solo
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 BACKENDS: dict[str, Callable[[ImageModel], ImageBackend]] = {
@@ -130,11 +131,24 @@ def test_shallow_steps_are_the_same_on_every_backend(folder: Path, depth: str) -
         assert abs(pictures[0] - pictures[1]).max() > 1, "features of another step must matter"
 
 
+def test_a_prompt_beyond_the_encoders_context_is_cut_and_says_so(folder: Path) -> None:
+    model = load(str(folder))
+    runner = ImageRunner(TorchBackend(model))
+    long = parameters(("z" * 75 + " 🦊 left [bold]out", 3, 5.0, 1, "y " * 90), model)
+    cut = solo(runner, long)
+    assert [warning.split(":")[0] for warning in cut.warnings] == ["negative_prompt", "prompt"]
+    assert cut.warnings[1] == "prompt: only the first 77 tokens were read; left out: '🦊 left [bold]out'"
+    whole = solo(runner, parameters(("z" * 75, 3, 5.0, 1, "y " * 75), model))
+    assert not whole.warnings and cut.image.tobytes() == whole.image.tobytes()
+    runner.close()
+
+
 def test_what_it_does_not_do_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     model = load(str(folder))
     runner = ImageRunner(TorchBackend(model))
-    with pytest.raises(Invalid, match="prompt_weighting"):
-        runner.check(Request("w", "image", parameters(CASES[0], model, prompt_weighting=True)))
+    for name, value in {"prompt_weighting": True, "prompt_2": "b", "clip_skip": 1}.items():
+        with pytest.raises(Invalid, match=name):
+            runner.check(Request("w", "image", parameters(CASES[0], model, **{name: value})))
     runner.close()
     pipeline(**parts(48)).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match="not a text-to-image Stable Diffusion 1: unet cross_attention_dim"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.markup import WeightedPrompt
 from core.ops.reference import TorchLowering
 from pipeline.conditioning import Conditioner
 from pipeline.encode import Encoder
@@ -71,10 +73,16 @@ def test_guidance_has_two_rows_above_zero_and_the_usual_form(scale: float, negat
         torch.testing.assert_close(usual, positive + scale * (positive - negative_row), rtol=0, atol=1e-5)
 
 
-def test_weights_are_not_read() -> None:
-    assert not FAMILY.weighting
-    with pytest.raises(NotImplementedError):
-        FAMILY.text_encoder(model("tiny")).weighted(WeightedPrompt((("a", 1.5),)))
+@pytest.mark.parametrize(
+    "fields", [{"prompt_weighting": True}, {"prompt_weighting": "a1111"}, {"prompt_2": "b"}, {"clip_skip": 1}]
+)
+def test_fields_of_other_families_are_refused(fields: dict[str, Any]) -> None:
+    one = model("tiny")
+    conditioner = Conditioner(one, encoder("tiny"), lambda hidden: hidden)
+    (name,) = fields
+    with pytest.raises(Invalid, match=f"{name}: is not supported by this model"):
+        conditioner.read(ImageParameters("a (red)1.3 cat", 0, 32, 32, **fields))
+    assert not FAMILY.embedding_widths(one)
 
 
 def test_an_example_has_the_longest_prompt() -> None:

@@ -1,0 +1,85 @@
+"""Reads and checks the prompts of an image request: their syntax, and the fields that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from contract import a1111, markup
+from contract.bounds import check_text, check_whole
+from contract.errors import Invalid
+from contract.markup import A1111, COMPEL, MarkupError, WeightedPrompt
+
+if TYPE_CHECKING:
+    from contract.card import ImageOffer
+
+SYNTAXES = (COMPEL, A1111)
+MAX_CHUNKS = 4  # of a prompt's tokens, 75 each with CLIP
+MAX_CLIP_SKIP = 31
+FIELDS = ("prompt_weighting", "prompt_2", "negative_prompt_2", "clip_skip")
+"""What only some families of models read."""
+
+_TEXTS = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
+
+
+def read(text: str, weighting: bool | str) -> str | WeightedPrompt:
+    """Parse a prompt in the syntax of a request's `prompt_weighting`: none, compel's (also True), or A1111's.
+
+    Raises `MarkupError`.
+    """
+    if not weighting:
+        return text
+    return a1111.read(text) if weighting == A1111 else markup.read(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """What a request says of its prompts; the fields are those of `ImageParameters`."""
+
+    prompt: str
+    negative_prompt: str | None
+    prompt_weighting: bool | str
+    prompt_2: str | None
+    negative_prompt_2: str | None
+    clip_skip: int | None
+
+    def check(self, offer: ImageOffer) -> None:
+        """Raise `Invalid` for the first field that is wrong, or that the model does not read. Texts are not echoed."""
+        if not isinstance(self.prompt_weighting, bool) and self.prompt_weighting not in SYNTAXES:
+            raise Invalid("prompt_weighting", f"must be true or false, or one of {', '.join(SYNTAXES)}")
+        for name in _TEXTS:
+            text = getattr(self, name)
+            if text is None and name != "prompt":
+                continue
+            words = _words(name, check_text(name, text, offer.max_prompt_characters), self.prompt_weighting)
+            if name == "prompt" and not words.strip():
+                raise Invalid(name, "must not be empty")
+        if self.negative_prompt_2 is not None and self.negative_prompt is None:
+            raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
+        if self.clip_skip is not None:
+            check_whole("clip_skip", self.clip_skip, 0, MAX_CLIP_SKIP)
+        if offer.prompt_fields is not None:
+            self.check_known(offer.prompt_fields)
+
+    def check_known(self, fields: Collection[str]) -> None:
+        """Raise `Invalid` for one of `FIELDS` that is given and not among these."""
+        for name in FIELDS:
+            if getattr(self, name) and name not in fields:
+                raise Invalid(name, "is not supported by this model")
+
+
+def _words(field: str, text: str, weighting: bool | str) -> str:
+    """The text without marks."""
+    try:
+        found = read(text, weighting)
+    except MarkupError as error:
+        raise Invalid(field, str(error)) from error
+    return found if isinstance(found, str) else found.text
+
+
+def check_expandable(fields: object) -> None:
+    """Raise `Invalid` for fields that cannot be given together with `expand_prompt`, which rewrites the prompt."""
+    for name in ("prompt_weighting", "prompt_2"):
+        if getattr(fields, name):
+            raise Invalid(name, "cannot be given together with expand_prompt")
