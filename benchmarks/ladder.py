@@ -71,8 +71,9 @@ _ENGINE = {
 }
 RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
 STATIC_BATCH = 8
-IN_FLIGHT = 16
-_ROUND = 32  # pictures of each rung before it is the next one's turn: drift of the machine meets all rungs alike
+IN_FLIGHT = 16  # twice as many of one row each
+_ROUND = 32  # pictures of each rung at least before it is the next one's turn: drift of the machine meets all alike
+_TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last pictures are in few's company
 
 Draw = Callable[[Sequence[tuple[str, int]]], None]
 """Draws a picture for each (prompt, seed)."""
@@ -92,7 +93,7 @@ def run(
     student: str | None = None,
     compile_limit_s: float = compiling.LIMIT_S,
 ) -> dict[str, Any]:
-    """Measure the rungs in turns of `_ROUND` images, at least `pictures` of each; report the median turn.
+    """Measure the rungs in turns of at least `_ROUND` images, at least `pictures` of each; report the median turn.
 
     A rung runs its first turn before the next rung is prepared; later turns alternate. A rung that
     cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the reason.
@@ -175,7 +176,7 @@ def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:
 
 
 class Turns:
-    """Runs turns of `_ROUND` images of each rung, and prints each rate."""
+    """Runs turns of `_ROUND` images of each rung, or of about `_TURN_S` where these are more, and prints each rate."""
 
     def __init__(self, count: int) -> None:
         from rich.console import Console
@@ -183,6 +184,7 @@ class Turns:
         self.rates: dict[str, list[float]] = {}
         self._count = max(1, count)
         self._draws: dict[str, Draw] = {}
+        self._sizes: dict[str, int] = {}  # pictures of a turn
         self._number = 0
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.say: Callable[[str], None] = lambda text: console.print(text, markup=False)
@@ -190,8 +192,11 @@ class Turns:
     def begin(self, name: str, draw: Draw) -> None:
         """Warm a rung up and give it its first turn."""
         self.say(f"warming up {name}")
+        started = time.perf_counter()
         draw([(f"a warm cup of tea, {i}", i) for i in range(STATIC_BATCH)])
+        rate = STATIC_BATCH / (time.perf_counter() - started)
         self._draws[name], self.rates[name] = draw, []
+        self._sizes[name] = _ROUND * min(_MOST_ROUNDS, max(1, round(_TURN_S * rate / _ROUND)))
         self._take(name)
 
     def finish(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
@@ -205,13 +210,13 @@ class Turns:
 
     def _take(self, name: str) -> None:
         # Every picture has a prompt of its own: no rung lives on remembered embeddings.
-        first = self._number
-        jobs = [(f"picture {first + i} of a small red boat on a lake", first + i) for i in range(_ROUND)]
-        self._number += _ROUND
+        first, size = self._number, self._sizes[name]
+        jobs = [(f"picture {first + i} of a small red boat on a lake", first + i) for i in range(size)]
+        self._number += size
         started = time.perf_counter()
         self._draws[name](jobs)
         rates = self.rates[name]
-        rates.append(_ROUND / (time.perf_counter() - started))
+        rates.append(size / (time.perf_counter() - started))
         self.say(f"turn {len(rates)} of {self._count}: {name} {rates[-1]:.3f} pictures/s")
 
 
@@ -319,13 +324,13 @@ def _compile(settings: Settings) -> None:
 
 
 def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
-    """A closed loop of `IN_FLIGHT` requests."""
+    """A closed loop of `IN_FLIGHT` requests, of twice as many where they have one row."""
     model, how = works.images.model, _ENGINE[rung]
     native, guidance = model.native, model.defaults.guidance_scale
     cached = plan.parse(works.settings.deepcache)
 
     def draw(jobs: Sequence[tuple[str, int]]) -> None:
-        room = Semaphore(IN_FLIGHT)
+        room = Semaphore(IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT)
         futures = []
         for prompt, seed in jobs:
             room.acquire()
