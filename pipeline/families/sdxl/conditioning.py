@@ -89,6 +89,8 @@ class CLIPPair:
         self._compute = compute or partial(embed, model)
         self._tokenizers = tokenizers(model)
         self.tokens = int(self._tokenizers[0].model_max_length)
+        for tokenizer in self._tokenizers:
+            split(tokenizer, "")  # forgets the padding and truncation of its file, before other threads use it
 
     def read(self, fields: PromptFields) -> RequestPrompts:
         most = min(encoder.config.num_hidden_layers for encoder in text_encoders(self._model)) - 1
@@ -126,13 +128,8 @@ class CLIPPair:
     @torch.inference_mode()
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         """Of prompts that fit into one chunk."""
-        ids = [
-            tokenizer(
-                list(prompts), padding="max_length", max_length=tokenizer.model_max_length, truncation=True,
-                return_tensors="pt",
-            ).input_ids
-            for tokenizer in self._tokenizers
-        ]  # fmt: skip
+        # Not padded by the tokenizer: padding is a state of it, and `read` uses it on other threads.
+        ids = [torch.cat([split(tokenizer, prompt).ids for prompt in prompts]) for tokenizer in self._tokenizers]
         joined, pooled = self._compute(ids)
         # Clones: a view would keep the whole batch alive for as long as one of its prompts is cached.
         return [Embedding(joined[row].clone(), pooled[row].clone()) for row in range(len(prompts))]

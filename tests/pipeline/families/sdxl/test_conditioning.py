@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,3 +147,34 @@ def test_bits_of_a_marked_prompt_depend_on_nothing_else() -> None:
     for one, found in zip(marked, together[1:-1], strict=True):
         (alone,) = Encoder(encoder).encode([one], 2)
         assert torch.equal(alone.hidden, found.hidden) and torch.equal(alone.pooled, found.pooled)  # type: ignore[arg-type]
+
+
+def test_prompts_are_checked_on_one_thread_while_others_are_encoded_on_another() -> None:
+    """As the submitting threads and the lane do: a tokenizer's padding and truncation are a state of it."""
+    made = model("plain")
+    encoder, texts = CLIPPair(made), [f"a red hat of kind {number}" for number in range(200)]
+    expected = encoder.plain(texts[:4])
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def check() -> None:
+        try:
+            number = 0
+            while not stop.is_set():
+                found = encoder.read(PromptFields(f"{texts[number % 200]}, {number}", ""))
+                assert found.chunks == 1
+                number += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=check) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(150):
+            for one, other in zip(encoder.plain(texts[:4]), expected, strict=True):
+                assert torch.equal(one.hidden, other.hidden)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
