@@ -103,6 +103,7 @@ def run(
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
     memory: dict[str, Any] = {}
+    models = dict.fromkeys(rungs, Path(settings.model_name).name)
     left_out: dict[str, str] = {}
     with record.alone(), ExitStack() as stack:
         lane = Lane("rungs")  # all compute on one thread: see Lane
@@ -124,12 +125,13 @@ def run(
                 left_out[name] = str(error)
                 turns.say(f"{name} is left out: {error}")
                 continue
+            models[name] = works.images.model.name
             memory[name] = works.images.backend.held_bytes()
             turns.begin(name, _closed_loop(works, name, own_steps))
         if not turns.rates:
             raise record.BenchError(f"no rung can be measured here: {left_out}")
         measured = turns.finish([name for name in rungs if name not in left_out])
-    rows = _rows(settings, steps, measured, memory)
+    rows = [row | {"model": models[row["name"]]} for row in _rows(settings, steps, measured, memory)]
     result = {
         "rungs": rows,
         "left_out": left_out,
@@ -269,7 +271,7 @@ def _drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -
         name = student or ("" if own is None else f"{own}-turbo")
         if student is None and not (name and Path(name).is_dir()):
             raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
-        wanted, steps = wanted.model_copy(update={"model_name": name}), defaults_of(name).steps
+        wanted, steps = wanted.model_copy(update={"model": name}), defaults_of(name).steps
         own = _folder(wanted)
     if rung.vae == TINY and not (settings.tiny_vae or (own is not None and (own / TINY_VAE).is_dir())):
         raise LeftOut("the model has no tiny decoder")

@@ -109,6 +109,6 @@ def test_a_student_draws_in_its_own_steps(
     result = ladder.run(
         settings, steps=1, pictures=2, results=tmp_path, rungs=("turbo", "turbo+tiny"), student=str(student)
     )
-    assert [rung["name"] for rung in result["rungs"]] == ["turbo"]
+    assert [(rung["name"], rung["model"]) for rung in result["rungs"]] == [("turbo", "quick-turbo")]
     assert result["left_out"] == {"turbo+tiny": "the model has no tiny decoder"}
     assert "warming up turbo" in capsys.readouterr().err
