@@ -105,7 +105,7 @@ def test_a_student_draws_in_its_own_steps(
         "turbo": absent,
         "turbo+tiny": absent,
     }
-    student = tiny.save(tmp_path / "quick-turbo", tiny.SDXLShape())
+    student = tiny.save(tmp_path / "quick-turbo", tiny.SDXLShape(heads=(1, 2)))
     result = ladder.run(
         settings, steps=1, pictures=2, results=tmp_path, rungs=("turbo", "turbo+tiny"), student=str(student)
     )
