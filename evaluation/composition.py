@@ -81,28 +81,36 @@ class Checker:
     def check(self, picture: Tensor, truth: Truth) -> Verdict:
         """The verdict on a picture [3, H, W] in 0..1. Raises `KeyError` for a subject without a sprite."""
         seen = _Seen(picture.to(self._device).float())
-        found: list[list[Match]] = [[] for _ in truth.things]
-        order = range(len(truth.things))
         behind = {"behind": 0, "in front of": 1}.get(truth.relation or "")
-        # What stands in front is found first: what it covers says nothing about the thing behind.
-        for place in sorted(order, key=lambda place: place == behind):
-            thing = truth.things[place]
-            cover = self._cover(seen, truth, found, place) if place == behind else None
-            found[place] = self._find(seen, thing, truth.sticker, cover)
-        for place in order:
-            if place != behind:  # of what is half hidden too little is seen to tell it from all others
-                found[place] = self._its_own(seen, truth.things[place], found[place])
-        levels = [_HIDDEN if place == behind else FOUND for place in order]
+        found = self._all(seen, truth, behind)
+        levels = [_HIDDEN if place == behind else FOUND for place in range(len(found))]
         best = [matches[0].score if matches else 0.0 for matches in found]
         subject = all(score >= level for score, level in zip(best, levels, strict=True))
         kept = [self._alike(matches, level) for matches, level in zip(found, levels, strict=True)]
-        asked = any(thing.count > 1 for thing in truth.things)
-        count = all(len(m) == t.count for m, t in zip(kept, truth.things, strict=True)) if asked else None
+        count = self._counted(truth, kept)
         colours = [self._coloured(seen, thing, m) for thing, m in zip(truth.things, kept, strict=True) if thing.colour]
         placed = subject and self._placed(truth, kept) if truth.relation not in (None, "and") else None
         if placed and behind is not None:
             placed = self._ordered(seen, truth, kept, behind)
         return Verdict(subject, count, all(colours) if colours else None, placed, min(best))
+
+    def _all(self, seen: _Seen, truth: Truth, behind: int | None) -> list[list[Match]]:
+        """The matches of every thing; the thing `behind` comes last, as what covers it says nothing about it."""
+        found: list[list[Match]] = [[] for _ in truth.things]
+        for place in sorted(range(len(found)), key=lambda place: place == behind):
+            thing = truth.things[place]
+            if place == behind:  # of what is half hidden too little is seen to tell it from all others
+                found[place] = self._find(seen, thing, truth.sticker, self._cover(seen, truth, found, place))
+            else:
+                found[place] = self._its_own(seen, thing, self._find(seen, thing, truth.sticker, None))
+        return found
+
+    @staticmethod
+    def _counted(truth: Truth, found: list[list[Match]]) -> bool | None:
+        """Whether there are as many of each thing as asked; None where one of each is."""
+        if all(thing.count == 1 for thing in truth.things):
+            return None
+        return all(len(matches) == thing.count for matches, thing in zip(found, truth.things, strict=True))
 
     def _find(self, seen: _Seen, thing: Thing, sticker: bool, cover: Tensor | None) -> list[Match]:
         """All matches of a thing, best first; where a colour is asked it may have any."""
@@ -175,8 +183,8 @@ class Checker:
         ]
 
     def _coloured(self, seen: _Seen, thing: Thing, matches: list[Match]) -> bool:
-        """Whether most of what is coloured in the sprite has the asked hue in the picture, in every match."""
-        for match in matches:
+        """Whether most of what is coloured in the sprite has the asked hue, in as many of the best matches as asked."""
+        for match in matches[: thing.count]:
             plain = self._placed_sprite(seen, Thing(thing.subject), match._replace(variant=0))
             straight = plain[:3] / plain[3:].clamp(min=1e-3)
             weight = (plain[3] > 0.9).float() * hues.coloured(straight)
@@ -188,7 +196,8 @@ class Checker:
     @staticmethod
     def _placed(truth: Truth, found: list[list[Match]]) -> bool:
         """Whether the centres of the things' matches stand as the relation says."""
-        centres = [(sum(m.x for m in part) / len(part), sum(m.y for m in part) / len(part)) for part in found]
+        best = [part[: thing.count] for part, thing in zip(found, truth.things, strict=True)]
+        centres = [(sum(m.x for m in part) / len(part), sum(m.y for m in part) / len(part)) for part in best]
         if truth.relation == "row":
             return all(b[0] - a[0] > abs(b[1] - a[1]) for a, b in pairwise(centres))
         (x0, y0), (x1, y1) = centres

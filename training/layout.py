@@ -13,6 +13,8 @@ _GRIDS = {
     6: ((3, 2), (2, 3)),
 }  # fmt: skip
 
+_OPEN = {"and": ("left of", "right of", "above", "below"), "beside": ("left of", "right of")}
+
 
 class Square(NamedTuple):
     """Centre and side in pixels."""
@@ -65,19 +67,17 @@ def pair(
     unit = min(width, height)
     if relation in ("behind", "in front of"):
         return _overlapping(draw, width, height, relation, [size for _, size in things])
-    if relation == "and":
-        relation = draw.choice(("left of", "right of", "above", "below"))
-    elif relation == "beside":
-        relation = draw.choice(("left of", "right of"))
+    relation = draw.choice(_OPEN.get(relation, (relation,)))
     flat = relation in ("left of", "right of")
     # The larger group takes the larger part.
     counts = [count for count, _ in things]
     share = draw.uniform(0.46, 0.54) + 0.05 * (min(counts[0], 4) - min(counts[1], 4))
     first = relation in ("left of", "above")
     cut = (share if first else 1 - share) * (width if flat else height)
+    breadth = height if flat else width
     # Where things stand singly, their centres must differ mainly along the relation's axis.
-    band = (height if flat else width) * 0.72 if max(counts) == 1 else (height if flat else width)
-    lead = ((height if flat else width) - band) / 2 + draw.uniform(-1, 1) * ((height if flat else width) - band) / 2
+    band = breadth * (0.72 if max(counts) == 1 else 1.0)
+    lead = (breadth - band) / 2 * (1 + draw.uniform(-1, 1))
     if flat:
         regions = [Region(0, lead, cut, band), Region(cut, lead, width - cut, band)]
     else:
@@ -123,7 +123,7 @@ def _overlapping(
     front = unit * draw.uniform(*spans.get(front_size, (0.46, 0.56)))
     back = unit * draw.uniform(*spans.get(back_size, (0.50, 0.62)))
     angle = math.radians(draw.choice((draw.uniform(20, 70), draw.uniform(110, 160), draw.uniform(70, 110))))
-    apart = (front + back) / 2 * draw.uniform(0.56, 0.68)
+    apart = (front + back) / 2 * draw.uniform(0.46, 0.58)
     dx, dy = apart * math.cos(angle), -apart * math.sin(angle)
     # Boxes of the two, moved as one to where both fit.
     left, right = min(-front, 2 * dx - back) / 2, max(front, 2 * dx + back) / 2

@@ -4,7 +4,7 @@
 # Does not know how to reach the machine: it runs on it.
 #
 # Before, on the machine with the models, beside the repository's code (neither folder is committed):
-#   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/
+#   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/; cp -r $DATA/coco .carry/
 #   python -m training.start --data $DATA --work /tmp/start --models models --pack .carry/start.pt      # 27 MiB
 # and in .whl/ diffusers, importlib_metadata and lazy-importer as wheels (see h200.sh). Then, on the GPU machine, in the
 # repository's root, with OUT set to where answers are taken from:

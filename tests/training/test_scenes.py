@@ -17,13 +17,19 @@ from training.scenes import HELD_SHARES, Composer, held
 from training.subjects import Subject, article, plural
 
 NOUNS = (
-    "cat", "dog", "fish", "mouse", "fox", "butterfly", "owl", "hot dog", "umbrella", "t-shirt", "cactus", "knife", "pear",
-    "bus", "apricot", "tent", "igloo", "drum", "crab", "rocket",
+    "cat", "dog", "fish", "mouse", "fox", "butterfly", "owl", "hot dog", "umbrella", "t-shirt", "cactus", "knife",
+    "pear", "bus", "apricot", "tent", "igloo", "drum", "crab", "rocket",
 )  # fmt: skip
-COMPOSER = Composer(
-    [Subject(n, plural(n), i, hues.WORDS if i % 3 else (), "red" if i % 5 == 0 else None, (0.5,) * 3) for i, n in enumerate(NOUNS)],
-    seed=7,
-)  # fmt: skip
+
+
+def subject(row: int, noun: str) -> Subject:
+    """Two of three take colours, every fifth is red."""
+    colours = hues.WORDS if row % 3 else ()
+    return Subject(noun, plural(noun), row, colours, None if row % 5 else "red", (0.5, 0.5, 0.5))
+
+
+COMPOSER = Composer([subject(row, noun) for row, noun in enumerate(NOUNS)], seed=7)
+PINNED = [False, False, False, False, False, False, False, False]
 SIZES = ((128, 128), (192, 192), (96, 160), (192, 96), (64, 64))
 INDICES = st.integers(0, 10**9)
 
@@ -60,7 +66,7 @@ def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int,
         for layer in mine:
             for axis in (0, 1):
                 low = layer.square[axis] + scene.corner[axis] - layer.square.side / 2
-                assert -1 <= low and low + layer.square.side <= canvas[axis] + 1
+                assert low >= -1 and low + layer.square.side <= canvas[axis] + 1
     if truth.relation in ("left of", "right of", "above", "below"):
         one, two = (centres[thing] for thing in truth.things)
         axis = 0 if truth.relation in ("left of", "right of") else 1
@@ -75,7 +81,7 @@ def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int,
 
 @given(st.sampled_from(list(HELD_SHARES)), st.booleans())
 def test_prompts_are_of_the_asked_families_and_no_others(kind: str, seen: bool) -> None:
-    found = COMPOSER.prompts(kind, 15 if not seen else 30, seen=seen)
+    found = COMPOSER.prompts(kind, 30 if seen else 8, seen=seen)
     families = [COMPOSER.families(prompt.truth) for prompt in found]
     assert all(len(one) == 1 and one[0][0] == kind and held(one[0]) is not seen for one in families)
     assert len({one[0] for one in families}) == len(found)
@@ -88,9 +94,8 @@ def test_the_held_out_shares_are_about_what_they_say_and_stay() -> None:
         every = COMPOSER._every(kind)
         found = sum(map(held, every)) / len(every)
         assert abs(found - share) < 0.09, kind
-    assert [held(("colour", "cat", word)) for word in hues.WORDS] == [
-        False, False, False, False, False, False, False, False
-    ]  # fmt: skip
+    # What was trained on in one release must not be held out in the next.
+    assert [held(("colour", "cat", word)) for word in hues.WORDS] == PINNED
 
 
 def test_relations_and_grammar_are_all_used() -> None:
