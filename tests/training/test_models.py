@@ -27,7 +27,7 @@ def curve(trained: Trained, stage: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stage", "key", "share"),
     [
-        ("vae", "loss", 0.6),
+        ("vae", "loss", 0.75),
         ("clip", "loss", 0.8),
         ("unet", "eps", 0.7),
         ("zimage_vae", "loss", 0.9),

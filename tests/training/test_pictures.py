@@ -41,7 +41,7 @@ def test_shrinking_does_not_bleed_the_colour_under_transparency() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a.png\tx\tred circle\tred\tg\ts", "line 58: name 'red circle' was used on line 2"),
+        ("a.png\tx\tred circle\tred\tg\ts", "line 63: name 'red circle' was used on line 2"),
         ("a.png\tx", "no field 'name'"),
     ],
 )
