@@ -16,8 +16,8 @@ from training.shapes import SMOKE
 HUES = {"red": (220, 40, 40), "blue": (40, 80, 220), "green": (40, 160, 60), "purple": (130, 60, 190)}
 FORMS = ("circle", "square", "ring", "cross", "bar")
 THINGS = {
-    "ball": ("circle", (240, 140, 20)), "crate": ("square", (40, 160, 60)), "hoop": ("ring", (40, 80, 220)),
-    "plank": ("bar", (150, 80, 40)), "sign": ("cross", (220, 40, 40)),
+    "ball": ("circle", (240, 140, 20)), "crate": ("square", (90, 200, 110)), "hoop": ("ring", (70, 130, 240)),
+    "plank": ("bar", (150, 80, 40)), "sign": ("cross", (235, 90, 50)),
 }  # fmt: skip
 """Nouns that scenes are composed of."""
 HANDS = ("waving hand", "raised fist", "nose", "leg", "ear", "foot")
