@@ -24,7 +24,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/scenes-out}
 SITE=${SITE:-/tmp/site}
 VAE_MIN=${VAE_MIN:-5} CLIP_MIN=${CLIP_MIN:-5} UNET_MIN=${UNET_MIN:-14} SLICE_S=${SLICE_S:-525} COUNT=${COUNT:-300}
-export PYTHONPATH=$PWD:$SITE:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
+export PYTHONPATH=$PWD:$SITE:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 read -ra MORE <<<"${EXTRA:-}" # more options for every stage, for a rehearsal elsewhere: EXTRA="--shape smoke --size 32"
 COMMON=(--data "$CARRIED" --work "$WORK" --models "$WORK/models" --checkpoint-s 60 --variants 24 "${MORE[@]}")

@@ -106,10 +106,15 @@ class _Batches(Dataset[dict[str, Any]]):
         return {"ids": ids, "foils": foils, "label": label, "parts": parts, "size": size}
 
 
+def _begin_worker(_: int) -> None:
+    # A tokenizer's threads do not survive a fork: with them its first call in a worker would never return.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 class SceneStream:
     """Batches in the order of iterations, beginning anywhere. `native` keeps to the native size."""
 
-    def __init__(self, run: TrainingRun, rows: int, *, native: bool = False) -> None:
+    def __init__(self, run: TrainingRun, rows: int, *, native: bool = False, workers: int | None = None) -> None:
         self.world = World.read(run)
         self.renderer = Renderer(self.world.images, run.device)
         shares = buckets(run)
@@ -117,6 +122,8 @@ class SceneStream:
             shares = {(run.size, run.size): 1.0}
         self._run = run
         self._source = _Batches(self.world, tokens.clip_tokenizer(run), rows, shares)
+        spare = min(12, max(1, (os.cpu_count() or 1) - 4)) if run.on_gpu else 0
+        self._workers = spare if workers is None else workers
         self._next = -1
         self._batches: Iterator[dict[str, Any]] = iter(())
 
@@ -136,8 +143,10 @@ class SceneStream:
         return self.renderer.draw(batch.scenes)
 
     def _from(self, iteration: int) -> Iterator[dict[str, Any]]:
-        workers = min(12, max(1, (os.cpu_count() or 1) - 4)) if self._run.on_gpu else 0
-        more: dict[str, Any] = {"prefetch_factor": 4, "multiprocessing_context": "fork"} if workers else {}
+        workers = self._workers
+        more: dict[str, Any] = {}
+        if workers:
+            more = {"prefetch_factor": 4, "multiprocessing_context": "fork", "worker_init_fn": _begin_worker}
         order: Any = range(iteration, 2**40)
         return iter(
             DataLoader(
