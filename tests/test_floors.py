@@ -56,6 +56,7 @@ CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployme
 # Settings are read in the contract's words. Operations pack quantized layers and call kernels.
 SIDEWAYS = {
     "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
+    "training": {"evaluation"},
     "training.captioning": {"evaluation"},
     "core.config": {"contract"},
     "core.ops": {"core.kernels", "core.quant"},

@@ -1,7 +1,8 @@
 """Stage `clip`: trains `emoji-clip` and the two text towers that the image model starts from.
 
-Contrastive training on pairs of image and caption (Radford et al. 2021). The second text tower is `emoji-clip`'s own;
-the first is a smaller one trained against the same vision tower.
+Contrastive training on pairs of image and caption (Radford et al. 2021); every scene brings a caption with one thing
+wrong besides, as in NegCLIP (Yuksekgonul et al. 2023), without which captions are read as bags of words. The second
+text tower is `emoji-clip`'s own; the first is a smaller one trained against the same vision tower.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from training import captions, loop, pictures, tokens
+from training import loop, tokens
 from training.run import TrainingRun, from_options, parser
+from training.stream import SceneStream
 
 
 class CLIPLoss(nn.Module):
@@ -37,17 +39,30 @@ class CLIPLoss(nn.Module):
         self.head = nn.Linear(shape.text_width, shape.pooled_width, bias=False)
         self.pad_2 = pad_2
 
-    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels [B, 3, H, W] in -1..1 and END-padded ids [B, L] to the loss and the share ranked first."""
+    def forward(
+        self, pixels: torch.Tensor, ids: torch.Tensor, foils: torch.Tensor, label: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pixels [B, 3, H, W] in -1..1 and END-padded ids and foils [B, L]: the loss, and the shares that rank first
+        among all captions and before the foil.
+
+        Rows of one `label` [B] show the same emoji and are no wrong answers to one another.
+        """
         seen = F.normalize(self.see(pixels).float(), dim=-1)
-        read = F.normalize(self.read(ids).float(), dim=-1)
-        first = F.normalize(self.head(self.text(input_ids=ids).pooler_output).float(), dim=-1)
+        texts = torch.cat([ids, foils])
+        read = F.normalize(self.read(texts).float(), dim=-1)
+        first = F.normalize(self.head(self.text(input_ids=texts).pooler_output).float(), dim=-1)
         scale = self.clip.logit_scale.clamp(max=4.6).exp()
         target = torch.arange(len(pixels), device=pixels.device)
-        scores = scale * seen @ read.T
-        scores_1 = scale * seen @ first.T
-        loss = sum(F.cross_entropy(s, target) for s in (scores, scores.T, scores_1, scores_1.T))
-        return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean()
+        same = (label[:, None] == label[None]) & (target[:, None] != target[None])
+        none = (foils[:, 1] == foils[:, -1]).expand(len(pixels), -1)
+        barred = torch.cat([same, none], dim=1)
+        scores = (scale * seen @ read.T).masked_fill(barred, -1e4)
+        scores_1 = (scale * seen @ first.T).masked_fill(barred, -1e4)
+        own = len(pixels)
+        pairs = (scores, scores[:, :own].T, scores_1, scores_1[:, :own].T)
+        loss = sum(F.cross_entropy(s, target) for s in pairs)
+        before = scores.diagonal() > scores[:, own:].diagonal()
+        return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean(), before.float().mean()
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
         """Image features [B, pooled_width], not normalised."""
@@ -72,36 +87,31 @@ def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> to
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the towers on every picture but the held-out variants."""
-    rows = pictures.read_rows(run.data)
-    images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
-    table = tokens.caption_table(run, rows).to(run.device)
-    palette = torch.tensor([(255, 255, 255), *captions.COLOURS.values()], device=run.device) / 255
-    hidden = captions.held_out(rows, run.held_out)
-    seen = torch.tensor([index for index in range(len(rows)) if index not in hidden], device=run.device)
+    """Trains the towers, from `start/` where that has some."""
+    batch = run.batch or (1024 if run.on_gpu else 128)
+    stream = SceneStream(run, batch, native=True)
     towers = CLIPLoss(run).to(run.device)
-    model: Any = torch.compile(towers) if run.compile else towers
-    batch = min(run.batch or (1024 if run.on_gpu else 128), len(seen))
+    loop.begin("clip", {"towers": towers}, run)
+    model: Any = torch.compile(towers, dynamic=False) if run.compile else towers
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
-        # Without replacement: a picture twice in a batch would be its own wrong answer.
-        index = seen[torch.randperm(len(seen), **given)[:batch]]
-        variant = torch.randint(table.shape[1], (batch,), **given)
-        colour = torch.randint(1, table.shape[2], (batch,), **given)
-        colour = torch.where(torch.rand(batch, **given) < 0.6, 0, colour)
-        kind = torch.rand(batch, **given)
-        noise = torch.randn(batch, 3, run.size, run.size, **given)
-        ids = table[index, variant, colour].long()
+        drawn = stream.at(iteration)
+        ids, foils = drawn.ids, drawn.foils
         if not run.compile:  # the towers are causal: nothing behind the longest caption matters to END
-            ids = ids[:, : int((ids != ids[0, -1]).sum(1).max()) + 1]
-        pixels = pictures.composite(images[index], palette[colour])
+            longest = int((torch.cat([ids, foils]) != ids[0, -1]).sum(1).max()) + 1
+            ids, foils = ids[:, :longest], foils[:, :longest]
+        pixels = stream.draw(drawn)
+        kind = torch.rand(batch, **given)
+        noise = torch.randn(pixels.shape, **given)
         pixels = roughen(pixels, noise, kind)
         with run.autocast():
-            total, first = model(pixels, ids)
-        return total, {"first": first}
+            total, first, before = model(pixels, ids, foils, drawn.label)
+        return total, {"first": first, "before_foil": before}
 
-    stage = loop.Stage("clip", {"towers": towers}, loss, rate=1.5e-3, decay=0.05, average=0.998, warmup=50)
+    stage = loop.Stage(
+        "clip", {"towers": towers}, loss, rate=run.rate(1.5e-3, "clip"), decay=0.05, average=0.998, warmup=50
+    )
     return loop.train(stage, run)
 
 

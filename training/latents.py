@@ -1,56 +1,37 @@
-"""Stage `latents`: fixes the codec's scale and encodes every image on every background, once.
-
-The palette is small enough that all latents fit in memory, so the UNet never waits for an encoder.
-"""
+"""Stage `latents`: fixes the codec's scale, from what it makes of scenes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from training import captions, checkpoint, pictures, vae
+from training import checkpoint, vae
 from training.run import TrainingRun, from_options, parser
+from training.stream import SceneStream
 
-CHUNK = 256
-
-
-@dataclass(frozen=True)
-class Latents:
-    """`values` float16 [colours, N, 4, h, w], times `scaling_factor`; colours in the order of `COLOUR_NAMES`."""
-
-    values: torch.Tensor
-    scaling_factor: float
+CHUNK, CHUNKS = 64, 16
 
 
 @torch.no_grad()
 def train(run: TrainingRun) -> None:
-    """Centres and scales the codec's latents, then encodes all; writes `latents/latents.pt`."""
-    rows = pictures.read_rows(run.data)
-    images = pictures.read_pictures(run.data, rows, run.size)
+    """Centres and scales the codec's latents; writes `latents/latents.pt`."""
     codec = vae.load(run)
-    palette = torch.tensor(list(captions.COLOURS.values())) / 255
-    sample = torch.arange(0, len(rows), max(1, len(rows) // 512))
-    drawn = palette[torch.arange(len(sample)) % len(palette)]
-    probe = encode(run, codec, images[sample], drawn)
+    stream = SceneStream(run, CHUNK, native=True)
+    # Later scenes than any that is trained on.
+    probe = torch.cat([encode(run, codec, stream.draw(stream.at(2**30 + n))) for n in range(CHUNKS)])
     factor = centre_(codec, probe)
-    values = torch.stack([encode(run, codec, images, colour.expand(len(rows), 3)) for colour in palette])
-    state = {"values": (values * factor).half(), "scaling_factor": factor, "vae": codec.state_dict()}
-    checkpoint.save(run.folder("latents") / "latents.pt", state)
-    print(f"latents scaling_factor={factor:.5f} std={float((values * factor).std()):.4f}", flush=True)
+    checkpoint.save(run.folder("latents") / "latents.pt", {"scaling_factor": factor, "vae": codec.state_dict()})
+    print(f"latents scaling_factor={factor:.5f}", flush=True)
 
 
 @torch.no_grad()
-def encode(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
-    """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
-    found = []
-    for start in range(0, len(images), CHUNK):
-        part = slice(start, start + CHUNK)
-        pixels = pictures.composite(images[part].to(run.device), colours[part].to(run.device))
-        posterior = codec.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
-        found.append(posterior.mean.float().cpu())
-    return torch.cat(found)
+def encode(run: TrainingRun, codec: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Posterior means, float32, of pixels [B, 3, H, W] in -1..1."""
+    with run.autocast():
+        moments = codec.quant_conv(codec.encoder(pixels.contiguous(memory_format=torch.channels_last)))
+    mean: torch.Tensor = moments.float().chunk(2, dim=1)[0]
+    return mean
 
 
 @torch.no_grad()
@@ -75,16 +56,10 @@ def centre_(codec: Any, latents: torch.Tensor) -> float:
     return 1 / overall
 
 
-def load(run: TrainingRun) -> Latents:
-    """What the stage wrote; raises `FileNotFoundError` before it has run."""
-    state = _state(run)
-    return Latents(state["values"], float(state["scaling_factor"]))
-
-
 def load_codec(run: TrainingRun) -> Any:
     """The codec with its latents centred and `scaling_factor` set, in evaluation mode."""
     state = _state(run)
-    codec: Any = vae.build(run)
+    codec = vae.build(run)
     codec.load_state_dict(state["vae"])
     codec.register_to_config(scaling_factor=float(state["scaling_factor"]))
     return codec.eval().requires_grad_(False)

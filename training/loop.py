@@ -99,6 +99,19 @@ def train(stage: Stage, run: TrainingRun) -> Outcome:
     return Outcome(state.iteration, state.seconds / 60, state.smooth, progress >= 1)
 
 
+def begin(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
+    """Loads into `modules` what `start/NAME.pt` has, for a stage without a checkpoint; returns whether it did."""
+    state = checkpoint.load(run.work / "start" / f"{name}.pt")
+    if state is None or (run.folder(name) / "state.pt").exists():
+        return False
+    for key, module in modules.items():
+        missing, unknown = module.load_state_dict(state[key], strict=False)
+        if unknown:
+            raise ValueError(f"start/{name}.pt: {unknown[0]} is no part of {key}")
+        print(f"{name}: {key} starts from start/{name}.pt, {len(missing)} parts fresh", flush=True)
+    return True
+
+
 def restore_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
     """Loads a stage's averaged weights into `modules`; False where it has no checkpoint."""
     state = checkpoint.load(run.folder(name) / "state.pt")

@@ -56,6 +56,10 @@ class TrainingRun:
         """The Z-Image's shape, at this run's size."""
         return dataclasses.replace(self.shapes.zimage, native=self.size)
 
+    def rate(self, fresh: float, stage: str) -> float:
+        """A stage's learning rate: `fresh`, or 0.6 of it for what is trained already and would forget."""
+        return 0.6 * fresh if (self.work / "start" / f"{stage}.pt").exists() else fresh
+
     @property
     def on_gpu(self) -> bool:
         """Whether the run uses CUDA."""

@@ -15,11 +15,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.tiny import TOKENS
-from training import captions, phrases, pictures
+from training import captions, phrases, pictures, scenes, subjects
 from training.run import TrainingRun, from_options, parser
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LM_SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SCENES = 12_000  # captions of scenes that the vocabulary is learnt from
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
@@ -31,11 +32,13 @@ def train(run: TrainingRun) -> None:
     """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
     rows = pictures.read_rows(run.data)
     folder = run.folder("tokens")
-    vocab, merges = _clip_vocab(picture_text(rows), run.shapes.vocab)
+    composer = scenes.Composer(subjects.choose(rows, pictures.read_pictures(run.data, rows, run.size)), run.seed)
+    composed = [composer.compose(index).caption for index in range(SCENES)]
+    composed += [subject.plural for subject in composer.subjects] * 12  # a plural in pieces would be a word of its own
+    vocab, merges = _clip_vocab(picture_text(rows) + composed, run.shapes.vocab)
     for name, pad in (("clip", END), ("clip_2", "!")):
         _write_clip(folder / name, vocab, merges, pad)
     _write_lm(folder / "lm", phrases.corpus(run.data, rows), run.shapes.lm_vocab)
-    caption_table(run, rows)
 
 
 def clip_tokenizer(run: TrainingRun, second: bool = False) -> Any:

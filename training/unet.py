@@ -1,6 +1,7 @@
-"""Stage `unet`: trains the denoiser and, with it, both text towers, on latents and token tables.
+"""Stage `unet`: trains the denoiser and, with it, both text towers, on scenes and single emoji.
 
-The objective is epsilon prediction with SDXL's `scaled_linear` noise schedule.
+The objective is epsilon prediction with SDXL's `scaled_linear` noise schedule. Sizes, crops and enlarged originals are
+told as SDXL tells them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import torch
 from torch import nn
 
 from pipeline.tiny import BETAS, TIMESTEPS
-from training import captions, clip, latents, loop, pictures, tokens
+from training import clip, latents, loop, tokens
 from training.run import TrainingRun, from_options, parser
+from training.stream import PerSize, SceneStream
 
 DROP_ALL, DROP_TEXT = 0.08, 0.02  # zeroed embeddings (the pipeline's unconditional), and an empty prompt
-TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
 
 
 @dataclass
@@ -83,60 +84,50 @@ def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> 
 
 
 class Batches:
-    """Draws captions and clean latents of every picture but the held-out variants, on white and on every named
-    background.
+    """Draws captions, clean latents and SDXL's time ids.
 
     `captions` of them a batch, each with `repeats` noisy rows: on a CPU reading a caption costs as much as a denoising,
     so it is read once and used often.
     """
 
     def __init__(self, run: TrainingRun) -> None:
-        rows = pictures.read_rows(run.data)
         self.repeats = 1 if run.on_gpu else 4
         self.captions = max(1, (run.batch or (512 if run.on_gpu else 128)) // self.repeats)
-        self._device = run.device
-        self._latents = latents.load(run).values.to(run.device)
-        self._table = tokens.caption_table(run, rows).to(run.device)
+        self._run = run
+        self._stream = SceneStream(run, self.captions)
+        self._codec = latents.load_codec(run)
         self._empty = tokens.encode(tokens.clip_tokenizer(run), [""]).to(run.device)
-        hidden = captions.held_out(rows, run.held_out)
-        self._odds = torch.tensor(
-            [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)],
-            device=run.device,
-        )
 
-    def draw(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """END-padded ids [captions, L], and latents fp32 [captions · repeats, C, h, w]."""
-        count = self.captions
-
-        def uniform(*shape: int) -> torch.Tensor:
-            return torch.rand(*shape, generator=generator, device=self._device)
-
-        index = torch.multinomial(self._odds, count, replacement=True, generator=generator)
-        variant = (uniform(count) * self._table.shape[1]).long()
-        colour = 1 + (uniform(count) * len(captions.COLOURS)).long()
-        colour = torch.where(uniform(count) < 0.5, 0, colour)
-        ids = torch.where(uniform(count, 1) < DROP_TEXT, self._empty, self._table[index, variant, colour].long())
-        clean = self._latents[(colour - 1).clamp(min=0), index].float()
-        return ids, clean.repeat_interleave(self.repeats, 0)
+    def draw(
+        self, iteration: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
+        """END-padded ids [captions, L]; latents fp32 [captions · repeats, C, h, w] and time ids
+        [captions · repeats, 6]; and the pictures' size.
+        """
+        drawn = self._stream.at(iteration)
+        clean = latents.encode(self._run, self._codec, self._stream.draw(drawn)) * self._codec.config.scaling_factor
+        silent = torch.rand(len(clean), 1, generator=generator, device=self._run.device) < DROP_TEXT
+        ids = torch.where(silent, self._empty, drawn.ids)
+        told = drawn.scenes.time_ids.to(self._run.device)
+        return ids, clean.repeat_interleave(self.repeats, 0), told.repeat_interleave(self.repeats, 0), drawn.scenes.size
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the denoiser and both text towers."""
+    """Trains the denoiser and both text towers, from `start/` where that has them."""
     batches = Batches(run)
     end, pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
     parts = build(run)
-    if not (run.folder("unet") / "state.pt").exists():
+    if not loop.begin("unet", parts.modules(), run) and not (run.folder("unet") / "state.pt").exists():
         adopt_(parts, clip.load(run))
-    unet: Any = torch.compile(parts.unet) if run.compile else parts.unet
-    repeats, batch = batches.repeats, batches.captions * batches.repeats
+    unet = PerSize(run, parts.unet)
+    repeats = batches.repeats
     signal = alphas_bar(run.device)
     weight = weights(signal)
-    size = float(run.size)
-    time_ids = torch.tensor([size, size, 0, 0, size, size], device=run.device).expand(batch, 6)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
-        ids, clean = batches.draw(generator)
+        ids, clean, time_ids, size = batches.draw(iteration, generator)
+        batch = len(clean)
         # One timestep out of each of `batch` equal intervals: less variance than independent draws.
         order = torch.randperm(batch, **given)
         step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
@@ -149,7 +140,7 @@ def train(run: TrainingRun) -> loop.Outcome:
             states = states.repeat_interleave(repeats, 0) * keep[:, None, None]
             pooled = pooled.repeat_interleave(repeats, 0) * keep[:, None]
             told = {"text_embeds": pooled, "time_ids": time_ids}
-            guess = unet(noisy, step, states, added_cond_kwargs=told, return_dict=False)[0]
+            guess = unet.at(size)(noisy, step, states, added_cond_kwargs=told, return_dict=False)[0]
         square = (guess.float() - noise).square().mean(dim=(1, 2, 3))
         late = step >= 600
         return (weight[step] * square).mean(), {
@@ -161,7 +152,7 @@ def train(run: TrainingRun) -> loop.Outcome:
         "unet",
         parts.modules(),
         loss,
-        rate=1.5e-3,
+        rate=run.rate(1.5e-3, "unet"),
         warmup=150,
         average=0.9995 if run.on_gpu else 0.999,
         rates={"text": 0.3, "text_2": 0.3},

@@ -1,4 +1,4 @@
-"""Stage `vae`: trains the image codec, `AutoencoderKL` with factor 8, on images on plain backgrounds.
+"""Stage `vae`: trains the image codec, `AutoencoderKL` with factor 8, on scenes and single emoji.
 
 It uses no trained perceptual network: a loss on gradients at three scales keeps edges sharp.
 """
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from training import captions, loop, pictures
+from training import loop
 from training.run import TrainingRun, from_options, parser
+from training.stream import PerSize, SceneStream
 
 KL_WEIGHT = 1e-4  # per element; keeps the posterior a little noisy, so that the decoder forgives small errors
 
@@ -72,27 +73,23 @@ def backgrounds(palette: torch.Tensor, count: int, given: dict[str, Any]) -> tor
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the codec on every picture, held-out variants included (it never sees a name)."""
-    rows = pictures.read_rows(run.data)
-    images = pictures.read_pictures(run.data, rows, run.size).to(run.device)
-    palette = torch.tensor(list(captions.COLOURS.values()), device=run.device) / 255
-    vae = build(run)
-    codec: Any = VAELoss(vae)
-    if run.compile:
-        codec = torch.compile(codec)
+    """Trains the codec, from `start/` where that has one."""
     batch = run.batch or (96 if run.on_gpu else 8)
-    side = run.size // 8
+    stream = SceneStream(run, batch)
+    vae = build(run)
+    loop.begin("vae", {"vae": vae}, run)
+    codec = PerSize(run, VAELoss(vae))
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        index = torch.randint(len(rows), (batch,), **given)
-        true = pictures.composite(images[index], backgrounds(palette, batch, given))
-        noise = torch.randn(batch, 4, side, side, **given)
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        drawn = stream.at(iteration)
+        true = stream.draw(drawn)
+        shape = (len(true), 4, true.shape[-2] // 8, true.shape[-1] // 8)
+        noise = torch.randn(shape, generator=generator, device=run.device)
         with run.autocast():
-            total, kl, square = codec(true.contiguous(memory_format=torch.channels_last), noise)
+            total, kl, square = codec.at(drawn.scenes.size)(true.contiguous(memory_format=torch.channels_last), noise)
         return total, {"kl": kl.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
 
-    stage = loop.Stage("vae", {"vae": vae}, loss, rate=2e-3, decay=0.0, average=0.998, warmup=50)
+    stage = loop.Stage("vae", {"vae": vae}, loss, rate=run.rate(2e-3, "vae"), decay=0.0, average=0.998, warmup=50)
     return loop.train(stage, run)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.tiny_zimage import CHANNELS
-from training import captions, checkpoint, latents, loop, pictures, vae
+from training import captions, checkpoint, loop, pictures, vae
 from training.run import TrainingRun, from_options, parser
 
 NOISE = 0.25  # most noise, in deviations of the latents, that the decoder learns to forgive
@@ -107,21 +107,32 @@ def train(run: TrainingRun) -> loop.Outcome:
 def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
     """Gives the fresh latents mean 0 and deviation 1 per channel."""
     last = codec.encoder.conv_out
-    probe = latents.encode(run, codec, *_probe(images))
+    probe = encode_pictures(run, codec, *_probe(images))
     mean, deviation = (x.to(run.device) for x in (probe.mean(dim=(0, 2, 3)), probe.std(dim=(0, 2, 3))))
     last.weight[:CHANNELS] /= deviation[:, None, None, None]
     last.bias[:CHANNELS] = (last.bias[:CHANNELS] - mean) / deviation
 
 
 @torch.no_grad()
+def encode_pictures(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+    """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
+    found = []
+    for part in torch.arange(len(images)).split(256):
+        pixels = pictures.composite(images[part].to(run.device), colours[part].to(run.device))
+        posterior = codec.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
+        found.append(posterior.mean.float().cpu())
+    return torch.cat(found)
+
+
+@torch.no_grad()
 def encode(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
     """Fixes shift and scale, one of each for all channels as in FLUX's configuration, and encodes all pictures."""
     palette = torch.tensor(list(captions.COLOURS.values())) / 255
-    probe = latents.encode(run, codec, *_probe(images))
+    probe = encode_pictures(run, codec, *_probe(images))
     shift, factor = float(probe.mean()), 1 / float(probe.std())
     values = torch.stack(
         [
-            ((latents.encode(run, codec, images, colour.expand(len(images), 3)) - shift) * factor).half()
+            ((encode_pictures(run, codec, images, colour.expand(len(images), 3)) - shift) * factor).half()
             for colour in palette
         ]
     )

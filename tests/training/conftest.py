@@ -29,7 +29,7 @@ def run(data: Path, tmp_path: Path) -> TrainingRun:
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """All stages, exported and judged."""
     run = tiny(data, tmp_path_factory.mktemp("trained"))
-    lengths = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 120, "draft": 80}
+    lengths = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 160, "draft": 160}
     batches = {"vae": 8, "zimage_vae": 8}
     for name in stages.STAGES:
         batch = batches.get(name, run.batch)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from pipeline.tiny import TOKENS
 from tests.training.world import Trained
-from training import latents, pictures, tokens, unet
+from training import latents, pictures, stream, tokens, unet, vae
 from training.shapes import EMOJI
 
 # EulerDiscreteScheduler converts tensors the old way.
@@ -27,7 +27,7 @@ def curve(trained: Trained, stage: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stage", "key", "share"),
     [
-        ("vae", "loss", 0.6),
+        ("vae", "loss", 0.75),
         ("clip", "loss", 0.8),
         ("unet", "eps", 0.7),
         ("zimage_vae", "loss", 0.9),
@@ -103,16 +103,16 @@ def test_the_noise_schedule_is_the_schedulers(trained: Trained) -> None:
 
 def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) -> None:
     run = trained.run
-    kept = latents.load(run)
-    values = kept.values.float()
+    codec, plain = latents.load_codec(run), vae.load(run)
+    factor = codec.config.scaling_factor
+    drawn = stream.SceneStream(run, 64, native=True)
+    true = drawn.draw(drawn.at(2**31))
+    values = latents.encode(run, codec, true) * factor
     assert float(values.mean().abs()) < 0.25 and 0.6 < float(values.std()) < 1.5
-    codec = latents.load_codec(run)
-    assert codec.config.scaling_factor == pytest.approx(kept.scaling_factor)
-    rows = pictures.read_rows(run.data)
-    true = pictures.composite(pictures.read_pictures(run.data, rows, run.size), torch.ones(len(rows), 3))
-    made = codec.decode(values[0] / kept.scaling_factor).sample
-    direct = codec.decode(codec.encode(true).latent_dist.mode()).sample
-    assert float((made - direct).abs().mean()) < 0.02
+    with torch.no_grad():
+        made = codec.decode(values / factor).sample
+        direct = plain.decode(plain.encode(true).latent_dist.mode()).sample
+    assert float((made - direct).abs().mean()) < 1e-3
     assert float((made - true).square().mean()) < 0.75 * float(true.var())
 
 

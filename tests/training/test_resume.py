@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from training import checkpoint, loop
+from training import checkpoint, loop, tokens
 from training.run import TrainingRun
 
 LENGTH = 60
@@ -50,6 +51,8 @@ def iteration(run: TrainingRun) -> int:
 
 def test_a_killed_run_ends_as_an_undisturbed_one(run: TrainingRun, tmp_path: Path) -> None:
     calm = dataclasses.replace(run, work=tmp_path / "calm")
+    tokens.train(run)
+    shutil.copytree(run.work / "tokens", calm.work / "tokens")
     straight, broken = run_vae(calm), run_vae(run, "--checkpoint-s", "0")
     deadline = time.monotonic() + PATIENCE_S
     while iteration(run) < 20:

@@ -15,6 +15,11 @@ from training.shapes import SMOKE
 
 HUES = {"red": (220, 40, 40), "blue": (40, 80, 220), "green": (40, 160, 60), "purple": (130, 60, 190)}
 FORMS = ("circle", "square", "ring", "cross", "bar")
+THINGS = {
+    "ball": ("circle", (240, 140, 20)), "crate": ("square", (90, 200, 110)), "hoop": ("ring", (70, 130, 240)),
+    "plank": ("bar", (150, 80, 40)), "sign": ("cross", (235, 90, 50)),
+}  # fmt: skip
+"""Nouns that scenes are composed of."""
 HANDS = ("waving hand", "raised fist", "nose", "leg", "ear", "foot")
 SIDES = {"square": (16, 112), "bar": (44, 74), "raised fist": (26, 98), "leg": (16, 60), "foot": (60, 112)}
 TONES = {
@@ -49,8 +54,9 @@ def paint(form: str, colour: tuple[int, int, int]) -> Image.Image:
 
 
 def write_data(folder: Path) -> Path:
-    """Writes the data set under `folder`: 20 plain things and 6 body parts in no and in five tones."""
+    """Writes the data set under `folder`: 20 plain symbols, 5 things, and 6 body parts in no and in five tones."""
     rows = [("Symbols", f"{hue} {form}", [hue, form], paint(form, HUES[hue])) for hue in HUES for form in FORMS]
+    rows += [("Objects", noun, ["thing"], paint(form, colour)) for noun, (form, colour) in THINGS.items()]
     for hand in HANDS:
         rows.append(("People & Body", hand, ["body", hand.split()[-1]], paint(hand, (250, 200, 40))))
         for tone, colour in TONES.items():

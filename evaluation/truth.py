@@ -1,0 +1,43 @@
+"""What a prompt asks to be true of its picture: things, their counts, colours and sizes, and where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RELATIONS = ("left of", "right of", "above", "below", "behind", "in front of", "beside", "row", "and")
+"""Where the first thing stands to the second. A row goes from left to right; "and" leaves places open."""
+SIZES = ("tiny", "small", "big")
+
+
+@dataclass(frozen=True)
+class Thing:
+    """`count` pictures of one subject, by its noun; `colour` is one of `hues.WORDS`, `size` one of `SIZES`."""
+
+    subject: str
+    count: int = 1
+    colour: str | None = None
+    size: str | None = None
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A scene as a checker must find it. `relation` is None for one thing; `background` names none, one or two colours.
+
+    `sticker` is a white outline around every thing.
+    """
+
+    things: tuple[Thing, ...]
+    relation: str | None = None
+    background: tuple[str, ...] = ()
+    sticker: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; `from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Truth:
+        """Raises `KeyError` or `TypeError` where fields are missing or unknown."""
+        things = tuple(Thing(**thing) for thing in found["things"])
+        return cls(**{**found, "things": things, "background": tuple(found["background"])})
