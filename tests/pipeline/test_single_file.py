@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
-from pipeline.single_file import convert
+from pipeline.single_file import CheckpointOptions, convert
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.test_students import usual
 from tests.pipeline.worlds import SHAPES, Watching, levels, solo
@@ -53,7 +53,7 @@ def test_every_weight_comes_back(shape: str, dtype: torch.dtype, tmp_path: Path)
     save_file(checkpoint(own), tmp_path / "mine.safetensors")
     other = tiny.save(tmp_path / "base", SHAPES[shape], seed=5)
     told: list[str] = []
-    folder = convert(tmp_path / "mine.safetensors", str(other), tmp_path / "mine", say=told.append)
+    folder = convert(tmp_path / "mine.safetensors", tmp_path / "mine", CheckpointOptions(str(other)), say=told.append)
     model = load(str(folder), precision="fp32")
     assert model.name == "mine" and len(told) == 7
     for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
@@ -69,7 +69,7 @@ def test_it_is_drawn_as_the_folder_that_diffusers_saves(
     written: Callable[..., Path], base: Path, own: Any, tmp_path: Path
 ) -> None:
     own.save_pretrained(tmp_path / "saved")
-    folder = convert(written(), str(base), tmp_path / "converted")
+    folder = convert(written(), tmp_path / "converted", CheckpointOptions(str(base)))
     drawn = []
     for name in (folder, tmp_path / "saved"):
         runner = Watching(load(str(name)))
@@ -80,7 +80,7 @@ def test_it_is_drawn_as_the_folder_that_diffusers_saves(
 
 def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
     file = written(lambda found: {key: value for key, value in found.items() if not key.startswith("first_stage")})
-    folder = convert(file, str(base), tmp_path / "mine")
+    folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
     for own, theirs in zip(
         load(str(folder)).vae.state_dict().values(), load(str(base)).vae.state_dict().values(), strict=True
     ):
@@ -95,16 +95,19 @@ def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Pa
         (("v_pred",), {}, {}, "v_prediction", False),
         ((), {"modelspec.prediction_type": "v"}, {}, "v_prediction", False),
         ((), {"modelspec.prediction_type": "epsilon"}, {}, "epsilon", False),
-        ((), {}, {"v_prediction": True, "zero_snr": True}, "v_prediction", True),
-        (("v_pred", "ztsnr"), {}, {"v_prediction": False, "zero_snr": False}, "epsilon", False),
+        ((), {"modelspec.prediction_type": "something"}, {}, "epsilon", False),
+        ((), {"ss_v_parameterization": "True", "ss_zero_terminal_snr": "True"}, {}, "v_prediction", True),
+        ((), {"ss_v_parameterization": "False", "ss_zero_terminal_snr": "None"}, {}, "epsilon", False),
+        ((), {}, {"prediction_type": "v_prediction", "zero_snr": True}, "v_prediction", True),
+        (("v_pred", "ztsnr"), {}, {"prediction_type": "epsilon", "zero_snr": False}, "epsilon", False),
     ],
 )
 def test_what_it_predicts_is_read(
     written: Callable[..., Path], base: Path, tmp_path: Path, keys: tuple[str, ...], metadata: dict[str, str],
-    options: dict[str, bool], prediction: str, rescaled: bool,
+    options: dict[str, Any], prediction: str, rescaled: bool,
 ) -> None:  # fmt: skip
     file = written(lambda found: found | {key: torch.tensor([]) for key in keys}, **metadata)
-    folder = convert(file, str(base), tmp_path / "mine", **options)
+    folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base), **options))
     config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
     assert config["prediction_type"] == prediction and config.get("rescale_betas_zero_snr", False) is rescaled
     assert (config["timestep_spacing"] == "trailing") is rescaled
@@ -133,7 +136,8 @@ CONV_IN = "model.diffusion_model.input_blocks.0.0.weight"
         (renamed("conditioner.embedders.0.transformer", "conditioner.embedders.0.model"), "is an SDXL refiner"),
         (lambda found: {"lora_unet_down.lora_down.weight": torch.zeros(1)}, "is a LoRA.*lora_unet_down"),
         (lambda found: {"double_blocks.0.x": torch.zeros(1)}, "Flux"),
-        (lambda found: found | {CONV_IN: torch.zeros(8, 9, 3, 3)}, "is an inpainting model.*9 channels"),
+        (lambda found: found | {CONV_IN: torch.zeros(8, 8, 3, 3)}, "edits by instructions.*8 channels"),
+        (lambda found: found | {CONV_IN: found[CONV_IN] * float("nan")}, r"unet\.conv_in\.weight has values.*not finite"),
         (lambda found: found | {CONV_IN: torch.zeros(8, 4, 3, 3)}, r"does not fit .*: unet\.conv_in\.weight is \[8, 4"),
         (lambda found: found | {f"{DOWN}.block.7.norm1.weight": torch.zeros(3)}, "no use for.*resnets.7"),
     ],
@@ -142,7 +146,7 @@ def test_what_is_no_such_checkpoint_is_refused_by_its_key(
     written: Callable[..., Path], base: Path, tmp_path: Path, change: Callable[[Weights], Weights], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told) as caught:
-        convert(written(change), str(base), tmp_path / "mine")
+        convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))
     assert "mine.safetensors" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
@@ -152,17 +156,15 @@ def test_files_and_folders_that_cannot_be_used_are_named(
 ) -> None:
     file = written()
     whole = file.read_bytes()
-    for data in (b"", whole[:1000], whole[:-100], b"\x80\x02pickle"):
+    for data in (b"", whole[:1000], whole[:-100], whole + b"x"):
         file.write_bytes(data)
         with pytest.raises(ModelError, match=r"mine\.safetensors: is no whole safetensors file"):
-            convert(file, str(base), tmp_path / "mine")
+            convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
     with pytest.raises(ModelError, match="there is no such file"):
-        convert(tmp_path / "gone.safetensors", str(base), tmp_path / "mine")
-    with pytest.raises(ModelError, match=r"model\.ckpt: is a pickle"):
-        convert(tmp_path / "model.ckpt", str(base), tmp_path / "mine")
+        convert(tmp_path / "gone.safetensors", tmp_path / "mine", CheckpointOptions(str(base)))
     file.write_bytes(whole)
     with pytest.raises(ModelError, match=r"model_index\.json"):
-        convert(file, str(tmp_path), tmp_path / "mine")
+        convert(file, tmp_path / "mine", CheckpointOptions(str(tmp_path)))
     (tmp_path / "mine").mkdir()
     with pytest.raises(ModelError, match="mine: is there already"):
-        convert(file, str(base), tmp_path / "mine")
+        convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
