@@ -14,8 +14,8 @@ from contract.precision import SCHEMES
 
 _ANSWER_S = 10.0
 _GIB = 2**30
-_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, the https address of one, a folder in diffusers' format or
-a hub id. The model then goes by its name:
+_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, its https address, a folder or a hub id.
+The model then goes by its name:
 
   diptych models add juggernautXL.safetensors --name juggernaut --quantize int8
   diptych serve --model juggernaut

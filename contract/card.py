@@ -67,7 +67,7 @@ class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
-    its decoders, of `VAES`.
+    its decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask.
     """
 
     sizes: Collection[Size]
@@ -79,6 +79,14 @@ class ImageOffer(ImageLimits):
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str = ""
     vaes: Collection[str] = (FULL,)
+    inpaint_only: bool = False
+
+    def check_source(self, *, edited: bool, masked: bool) -> None:
+        """Raise `Invalid` for a request without a source image or mask, if the model only inpaints."""
+        if self.inpaint_only and not edited:
+            raise Invalid("model", "only inpaints: it takes an image and a mask, at /v1/images/edits")
+        if self.inpaint_only and not masked:
+            raise Invalid("mask", "is missing, and this model only inpaints")
 
     def check_vae(self, name: str) -> None:
         """Raise `Invalid` for a decoder that the model does not have."""
@@ -219,8 +227,9 @@ class ImageCard(_Card):
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `plans` request fields by the name of a tuned plan, and `plan` the default
-    plan of requests, a name or a word of `contract.tuned`; "": none. `vaes` are the decoders, of `VAES`. `graphs`: the
-    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
+    plan of requests, a name or a word of `contract.tuned`; "": none. `vaes` are the decoders, of `VAES`.
+    `inpaint_only`: every request needs a source image and a mask. `graphs`: the numbers of CUDA graphs "recorded" and
+    "wanted"; empty where none are used.
     """
 
     modality: Literal["image"] = "image"
@@ -237,6 +246,7 @@ class ImageCard(_Card):
     plans: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     plan: StrictStr = ""
     vaes: tuple[StrictStr, ...] = (FULL,)
+    inpaint_only: StrictBool = False
 
     @property
     def offer(self) -> ImageOffer:
@@ -246,7 +256,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, **limits,
+            self.vaes, self.inpaint_only, **limits,
         )  # fmt: skip
 
 

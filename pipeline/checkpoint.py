@@ -40,7 +40,7 @@ _ALONE = (
         r"^(first_stage_model\.|vae\.)?((encoder|decoder|quant_conv|post_quant_conv|loss)\.|model_ema)",
         "is a VAE alone, not a checkpoint; name it with --vae beside one",
     ),
-    (r"^(text_model|text_projection|transformer|logit_scale|positional_embedding|token_embedding)", "is a text encoder"),
+    (r"^(text_(model|projection)|transformer|logit_scale|(positional|token)_embedding)", "is a text encoder"),
     (r"^(unet\.)?(down|up|mid)_blocks?\.|^(unet\.)?(conv|time|add)_", "is a UNet alone, in diffusers' layout"),
     (r"^(conv_first|conv_body|conv_up|conv_hr|conv_last|body|model\.\d+)\b", "is an upscaler, not a checkpoint"),
 )  # fmt: skip

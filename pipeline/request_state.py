@@ -17,6 +17,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.edit import EncodedSource
 from pipeline.families.family import Network
 from pipeline.phases import DECODES, DEEP, SHALLOW
 
@@ -38,7 +39,7 @@ class ImageState:
     decode: str  # the phase that decodes it
     features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
-    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
+    source: EncodedSource | None = None  # of an edit
     kept: denoise.InpaintMask | None = None
     trajectory: denoise.DenoisingState | None = None
     conditionings: dict[int, denoise.Conditioning] = field(default_factory=dict)  # by their rows

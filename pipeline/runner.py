@@ -76,7 +76,11 @@ class ImageRunner:
         wanted = request.parameters
         if not isinstance(wanted, ImageParameters):
             raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
-        check(wanted, ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes))
+        offer = ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints)
+        offer.check_source(
+            edited=wanted.edit is not None, masked=wanted.edit is not None and wanted.edit.mask is not None
+        )
+        check(wanted, offer)
         try:
             name = wanted.scheduler or self.default_scheduler
             size = (wanted.width, wanted.height)

@@ -75,6 +75,16 @@ class ImageModel:
         return int(self.vae.config.latent_channels)
 
     @property
+    def input_channels(self) -> int:
+        """Channels of what the denoiser reads at every step."""
+        return int(self.denoiser.config.in_channels)
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the denoiser reads a mask and a masked image's latents beside the sample."""
+        return self.input_channels == 2 * self.latent_channels + 1
+
+    @property
     def vaes(self) -> tuple[str, ...]:
         """The decoders that a request may name."""
         return (FULL,) if self.tiny_vae is None else (FULL, TINY)

@@ -137,7 +137,7 @@ CONV_IN = "model.diffusion_model.input_blocks.0.0.weight"
         (lambda found: {"lora_unet_down.lora_down.weight": torch.zeros(1)}, "is a LoRA.*lora_unet_down"),
         (lambda found: {"double_blocks.0.x": torch.zeros(1)}, "Flux"),
         (lambda found: found | {CONV_IN: torch.zeros(8, 8, 3, 3)}, "edits by instructions.*8 channels"),
-        (lambda found: found | {CONV_IN: found[CONV_IN] * float("nan")}, r"unet\.conv_in\.weight has values.*not finite"),
+        (lambda found: found | {CONV_IN: found[CONV_IN] * float("nan")}, r"conv_in\.weight has .* not finite"),
         (lambda found: found | {CONV_IN: torch.zeros(8, 4, 3, 3)}, r"does not fit .*: unet\.conv_in\.weight is \[8, 4"),
         (lambda found: found | {f"{DOWN}.block.7.norm1.weight": torch.zeros(3)}, "no use for.*resnets.7"),
     ],
