@@ -25,6 +25,7 @@ from pipeline import quantized, samplers, tiny
 from pipeline.load import load
 from pipeline.phases import IMAGE, VAE
 from pipeline.single_file import CheckpointOptions, convert
+from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.test_edit import check_parity, stock_edit, wanted
@@ -69,9 +70,11 @@ def together(runner: Watching, edits: list[ImageParameters]) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("on_kernels", [False, True])
-def test_pictures_equal_diffusers_alone_and_among_others(shape: str, on_kernels: bool, kernels: ctypes.CDLL) -> None:
-    options: dict[str, Any] = {"kernels": kernels} if on_kernels else {}
+@pytest.mark.parametrize("backend", ["torch", "programs", "graphs"])
+def test_pictures_equal_diffusers_alone_and_among_others(shape: str, backend: str, kernels: ctypes.CDLL) -> None:
+    options: dict[str, Any] = {
+        "torch": {}, "programs": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
+    }[backend]  # fmt: skip
     runner = Watching(model(shape), lane=LANE, max_rows=64, **options)
     edits = mixture(shape)
     pictures = together(runner, edits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from contract.image import ImageParameters
 from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.single_file import CheckpointOptions, convert
+from tests.pipeline import worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.test_students import usual
-from tests.pipeline.worlds import SHAPES, Watching, levels, solo
+from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, solo
 
 Weights = dict[str, torch.Tensor]
 
@@ -76,6 +79,41 @@ def test_it_is_drawn_as_the_folder_that_diffusers_saves(
         drawn.append(levels(solo(runner, usual(runner.model, steps=3))))
         runner.close()
     assert (drawn[0] == drawn[1]).all() and drawn[0].std() > 10
+
+
+ZERO_SNR = replace(
+    SHAPES["two-resnets"], prediction_type="v_prediction",
+    scheduler={"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"},
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+def test_zero_snr_and_v_prediction_are_drawn_as_diffusers_does(base: Path, tmp_path: Path) -> None:
+    """Of keys in the file, with a base that predicts noise: alone, and among requests that join at other steps."""
+    worlds.MORE["zero-snr"] = ZERO_SNR
+    said = {key: torch.tensor([]) for key in ("v_pred", "ztsnr")}
+    save_file(checkpoint(worlds.stock("zero-snr")) | said, tmp_path / "mine.safetensors")
+    folder = convert(tmp_path / "mine.safetensors", tmp_path / "mine", CheckpointOptions(str(base)))
+    runner = Watching(load(str(folder)))
+    side = ZERO_SNR.native
+    wanted = [
+        ImageParameters("a red cat", seed, side, side, steps=4 + seed, scheduler=name, guidance_scale=1.0 + seed)
+        for seed, name in enumerate(("euler", "euler-ancestral", "dpm++2m", "dpm++2m-sde", "lcm", "tcd"))
+    ]
+    crank = Crank(runner)
+    for index, one in enumerate(wanted):
+        crank.submit(str(index), one)
+        crank.turn()
+        crank.turn()
+    pictures = crank.pictures()
+    assert any(len(steps) > 1 for steps in runner.shared_steps)
+    assert runner.model.sampler_table("euler", 4, (side, side)).timesteps[0] == 999
+    for index, one in enumerate(wanted):
+        expected = worlds.stock_picture("zero-snr", one)
+        assert expected.std() > 5
+        assert abs(levels(pictures[str(index)]) - expected).max() <= 1, one
+        assert abs(levels(solo(runner, one)) - expected).max() <= 1, one
+    runner.close()
 
 
 def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
