@@ -44,7 +44,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--vae", default="", metavar="PATH", help="a VAE's folder or file, in place of the checkpoint's own"
     )
     parser.add_argument(
-        "--prediction-type", choices=("epsilon", "v_prediction"),
+        "--prediction-type", choices=("epsilon", "v_prediction", "edm_v_prediction"),
         help="what the checkpoint predicts; default: as the file says, else the base's",
     )  # fmt: skip
     parser.add_argument(

@@ -31,7 +31,6 @@ _OTHERS = (
     (r"double_blocks\.|single_transformer_blocks\.", "is a checkpoint of Flux, which is not supported"),
     (r"joint_blocks\.", "is a checkpoint of Stable Diffusion 3, which is not supported"),
     (r"(^|\.)cap_embedder\.", "is a transformer of Lumina's or Z-Image's kind, of which only folders are read"),
-    (r"^(edm_mean|edm_std|edm_vpred\.sigma_(max|min))$", "is trained on EDM's noise levels, which is not supported"),
 )
 # What a file without some part of a checkpoint is, where all of its keys are of one kind.
 _ALONE = (

@@ -32,7 +32,7 @@ class Denoiser:
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
         usual = model.defaults
-        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.family.samplers)
+        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.samplers)
         listed = usual.timesteps if len(usual.timesteps or ()) == steps else None
         given = NoiseSchedule(usual.schedule_type, listed, eta=usual.eta)
         self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=given)

@@ -192,7 +192,7 @@ class MemoryLedger:
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
         warnings = students.warnings(
-            self._model.defaults, self._model.family.samplers, wanted.lora, wanted.made, wanted.guidance_scale
+            self._model.defaults, self._model.samplers, wanted.lora, wanted.made, wanted.guidance_scale
         )
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted), widths, name, mode, table,

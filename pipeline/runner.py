@@ -54,7 +54,7 @@ class ImageRunner:
         self.adapters = None if loras is None else loras.adapters
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
-        self.schedulers = model.family.samplers
+        self.schedulers = model.samplers
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None

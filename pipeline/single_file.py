@@ -28,7 +28,14 @@ from pipeline.checkpoint import (
 from pipeline.families import registry
 from pipeline.folder import ModelError, Part
 
-PREDICTION_TYPES = ("epsilon", "v_prediction")
+EDM_V = "edm_v_prediction"
+PREDICTION_TYPES = ("epsilon", "v_prediction", EDM_V)
+_EDM_KEYS = ("edm_mean", "edm_std")  # of latents, in files of Playground v2.5
+_EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_sigmas_type": "zero", "rho": 7.0}
+# As diffusers' documentation has CosXL's, and its tables Playground v2.5's.
+_COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
+_PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
+_PLAYGROUND_SCALE = 0.5
 _TOLD = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}  # by modelspec.prediction_type
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
 _LOSSY = ("torch.float8_e4m3fn", "torch.float8_e5m2")
@@ -40,8 +47,9 @@ class CheckpointOptions:
 
     base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
         where there is no other.
-    prediction_type: of `PREDICTION_TYPES`; None: v_prediction if the file has a key `v_pred` or metadata that say so
-        (`modelspec.prediction_type`, `ss_v_parameterization`), else the base's.
+    prediction_type: of `PREDICTION_TYPES`, of which the last is v at EDM's noise levels, as CosXL. None: that if the
+        file has a key `edm_vpred.sigma_max`, Playground v2.5's own if it has `edm_mean`, v_prediction if it has a key
+        `v_pred` or metadata that say so (`modelspec.prediction_type`, `ss_v_parameterization`), else the base's.
     zero_snr: whether its noise schedule ends in noise alone (Lin et al., 2023); None: if it has a key `ztsnr` or
         metadata that say so (`ss_zero_terminal_snr`).
     vae: a folder or a safetensors file with the VAE; "": the file's own.
@@ -127,7 +135,9 @@ def _write_index(base: Path, out: Path, inpaints: bool) -> None:
     index = folders.read_json(base / "model_index.json")
     if inpaints or index["_class_name"] == _INPAINTING:
         index["_class_name"] = _INPAINTING if inpaints else _PLAIN
-    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    if found := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
+        index["scheduler"] = ["diffusers", found]
+    _write_json(out / "model_index.json", index)
 
 
 def _copy_vae(source: Path, base: Path, out: Path) -> None:
@@ -160,6 +170,9 @@ def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any
         config["in_channels"] = weights[CONV_IN].shape[1]
     if part_name == "vae":
         config["force_upcast"] = True  # most overflow in fp16, and a file does not say whether it is one that does not
+        if all(key in weights for key in _EDM_KEYS):
+            mean, std = (weights[key].flatten().tolist() for key in _EDM_KEYS)
+            config |= {"latents_mean": mean, "latents_std": std, "scaling_factor": _PLAYGROUND_SCALE}
     with torch.device("meta"):
         configured = getattr(cls, "config_class", None)  # of transformers
         network = cls.from_config(config) if configured is None else cls(configured(**config))
@@ -207,6 +220,10 @@ def _check_fit(name: str, part: str, found: Mapping[str, Any], network: Any) -> 
 def _write_scheduler(
     base: Path, out: Path, metadata: Mapping[str, str], weights: Mapping[str, Any], options: CheckpointOptions
 ) -> None:
+    config = _edm(weights, options.prediction_type)
+    if config is not None:
+        _write_json(out / "scheduler_config.json", config)
+        return
     config = folders.read_json(base / "scheduler_config.json")
     told = _TOLD.get(metadata.get("modelspec.prediction_type", ""))
     if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
@@ -219,5 +236,19 @@ def _write_scheduler(
         config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     elif options.zero_snr is False:
         config["rescale_betas_zero_snr"] = False
-    out.mkdir()
-    (out / "scheduler_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    _write_json(out / "scheduler_config.json", config)
+
+
+def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
+    """The scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022); None: it is not one."""
+    own = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
+    if predicts == EDM_V or (predicts is None and own):
+        return {**_EDM, **_COSXL, "sigma_schedule": "exponential", **{end: float(value) for end, value in own.items()}}
+    if predicts is None and all(key in weights for key in _EDM_KEYS):
+        return {**_EDM, **_PLAYGROUND, "sigma_schedule": "karras"}
+    return None
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -54,8 +54,6 @@ def header(*keys: str, **shapes: tuple[int, ...]) -> Header:
         ("single_transformer_blocks.0.attn.to_q.weight", "Flux"),
         ("model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight", "Stable Diffusion 3"),
         ("model.diffusion_model.cap_embedder.0.weight", "Lumina's or Z-Image's"),
-        ("edm_vpred.sigma_max", "EDM"),
-        ("edm_mean", "EDM"),
     ],
 )  # fmt: skip
 def test_what_else_a_file_is_is_said_with_the_key_that_tells(key: str, told: str) -> None:

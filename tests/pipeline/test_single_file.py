@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import EDMEulerScheduler
 from safetensors.torch import save_file
 
+from contract.errors import Invalid
 from contract.image import ImageParameters
 from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.single_file import CheckpointOptions, convert
-from tests.pipeline import worlds
+from tests.pipeline import test_edit, worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.test_students import usual
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, solo
@@ -113,6 +115,58 @@ def test_zero_snr_and_v_prediction_are_drawn_as_diffusers_does(base: Path, tmp_p
         assert expected.std() > 5
         assert abs(levels(pictures[str(index)]) - expected).max() <= 1, one
         assert abs(levels(solo(runner, one)) - expected).max() <= 1, one
+    runner.close()
+
+
+COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_max": 120.0, "sigma_schedule": "exponential"}
+MEAN, STD = [-1.6, 1.1, 2.2, -0.7], [8.4, 5.9, 4.0, 6.6]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("keys", "options", "config", "latents"),
+    [
+        ({"edm_vpred.sigma_max": [120.0], "edm_vpred.sigma_min": [0.002]}, {}, COSXL, {}),
+        ({"edm_vpred.sigma_max": [60.0]}, {}, {**COSXL, "sigma_max": 60.0}, {}),
+        ({}, {"prediction_type": "edm_v_prediction"}, COSXL, {}),
+        (
+            {"edm_mean": [MEAN], "edm_std": [STD]}, {}, {"sigma_data": 0.5, "sigma_max": 80.0},
+            {"latents_mean": MEAN, "latents_std": STD, "scaling_factor": 0.5},
+        ),
+    ],
+)  # fmt: skip
+def test_edm_models_are_drawn_as_diffusers_does(
+    base: Path, tmp_path: Path, keys: dict[str, Any], options: dict[str, Any], config: dict[str, Any],
+    latents: dict[str, Any],
+) -> None:  # fmt: skip
+    """CosXL's keys, Playground v2.5's, and an option: text to image, image to image and inpainting."""
+    name = f"edm {sorted(keys)} {config['sigma_max']}"
+    worlds.MORE[name] = SHAPES["two-resnets"]
+    pipeline = worlds.stock(name)
+    pipeline.scheduler = EDMEulerScheduler(**config)
+    pipeline.vae.register_to_config(**latents)
+    said = {key: torch.tensor(value) for key, value in keys.items()}
+    save_file(checkpoint(pipeline) | said, tmp_path / "mine.safetensors")
+    folder = convert(tmp_path / "mine.safetensors", tmp_path / "mine", CheckpointOptions(str(base), **options))
+    assert '"EDMEulerScheduler"' in (folder / "model_index.json").read_text()
+    runner = Watching(load(str(folder)))
+    assert runner.schedulers == ("edm-euler",) and runner.default_scheduler == "edm-euler"
+    side = SHAPES["two-resnets"].native
+    plain = ImageParameters("a red cat", 1, side, side, steps=5, scheduler="edm-euler")
+    # diffusers' inpainting pipeline leaves out the mean and deviation of latents.
+    masks = (False,) if latents else (False, True)
+    edits = [test_edit.wanted(name, scheduler="edm-euler", masked=masked, steps=7) for masked in masks]
+    crank = Crank(runner)
+    for index, one in enumerate((plain, *edits)):
+        crank.submit(str(index), one)
+        crank.turn()
+    pictures = crank.pictures()
+    expected = worlds.stock_picture(name, plain)
+    assert expected.std() > 5 and abs(levels(pictures["0"]) - expected).max() <= 1
+    for index, one in enumerate(edits, 1):
+        test_edit.check_parity(name, one, pictures[str(index)])
+    with pytest.raises(Invalid, match="scheduler"):
+        crank.submit("other", replace(plain, scheduler="euler"))
     runner.close()
 
 
