@@ -222,6 +222,8 @@ def _write_scheduler(
 ) -> None:
     config = _edm(weights, options.prediction_type)
     if config is not None:
+        if options.zero_snr:
+            raise ModelError("--zero-snr: is for schedules of betas, and EDM's noise levels are none")
         _write_json(out / "scheduler_config.json", config)
         return
     config = folders.read_json(base / "scheduler_config.json")

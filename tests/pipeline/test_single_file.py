@@ -170,6 +170,14 @@ def test_edm_models_are_drawn_as_diffusers_does(
     runner.close()
 
 
+def test_edms_levels_have_no_zero_snr(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+    file = written(lambda found: found | {"edm_vpred.sigma_max": torch.tensor([120.0])})
+    with pytest.raises(ModelError, match="--zero-snr: is for schedules of betas"):
+        convert(file, tmp_path / "mine", CheckpointOptions(str(base), zero_snr=True))
+    plain = convert(file, tmp_path / "mine", CheckpointOptions(str(base), "epsilon", zero_snr=False))
+    assert load(str(plain)).samplers == load(str(base)).samplers
+
+
 def test_without_a_vae_the_bases_is_taken(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
     file = written(lambda found: {key: value for key, value in found.items() if not key.startswith("first_stage")})
     folder = convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
