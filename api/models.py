@@ -115,6 +115,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "plans": card.plans,
         "plan": card.plan,
         "vaes": card.vaes,
+        "inpaint_only": card.inpaint_only,
         "deepcache": card.deepcache,
         "loras": card.loras,
         "embeddings": card.embeddings,

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cli import bench, captions, chat, convert, doctor, evaluate, generate, keys, mlperf, quantize, serve, show, tune
+from cli import bench, captions, chat, convert, doctor, evaluate, generate, keys, mlperf, models, quantize, serve, tune
 from cli.arguments import CommandFailed, UsageError
 from core.threads import uninterruptible
 
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action=_Version)
     whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    drawing = (generate, chat, serve, keys, show, doctor)
+    drawing = (generate, chat, serve, keys, models, doctor)
     for family in (*drawing, convert, quantize, captions, evaluate, tune, mlperf, bench):
         family.add(commands)
     return whole

@@ -138,7 +138,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scheduler", metavar="NAME",
-        help="euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd or flow-euler; default: the model's",
+        help="euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd, edm-euler or flow-euler; default: the model's",
     )  # fmt: skip
     parser.add_argument(
         "--schedule-type", metavar="TYPE",

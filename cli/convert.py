@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli.arguments import Commands, StartupProgress, UsageError, model_errors
+
+if TYPE_CHECKING:
+    from pipeline.single_file import CheckpointOptions
 
 BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 _ABOUT = """FILE is an SDXL checkpoint as fine-tunes are shared (.safetensors). Configs and tokenizers, which such a
@@ -26,15 +30,34 @@ def add(commands: Commands) -> None:
     )
     convert.add_argument("file", type=Path, metavar="FILE", help="the checkpoint, a .safetensors file")
     convert.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="the folder, which is new")
-    convert.add_argument("--base", default=BASE, metavar="NAME", help="an SDXL folder or hub id; default: %(default)s")
-    convert.add_argument(
-        "--v-prediction", action=argparse.BooleanOptionalAction, help="whether it predicts v; default: as the file says"
+    add_checkpoint(convert)
+    convert.set_defaults(run=_convert)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Options of what a checkpoint in one file lacks."""
+    parser.add_argument(
+        "--base", default=BASE, metavar="NAME",
+        help="an SDXL folder or hub id, for the configs and tokenizers that a file lacks; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vae", default="", metavar="PATH", help="a VAE's folder or file, in place of the checkpoint's own"
     )
-    convert.add_argument(
+    parser.add_argument(
+        "--prediction-type", choices=("epsilon", "v_prediction", "edm_v_prediction"),
+        help="what the checkpoint predicts; default: as the file says, else the base's",
+    )  # fmt: skip
+    parser.add_argument(
         "--zero-snr", action=argparse.BooleanOptionalAction,
         help="whether its schedule ends in noise alone; default: as the file says",
     )  # fmt: skip
-    convert.set_defaults(run=_convert)
+
+
+def checkpoint_options(options: argparse.Namespace) -> CheckpointOptions:
+    """Those of `add_checkpoint`."""
+    from pipeline.single_file import CheckpointOptions
+
+    return CheckpointOptions(options.base, options.prediction_type, options.zero_snr, options.vae)
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -48,9 +71,6 @@ def _convert(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"--out: {error.filename} cannot be made ({error.strerror})") from error
     with model_errors(), StartupProgress(console) as starting:
-        single_file.convert(
-            options.file, options.base, options.out,
-            v_prediction=options.v_prediction, zero_snr=options.zero_snr, say=starting.say,
-        )  # fmt: skip
+        single_file.convert(options.file, options.out, checkpoint_options(options), say=starting.say)
     print(options.out, flush=True)
     return 0

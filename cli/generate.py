@@ -147,7 +147,7 @@ def _completed(
     """The request with what its plan, or else the model, says where the options leave a choice."""
     from contract import students, tuned
 
-    student = students.of_loras(draft.lora, model.family.samplers)
+    student = students.of_loras(draft.lora, model.samplers)
     usual = student or model.defaults
     by_default = options.plan is None
     if not settings.plan or (by_default and student is not None):  # for which the default plan was not made

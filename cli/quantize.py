@@ -67,6 +67,13 @@ def _quantize(options: argparse.Namespace) -> int:
     return _into_folder(options, _prompts(options))
 
 
+def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
+    """The same for a model's folder, where `--precision int8` finds the variant."""
+    given = {"limit": limit, "variant": variant, "threads": threads, "prompts": None, "alpha": None}
+    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, plain=False, scales_only=False, **given)
+    return _into_folder(options, _prompts(options))
+
+
 def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
     """Those of these options that were given, as they are written."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]

@@ -68,6 +68,7 @@ class ImageOffer(ImageLimits):
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
+    `inpaint_only`: every request needs a source image and a mask.
     """
 
     sizes: Collection[Size]
@@ -80,6 +81,14 @@ class ImageOffer(ImageLimits):
     plan: str = ""
     vaes: Collection[str] = (FULL,)
     prompt_fields: Collection[str] | None = None
+    inpaint_only: bool = False
+
+    def check_source(self, *, edited: bool, masked: bool) -> None:
+        """Raise `Invalid` for a request without a source image or mask, if the model only inpaints."""
+        if self.inpaint_only and not edited:
+            raise Invalid("model", "only inpaints: it takes an image and a mask, at /v1/images/edits")
+        if self.inpaint_only and not masked:
+            raise Invalid("mask", "is missing, and this model only inpaints")
 
     def check_vae(self, name: str) -> None:
         """Raise `Invalid` for a decoder that the model does not have."""
@@ -222,8 +231,8 @@ class ImageCard(_Card):
     `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
     those of `contract.prompts` that the model reads; None in cards of older workers. `plans` are request fields by the
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
-    `vaes` are the decoders, of `VAES`. `graphs`: the numbers of CUDA graphs "recorded" and "wanted"; empty where none
-    are used.
+    `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
+    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
     """
 
     modality: Literal["image"] = "image"
@@ -242,6 +251,7 @@ class ImageCard(_Card):
     vaes: tuple[StrictStr, ...] = (FULL,)
     embeddings: tuple[StrictStr, ...] = ()
     prompt_fields: tuple[StrictStr, ...] | None = None
+    inpaint_only: StrictBool = False
 
     @property
     def offer(self) -> ImageOffer:
@@ -251,7 +261,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, self.prompt_fields, **limits,
+            self.vaes, self.prompt_fields, self.inpaint_only, **limits,
         )  # fmt: skip
 
 

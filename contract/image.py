@@ -281,6 +281,7 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
+    offer.check_source(edited=edited is not None, masked=masked)
     _check_limits(fields, offer)
     offer.check_loras(fields.lora or "")
     student = students.of_loras(fields.lora or "", offer.schedulers)

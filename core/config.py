@@ -41,7 +41,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="DIPTYCH_", extra="ignore", frozen=True)
 
-    model: str = Field(default="", description="a folder in diffusers' format or a hub id; empty: the embedded model")
+    model: str = Field(
+        default="", description="a folder in diffusers' format, a name or a hub id; empty: the embedded model"
+    )
+    models_dir: Path = Field(
+        default=Path("~/.local/share/diptych/models"),
+        description="where `diptych models add` puts models, which are then found by name",
+    )
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
     precision: Choice = Field(
         default="auto",
@@ -254,7 +260,7 @@ class Settings(BaseSettings):
             raise ValueError("must not disable certificate verification: the only value of ssl_cert_reqs is required")
         return value
 
-    @field_validator("cache_dir", "data_dir")
+    @field_validator("cache_dir", "data_dir", "models_dir")
     @classmethod
     def _has_home(cls, value: Path) -> Path:
         try:
@@ -266,12 +272,15 @@ class Settings(BaseSettings):
     def model_name(self) -> str:
         """The model to load: the configured one, the embedded one, or its stand-in.
 
-        A name without a folder of its own may be that of an embedded model, such as "emoji-z".
+        A name without a folder of its own may be that of an embedded model, such as "emoji-z", or of one in
+        `models_dir`.
         """
         if self.model:
-            embedded = EMBEDDED_MODEL.parent / self.model
-            known = re.fullmatch(r"[\w.-]+", self.model) and (embedded / "model_index.json").is_file()
-            return str(embedded) if known and not Path(self.model).exists() else self.model
+            if re.fullmatch(r"[\w.-]+", self.model) and not Path(self.model).exists():
+                for where in (EMBEDDED_MODEL.parent, self.models_dir.expanduser()):
+                    if (where / self.model / "model_index.json").is_file():
+                        return str(where / self.model)
+            return self.model
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property

@@ -47,6 +47,19 @@ def euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
     return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept, **own}
 
 
+def edm_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    """Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
+    _, now, following = _sigmas(scheduler, steps)
+    data = float(scheduler.config["sigma_data"])
+    whole = now**2 + data**2
+    sign = -1 if scheduler.config["prediction_type"] == "v_prediction" else 1
+    kept = following / now
+    return {
+        "c_in": whole.rsqrt(), "a_x": data**2 / whole, "a_m": sign * now * data * whole.rsqrt(),
+        "b_x": kept, "b_0": 1 - kept, "signal": torch.ones_like(now), "noise": now,
+    }  # fmt: skip
+
+
 def euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
     _, now, following = _sigmas(scheduler, steps)
     ratio = following / now

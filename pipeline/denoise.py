@@ -58,6 +58,7 @@ class DenoisingState:
     x0: torch.Tensor  # [1, C, h, w] fp32: the sampler's previous estimate, zeros before the first
     conditioning: Conditioning
     kept: InpaintMask | None = None
+    masked: torch.Tensor | None = None  # [1, 1 + C, h, w] fp32: mask and masked image, for a denoiser that inpaints
 
     @property
     def left(self) -> int:
@@ -68,7 +69,7 @@ class DenoisingState:
 class DenoiserInputs:
     """A denoiser's arguments for `rows` rows; rows beyond the requests' own are padding."""
 
-    sample: torch.Tensor  # [B, C, h, w]
+    sample: torch.Tensor  # [B, C, h, w]; of a denoiser that inpaints [B, C + 1 + C, h, w]
     timestep: torch.Tensor  # [B]
     conditioning: Mapping[str, torch.Tensor]  # by the family's names, [B, …] each
 
@@ -97,6 +98,9 @@ class BatchGatherer:
         """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
         made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
         scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
+        masked = [rider.masked for rider in riders if rider.masked is not None]
+        if masked:  # then every request of the model has one
+            scaled = torch.cat([scaled, torch.cat(masked)], dim=1)
         times = to_device(torch.stack([rider.table.timesteps[rider.step] for rider in riders]), scaled.device)
         return DenoiserInputs(scaled.to(self._dtype)[made.rider], times[made.rider], made.tensors)
 

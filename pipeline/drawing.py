@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contract.image import ImageParameters
 from contract.schedule import NoiseSchedule
-from pipeline import denoise, samplers
+from pipeline import denoise, edit, samplers, vae
 from pipeline.conditioning import Conditioner
 from pipeline.encode import Encoder
 from pipeline.families.family import ImageModel, Network
@@ -20,7 +20,8 @@ from pipeline.families.family import ImageModel, Network
 class Denoiser:
     """A model whose denoiser may be any callable with the arguments of its network's `deep`.
 
-    The result equals that of a request for the native size with the model's default sampler.
+    The result equals that of a request for the native size with the model's default sampler. A model that inpaints
+    repaints the whole of a grey image.
     """
 
     def __init__(self, model: ImageModel, network: Network, *, guidance: float = 5.0, steps: int = 20) -> None:
@@ -31,7 +32,7 @@ class Denoiser:
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
         usual = model.defaults
-        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.family.samplers)
+        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.samplers)
         listed = usual.timesteps if len(usual.timesteps or ()) == steps else None
         given = NoiseSchedule(usual.schedule_type, listed, eta=usual.eta)
         self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=given)
@@ -59,12 +60,18 @@ class Denoiser:
         def draw(generator: torch.Generator) -> Tensor:
             return torch.randn(shape, generator=generator)
 
+        masked = None
+        if model.inpaints:  # all is repainted
+            grey = torch.zeros(1, model.native, model.native, 3, dtype=torch.uint8)
+            everywhere = torch.ones(model.native, model.native, dtype=torch.bool)
+            latents = vae.encode(model, grey, torch.zeros(shape), blank=everywhere)
+            masked = edit.with_mask(everywhere, latents)
         riders = []
         for prompt, generator in zip(prompts, generators, strict=True):
             x = (draw(generator) * self._table.init_noise_sigma).to(model.device)
             wanted = ImageParameters(prompt, 0, model.native, model.native, guidance_scale=self._guidance)
             ((conditioning, _),) = self._conditioner.conditions([wanted])
-            riders.append(denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), conditioning))
+            riders.append(denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), conditioning, masked=masked))
         rows = sum(rider.conditioning.rows for rider in riders)
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)

@@ -1,9 +1,11 @@
 """Image-to-image and inpainting: encodes the source image, adds noise, and restores the kept region.
 
-Follows diffusers' image-to-image and inpainting pipelines of SDXL.
+Follows diffusers' image-to-image and inpainting pipelines of SDXL, the latter with UNets of four and of nine channels.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,31 +17,74 @@ from pipeline.families.family import ImageModel
 from pipeline.sigmas import SamplerTable
 
 
-def latents(model: ImageModel, wanted: ImageParameters, generator: torch.Generator) -> torch.Tensor:
-    """The image's latents, fp32 [1, C, h, w]. The VAE's noise is the first that an edit draws from its seed."""
+class EncodedSource(NamedTuple):
+    """An edit's source as the steps read it.
+
+    image: its latents, fp32 [1, C, h, w]; None where nothing of it is in the first sample or put back.
+    masked: for a denoiser that inpaints, the mask and the latents of the image outside of it, fp32 [1, 1 + C, h, w].
+    """
+
+    image: torch.Tensor | None
+    masked: torch.Tensor | None
+
+
+def encode(model: ImageModel, wanted: ImageParameters, generator: torch.Generator) -> EncodedSource:
+    """The source's latents. The VAE's noise is the first that an edit draws from its seed.
+
+    A denoiser that inpaints reads the masked image's latents too, whose noise diffusers draws after the starting noise:
+    it is drawn here from a copy of the generator.
+    """
+    assert wanted.edit is not None
     scale, channels = model.vae_scale, model.latent_channels
-    noise = torch.randn((1, channels, wanted.height // scale, wanted.width // scale), generator=generator)
-    return vae.encode(model, _pixels(wanted)[None], noise)
+    shape = (1, channels, wanted.height // scale, wanted.width // scale)
+    pixels = _pixels(wanted)[None]
+    image = None
+    if not model.inpaints or wanted.edit.strength < 1:
+        image = vae.encode(model, pixels, torch.randn(shape, generator=generator))
+    if not model.inpaints:
+        return EncodedSource(image, None)
+    ahead = generator.clone_state()
+    torch.randn(shape, generator=ahead)  # the starting noise
+    mask = _mask(wanted)
+    return EncodedSource(
+        image, with_mask(mask, vae.encode(model, pixels, torch.randn(shape, generator=ahead), blank=mask))
+    )
+
+
+def with_mask(mask: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """What a denoiser that inpaints reads beside the sample, [1, 1 + C, h, w].
+
+    `mask` [H, W] is true where it is repainted; `masked` are the masked image's latents [1, C, h, w].
+    """
+    return torch.cat([_reduced(mask, masked), masked], dim=1)
 
 
 def begin(
-    wanted: ImageParameters, table: SamplerTable, image: torch.Tensor, noise: torch.Tensor, generator: torch.Generator
+    wanted: ImageParameters, table: SamplerTable, source: EncodedSource, noise: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, InpaintMask | None]:
-    """The sample before the first step, and the kept region if there is a mask.
+    """The sample before the first step, and the kept region if there is a mask and a denoiser that ignores it.
 
-    `image` are the source's latents, `noise` is of unit variance; both fp32 [1, C, h, w].
+    `noise` is of unit variance, fp32 [1, C, h, w].
     """
     assert wanted.edit is not None
-    signal, level = table.levels[0].tolist()
-    x = signal * image + level * noise
-    if wanted.edit.mask is None:
-        return x, None
-    if wanted.edit.strength == 1:
+    image = source.image
+    if wanted.edit.mask is not None:
+        # Of the masked image's latents: diffusers draws it even for a UNet of four channels, which does not read them.
+        torch.randn(noise.shape, generator=generator)
+    if image is None or (wanted.edit.mask is not None and wanted.edit.strength == 1):
         x = noise * table.init_noise_sigma  # nothing of the image is left where it is repainted
-    # diffusers encodes the masked image too, which a UNet of four channels does not read: but its noise is drawn.
-    torch.randn(noise.shape, generator=generator)
-    mask = _mask(wanted).float()[None, None].to(image.device)  # [1, 1, H, W]
-    return x, InpaintMask(F.interpolate(mask, size=image.shape[-2:]), image, noise)
+    else:
+        signal, level = table.levels[0].tolist()
+        x = signal * image + level * noise
+    if wanted.edit.mask is None or source.masked is not None:
+        return x, None
+    assert image is not None
+    return x, InpaintMask(_reduced(_mask(wanted), image), image, noise)
+
+
+def _reduced(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The mask [H, W] at the size of latents, fp32 [1, 1, h, w] on their device."""
+    return F.interpolate(mask.float()[None, None].to(like.device), size=like.shape[-2:])
 
 
 def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:

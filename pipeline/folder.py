@@ -91,7 +91,7 @@ def local(name: str) -> Path | None:
             return folder
         if folder.exists():
             raise ModelError(
-                f"{short}: is a file; a model is a folder in diffusers' format, which `diptych convert` writes"
+                f"{short}: is a file; a model is a folder in diffusers' format, which `diptych models add` makes of it"
             )
     except (OSError, RuntimeError) as error:  # a name too long, no permission, ~ of nobody
         reason = error.strerror if isinstance(error, OSError) else error

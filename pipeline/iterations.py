@@ -75,12 +75,12 @@ class IterationBuilder:
         (request,) = requests
         wanted, work = request.parameters, request.work
 
-        def compute() -> torch.Tensor:
+        def compute() -> edit.EncodedSource:
             with self._run_ahead.iteration(math.inf, self._observer(group, 1, False)):
-                return edit.latents(self._model, wanted, work.generator)  # one by one: a retry does not repeat it
+                return edit.encode(self._model, wanted, work.generator)  # one by one: a retry does not repeat it
 
-        def commit(made: torch.Tensor) -> dict[str, Outcome]:
-            work.image = made
+        def commit(made: edit.EncodedSource) -> dict[str, Outcome]:
+            work.source = made
             request.phase = ENCODE
             return {request.id: Outcome(progress=(0, work.table.steps))}
 
@@ -116,7 +116,13 @@ class IterationBuilder:
                 assert work.x is not None
                 first = work.take_conditioning(conditioning)
                 work.trajectory = denoise.DenoisingState(
-                    work.table, 0, work.x, torch.zeros_like(work.x), first, work.kept
+                    work.table,
+                    0,
+                    work.x,
+                    torch.zeros_like(work.x),
+                    first,
+                    work.kept,
+                    None if work.source is None else work.source.masked,
                 )
                 work.warnings += warnings
                 request.phase = work.phase(0)
@@ -208,9 +214,9 @@ class IterationBuilder:
         noise = torch.randn(shape, generator=work.generator) if self.fixed_latent is None else self.fixed_latent[0]
         if noise.shape != shape:
             raise ValueError(f"the fixed latent is {list(noise.shape)}, this size needs {list(shape)}")
-        if work.image is None:
+        if work.source is None:
             return to_device(noise * work.table.init_noise_sigma, self._model.device), None
-        return edit.begin(wanted, work.table, work.image, noise.to(self._model.device), work.generator)
+        return edit.begin(wanted, work.table, work.source, noise.to(self._model.device), work.generator)
 
     def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:
         """Updates the costs of the group's backend with the seconds of an iteration."""

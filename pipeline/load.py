@@ -279,7 +279,8 @@ def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> N
     from pipeline import samplers, sigmas
 
     try:
-        sigmas.table(scheduler, samplers.default_name(scheduler, family.samplers), _ANY_STEPS)
+        name_ = samplers.default_name(scheduler, samplers.offered(scheduler, family.samplers))
+        sigmas.table(scheduler, name_, _ANY_STEPS)
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"{name}: scheduler: {error}") from error
 

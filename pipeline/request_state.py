@@ -18,6 +18,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
 from pipeline.phases import DECODES, DEEP, SHALLOW
@@ -41,7 +42,7 @@ class ImageState:
     decode: str  # the phase that decodes it
     features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
-    image: torch.Tensor | None = None  # [1, C, h, w] fp32: the source's latents
+    source: EncodedSource | None = None  # of an edit
     kept: denoise.InpaintMask | None = None
     trajectory: denoise.DenoisingState | None = None
     conditionings: dict[int, denoise.Conditioning] = field(default_factory=dict)  # by their rows
@@ -201,7 +202,7 @@ class MemoryLedger:
         ]
         generator = torch.Generator().manual_seed(wanted.seed)
         warnings = students.warnings(
-            self._model.defaults, self._model.family.samplers, wanted.lora, wanted.made, wanted.guidance_scale
+            self._model.defaults, self._model.samplers, wanted.lora, wanted.made, wanted.guidance_scale
         )
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,

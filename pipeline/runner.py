@@ -58,7 +58,7 @@ class ImageRunner:
         self.embeddings = embeddings
         self.patience_s = patience_s
         self.sizes = sizes(model.native, model.multiple)
-        self.schedulers = model.family.samplers
+        self.schedulers = model.samplers
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
@@ -81,7 +81,11 @@ class ImageRunner:
         wanted = request.parameters
         if not isinstance(wanted, ImageParameters):
             raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
-        check(wanted, ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes))
+        offer = ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints)
+        offer.check_source(
+            edited=wanted.edit is not None, masked=wanted.edit is not None and wanted.edit.mask is not None
+        )
+        check(wanted, offer)
         try:
             name = wanted.scheduler or self.default_scheduler
             size = (wanted.width, wanted.height)

@@ -107,6 +107,14 @@ SAMPLERS: Mapping[str, Sampler] = {
         "scheduling_tcd", "TCDScheduler", ("tcd", "eta"), {"prediction_type": _PREDICTIONS, **_UNCLIPPED, **_COMMON},
         takes=("timesteps", "eta"), noise="inner",
     ),
+    "edm-euler": Sampler(
+        "scheduling_edm_euler", "EDMEulerScheduler", ("edm_euler",),
+        {
+            "prediction_type": ("epsilon", "v_prediction"),
+            "sigma_schedule": ("karras", "exponential"),
+            "final_sigmas_type": ("zero", "sigma_min"),
+        },
+    ),
     "flow-euler": Sampler(
         "scheduling_flow_match_euler_discrete", "FlowMatchEulerDiscreteScheduler", ("flow_euler",),
         {
@@ -118,7 +126,17 @@ SAMPLERS: Mapping[str, Sampler] = {
     ),
 }  # fmt: skip
 FLOW_SCHEDULERS: tuple[str, ...] = ("flow-euler",)  # of models trained by flow matching
-SCHEDULERS: tuple[str, ...] = tuple(name for name in SAMPLERS if name not in FLOW_SCHEDULERS)
+EDM_SCHEDULERS: tuple[str, ...] = ("edm-euler",)  # of models trained with EDM's noise levels and preconditioning
+SCHEDULERS: tuple[str, ...] = tuple(name for name in SAMPLERS if name not in (*FLOW_SCHEDULERS, *EDM_SCHEDULERS))
+
+
+def offered(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """The samplers of a model whose scheduler_config.json is `config`, by those that its family offers.
+
+    A model trained as EDM says (Karras et al., 2022, table 1) reads other timesteps, and takes none of the others.
+    """
+    is_edm = config.get("_class_name") in [SAMPLERS[name].class_name for name in EDM_SCHEDULERS]
+    return EDM_SCHEDULERS if is_edm and "euler" in names else tuple(names)
 
 
 def default_name(config: Mapping[str, Any], offered: Sequence[str] = SCHEDULERS) -> str:

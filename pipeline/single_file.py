@@ -9,75 +9,89 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline import folder as folders
-from pipeline.families import registry
-from pipeline.folder import ModelError
-
-_UNET, _VAE = "model.diffusion_model.", "first_stage_model."
-_TEXT, _TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
-_CONV_IN = f"{_UNET}input_blocks.0.0.weight"
-# What else such files are, by how a key begins, or a part of it.
-_OTHERS = (
-    ("conditioner.embedders.0.model.", "is an SDXL refiner, which is not supported"),
-    ("cond_stage_model.", "is a checkpoint of Stable Diffusion 1 or 2, and only SDXL's are converted"),
-    ("lora_unet_", "is a LoRA; put it into a folder and name that with --lora-dir"),
-    (".lora_A.", "is a LoRA; put it into a folder and name that with --lora-dir"),
-    (".lora_down.", "is a LoRA; put it into a folder and name that with --lora-dir"),
-    ("control_model.", "is a ControlNet, which is not supported"),
-    ("double_blocks.", "is a checkpoint of Flux, which is not supported"),
-    ("joint_blocks.", "is a checkpoint of Stable Diffusion 3, which is not supported"),
+from pipeline.checkpoint import (
+    CONV_IN,
+    INPAINTING_CHANNELS,
+    TEXT,
+    TEXT_2,
+    UNET,
+    VAE,
+    check_checkpoint,
+    only_vae,
+    read_header,
 )
+from pipeline.families import registry
+from pipeline.folder import ModelError, Part
+
+EDM_V = "edm_v_prediction"
+PREDICTION_TYPES = ("epsilon", "v_prediction", EDM_V)
+_EDM_KEYS = ("edm_mean", "edm_std")  # of latents, in files of Playground v2.5
+_EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_sigmas_type": "zero", "rho": 7.0}
+# As diffusers' documentation has CosXL's, and its tables Playground v2.5's.
+_COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
+_PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
+_PLAYGROUND_SCALE = 0.5
+_TOLD = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}  # by modelspec.prediction_type
+_PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
+_LOSSY = ("torch.float8_e4m3fn", "torch.float8_e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """What a checkpoint lacks, or what is taken in place of what it says.
+
+    base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
+        where there is no other.
+    prediction_type: of `PREDICTION_TYPES`, of which the last is v at EDM's noise levels, as CosXL. None: that if the
+        file has a key `edm_vpred.sigma_max`, Playground v2.5's own if it has `edm_mean`, v_prediction if it has a key
+        `v_pred` or metadata that say so (`modelspec.prediction_type`, `ss_v_parameterization`), else the base's.
+    zero_snr: whether its noise schedule ends in noise alone (Lin et al., 2023); None: if it has a key `ztsnr` or
+        metadata that say so (`ss_zero_terminal_snr`).
+    vae: a folder or a safetensors file with the VAE; "": the file's own.
+    """
+
+    base: str
+    prediction_type: str | None = None
+    zero_snr: bool | None = None
+    vae: str = ""
 
 
 def convert(
     file: Path,
-    base: str,
     out: Path,
+    options: CheckpointOptions,
     *,
-    v_prediction: bool | None = None,
-    zero_snr: bool | None = None,
+    name: str = "",
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write the checkpoint as a folder `out`, which must not exist, and return it.
 
-    base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
-        where the file has none.
-    v_prediction: whether the model predicts v; None: if the file has a key `v_pred`, or metadata that say so
-        (`modelspec.prediction_type`).
-    zero_snr: whether its noise schedule ends in noise alone (Lin et al., 2023); None: if it has a key `ztsnr`.
+    `name` is what messages call the file; default: its path. A checkpoint that inpaints, with a UNet of nine input
+    channels, becomes a `StableDiffusionXLInpaintPipeline`.
 
     Raises `ModelError`, naming the file, and the key or part that is wrong.
     """
-    weights, metadata = _read(file)
-    _recognise(file, weights)
+    name = name or str(file)
+    header = read_header(file, name)
+    check_checkpoint(name, header)
     if out.exists():
         raise ModelError(f"{out}: is there already")
-    has_vae = any(key.startswith(_VAE) for key in weights)
-    configs = folders.find_configs(base, *(() if has_vae else ("vae/*.safetensors",)))
+    weights = _read(file, name)
+    has_vae = options.vae or any(key.startswith(VAE) for key in weights)
+    configs = folders.find_configs(options.base, *(() if has_vae else ("vae/*.safetensors",)))
     family = registry.read(configs)
     if "text_encoder_2" not in family.parts:
-        raise ModelError(f"{base}: is a {family.label}, and not SDXL")
+        raise ModelError(f"{options.base}: is a {family.label}, and not SDXL")
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for name, part in family.parts.items():
-            say(f"converting {name}")
-            if part.kind == "tokenizer":
-                shutil.copytree(configs / name, partial / name)
-            elif part.kind == "scheduler":
-                predicts_v = "v_pred" in weights or metadata.get("modelspec.prediction_type") == "v"
-                _write_scheduler(
-                    configs / name, partial / name,
-                    predicts_v if v_prediction is None else v_prediction,
-                    "ztsnr" in weights if zero_snr is None else zero_snr,
-                )  # fmt: skip
-            else:
-                _write_part(file, name, part.classes[0], part.module, weights, configs, partial)
-        shutil.copy(configs / "model_index.json", partial)
+        _write_parts(name, header.metadata, weights, configs, partial, options, say)
         partial.rename(out)
     except OSError as error:
         raise ModelError(f"{out}: cannot be written ({error.strerror or error})") from error
@@ -86,95 +100,157 @@ def convert(
     return out
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors, mapped from the file, and its metadata."""
+def _write_parts(
+    name: str, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
+    options: CheckpointOptions, say: Callable[[str], None],
+) -> None:  # fmt: skip
+    baked = not options.vae and any(key.startswith(VAE) for key in weights)
+    for part_name, part in registry.read(base).parts.items():
+        say(f"converting {part_name}")
+        if part.kind == "tokenizer":
+            shutil.copytree(base / part_name, out / part_name)
+        elif part.kind == "scheduler":
+            _write_scheduler(base / part_name, out / part_name, metadata, weights, options)
+        elif part_name == "vae" and not baked:
+            _copy_vae(Path(options.vae) if options.vae else base / part_name, base, out)
+        else:
+            _write_part(name, part_name, part, weights, base, out)
+    _write_index(base, out, CONV_IN in weights and weights[CONV_IN].shape[1] == INPAINTING_CHANNELS)
+
+
+def _read(file: Path, name: str) -> dict[str, Any]:
+    """The tensors, mapped from the file; those of 8 bits, which nothing here computes in, as fp16."""
+    import torch
     from safetensors import SafetensorError, safe_open
 
-    if file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-        raise ModelError(f"{file}: is a pickle, which can run code when it is loaded; only .safetensors files are read")
     try:
         with safe_open(str(file), framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}, dict(opened.metadata() or {})  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ModelError(f"{file}: there is no such file") from error
+            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: is no whole safetensors file ({folders.first_line(error)})") from error
+        raise ModelError(f"{name}: is no whole safetensors file ({folders.first_line(error)})") from error
+    return {key: value.to(torch.float16) if str(value.dtype) in _LOSSY else value for key, value in found.items()}
 
 
-def _recognise(file: Path, weights: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for anything but a whole checkpoint of SDXL's text-to-image model."""
-    for key in weights:
-        for sign, what in _OTHERS:
-            if sign in key:
-                raise ModelError(f"{file}: {what} (it has {key})")
-    for sign, what in ((_UNET, "UNet"), (_TEXT, "first text encoder"), (_TEXT_2, "second text encoder")):
-        if not any(key.startswith(sign) for key in weights):
-            first = min(weights, default="no key at all")
-            raise ModelError(f"{file}: has no {what} (keys that begin with {sign}); its first key is {first}")
-    channels = weights[_CONV_IN].shape[1] if _CONV_IN in weights else 4
-    if channels != 4:
-        what = "an inpainting model" if channels == 9 else "a model of another kind"
-        raise ModelError(f"{file}: is {what}, which is not supported: {_CONV_IN} has {channels} channels, not 4")
+def _write_index(base: Path, out: Path, inpaints: bool) -> None:
+    index = folders.read_json(base / "model_index.json")
+    if inpaints or index["_class_name"] == _INPAINTING:
+        index["_class_name"] = _INPAINTING if inpaints else _PLAIN
+    if found := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
+        index["scheduler"] = ["diffusers", found]
+    _write_json(out / "model_index.json", index)
 
 
-def _write_part(
-    file: Path, name: str, class_name: str, module: str, weights: Mapping[str, Any], base: Path, out: Path
-) -> None:
-    """Write a network with the file's weights, in the type that they have there; the base's VAE where it has none."""
+def _copy_vae(source: Path, base: Path, out: Path) -> None:
+    """The VAE of a folder as it is, or of a safetensors file with the base's config."""
+    part = registry.read(base).parts["vae"]
+    source = source.expanduser()
+    if source.is_dir():
+        if not (source / "config.json").is_file() and (source / "vae").is_dir():
+            source = source / "vae"  # a whole model's
+        files = folders.check_part(source, "vae", part)
+        (out / "vae").mkdir()
+        for path in (source / "config.json", *files, *source.glob("*.index.json")):
+            shutil.copy(path, out / "vae")
+        return
+    header = read_header(source)
+    if not only_vae(header.shapes) and not any(key.startswith(VAE) for key in header.shapes):
+        raise ModelError(f"{source}: has no VAE; its first key is {min(header.shapes, default='no key at all')}")
+    _write_part(str(source), "vae", part, _read(source, str(source)), base, out)
+
+
+def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any], base: Path, out: Path) -> None:
+    """Write a network with the file's weights, in the type that they have there."""
     import importlib
 
     import torch
 
-    if name == "vae" and not any(key.startswith(_VAE) for key in weights):
-        shutil.copytree(base / name, out / name)
-        return
-    cls = getattr(importlib.import_module(module), class_name)
-    config = folders.read_json(base / name / "config.json")
+    cls = getattr(importlib.import_module(part.module), part.classes[0])
+    config = folders.read_json(base / part_name / "config.json")
+    if part_name == "unet" and CONV_IN in weights:
+        config["in_channels"] = weights[CONV_IN].shape[1]
+    if part_name == "vae":
+        config["force_upcast"] = True  # most overflow in fp16, and a file does not say whether it is one that does not
+        if all(key in weights for key in _EDM_KEYS):
+            mean, std = (weights[key].flatten().tolist() for key in _EDM_KEYS)
+            config |= {"latents_mean": mean, "latents_std": std, "scaling_factor": _PLAYGROUND_SCALE}
     with torch.device("meta"):
         configured = getattr(cls, "config_class", None)  # of transformers
         network = cls.from_config(config) if configured is None else cls(configured(**config))
-    found = _renamed(name, weights, config, network)
-    _check_fit(file, name, found, network)
+    found = _renamed(part_name, weights, config, network)
+    _check_fit(name, part_name, found, network)
     network.load_state_dict(found, strict=True, assign=True)
-    network.save_pretrained(out / name, safe_serialization=True)
+    network.save_pretrained(out / part_name, safe_serialization=True)
 
 
-def _renamed(name: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
+def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
     """A part's weights by diffusers' and transformers' names."""
     from diffusers.loaders import single_file_utils as tables
 
-    if name == "unet":
-        own = {key: value for key, value in weights.items() if key.startswith(_UNET)}
+    if part == "unet":
+        own = {key: value for key, value in weights.items() if key.startswith(UNET)}
         return dict(tables.convert_ldm_unet_checkpoint(own, config))
-    if name == "vae":
-        own = {key: value for key, value in weights.items() if key.startswith(_VAE)}
+    if part == "vae":
+        if any(key.startswith("decoder.up_blocks.") for key in weights):
+            return dict(weights)  # a VAE's file by diffusers' own names
+        own = {key: value for key, value in weights.items() if key.startswith(VAE)} or dict(weights)
         return dict(tables.convert_ldm_vae_checkpoint(own, config))
-    if name == "text_encoder":
-        own = {key.removeprefix(_TEXT): value for key, value in weights.items() if key.startswith(_TEXT)}
+    if part == "text_encoder":
+        own = {key.removeprefix(TEXT): value for key, value in weights.items() if key.startswith(TEXT)}
     else:
-        own = {key: value for key, value in weights.items() if key.startswith(_TEXT_2)}
-        own = dict(tables.convert_open_clip_checkpoint(network, own, prefix=_TEXT_2))
+        own = {key: value for key, value in weights.items() if key.startswith(TEXT_2)}
+        own = dict(tables.convert_open_clip_checkpoint(network, own, prefix=TEXT_2))
     return {key: value for key, value in own.items() if not key.endswith(("position_ids", "logit_scale"))}
 
 
-def _check_fit(file: Path, name: str, found: Mapping[str, Any], network: Any) -> None:
-    """Raise `ModelError` for a weight that is missing, of another shape, or unknown to the network."""
+def _check_fit(name: str, part: str, found: Mapping[str, Any], network: Any) -> None:
+    """Raise `ModelError` for a weight that is missing, of another shape, not finite, or unknown to the network."""
     wanted = network.state_dict()
     for key, tensor in wanted.items():
         if key not in found:
-            raise ModelError(f"{file}: has no weights for {name}.{key}")
+            raise ModelError(f"{name}: has no weights for {part}.{key}")
         if found[key].shape != tensor.shape:
             shapes = f"{list(found[key].shape)}, not {list(tensor.shape)}"
-            raise ModelError(f"{file}: does not fit the base's config: {name}.{key} is {shapes}")
+            raise ModelError(f"{name}: does not fit the base's config: {part}.{key} is {shapes}")
+        if not found[key].isfinite().all():  # an overflow in fp16, or a merge gone wrong
+            raise ModelError(f"{name}: {part}.{key} has values that are not finite")
     if unknown := sorted(found.keys() - wanted.keys()):
-        raise ModelError(f"{file}: has weights that the base's {name} has no use for, the first is {unknown[0]}")
+        raise ModelError(f"{name}: has weights that the base's {part} has no use for, the first is {unknown[0]}")
 
 
-def _write_scheduler(base: Path, out: Path, v_prediction: bool, zero_snr: bool) -> None:
+def _write_scheduler(
+    base: Path, out: Path, metadata: Mapping[str, str], weights: Mapping[str, Any], options: CheckpointOptions
+) -> None:
+    config = _edm(weights, options.prediction_type)
+    if config is not None:
+        if options.zero_snr:
+            raise ModelError("--zero-snr: is for schedules of betas, and EDM's noise levels are none")
+        _write_json(out / "scheduler_config.json", config)
+        return
     config = folders.read_json(base / "scheduler_config.json")
-    if v_prediction:
-        config["prediction_type"] = "v_prediction"
-    if zero_snr:  # trailing timesteps begin at the one of noise alone
+    told = _TOLD.get(metadata.get("modelspec.prediction_type", ""))
+    if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
+        told = "v_prediction"
+    if predicts := options.prediction_type or told:
+        config["prediction_type"] = predicts
+    zero_snr = "ztsnr" in weights or metadata.get("ss_zero_terminal_snr") == "True"
+    if zero_snr if options.zero_snr is None else options.zero_snr:
+        # trailing timesteps begin at the one of noise alone
         config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    out.mkdir()
-    (out / "scheduler_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    elif options.zero_snr is False:
+        config["rescale_betas_zero_snr"] = False
+    _write_json(out / "scheduler_config.json", config)
+
+
+def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
+    """The scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022); None: it is not one."""
+    own = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
+    if predicts == EDM_V or (predicts is None and own):
+        return {**_EDM, **_COSXL, "sigma_schedule": "exponential", **{end: float(value) for end, value in own.items()}}
+    if predicts is None and all(key in weights for key in _EDM_KEYS):
+        return {**_EDM, **_PLAYGROUND, "sigma_schedule": "karras"}
+    return None
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

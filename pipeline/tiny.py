@@ -46,6 +46,7 @@ class SDXLShape:
     vae_upcast: bool = True
     prediction_type: str = "epsilon"
     time_cond: int | None = None
+    input_channels: int = 4
     force_zeros: bool = True
     scheduler: dict[str, Any] = field(default_factory=dict)
 
@@ -54,7 +55,7 @@ class SDXLShape:
         down = ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * (len(self.channels) - 1)
         return {
             "sample_size": self.native // FACTOR,
-            "in_channels": 4,
+            "in_channels": self.input_channels,
             "out_channels": 4,
             "down_block_types": down,
             "up_block_types": tuple(name.replace("Down", "Up") for name in reversed(down)),

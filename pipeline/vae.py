@@ -37,12 +37,17 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def encode(model: ImageModel, pixels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def encode(
+    model: ImageModel, pixels: torch.Tensor, noise: torch.Tensor, blank: torch.Tensor | None = None
+) -> torch.Tensor:
     """Latents of images: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
 
-    As in diffusers' pipelines: a sample, not the mean.
+    As in diffusers' pipelines: a sample, not the mean. Where `blank` is true, bool [H, W], all channels are halfway
+    between black and white.
     """
     values = pixels.permute(0, 3, 1, 2).float() / 255 * 2 - 1
+    if blank is not None:
+        values = values.masked_fill(blank, 0)
     posterior = model.vae.encode(values.to(model.device, model.vae.dtype), return_dict=False)[0]
     drawn = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
     # All latents have this memory format: convolutions of others round differently.

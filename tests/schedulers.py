@@ -7,6 +7,7 @@ from typing import Any
 
 from diffusers import (
     DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     LCMScheduler,
@@ -20,6 +21,7 @@ CLASSES: dict[str, Any] = {
     "dpm++2m-sde": DPMSolverMultistepScheduler,
     "lcm": LCMScheduler,
     "tcd": TCDScheduler,
+    "edm-euler": EDMEulerScheduler,
 }
 
 

@@ -53,6 +53,7 @@ def image_card(
         plans={name: dict(fields) for name, fields in model.plans.items()},
         plan=plan,
         vaes=model.vaes,
+        inpaint_only=model.inpaints,
         limits=ImageLimits(),
         costs=ImageCosts(
             encode_s=encode_s,

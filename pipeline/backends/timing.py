@@ -103,11 +103,10 @@ class PhaseTimer:
         def call(function: Callable[..., Any]) -> Any:
             if phase == TEXT:
                 return function(model.family.example_ids(model, rows))
-            latents = random(rows, model.latent_channels, height, width)
             if phase in DECODES.values():
-                return function(latents.float())
+                return function(random(rows, model.latent_channels, height, width).float())
             inputs = denoise.DenoiserInputs(
-                latents,
+                random(rows, model.input_channels, height, width),
                 torch.full((rows,), 500.0, device=model.device),
                 model.family.example(model, self._denoiser.text_width, rows, generator, chunks),
             )

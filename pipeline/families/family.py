@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.card import FULL, TINY, ImageDefaults
+from pipeline import samplers
 from pipeline.folder import Part
 
 if TYPE_CHECKING:
@@ -73,6 +74,21 @@ class ImageModel:
     @property
     def latent_channels(self) -> int:
         return int(self.vae.config.latent_channels)
+
+    @property
+    def input_channels(self) -> int:
+        """Channels of what the denoiser reads at every step."""
+        return int(self.denoiser.config.in_channels)
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the denoiser reads a mask and a masked image's latents beside the sample."""
+        return self.input_channels == 2 * self.latent_channels + 1
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """The samplers that a request may name."""
+        return samplers.offered(self.scheduler_config, self.family.samplers)
 
     @property
     def vaes(self) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def test_models_in_openais_shape(shared: Api) -> None:
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
         "loras": [], "embeddings": [], "prompt_fields": None, "graphs": {},
         "default_scheduler": "euler", "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
-        "vaes": ["full"],
+        "vaes": ["full"], "inpaint_only": False,
         "deepcache": "off", "limits": dataclasses.asdict(CARD.limits),
         "costs": dataclasses.asdict(CARD.costs),
         "capacity_per_s": 0.67,

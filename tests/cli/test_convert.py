@@ -16,7 +16,8 @@ SHAPE = tiny.SHAPES[tiny.TINY]
 def test_a_file_becomes_a_model_to_draw_with(shell: Shell) -> None:
     save_file(checkpoint(tiny.make(SHAPE, seed=3)), shell.folder / "mine.safetensors")
     tiny.save(shell.folder / "base", SHAPE)
-    told = shell("convert", "mine.safetensors", "--base", "base", "-o", "models/mine", "--v-prediction", "--zero-snr")
+    predicts = ("--prediction-type", "v_prediction", "--zero-snr")
+    told = shell("convert", "mine.safetensors", "--base", "base", "-o", "models/mine", *predicts)
     assert told.code == 0 and told.out == "models/mine\n"
     scheduler = json.loads((shell.folder / "models/mine/scheduler/scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
@@ -33,4 +34,6 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(shell: Shell) -> N
     assert told.code == 2 and "there is no such file" in told.err
     assert not list((shell.folder / "models").iterdir())
     told = shell("generate", "x", "--model", "mine.safetensors", "-o", "out")
-    assert told.code == 2 and "is a file; a model is a folder in diffusers' format, which `diptych convert`" in told.err
+    assert (
+        told.code == 2 and "is a file; a model is a folder in diffusers' format, which `diptych models add`" in told.err
+    )

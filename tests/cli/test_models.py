@@ -1,15 +1,22 @@
-"""`diptych models` where no service answers, or something else does. A running one is asked in tests/deployment."""
+"""`diptych models` where no service answers, or something else does, and `models add`. A running service is asked in
+tests/deployment.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 
 import pytest
+from safetensors.torch import save_file
 
 from core.config import EMBEDDED_MODEL
 from deployment.redis import free_port
-from tests.cli.shell import Shell
+from pipeline import tiny
+from tests.cli.shell import Shell, made_with
 from tests.http_server import Handler, LocalServer
+from tests.pipeline.original_layout import checkpoint
 
 
 @pytest.fixture(params=[b"<html>hello</html>", b"[]", b'{"data": 1}', b'{"data": [{"id": "gpt"}]}', b"\xff"])
@@ -53,3 +60,50 @@ def test_what_is_no_url_is_refused(shell: Shell, url: str) -> None:
 def test_what_is_half_a_url_is_no_traceback(shell: Shell, url: str) -> None:
     said = shell("models", "--url", url)
     assert said.code in (1, 2) and said.err.startswith("diptych: --url: ")
+
+
+@pytest.fixture
+def store(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint and its base in the shell's folder; models are added to a folder beside them."""
+    save_file(checkpoint(tiny.make(tiny.SHAPES[tiny.TINY], seed=3)), shell.folder / "mine.safetensors")
+    tiny.save(shell.folder / "base", tiny.SHAPES[tiny.TINY])
+    monkeypatch.setenv("DIPTYCH_MODELS_DIR", str(shell.folder / "store"))
+    monkeypatch.setenv("DIPTYCH_PORT", str(free_port()))
+    return str(shell.folder / "store")
+
+
+def test_an_added_model_is_listed_and_drawn_by_its_name(shell: Shell, store: str) -> None:
+    predicts = ("--prediction-type", "v_prediction", "--zero-snr")
+    said = shell("models", "add", "mine.safetensors", "--base", "base", "--name", "cats", *predicts)
+    sha256 = hashlib.sha256((shell.folder / "mine.safetensors").read_bytes()).hexdigest()
+    assert said.code == 0 and said.out == f"{store}/cats\nsha256 {sha256}\n"
+    assert "cats  (added; --model cats loads it)" in shell("models").out
+    assert shell("generate", "x", "--model", "cats", "-o", "out", "--steps", "2").code == 0
+    assert made_with(shell.pictures()[0])["steps"] == 2
+    scheduler = json.loads((shell.folder / "store/cats/scheduler/scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
+
+
+@pytest.mark.parametrize(("scheme", "more"), [("int8", ("--limit", "1")), ("int8-dynamic", ())])
+def test_it_is_quantized_into_its_own_folder(shell: Shell, store: str, scheme: str, more: tuple[str, ...]) -> None:
+    said = shell("models", "add", "base", "--name", "cats", "--quantize", scheme, *more)
+    assert said.code == 0 and f"layers in {scheme}" in said.out
+    assert (shell.folder / f"store/cats/unet-{scheme}").is_dir() and not list((shell.folder / "base").glob("unet-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("gone.safetensors",), "diptych: model: gone.safetensors: no such folder"),
+        (("mine.safetensors", "--sha256", "0" * 64), "mine.safetensors: its SHA-256 is "),
+        (("mine.safetensors", "--name", "emoji-xl"), "--name: there is a model emoji-xl already"),
+        (("mine.safetensors", "--max-gib", "0"), "--max-gib: must be more than 0"),
+        (("mine.safetensors", "--limit", "0"), "--limit: must be at least 1"),
+        (("mine.safetensors", "--quantize", "int3"), "invalid choice: 'int3'"),
+        (("http://example.com/x",), "must begin with https://"),
+    ],
+)
+def test_what_cannot_be_added_is_named(shell: Shell, store: str, arguments: tuple[str, ...], told: str) -> None:
+    said = shell("models", "add", *arguments, "--base", "base")
+    assert said.code == 2 and told in said.err and said.out == ""
+    assert "added" not in shell("models").out

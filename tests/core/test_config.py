@@ -33,6 +33,18 @@ def test_other_names_are_what_they_say(models: Path, name: str) -> None:
     assert Settings(model=name).model_name == name
 
 
+def test_an_added_model_is_found_by_its_name_after_the_embedded_ones(models: Path, tmp_path: Path) -> None:
+    added = tmp_path / "added"
+    for name in ("cats", "emoji-z"):
+        (added / name).mkdir(parents=True)
+        (added / name / "model_index.json").write_text("{}")
+    assert Settings(model="cats", models_dir=added).model_name == str(added / "cats")
+    assert Settings(model="emoji-z", models_dir=added).model_name == str(models / "emoji-z")
+    assert Settings(model="dogs", models_dir=added).model_name == "dogs"
+    Path("cats").mkdir()
+    assert Settings(model="cats", models_dir=added).model_name == "cats"
+
+
 def test_a_folder_of_that_name_comes_first(models: Path) -> None:
     Path("emoji-z").mkdir()
     assert Settings(model="emoji-z").model_name == "emoji-z"

@@ -225,7 +225,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "weights too many": (alter(UNET, put("extra", torch.zeros(1))), "unet: .* 1 unexpected keys, the first is extra"),
     "shard missing": (shard_missing, "unet: diffusion_pytorch_model-00002-of-00002.safetensors is missing"),
     "shards not named": (index_empty, "unet/.*index.json: has no weight_map"),
-    "inpainting": (unlike_sdxl(in_channels=9), r"unet in_channels \(the VAE's latent_channels\) is 9, not 4"),
+    "by instructions": (unlike_sdxl(in_channels=8), r"unet in_channels \(the VAE's latent_channels\) is 8, not 4"),
     "like SD 1.5": (
         unlike_sdxl(addition_embed_type=None, projection_class_embeddings_input_dim=None),
         "unet addition_embed_type is None, not text_time",

@@ -573,3 +573,23 @@ def test_eta_is_tcds_alone() -> None:
 def test_a_timestep_beyond_the_training_clock_is_named() -> None:
     with pytest.raises(Invalid, match=r"timesteps.0: must be less than the model's num_train_timesteps=1000"):
         sigmas.table(SDXL, "lcm", 2, schedule=NoiseSchedule(timesteps=(1000, 3)))
+
+
+@pytest.mark.parametrize("final", ["zero", "sigma_min"])
+@pytest.mark.parametrize("curve", ["karras", "exponential"])
+@pytest.mark.parametrize(
+    ("predicts", "data", "most"), [("epsilon", 0.5, 80.0), ("v_prediction", 1.0, 120.0), ("v_prediction", 0.7, 5.0)]
+)
+def test_edm_equals_diffusers(predicts: str, data: float, most: float, curve: str, final: str) -> None:
+    config = {
+        "_class_name": "EDMEulerScheduler", "prediction_type": predicts, "sigma_data": data, "sigma_max": most,
+        "sigma_schedule": curve, "final_sigmas_type": final,
+    }  # fmt: skip
+    assert samplers.offered(config, samplers.SCHEDULERS) == samplers.EDM_SCHEDULERS == ("edm-euler",)
+    # diffusers adds its step to a sample 100 times as large as the result, in fp32.
+    assert_parity(config, "edm-euler", tolerance=1e-4)
+
+
+def test_other_models_are_not_offered_edms_sampler() -> None:
+    assert samplers.offered(SDXL, samplers.SCHEDULERS) == samplers.SCHEDULERS and "edm-euler" not in samplers.SCHEDULERS
+    assert samplers.offered({"_class_name": "EDMEulerScheduler"}, ("flow-euler",)) == ("flow-euler",)

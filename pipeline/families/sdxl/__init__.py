@@ -28,7 +28,9 @@ class SDXL:
     """`Family` for SDXL. Options: `force_zeros`, whether an absent negative prompt is a zero embedding."""
 
     label = "SDXL"
-    pipelines: tuple[str, ...] = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    pipelines: tuple[str, ...] = (
+        "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline",
+    )  # fmt: skip
     parts: Mapping[str, Part] = PARTS
     denoiser = "unet"
     quantized: tuple[str, ...] = ("unet", "vae")

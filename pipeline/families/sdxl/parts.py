@@ -59,9 +59,10 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         ),
         ("unet encoder_hid_dim_type", unet.encoder_hid_dim_type, None),
         ("unet class_embed_type", unet.class_embed_type, None),
-        ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
         ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
     ]
+    if unet.in_channels != 2 * vae.latent_channels + 1:  # else it inpaints
+        facts.append(("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels))
     lengths = [loaded[part].model_max_length for part in ("tokenizer", "tokenizer_2")]
     facts.append(("tokenizer_2 model_max_length", lengths[1], lengths[0]))
     for what, found, wanted in facts:

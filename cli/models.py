@@ -1,0 +1,126 @@
+"""`diptych models`: lists the models of a running service, or those there are without one; `models add` adds one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cli import quantize
+from cli.arguments import CommandFailed, Commands, StartupProgress, UsageError, model_errors, read_settings
+from cli.convert import add_checkpoint, checkpoint_options
+from contract.precision import SCHEMES
+
+_ANSWER_S = 10.0
+_GIB = 2**30
+_ABOUT = """SOURCE is an SDXL checkpoint in one .safetensors file, its https address, a folder or a hub id.
+The model then goes by its name:
+
+  diptych models add juggernautXL.safetensors --name juggernaut --quantize int8
+  diptych serve --model juggernaut
+
+A download that broke goes on where it was when the command is given again.
+"""
+
+
+def add(commands: Commands) -> None:
+    models = commands.add_parser(
+        "models",
+        help="list models",
+        description="What a running service offers; where none answers, the model that one started here would load.",
+    )
+    models.add_argument("--url", metavar="URL", help="of the service; default: the one that `diptych serve` has here")
+    models.set_defaults(run=_models)
+    verbs = models.add_subparsers(metavar="VERB")
+    new = verbs.add_parser(
+        "add",
+        help="add a model, found by its name from then on",
+        description="Put a model into DIPTYCH_MODELS_DIR, converted and quantized as asked.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    new.add_argument("source", metavar="SOURCE", help="a .safetensors file, its https address, a folder or a hub id")
+    new.add_argument("--name", default="", metavar="N", help="of the model; default: the file's or folder's own")
+    new.add_argument("--sha256", default="", metavar="HEX", help="that the file must have")
+    new.add_argument("--variant", metavar="WORD", help="of a folder's weight files, such as fp16")
+    new.add_argument("--max-gib", type=float, default=20, metavar="X", help="of a download; default: %(default)s")
+    add_checkpoint(new)
+    new.add_argument("--quantize", choices=SCHEMES, metavar="SCHEME", help=f"make a variant: {', '.join(SCHEMES)}")
+    new.add_argument("--limit", type=int, metavar="N", help="prompts to calibrate on; default: 64")
+    new.add_argument("--threads", type=int, metavar="N", help="CPU threads of --quantize; default: one per core")
+    new.set_defaults(run=_add)
+
+
+def _models(options: argparse.Namespace) -> int:
+    settings = read_settings(options)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{settings.port}" if options.url is None else options.url
+    try:
+        offered = _ask(url.rstrip("/") + "/v1/models")
+    except OSError as error:
+        if options.url is not None:
+            raise CommandFailed(f"--url: no service answers ({getattr(error, 'reason', error)})") from error
+        print(f"{settings.model_name}  (would be loaded here; no service answers at {url})")
+        _print_added(settings.models_dir)
+        return 0
+    for model in offered:
+        card = model["diptych"]
+        state = "" if card["live"] else "  (not live)"
+        size = card["native_size"] if card["modality"] == "image" else f"{card['limits']['context']} tokens"
+        what = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))
+        print(f"{model['id']}  {what}{state}")
+    return 0
+
+
+def _print_added(store: Path) -> None:
+    if store.is_dir():
+        from pipeline.model_store import names
+
+        for name in names(store):
+            print(f"{name}  (added; --model {name} loads it)")
+
+
+def _add(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from core.config import EMBEDDED_MODEL
+
+    settings = read_settings(argparse.Namespace(threads=options.threads))
+    if not 0 < options.max_gib < 1024:
+        raise UsageError(f"--max-gib: must be more than 0 and less than 1024, not {options.max_gib:g}")
+    if options.limit is not None and options.limit < 1:
+        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    with model_errors(), StartupProgress(Console(stderr=True)) as starting:
+        from pipeline import model_store
+
+        added = model_store.add(
+            options.source, settings.models_dir,
+            model_store.AddOptions(
+                checkpoint_options(options), int(options.max_gib * _GIB), options.name, options.sha256, options.variant,
+                lambda name: (EMBEDDED_MODEL.parent / name).exists(), starting.say, starting.count,
+            ),
+        )  # fmt: skip
+    print(added.folder, flush=True)
+    if added.sha256:
+        print(f"sha256 {added.sha256}", flush=True)
+    if options.quantize is None:
+        return 0
+    return quantize.into_own_folder(added.folder, options.quantize, options.variant, options.limit, options.threads)
+
+
+def _ask(url: str) -> list[dict[str, Any]]:
+    """Raises OSError if no server answers, `UsageError` if the server is not Diptych."""
+    import http.client
+    import urllib.request
+
+    if not url.startswith(("http://", "https://")):
+        raise UsageError("--url: must begin with http:// or https://")
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            data: list[dict[str, Any]] = json.loads(answer.read())["data"]
+        if all("diptych" in model for model in data):
+            return data
+    except (http.client.HTTPException, ValueError, KeyError, TypeError):
+        pass
+    raise UsageError("--url: the server there is not Diptych")

@@ -1,0 +1,147 @@
+"""Reads the header of a safetensors file, and says by its keys what kind of file it is; loads no tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.folder import ModelError
+
+UNET, VAE = "model.diffusion_model.", "first_stage_model."
+TEXT, TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
+CONV_IN = f"{UNET}input_blocks.0.0.weight"
+INPAINTING_CHANNELS = 9  # latents, mask and the masked image's latents
+_MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+_LORA = "is a LoRA, not a checkpoint; put it into a folder and name that with --lora-dir"
+# What other files are, by a pattern that a key has; the first that any key has decides.
+_OTHERS = (
+    (r"lora_(unet|te\d?|transformer)_|[._]lora(_[AB]|_down|_up|\.(up|down))[._]|\.lora_[AB]$", _LORA),
+    (r"\.(hada_w\d|lokr_w\d|oft_(diag|blocks)|dora_scale)", _LORA),
+    (r"^(ip_adapter|image_proj)\.", "is an IP-Adapter, which is not supported"),
+    (
+        r"^(control_model|controlnet_(cond_embedding|down_blocks)|input_hint_block|lora_controlnet)(\.|$)",
+        "is a ControlNet, which is not supported",
+    ),
+    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", "is a T2I-Adapter, which is not supported"),
+    (r"^conditioner\.embedders\.0\.model\.", "is an SDXL refiner, which is not supported"),
+    (r"^cond_stage_model\.", "is a checkpoint of Stable Diffusion 1 or 2, and only SDXL's are converted"),
+    (r"double_blocks\.|single_transformer_blocks\.", "is a checkpoint of Flux, which is not supported"),
+    (r"joint_blocks\.", "is a checkpoint of Stable Diffusion 3, which is not supported"),
+    (r"(^|\.)cap_embedder\.", "is a transformer of Lumina's or Z-Image's kind, of which only folders are read"),
+)
+# What a file without some part of a checkpoint is, where all of its keys are of one kind.
+_ALONE = (
+    (r"^(clip_[lg]|emb_params|string_to_param\..*)$", "is a textual inversion, not a checkpoint"),
+    (
+        r"^(first_stage_model\.|vae\.)?((encoder|decoder|quant_conv|post_quant_conv|loss)\.|model_ema)",
+        "is a VAE alone, not a checkpoint; name it with --vae beside one",
+    ),
+    (r"^(text_(model|projection)|transformer|logit_scale|(positional|token)_embedding)", "is a text encoder"),
+    (r"^(unet\.)?(down|up|mid)_blocks?\.|^(unet\.)?(conv|time|add)_", "is a UNet alone, in diffusers' layout"),
+    (r"^(conv_first|conv_body|conv_up|conv_hr|conv_last|body|model\.\d+)\b", "is an upscaler, not a checkpoint"),
+)  # fmt: skip
+_UNET_READS = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 1280: "an SDXL refiner", 2048: "SDXL"}
+
+
+class Header(NamedTuple):
+    """What a safetensors file says before its data: the shape and type of each tensor, and its metadata."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+def header_bytes(start: bytes) -> int:
+    """How many of a safetensors file's first bytes hold its header, by the first nine; 0 for another format."""
+    length = int.from_bytes(start[:8], "little")
+    return 8 + length if start[8:9] == b"{" and length <= _MOST_HEADER_BYTES else 0
+
+
+def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> Header:
+    """The header of a file that is whole, or that will be once it has `size_bytes`.
+
+    `name` is what messages call it; default: its path. Raises `ModelError` for a file that is missing, cut short,
+    damaged or of another format, which its first bytes tell whatever its name ends in: pickles are not read.
+    """
+    name = name or str(file)
+    try:
+        size = file.stat().st_size if size_bytes is None else size_bytes
+        with file.open("rb") as stream:
+            start = stream.read(512)
+            _check_format(name, start)
+            length = header_bytes(start)
+            stream.seek(8)
+            text = stream.read(length - 8)
+    except FileNotFoundError:
+        raise ModelError(f"{name}: there is no such file") from None
+    except OSError as error:
+        raise ModelError(f"{name}: cannot be read ({error.strerror})") from error
+    if len(text) < length - 8:
+        raise ModelError(f"{name}: is no whole safetensors file: it is cut short within its header")
+    try:
+        told = json.loads(text)
+        metadata = {str(key): str(value) for key, value in told.pop("__metadata__", {}).items()}
+        shapes = {key: tuple(map(int, one["shape"])) for key, one in told.items()}
+        dtypes = {key: str(one["dtype"]) for key, one in told.items()}
+        ends = [int(one["data_offsets"][1]) for one in told.values()]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{name}: is no whole safetensors file: its header cannot be read") from error
+    if (whole := length + max(ends, default=0)) != size:
+        raise ModelError(f"{name}: is no whole safetensors file: it has {size} bytes of {whole}")
+    return Header(shapes, dtypes, metadata)
+
+
+def _check_format(name: str, start: bytes) -> None:
+    if header_bytes(start):
+        return
+    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80" or start[257:262] == b"ustar":
+        why = "can run code when it is loaded; only safetensors files are read"
+        raise ModelError(f"{name}: is a pickle, whatever its name ends in, and such a file {why}")
+    if start[:4] == b"GGUF":
+        raise ModelError(f"{name}: is a GGUF file, and only safetensors files are read")
+    if start.lstrip()[:1] == b"<":
+        raise ModelError(f"{name}: is a web page, not a safetensors file")
+    raise ModelError(f"{name}: is no whole safetensors file: its first bytes are of another format")
+
+
+def check_checkpoint(name: str, header: Header) -> None:
+    """Raise `ModelError` for anything but a whole SDXL checkpoint, saying what else it is and which key tells."""
+    shapes = header.shapes
+    for pattern, what in _OTHERS:
+        found = next((key for key in shapes if re.search(pattern, key)), None)
+        if found is not None:
+            raise ModelError(f"{name}: {what} (it has {found})")
+    missing = [
+        (sign, what)
+        for sign, what in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
+        if not any(key.startswith(sign) for key in shapes)
+    ]
+    if missing:
+        sign, what = missing[0]
+        first = min(shapes, default="no key at all")
+        raise ModelError(
+            f"{name}: {_alone(shapes)}it has no {what} (keys that begin with {sign}); its first key is {first}"
+        )
+    channels = shapes.get(CONV_IN, (0, 4))[1]
+    if channels not in (4, INPAINTING_CHANNELS):
+        what = "a model that edits by instructions" if channels == 8 else "a model of another kind"
+        raise ModelError(f"{name}: is {what}, which is not supported: {CONV_IN} has {channels} channels, not 4 or 9")
+
+
+def _alone(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What a file is that lacks some part of a checkpoint, and a semicolon; "" where nothing tells."""
+    reads = next((shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")), 0)
+    if any(key.startswith(UNET) for key in shapes) and not any(key.startswith((TEXT, TEXT_2)) for key in shapes):
+        whose = f" of {_UNET_READS[reads]}" if reads in _UNET_READS else ""
+        return f"is a UNet{whose} without text encoders; "
+    kinds = (what for pattern, what in _ALONE if shapes and all(re.search(pattern, key) for key in shapes))
+    found = next(kinds, "")
+    return f"{found}; " if found else ""
+
+
+def only_vae(keys: Collection[str]) -> bool:
+    """Whether all of these keys are a VAE's."""
+    return bool(keys) and all(re.search(_ALONE[1][0], key) for key in keys)
