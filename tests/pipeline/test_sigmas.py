@@ -443,7 +443,7 @@ def test_the_models_own_sampler_is_found_by_its_class_name() -> None:
         saved = json.loads(scheduler_class().to_json_string())
         if name == "dpm++2m-sde":
             saved = json.loads(stock(saved, name).to_json_string())
-        assert samplers.default_name(saved) == name
+        assert samplers.default_name(saved, samplers.offered(saved, samplers.SCHEDULERS)) == name
     for unknown in ({"_class_name": "DDIMScheduler"}, {}):
         with pytest.raises(ValueError, match="_class_name"):
             samplers.default_name(unknown)
