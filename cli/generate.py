@@ -131,7 +131,7 @@ def _generate(options: argparse.Namespace) -> int:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
         draft = _completed(draft, given, options, settings, works.images.model)
         first = replace(draft, prompt=prompts[0].text)
-        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers, works)
+        _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(seed, k)), prompt)
             for prompt in prompts

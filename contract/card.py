@@ -25,6 +25,7 @@ FULL, TINY = "full", "tiny"  # decoders: the model's VAE, and a small one in its
 VAES = (FULL, TINY)
 
 Size = tuple[int, int]  # width and height in pixels
+_Side = Annotated[int, Field(strict=True, gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,30 @@ class ImageDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Sizes whose sides are multiples of `multiple` from `shortest` to `longest`, of at most `most_pixels`."""
+
+    multiple: _Side
+    shortest: _Side
+    longest: _Side
+    most_pixels: _Side
+
+    def __contains__(self, size: Size) -> bool:
+        fits = (self.shortest <= side <= self.longest and side % self.multiple == 0 for side in size)
+        return all(fits) and size[0] * size[1] <= self.most_pixels
+
+    def __str__(self) -> str:
+        return (
+            f"any sides from {self.shortest} to {self.longest} that are multiples of {self.multiple}, "
+            f"of at most {self.most_pixels} pixels"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
+
+    `sizes` are those that it is best at, and `size_range` all others that it draws; None: no others.
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`.
@@ -79,6 +102,7 @@ class ImageOffer(ImageLimits):
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str = ""
     vaes: Collection[str] = (FULL,)
+    size_range: SizeRange | None = None
 
     def check_vae(self, name: str) -> None:
         """Raise `Invalid` for a decoder that the model does not have."""
@@ -115,7 +139,7 @@ class ImageOffer(ImageLimits):
         """Raise `Invalid` for a size that the model does not offer."""
         if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
             raise Invalid("size", "width and height must be whole numbers")
-        if (width, height) not in self.sizes:
+        if not self._offers((width, height)):
             short = all(abs(side) < 10**9 for side in (width, height))
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
@@ -130,7 +154,7 @@ class ImageOffer(ImageLimits):
         if match is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
         size = int(match[1]), int(match[2])
-        if size not in self.sizes:
+        if not self._offers(size):
             raise self._not_offered("is not offered")
         return size
 
@@ -143,9 +167,13 @@ class ImageOffer(ImageLimits):
 
         return min(self.sizes, key=apart)
 
+    def _offers(self, size: Size) -> bool:
+        return size in self.sizes or (self.size_range is not None and size in self.size_range)
+
     def _not_offered(self, wrong: str) -> Invalid:
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes, key=lambda s: (-s[0] * s[1], s)))
-        return Invalid("size", f"{wrong}; offered: {offered}")
+        others = "" if self.size_range is None else f"; and {self.size_range}"
+        return Invalid("size", f"{wrong}; offered: {offered}{others}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +237,6 @@ class _Card:
     live: StrictBool = False
 
 
-_Side = Annotated[int, Field(strict=True, gt=0)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCard(_Card):
     """The card of an image model.
@@ -220,7 +245,7 @@ class ImageCard(_Card):
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `plans` request fields by the name of a tuned plan, and `plan` the default
     plan of requests, a name or a word of `contract.tuned`; "": none. `vaes` are the decoders, of `VAES`. `graphs`: the
-    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
+    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` as in the offer.
     """
 
     modality: Literal["image"] = "image"
@@ -237,6 +262,7 @@ class ImageCard(_Card):
     plans: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
     plan: StrictStr = ""
     vaes: tuple[StrictStr, ...] = (FULL,)
+    size_range: SizeRange | None = None
 
     @property
     def offer(self) -> ImageOffer:
@@ -246,7 +272,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, **limits,
+            self.vaes, self.size_range, **limits,
         )  # fmt: skip
 
 

@@ -23,7 +23,9 @@ class ImageFields(BaseModel):
     prompt: str = Field(description="what to draw")
     model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
     n: int | None = Field(default=None, ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")
-    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
+    size: str | None = Field(
+        default=None, description='one of the model\'s sizes such as "1024x1024", or of its size_range; "auto": its own'
+    )
     response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
     output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
     stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")

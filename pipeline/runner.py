@@ -26,7 +26,6 @@ from pipeline.iterations import IterationBuilder
 from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
-from pipeline.sizes import sizes
 
 _ENCODE_ROWS = 32
 
@@ -53,7 +52,7 @@ class ImageRunner:
         self.model = model = backend.model
         self.adapters = None if loras is None else loras.adapters
         self.patience_s = patience_s
-        self.sizes = sizes(model.native, model.multiple)
+        self.sizes = model.sizes
         self.schedulers = model.family.samplers
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
@@ -76,7 +75,7 @@ class ImageRunner:
         wanted = request.parameters
         if not isinstance(wanted, ImageParameters):
             raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
-        check(wanted, ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes))
+        check(wanted, ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes, size_range=self.model.size_range))
         try:
             name = wanted.scheduler or self.default_scheduler
             size = (wanted.width, wanted.height)
