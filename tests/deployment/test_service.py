@@ -26,7 +26,7 @@ def drawn_with(png: bytes) -> dict[str, object]:
     with Image.open(io.BytesIO(png)) as image:
         image.load()
         assert image.format == "PNG" and image.size == (32, 32)
-        found = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+        found = json.loads(image.text["diptych"])  # type: ignore[attr-defined]
     assert isinstance(found, dict)
     return found
 
