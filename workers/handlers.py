@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from contract import plan as plans
 from contract.card import ImageCard, ModelCard
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
@@ -130,7 +131,8 @@ class ImageJobHandler:
     def build_result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         check(self._checker, made)
         form = ImageFormat(job.output_format, job.output_compression)
-        return {"images": [_kept(picture, form, artifact_writer, self._metadata) for picture in made]}
+        images = [_kept(picture, form, artifact_writer, self._metadata) for picture in made]
+        return {"images": images, "deepcache": plans.to_field(made[0].parameters.deepcache)}
 
 
 def pictures(
@@ -157,6 +159,7 @@ def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, 
         "media_type": form.media_type,
         "size_bytes": len(data),
         "warnings": list(picture.warnings),
+        "fingerprint": picture.fingerprint,
     }
 
 
