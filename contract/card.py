@@ -139,7 +139,7 @@ class ImageOffer(ImageLimits):
         """Raise `Invalid` for a size that the model does not offer."""
         if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
             raise Invalid("size", "width and height must be whole numbers")
-        if not self._offers((width, height)):
+        if not self.offers((width, height)):
             short = all(abs(side) < 10**9 for side in (width, height))
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
@@ -154,7 +154,7 @@ class ImageOffer(ImageLimits):
         if match is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
         size = int(match[1]), int(match[2])
-        if not self._offers(size):
+        if not self.offers(size):
             raise self._not_offered("is not offered")
         return size
 
@@ -167,7 +167,8 @@ class ImageOffer(ImageLimits):
 
         return min(self.sizes, key=apart)
 
-    def _offers(self, size: Size) -> bool:
+    def offers(self, size: Size) -> bool:
+        """Whether the model draws pictures of this size."""
         return size in self.sizes or (self.size_range is not None and size in self.size_range)
 
     def _not_offered(self, wrong: str) -> Invalid:

@@ -10,9 +10,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from contract.bounds import MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
-from contract.card import MAX_IMAGES, MAX_STEPS
+from contract.card import MAX_IMAGES, MAX_STEPS, Size
 from contract.plan import CacheFields
 from contract.schedule import ScheduleType
+
+MAX_MARGIN = 4096  # pixels
 
 
 class ImageFields(BaseModel):
@@ -111,6 +113,21 @@ class ImageFields(BaseModel):
     )
 
 
+class Margins(BaseModel):
+    """How many pixels are drawn beyond each side of an edit's source."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Outpaint")
+
+    left: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    top: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    right: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    bottom: int = Field(default=0, ge=0, le=MAX_MARGIN)
+
+    def around(self, size: Size) -> Size:
+        """The size of a source of this size with its margins."""
+        return size[0] + self.left + self.right, size[1] + self.top + self.bottom
+
+
 class EditFields(ImageFields):
     """The fields of an edit. In a form all of them are text."""
 
@@ -120,3 +137,6 @@ class EditFields(ImageFields):
         default=None, ge=0, le=1, allow_inf_nan=False,
         description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
     )  # fmt: skip
+    outpaint: Margins | None = Field(
+        default=None, description="pixels beyond left, top, right and bottom of the picture that are drawn too"
+    )
