@@ -26,7 +26,9 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
-    size, masked = (None, False) if upload is None else (upload.size, upload.mask is not None)
+    size, masked = (None, False) if upload is None else (upload.size, upload.masked)
+    if upload is not None and upload.margins is not None and fields.size is None and card.offer.offers(upload.size):
+        fields = fields.model_copy(update={"size": "{}x{}".format(*upload.size)})
     with invalid_as_api_error():
         job = image_job(fields, card.offer, size, masked=masked)
     return JobDraft(

@@ -61,7 +61,8 @@ async def _read(request: Request, service: Service, caller: Caller) -> tuple[Edi
     fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
         raise invalid_field("image", "is required, as a file", "missing_required_parameter")
-    return fields, await service.decoding.run(caller.id, Upload.of, files["image"], files.get("mask"))
+    given = files["image"], files.get("mask"), "image", fields.outpaint
+    return fields, await service.decoding.run(caller.id, Upload.of, *given)
 
 
 async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
@@ -112,7 +113,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = number
         elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
-        elif name == "deepcache" and text.startswith("{"):
+        elif name in ("deepcache", "outpaint") and text.startswith("{"):
             fields[name] = body.parse(text.encode())
         elif list[int] in kinds or list[float] in kinds:
             fields[name] = _numbers(text, whole=list[int] in kinds) or text

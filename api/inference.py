@@ -34,7 +34,7 @@ _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
 _NAMES = {"num_inference_steps": "steps"}
 _OTHERWISE = {  # fields that this endpoint expresses in another way, or does not support
     "model", "n", "size", "steps", "response_format", "stream", "partial_images", "preview_every", "user", "quality",
-    "style", "background", "moderation", "input_fidelity",
+    "style", "background", "moderation", "input_fidelity", "outpaint",
 }  # fmt: skip
 _SHARED = tuple(name for name in EditFields.model_fields if name not in _OTHERWISE)
 

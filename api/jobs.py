@@ -16,7 +16,7 @@ from api import admission, body, references, schemas, submission
 from api.access import By, Caller, enforce_rate_limit
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
-from api.presentation import job_object
+from api.presentation import job_object, retrieved
 from api.service import Given, Service
 from contract.card import KINDS
 from core.jobs.record import Job, JobState
@@ -100,7 +100,7 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     "/v1/jobs/{id}",
     summary="Look at a job",
     operation_id="look_v1_jobs__id__get",
-    response_model=schemas.JobObject,
+    response_model=schemas.RetrievedJob,
     openapi_extra=query(
         wait_s=(
             {"type": "number", "minimum": 0, "maximum": _LONGEST_WAIT_S},
@@ -115,7 +115,8 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.follower.end(job), wait_s)
         job = await find(service, id, caller)
-    return JSONResponse(job_object(job, service.links(request), await service.forecast(job)), headers=_FRESH)
+    content = job_object(job, service.links(request), await service.forecast(job))
+    return JSONResponse(retrieved(job, content), headers=_FRESH)
 
 
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)

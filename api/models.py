@@ -109,6 +109,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
     return {
         "native_size": f"{card.native}x{card.native}",
         "sizes": [f"{width}x{height}" for width, height in card.sizes],
+        "size_range": None if card.size_range is None else asdict(card.size_range),
         "schedulers": card.schedulers,
         "default_scheduler": card.default_scheduler,
         "defaults": asdict(card.defaults),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.links import ImageLinks
+from contract.image import ImageJob
+from contract.redraw import redraw
 from core.jobs.record import Job, JobState
 
 
@@ -47,6 +49,17 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
             for k, image in enumerate(results(job))
         ],
     }  # fmt: skip
+
+
+def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
+    """The object of one job, with `request`, which draws it again, and its images' fingerprints."""
+    result = job.result or {}
+    if job.state is not JobState.SUCCEEDED or "deepcache" not in result:  # an older worker's
+        return content
+    fingerprints = (image.get("fingerprint") for image in results(job))
+    images = [{**told, "fingerprint": one} for told, one in zip(content["images"], fingerprints, strict=True)]
+    asked = redraw(ImageJob.read(job.parameters), job.model, result["deepcache"])
+    return {**content, "images": images} | ({} if asked is None else {"request": asked})
 
 
 def results(job: Job) -> list[dict[str, Any]]:

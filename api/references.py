@@ -56,7 +56,7 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
         return files.content_of(service, file, param)
 
     mask = None if fields.mask is None else bytes_of("mask", fields.mask)
-    return Upload.of(bytes_of("images", fields.images[0]), mask, named="images")
+    return Upload.of(bytes_of("images", fields.images[0]), mask, "images", fields.outpaint)
 
 
 def _inline(field: str, url: str) -> bytes:

@@ -228,6 +228,19 @@ class JobObject(BaseModel):
     images: list[JobImage] | None
 
 
+class RetrievedImage(JobImage):
+    fingerprint: dict[str, Any] | None = Field(
+        default=None, description="what else than the request its bits depend on"
+    )
+
+
+class RetrievedJob(JobObject):
+    images: list[RetrievedImage] | None  # type: ignore[assignment]
+    request: dict[str, Any] | None = Field(
+        default=None, description="to be posted to /v1/jobs, to draw it again; once it succeeded, and not of edits"
+    )
+
+
 class GeneratedImage(BaseModel):
     b64_json: str | None = None
     url: str | None = None

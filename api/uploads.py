@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageOps
 
 from api.errors import ApiError, invalid_field
+from contract.image_fields import Margins
 
 MAX_BYTES = 16 * 2**20  # per file
 MAX_PIXELS = 4096 * 4096
@@ -32,16 +33,30 @@ class Upload:
 
     image: bytes
     mask: bytes | None
-    size: tuple[int, int]  # (width, height) after orientation
+    size: tuple[int, int]  # (width, height) after orientation, with margins
     named: str = "image"  # the field that the image came in
+    margins: Margins | None = None
 
     @classmethod
-    def of(cls, image: bytes, mask: bytes | None, named: str = "image") -> Upload:
+    def of(
+        cls, image: bytes, mask: bytes | None, named: str = "image", margins: Margins | None = None
+    ) -> Upload:  # fmt: skip
         """Read the headers only. Raises `ApiError` (400, 413), naming the field."""
         size = _size(named, image)
         if mask is not None and _size("mask", mask) != size:
             raise invalid_field("mask", "must have the width and height of the image")
-        return cls(image, mask, size, named)
+        if margins is not None:
+            if margins == Margins():
+                raise invalid_field("outpaint", "must have a side of more than 0 pixels")
+            size = margins.around(size)
+            if max(size) > MAX_SIDE or size[0] * size[1] > MAX_PIXELS:
+                raise invalid_field("outpaint", f"makes more than {MAX_SIDE} pixels a side, or {MAX_PIXELS} in all")
+        return cls(image, mask, size, named, margins)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a part of it is repainted, and all else kept."""
+        return self.mask is not None or self.margins is not None
 
     @property
     def digest(self) -> str:
@@ -57,13 +72,19 @@ class Upload:
         """
         image = _decoded(self.named, self.image)
         white = Image.new("RGBA", image.size, "white")
-        made = Image.alpha_composite(white, image).convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        if self.mask is None:
+        made = Image.alpha_composite(white, image).convert("RGB")
+        hole = Image.new("L", image.size, 0)
+        if self.mask is not None:
+            alpha = _decoded("mask", self.mask).getchannel("A")
+            if alpha.getextrema()[0] != 0:
+                raise invalid_field("mask", _OPAQUE)
+            hole = alpha.point([255] + 255 * [0])
+        if self.margins is not None:
+            made, hole = _extended(made, self.margins), _placed(hole, self.margins, 255)
+        made = made.resize(size, Image.Resampling.LANCZOS)
+        if not self.masked:
             return _png(made), None
-        alpha = _decoded("mask", self.mask).getchannel("A")
-        if alpha.getextrema()[0] != 0:
-            raise invalid_field("mask", _OPAQUE)
-        hole = alpha.point([255] + 255 * [0]).resize(size, Image.Resampling.LANCZOS)
+        hole = hole.resize(size, Image.Resampling.LANCZOS)
         return _png(made), _png(hole.point(128 * [0] + 128 * [255]))
 
 
@@ -105,6 +126,32 @@ def _decoded(field: str, data: bytes) -> Image.Image:
         return image.convert("RGBA")
     except Exception:  # as above
         raise invalid_field(field, "cannot be decoded") from None
+
+
+def _placed(image: Image.Image, margins: Margins, colour: int) -> Image.Image:
+    """The image on a canvas of this colour."""
+    canvas = Image.new(image.mode, margins.around(image.size), colour)
+    canvas.paste(image, (margins.left, margins.top))
+    return canvas
+
+
+def _extended(image: Image.Image, margins: Margins) -> Image.Image:
+    """The image with its outermost pixels repeated: columns first, then rows of the whole width."""
+    canvas = _placed(image, margins, 0)
+    width, height = canvas.size
+    top, bottom = margins.top, margins.top + image.height
+    for source, start, end in (
+        (margins.left, 0, margins.left),
+        (margins.left + image.width - 1, margins.left + image.width, width),
+    ):
+        if end > start:
+            column = canvas.crop((source, top, source + 1, bottom))
+            canvas.paste(column.resize((end - start, image.height), Image.Resampling.NEAREST), (start, top))
+    for source, start, end in ((top, 0, top), (bottom - 1, bottom, height)):
+        if end > start:
+            row = canvas.crop((0, source, width, source + 1))
+            canvas.paste(row.resize((width, end - start), Image.Resampling.NEAREST), (0, start))
+    return canvas
 
 
 def _opened(data: bytes) -> Image.Image:

@@ -148,7 +148,7 @@ def open_source(
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
         _fix_noise(works, latent, draft, options)
-    _check(draft, caption, works.images.sizes, works)
+    _check(draft, caption, {(draft.width, draft.height)}, works)
     return LocalEngine(works), draft
 
 

@@ -45,7 +45,8 @@ _EXAMPLES = """examples:
   diptych generate "a red panda" -n 4 --seed 7 --steps 30 --size 128x128 -o pandas
   diptych generate --prompts captions.tsv --limit 64 --negative "blurry, low quality"
 
-Each picture's PNG holds its parameters in the text chunks "parameters" and "fingerprint". Where a file of the same
+Each picture's PNG holds its parameters in the text chunks "parameters" (as
+AUTOMATIC1111's web UI has them), "diptych" and "fingerprint". Where a file of the same
 name lies in DIR, from an earlier command with the same prompt and seed, it is replaced.
 
 exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
@@ -132,7 +133,7 @@ def _generate(options: argparse.Namespace) -> int:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
         draft = _completed(draft, given, options, settings, works.images.model)
         first = replace(draft, prompt=prompts[0].text)
-        _check(first, prompts[0], options, works.images.sizes, works.images.schedulers, works)
+        _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(seed, k)), prompt)
             for prompt in prompts

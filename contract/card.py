@@ -25,6 +25,7 @@ FULL, TINY = "full", "tiny"  # decoders: the model's VAE, and a small one in its
 VAES = (FULL, TINY)
 
 Size = tuple[int, int]  # width and height in pixels
+_Side = Annotated[int, Field(strict=True, gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,30 @@ class ImageDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Sizes whose sides are multiples of `multiple` from `shortest` to `longest`, of at most `most_pixels`."""
+
+    multiple: _Side
+    shortest: _Side
+    longest: _Side
+    most_pixels: _Side
+
+    def __contains__(self, size: Size) -> bool:
+        fits = (self.shortest <= side <= self.longest and side % self.multiple == 0 for side in size)
+        return all(fits) and size[0] * size[1] <= self.most_pixels
+
+    def __str__(self) -> str:
+        return (
+            f"any sides from {self.shortest} to {self.longest} that are multiples of {self.multiple}, "
+            f"of at most {self.most_pixels} pixels"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
     """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
+
+    `sizes` are those that it is best at, and `size_range` all others that it draws; None: no others.
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
@@ -82,6 +105,7 @@ class ImageOffer(ImageLimits):
     vaes: Collection[str] = (FULL,)
     prompt_fields: Collection[str] | None = None
     inpaint_only: bool = False
+    size_range: SizeRange | None = None
 
     def check_source(self, *, edited: bool, masked: bool) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints."""
@@ -125,7 +149,7 @@ class ImageOffer(ImageLimits):
         """Raise `Invalid` for a size that the model does not offer."""
         if not all(isinstance(side, int) and not isinstance(side, bool) for side in (width, height)):
             raise Invalid("size", "width and height must be whole numbers")
-        if (width, height) not in self.sizes:
+        if not self.offers((width, height)):
             short = all(abs(side) < 10**9 for side in (width, height))
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
@@ -140,7 +164,7 @@ class ImageOffer(ImageLimits):
         if match is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
         size = int(match[1]), int(match[2])
-        if size not in self.sizes:
+        if not self.offers(size):
             raise self._not_offered("is not offered")
         return size
 
@@ -153,9 +177,14 @@ class ImageOffer(ImageLimits):
 
         return min(self.sizes, key=apart)
 
+    def offers(self, size: Size) -> bool:
+        """Whether the model draws pictures of this size."""
+        return size in self.sizes or (self.size_range is not None and size in self.size_range)
+
     def _not_offered(self, wrong: str) -> Invalid:
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes, key=lambda s: (-s[0] * s[1], s)))
-        return Invalid("size", f"{wrong}; offered: {offered}")
+        others = "" if self.size_range is None else f"; and {self.size_range}"
+        return Invalid("size", f"{wrong}; offered: {offered}{others}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +248,6 @@ class _Card:
     live: StrictBool = False
 
 
-_Side = Annotated[int, Field(strict=True, gt=0)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCard(_Card):
     """The card of an image model.
@@ -232,7 +258,7 @@ class ImageCard(_Card):
     those of `contract.prompts` that the model reads; None in cards of older workers. `plans` are request fields by the
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
-    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used.
+    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` as in the offer.
     """
 
     modality: Literal["image"] = "image"
@@ -252,6 +278,7 @@ class ImageCard(_Card):
     embeddings: tuple[StrictStr, ...] = ()
     prompt_fields: tuple[StrictStr, ...] | None = None
     inpaint_only: StrictBool = False
+    size_range: SizeRange | None = None
 
     @property
     def offer(self) -> ImageOffer:
@@ -261,7 +288,7 @@ class ImageCard(_Card):
         native = (self.native, self.native)
         return ImageOffer(
             self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, self.prompt_fields, self.inpaint_only, **limits,
+            self.vaes, self.prompt_fields, self.inpaint_only, self.size_range, **limits,
         )  # fmt: skip
 
 

@@ -10,10 +10,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from contract.bounds import FLAG, MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
-from contract.card import MAX_IMAGES, MAX_STEPS
+from contract.card import MAX_IMAGES, MAX_STEPS, Size
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
 from contract.schedule import ScheduleType
+
+MAX_MARGIN = 4096  # pixels
 
 
 class ImageFields(BaseModel):
@@ -24,7 +26,9 @@ class ImageFields(BaseModel):
     prompt: str = Field(description="what to draw")
     model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
     n: int | None = Field(default=None, ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")
-    size: str | None = Field(default=None, description='one of the model\'s sizes such as "1024x1024"; "auto": its own')
+    size: str | None = Field(
+        default=None, description='one of the model\'s sizes such as "1024x1024", or of its size_range; "auto": its own'
+    )
     response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
     output_format: Literal["png", "webp", "jpeg"] | None = Field(default=None, description="png by default")
     stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
@@ -126,6 +130,21 @@ class ImageFields(BaseModel):
     )
 
 
+class Margins(BaseModel):
+    """How many pixels are drawn beyond each side of an edit's source."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Outpaint")
+
+    left: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    top: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    right: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    bottom: int = Field(default=0, ge=0, le=MAX_MARGIN)
+
+    def around(self, size: Size) -> Size:
+        """The size of a source of this size with its margins."""
+        return size[0] + self.left + self.right, size[1] + self.top + self.bottom
+
+
 class EditFields(ImageFields):
     """The fields of an edit. In a form all of them are text."""
 
@@ -135,3 +154,6 @@ class EditFields(ImageFields):
         default=None, ge=0, le=1, allow_inf_nan=False,
         description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
     )  # fmt: skip
+    outpaint: Margins | None = Field(
+        default=None, description="pixels beyond left, top, right and bottom of the picture that are drawn too"
+    )

@@ -97,6 +97,9 @@ class Settings(BaseSettings):
         pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_][\w.]*)?$",
         description="module:callable that gets each finished picture and says whether it is fine; empty: none is asked",
     )
+    image_metadata: bool = Field(
+        default=True, description="prompt, parameters and fingerprint in each picture's file; off: none of them"
+    )
     max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
     max_rows: int = Field(
         default=32, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"

@@ -137,7 +137,7 @@ class GraphCache:
         """Without a recorder, as on a device without CUDA graphs, callables are called directly."""
         self._phases = phases
         self._recorder = recorder
-        self._capacity = capacity
+        self.capacity = capacity
         self._known: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
 
     @property
@@ -156,7 +156,7 @@ class GraphCache:
         key = (phase, shape)
         if self._recorder is None or key in self._known:
             return
-        while len(self._known) >= self._capacity:
+        while len(self._known) >= self.capacity:
             self._known.popitem(last=False)
         self._known[key] = CapturedGraph(self._phases[phase], arguments, options, self._recorder)
 

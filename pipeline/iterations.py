@@ -257,4 +257,4 @@ class IterationBuilder:
         if self.fixed_latent is not None:
             printed["latent"] = self.fixed_latent[1]
         image = Image.fromarray(edit.finish(request.parameters, pixels).numpy())
-        return Picture(image, request.parameters, printed, tuple(work.warnings))
+        return Picture(image, request.parameters, printed, tuple(work.warnings), work.sampler)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.image import ImageParameters
+from pipeline.infotext import infotext
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,20 +23,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """The result of an image request. `warnings` are for people, e.g. of a truncated prompt."""
+    """The result of an image request. `warnings` are for people, e.g. of a truncated prompt.
+
+    `sampler` is the name of the one that ran.
+    """
 
     image: Image
     parameters: ImageParameters
     fingerprint: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
+    sampler: str = ""
 
-    def png(self) -> bytes:
-        """The picture as PNG, with `parameters` and `fingerprint` as JSON in text chunks of these names."""
+    @property
+    def infotext(self) -> str:
+        """Its parameters as AUTOMATIC1111's web UI writes them."""
+        return infotext(self.parameters, self.sampler, self.fingerprint)
+
+    def png(self, *, metadata: bool = True) -> bytes:
+        """The picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as JSON, and
+        `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
+        """
         from PIL.PngImagePlugin import PngInfo
 
         chunks = PngInfo()
-        chunks.add_itxt("parameters", _json(self.parameters.to_dict()))
-        chunks.add_itxt("fingerprint", _json(self.fingerprint))
+        if metadata:
+            chunks.add_text("parameters", self.infotext)  # tEXt where it is Latin-1, as their readers are used to
+            chunks.add_itxt("diptych", to_json(self.parameters.to_dict()))
+            chunks.add_itxt("fingerprint", to_json(self.fingerprint))
         stream = io.BytesIO()
         self.image.save(stream, format="PNG", pnginfo=chunks)
         return stream.getvalue()
@@ -63,5 +77,6 @@ def file_name(parameters: ImageParameters, name: str = "") -> str:
     return "-".join(part for part in (safe, words, str(parameters.seed)) if part) + ".png"
 
 
-def _json(value: dict[str, Any]) -> str:
+def to_json(value: dict[str, Any]) -> str:
+    """As embedded in files: equal values are equal texts. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)

@@ -72,10 +72,15 @@ class GraphSet:
             self._planned |= dict.fromkeys(key for key in wanted if not self.has(key) and key not in self.failed)
 
     def missed(self, key: ExecutableKey) -> None:
-        """A live request needs this graph: it is recorded before planned ones."""
+        """A live request needs this graph: it is recorded before planned ones.
+
+        Of more than can be kept the ones that were missed first are given up: their requests are likely over.
+        """
         if not self.has(key) and key not in self._missed and key not in self.failed:
             with self._lock:
                 self._missed[key] = None
+                while len(self._missed) > self._graphs.capacity:
+                    del self._missed[next(iter(self._missed))]
 
     @property
     def pending(self) -> bool:

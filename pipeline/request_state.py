@@ -39,6 +39,7 @@ class ImageState:
     plan: tuple[bool, ...]  # which steps are deep
     depth: str  # of its shallow steps; "" without any
     prompts: RequestPrompts
+    sampler: str
     decode: str  # the phase that decodes it
     features: list[torch.Tensor]  # [most rows, …] each: of the last deep step, for shallow ones; in its last rows
     x: torch.Tensor | None = None  # [1, C, h, w] fp32: the starting noise, drawn on the lane
@@ -206,7 +207,7 @@ class MemoryLedger:
         )
         return ImageState(
             slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
-            generator, plan, depth, prompts, decode, features, taken=taken, warnings=warnings,
+            generator, plan, depth, prompts, scheduler, decode, features, taken=taken, warnings=warnings,
         )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from pipeline.iterations import IterationBuilder
 from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
-from pipeline.sizes import sizes
 from pipeline.textual_inversion import EmbeddingFolder
 
 _ENCODE_ROWS = 32
@@ -57,7 +56,7 @@ class ImageRunner:
         self.adapters = None if loras is None else loras.adapters
         self.embeddings = embeddings
         self.patience_s = patience_s
-        self.sizes = sizes(model.native, model.multiple)
+        self.sizes = model.sizes
         self.schedulers = model.samplers
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
@@ -81,7 +80,10 @@ class ImageRunner:
         wanted = request.parameters
         if not isinstance(wanted, ImageParameters):
             raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
-        offer = ImageOffer(self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints)
+        offer = ImageOffer(
+            self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints,
+            size_range=self.model.size_range,
+        )  # fmt: skip
         offer.check_source(
             edited=wanted.edit is not None, masked=wanted.edit is not None and wanted.edit.mask is not None
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contract.card import SizeRange
+
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
-    """The (width, height) pairs for a model of this native size, in pixels.
+    """The (width, height) pairs that a model of this native size is best at, in pixels.
 
     Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every side
     a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
@@ -18,3 +20,8 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
         if width <= 2 * height:
             offered |= {(width, height), (height, width)}
     return tuple(sorted(offered))
+
+
+def size_range(native: int, multiple: int) -> SizeRange:
+    """All sizes of a model of this native size: sides of a quarter to twice of it, and up to 1.5 times its area."""
+    return SizeRange(multiple, max(multiple, native // 4), 2 * native, 3 * native * native // 2)

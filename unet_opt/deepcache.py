@@ -55,7 +55,6 @@ class SplitUNet:
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
         self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
-        self._multiple = 1 if lowering.odd_sides else 2 ** (len(unet.config.block_out_channels) - 1)
         deep, keys = bind(network.deep, unet), bind(network.text_keys, attentions)
         smallest = 2 ** (len(unet.config.block_out_channels) - 1)
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
@@ -148,12 +147,9 @@ class SplitUNet:
         self, sample: Tensor, timestep: Tensor, timestep_cond: Tensor | None, added: dict[str, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """What the embeddings of time, and of size and pooled text, read: [B, T] and [B, P]."""
-        unet, (rows, channels, height, width) = self.unet, sample.shape
-        if channels != unet.config.in_channels or height % self._multiple or width % self._multiple:
-            raise ValueError(
-                f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels and sides that are "
-                f"multiples of {self._multiple} are wanted"
-            )
+        unet, (rows, channels) = self.unet, sample.shape[:2]
+        if channels != unet.config.in_channels:
+            raise ValueError(f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels are wanted")
         time = unet.get_time_embed(sample, timestep)
         if timestep_cond is not None:
             time = time + unet.time_embedding.cond_proj(timestep_cond)

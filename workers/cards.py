@@ -31,10 +31,11 @@ def image_card(
     model = runner.model
     recorded, wanted = runner.backend.graphs.counts
     native = (model.native, model.native)
-    # Only measured sizes, and always the native one: clients estimate others by area.
+    # Only measured sizes of those listed, and always the native one: clients estimate others by area.
     known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
     for phase, size, _ in runner.backend.costs.measured():
-        known.setdefault(phase, set()).add(size)
+        if size in runner.sizes:
+            known.setdefault(phase, set()).add(size)
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
@@ -47,6 +48,7 @@ def image_card(
         device=str(model.device),
         native=model.native,
         sizes=tuple(runner.sizes),
+        size_range=model.size_range,
         schedulers=tuple(runner.schedulers),
         default_scheduler=runner.default_scheduler,
         defaults=defaults,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from pipeline.picture import Picture
 
 _BEST = 100
-_USER_COMMENT, _EXIF = 0x9286, 0x8769
+_JPEG_EXIF = 65_533  # bytes of a segment
+_USER_COMMENT, _MAKER_NOTE, _EXIF = 0x9286, 0x927C, 0x8769
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,18 @@ class ImageFormat:
         return MEDIA_TYPES[self.name]
 
 
-def encode(picture: Picture, wanted: ImageFormat) -> bytes:
-    """Encode the image file. Requested previews do not change a bit of it."""
+def encode(picture: Picture, wanted: ImageFormat, *, metadata: bool = True) -> bytes:
+    """Encode the image file. Requested previews do not change a bit of it.
+
+    `metadata`: with what a PNG holds in text chunks. In WebP and JPEG EXIF's UserComment is the infotext, as
+    AUTOMATIC1111's web UI has it, and MakerNote has `parameters` and `fingerprint` as JSON in UTF-8; of long prompts
+    a JPEG holds as much of the two as fits.
+    """
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if wanted.name == "png":
-        return picture.png()
-    from PIL.Image import Exif
-
-    # EXIF's UserComment holds what a PNG holds in text chunks.
-    told = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
-    exif = Exif()
-    exif.get_ifd(_EXIF)[_USER_COMMENT] = b"UNICODE\0" + json.dumps(
-        told, ensure_ascii=False, sort_keys=True, allow_nan=False
-    ).encode("utf-16-be")
+        return picture.png(metadata=metadata)
+    limit = _JPEG_EXIF if wanted.name == "jpeg" else None
+    exif = _exif(picture, limit) if metadata else b""
     stream = io.BytesIO()
     if wanted.name == "webp":
         lossless = wanted.quality == _BEST
@@ -61,6 +60,27 @@ def encode(picture: Picture, wanted: ImageFormat) -> bytes:
         # No chroma subsampling: these images are small, and full of edges between colours.
         picture.image.save(stream, format="JPEG", quality=max(1, wanted.quality), subsampling=0, exif=exif)
     return stream.getvalue()
+
+
+def _exif(picture: Picture, limit: int | None) -> bytes:
+    """Both fields, the first alone or none, whichever is within the limit, in bytes."""
+    from PIL.Image import Exif
+
+    from pipeline.picture import to_json
+
+    told = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
+    fields = {
+        _USER_COMMENT: b"UNICODE\0" + picture.infotext.encode("utf-16-be"),
+        _MAKER_NOTE: to_json(told).encode(),
+    }
+    while fields:
+        exif = Exif()
+        exif.get_ifd(_EXIF).update(fields)
+        data = exif.tobytes()
+        if limit is None or len(data) <= limit:
+            return data
+        fields.popitem()
+    return b""
 
 
 def preview(pixels: NDArray[np.uint8]) -> str:

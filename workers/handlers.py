@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from contract import plan as plans
 from contract.card import ImageCard, ModelCard
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
@@ -89,11 +90,14 @@ class ImageJobHandler:
         checker: Checker | None = None,
         decisions: Sequence[KernelChoice] = (),
         plan: str = "",
+        *,
+        metadata: bool = True,
     ) -> None:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
+        `metadata`: whether files tell how they were made.
         """
         self._runner = runner
         self._deepcache = deepcache
@@ -101,6 +105,7 @@ class ImageJobHandler:
         self._checker = checker
         self._decisions = decisions
         self._plan = plan
+        self._metadata = metadata
         self.name = runner.model.name
 
     @property
@@ -126,7 +131,8 @@ class ImageJobHandler:
     def build_result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         check(self._checker, made)
         form = ImageFormat(job.output_format, job.output_compression)
-        return {"images": [_kept(picture, form, artifact_writer) for picture in made]}
+        images = [_kept(picture, form, artifact_writer, self._metadata) for picture in made]
+        return {"images": images, "deepcache": plans.to_field(made[0].parameters.deepcache)}
 
 
 def pictures(
@@ -143,8 +149,8 @@ def pictures(
     return job.pictures(deepcache, sources.read(job.source, fetch))
 
 
-def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter) -> dict[str, Any]:
-    data = encode(picture, form)
+def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, metadata: bool) -> dict[str, Any]:
+    data = encode(picture, form, metadata=metadata)
     return {
         "key": artifact_writer.put(data, form.media_type),
         "seed": picture.parameters.seed,
@@ -153,6 +159,7 @@ def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter) 
         "media_type": form.media_type,
         "size_bytes": len(data),
         "warnings": list(picture.warnings),
+        "fingerprint": picture.fingerprint,
     }
 
 

@@ -59,7 +59,9 @@ def handlers_of(works: Runtime) -> dict[str, JobHandler]:
         )  # opened on first use: most engines serve no edits
 
     deepcache = plan.parse(settings.deepcache)
-    images = ImageJobHandler(works.images, deepcache, fetch, works.checker, works.decisions, settings.plan)
+    images = ImageJobHandler(
+        works.images, deepcache, fetch, works.checker, works.decisions, settings.plan, metadata=settings.image_metadata
+    )
     handlers: dict[str, JobHandler] = {works.images.modality: images}
     if works.texts is not None:
         handlers[works.texts.modality] = TextJobHandler(works.texts)

@@ -126,11 +126,12 @@ export class Gallery {
   }
 
   async keep(end, asked, label, tiles) {
+    const { request } = await service.job(end.id); // with nothing left to defaults that may change
     for (const [k, image] of end.images.entries()) {
       const picture = {
         id: `${end.id}/${k}`, k, made: Date.now(), asked: { ...asked, model: end.model }, label, seed: image.seed, width: image.width,
         height: image.height, warnings: image.warnings, blob: await service.picture(end.id, k),
-        took: end.completed_at - end.started_at,
+        took: end.completed_at - end.started_at, request: request && { ...request, n: 1, seed: image.seed },
       };
       const focused = tiles[k].tile.contains(document.activeElement);
       const tile = this.add(picture, tiles[k].tile);

@@ -162,7 +162,11 @@ async function draw(event) {
   const ticked = [...$("variants").querySelectorAll(":checked")].map((box) => state.variants[box.value]);
   // Drawn here if nowhere else: one of the server's may have more digits than this language's numbers.
   given.seed = seed ? number(seed) : Math.floor(Math.random() * 2 ** 32);
-  const wanted = ticked.length ? ticked.map(({ label, ...variant }) => [variantOf(given, variant), label]) : [[given, ""]];
+  await order(ticked.length ? ticked.map(({ label, ...variant }) => [variantOf(given, variant), label]) : [[given, ""]]);
+}
+
+/** Make jobs of these fields, each with its label. */
+async function order(wanted) {
   try {
     // One after the other: they stand in the gallery as they stand in the form.
     for (const [asked, label] of wanted.reverse()) {
@@ -197,7 +201,8 @@ function again(picture, { vary = false } = {}) {
   document.querySelector("input[name=n][value='1']").checked = true;
   $("seed").value = vary ? "" : String(picture.seed);
   show();
-  draw();
+  if (vary || !picture.request) draw();
+  else order([[picture.request, picture.label ?? ""]]);
 }
 
 function complain(error) {

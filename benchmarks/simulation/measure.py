@@ -34,9 +34,10 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
         runner = works.images
         sizes = sizes or [(runner.model.native, runner.model.native)]
         for size in sizes:
-            if size not in runner.sizes:
+            if size not in runner.sizes and size not in runner.model.size_range:
                 offered = ", ".join(f"{width}x{height}" for width, height in runner.sizes)
-                raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}")
+                others = f"; and {runner.model.size_range}"
+                raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}{others}")
         for size in sizes:
             works.lane.call(partial(runner.backend.prepare, size))
         runner.backend.wait()

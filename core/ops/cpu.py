@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from core.kernels.cpu.arguments import pointer
 from core.kernels.cpu.program import HEAD_MULTIPLE, Program
 from core.kernels.cpu.token_program import TokenProgram
-from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
 Watch = Callable[[PackedLayer, Tensor], None]
 """Called with a layer and the input [rows, channels] that it is about to read; the buffer is written over later."""
+
+_CAPACITY = 256  # programs of a lowering: one for each walk, size of a picture and number of rows
 
 
 class Array:
@@ -115,9 +118,9 @@ class CpuOps:
 
     def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
         packed, (height, width) = self._layers(layer), x.sides
-        if like is not None and like.sides != (2 * height, 2 * width):
-            raise ValueError(f"a map of {height}×{width} does not double to {like.sides[0]}×{like.sides[1]}")
-        return self._product(x, packed, (x.images, 2 * height, 2 * width), (x.images, height, width), upsample=True)
+        sides = doubled((height, width), None if like is None else like.sides)
+        cut = 2 * height - sides[0], 2 * width - sides[1]
+        return self._product(x, packed, (x.images, *sides), (x.images, height, width), upsample=True, cut=cut)
 
     def group_norm(self, x: Array | _Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
         first, second = x if isinstance(x, _Pair) else (x, None)
@@ -326,20 +329,22 @@ def _on_cpu(tensor: Tensor) -> bool:
 class CpuLowering:
     """Walks of one model as programs, run by one thread at a time.
 
-    Weights are packed when a walk is first written; programs are written on first use, in milliseconds, and kept. They
-    share their memory.
+    Weights are packed when a walk is first written; programs are written on first use, in milliseconds, and the
+    `capacity` that were used last are kept. They share their memory, as much as the largest of them needs.
     """
 
     dtype = torch.float32
-    odd_sides = False
     head_multiple = HEAD_MULTIPLE
 
-    def __init__(self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, model: nn.Module, *, half: bool = False, capacity: int = _CAPACITY
+    ) -> None:
         """`half` as for `PackedLayers`."""
         self.watch: Watch | None = None  # called for each layer of every run, which makes runs slower
         self.layers = PackedLayers(library, model, half=half)
         self._library = library
-        self._programs: dict[tuple[str, tuple[tuple[int, ...], ...]], _Written] = {}
+        self._capacity = capacity
+        self._programs: OrderedDict[tuple[str, tuple[tuple[int, ...], ...]], _Written] = OrderedDict()
         self._lock = threading.Lock()  # programs share their buffers among runs
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
@@ -359,13 +364,17 @@ class CpuLowering:
                 for index, tensor in enumerate(given)
             )
             with self._lock:
-                key = (name, shapes)
-                if key not in self._programs:
-                    ops = CpuOps(self._library, self.layers)
-                    self._programs[key] = _Written(ops, walk, shapes, bound)
-                return self._programs[key](given, lengths, self.watch)
+                return self._program(walk, (name, shapes), bound)(given, lengths, self.watch)
 
         return run
+
+    def _program(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:
+        if key not in self._programs:
+            while len(self._programs) >= self._capacity:
+                self._programs.popitem(last=False)
+            self._programs[key] = _Written(CpuOps(self._library, self.layers), walk, key[1], bound)
+        self._programs.move_to_end(key)
+        return self._programs[key]
 
     @property
     def size_bytes(self) -> tuple[int, dict[tuple[str, tuple[int, ...]], int]]:

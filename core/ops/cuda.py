@@ -26,7 +26,7 @@ from core.ops.fused import (
     attend_wide,
     for_layer,
 )
-from core.ops.ops import Activation, Layer, Walk, rms_eps
+from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.reference import ACTIVATIONS
 from core.ops.trace import trace
 
@@ -87,10 +87,9 @@ class CudaOps:
         return y if act is None or act == "relu" else y.copy_(ACTIVATIONS[act](y))
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        (height, width), conv = x.shape[1:3], self._layer(UpConv, layer)
-        if like is not None and like.shape[1:3] != (2 * height, 2 * width):
-            raise ValueError(f"a map of {height}×{width} does not double to {like.shape[1]}×{like.shape[2]}")
-        return conv.double(self._for(x, conv), out)
+        conv = self._layer(UpConv, layer)
+        height, width = doubled(x.shape[1:3], None if like is None else like.shape[1:3])
+        return conv.double(self._for(x, conv), height, width, out)
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm, silu)(x, self._reader(to))
@@ -154,16 +153,21 @@ class CudaOps:
         return tuple(x.shape)
 
     def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
-        """In memory that calls of all widths share, so that a shallow step finds no more to copy than its features."""
-        rows, (height, width) = like.shape[0], (side >> halvings for side in like.shape[1:3])
+        """In memory that calls of all widths and of like sizes share, so that a shallow step finds no more to copy than
+        its features.
+
+        Recorded graphs keep its address: it is never given back, and so made for the next power of two of pixels.
+        """
+        rows, (height, width) = like.shape[0], (-(-side >> halvings) for side in like.shape[1:3])
         if rows > self._rows:
             raise ValueError(f"{rows} rows, and there is room for {self._rows}")
-        key = (self._joint, height, width, *channels)
+        pixels = 1 << (height * width - 1).bit_length()
+        key = (self._joint, pixels, *channels)
         self._joint += 1
         if key not in self._joints:
-            shape = (self._rows, height, width, sum(channels))
+            shape = (self._rows * pixels, sum(channels))
             self._joints[key] = torch.empty(shape, dtype=self._base, device=like.device)
-        whole = self._joints[key][:rows]
+        whole = self._joints[key][: rows * height * width].view(rows, height, width, -1)
         return whole[..., : channels[0]], whole[..., channels[0] :]
 
     def place(self, x: Tensor, out: Tensor | None) -> Tensor:
@@ -211,7 +215,6 @@ def _flat(x: Tensor | None) -> Tensor | None:
 class CudaLowering:
     """Walks as calls of fused kernels, by one thread at a time; calls may be recorded as CUDA graphs."""
 
-    odd_sides = False
     head_multiple = HEAD_MULTIPLE
 
     def __init__(self, dtype: torch.dtype, rows: int) -> None:

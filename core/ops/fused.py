@@ -191,11 +191,18 @@ class UpConv(Conv):
             self.summed = to_levels(sums / step[..., None, None, None], self.kind).contiguous()
             self.steps = step.contiguous()
 
-    def double(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [B, H, W, C] → [B, 2H, 2W, N]."""
+    def double(self, x: Tensor, height: int, width: int, out: Tensor | None = None) -> Tensor:
+        """x [B, H, W, C] → [B, height, width, N]: twice H and W, or one less.
+
+        Less is not a part of the doubled map's result, whose last pixels read what is cut: the larger image is made.
+        """
         if self.kind is None:
-            up = F.interpolate(x.permute(0, 3, 1, 2), scale_factor=2.0, mode="nearest").permute(0, 2, 3, 1)
+            up = F.interpolate(x.permute(0, 3, 1, 2), size=(height, width), mode="nearest").permute(0, 2, 3, 1)
             return self(up, out=out)
+        if (height, width) != (2 * x.shape[1], 2 * x.shape[2]):
+            levels = x.view(torch.int8)  # E4M3 is not repeated by torch
+            up = levels.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)[:, :height, :width]
+            return self(up.contiguous().view(x.dtype), out=out)
         if x.is_cuda:
             return convs.upsample_conv3x3_int8(x, self.summed, self.steps, self.bias, self.base, out=out)
         y = convs.upsample_conv3x3_int8_reference(x, self.summed, self.steps, self.bias, self.base)

@@ -31,6 +31,20 @@ def rms_eps(norm: Layer) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
+def doubled(sides: Sequence[int], like: Sequence[int] | None) -> tuple[int, int]:
+    """Height and width of a map after `Ops.upsample`: those of `like`, or twice its own.
+
+    They may be one less, where a map of odd sides was halved: nearest neighbours then give the doubled map without its
+    last row or column. Raises ValueError for any other.
+    """
+    height, width = (2 * side for side in sides)
+    if like is None:
+        return height, width
+    if like[0] not in (height - 1, height) or like[1] not in (width - 1, width):
+        raise ValueError(f"a map of {sides[0]}×{sides[1]} does not double to {like[0]}×{like[1]}")
+    return like[0], like[1]
+
+
 def bind(walk: Callable[..., Any], weights: Any) -> Walk:
     """A walk with its weights: `walk(ops, weights, *arrays)` as `walk(ops, *arrays)`."""
     return lambda ops, *arrays: walk(ops, weights, *arrays)
@@ -63,7 +77,7 @@ class Ops(Protocol[A]):
         """
 
     def upsample(self, x: A, layer: Layer, *, like: A | None = None, out: A | None = None) -> A:
-        """A 3×3 convolution of the map doubled by nearest neighbours, or stretched to the sides of `like`."""
+        """A 3×3 convolution of the map doubled by nearest neighbours, to the sides of `like`: see `doubled`."""
 
     def group_norm(self, x: A, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> A:
         """GroupNorm, and SiLU, for the layers `to`."""
@@ -149,7 +163,6 @@ class Lowering(Protocol):
     """Turns walks into callables on tensors."""
 
     dtype: torch.dtype  # of activations
-    odd_sides: bool  # whether a map's sides may be odd where the network halves them
     head_multiple: int  # of the width of attention's heads
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.ops.ops import Activation, Layer, Walk
+from core.ops.ops import Activation, Layer, Walk, doubled
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -53,7 +53,7 @@ class TorchOps:
         return ACTIVATIONS[act](y) if act else y
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        size = (2 * x.shape[1], 2 * x.shape[2]) if like is None else like.shape[1:3]
+        size = doubled(x.shape[1:3], None if like is None else like.shape[1:3])
         return _on_map(layer, F.interpolate(x.permute(0, 3, 1, 2), size=size, mode="nearest").permute(0, 2, 3, 1))
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
@@ -152,7 +152,6 @@ def _on_map(module: Any, x: Tensor) -> Tensor:
 class TorchLowering:
     """Walks run by torch, in the type of their weights."""
 
-    odd_sides = True
     head_multiple = 1
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from core.ops.ops import Activation, Layer, Walk
+from core.ops.ops import Activation, Layer, Walk, doubled
 
 Shape = tuple[int, ...]  # of an array, channels last
 
@@ -65,7 +65,7 @@ class TraceOps:
         return self._call("conv", (layer,), x, (x[0], height, width, _width(layer)))
 
     def upsample(self, x: Shape, layer: Layer, *, like: Shape | None = None, out: Shape | None = None) -> Shape:
-        height, width = (2 * x[1], 2 * x[2]) if like is None else like[1:3]
+        height, width = doubled(x[1:3], None if like is None else like[1:3])
         return self._call("upsample", (layer,), x, (x[0], height, width, _width(layer)))
 
     def group_norm(self, x: Shape, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Shape:

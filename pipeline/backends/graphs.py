@@ -35,6 +35,7 @@ from pipeline.recording import GraphSet
 
 GRAPHS = "graphs"
 LAYERS = "layers"  # the same kernels without graphs, one by one
+_CAPACITY = 128  # graphs: about thirty of all widths of a size, or three of each size that is drawn now and then
 
 
 class GraphBackend(ImageBackend):
@@ -42,9 +43,16 @@ class GraphBackend(ImageBackend):
 
     fixed_shapes = True
 
-    def __init__(self, model: ImageModel, widths: Widths | None = None, *, recorder: Recorder | None = None) -> None:
-        """`recorder` records the graphs; default: CUDA's on a GPU, elsewhere none are recorded. Raises `ModelError` for
-        a model that the layers do not support.
+    def __init__(
+        self,
+        model: ImageModel,
+        widths: Widths | None = None,
+        *,
+        recorder: Recorder | None = None,
+        capacity: int = _CAPACITY,
+    ) -> None:
+        """`recorder` records the graphs; default: CUDA's on a GPU, elsewhere none are recorded. The `capacity` that
+        were used last are kept. Raises `ModelError` for a model that the layers do not support.
         """
         widths = widths or Widths()
         self.model = model
@@ -62,7 +70,7 @@ class GraphBackend(ImageBackend):
         if not model.family.padded:  # prompts of different lengths have no graph in common
             recorded[TEXT] = TEXT_WIDTHS
             self.phases = {**self._layers, TEXT: self._embed}
-        self.graphs = GraphSet(GraphCache(self._layers, recorder), recorded, self._record)
+        self.graphs = GraphSet(GraphCache(self._layers, recorder, capacity=capacity), recorded, self._record)
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at

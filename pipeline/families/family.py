@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from contract.card import FULL, TINY, ImageDefaults
+from contract.card import FULL, TINY, ImageDefaults, Size, SizeRange
 from pipeline import samplers
 from pipeline.folder import Part
+from pipeline.sizes import size_range, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from pipeline.denoise import Conditioning, DenoiserInputs
     from pipeline.encode import Embedding, TextEncoder
     from pipeline.sigmas import SamplerTable
-
-Size = tuple[int, int]  # width and height in pixels
 
 
 class TinyVae(NamedTuple):
@@ -101,9 +100,14 @@ class ImageModel:
         return self.family.native(self)
 
     @property
-    def multiple(self) -> int:
-        """Every side must be a multiple of this many pixels."""
-        return self.family.multiple(self)
+    def sizes(self) -> tuple[Size, ...]:
+        """The (width, height) pairs that it is best at, in pixels."""
+        return sizes(self.native, self.family.grid(self))
+
+    @property
+    def size_range(self) -> SizeRange:
+        """All sizes that it draws."""
+        return size_range(self.native, self.family.multiple(self))
 
     def sampler_table(
         self, name: str, steps: int, size: Size, begin: int = 0, schedule: NoiseSchedule | None = None
@@ -245,6 +249,10 @@ class Family(Protocol):
 
     def multiple(self, model: ImageModel) -> int:
         """Every side is a multiple of this many pixels."""
+        ...
+
+    def grid(self, model: ImageModel) -> int:
+        """The sizes that it is best at have sides that are multiples of this many pixels."""
         ...
 
     def image_tokens(self, model: ImageModel, size: Size) -> int:

@@ -75,8 +75,9 @@ class Easel:
             images.append({
                 "key": self.worker.artifacts.put(data_k, "image/png"), "seed": p["seed"] + k, "width": p["width"],
                 "height": p["height"], "media_type": "image/png", "size_bytes": len(data_k), "warnings": [],
+                "fingerprint": {"model": "easel"},
             })  # fmt: skip
-        self.worker.store.succeed(claim.id, claim.attempt, {"images": images})
+        self.worker.store.succeed(claim.id, claim.attempt, {"images": images, "deepcache": p.get("deepcache", "off")})
 
     @staticmethod
     def _picture(claim: Claim, k: int, side: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -125,6 +126,46 @@ def test_the_size_follows_the_picture_unless_it_is_given(
     image, _ = handed_on(worker, easel.seen[-1])
     resized = Image.fromarray(array).resize(expected, Image.Resampling.LANCZOS)
     assert np.array_equal(image, np.asarray(resized))
+
+
+MARGINS = {"left": 24, "top": 0, "right": 16, "bottom": 32}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [({}, (168, 96)), ({"size": "64x64"}, (64, 64)), ({"outpaint": {**MARGINS, "top": 8}}, (168, 96))],
+)
+@pytest.mark.parametrize("form", [True, False])
+def test_what_lies_beyond_the_picture_is_drawn_too(
+    shared: Api, easel: Easel, worker: Worker, form: bool, asked: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """The larger size as it is, where the model has it; else the nearest."""
+    fields, array = {"prompt": "a hat", "outpaint": MARGINS, **asked}, pixels(128, 64)
+    if form:
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+        answer = shared.client.post(EDITS, data=texts, files={"image": as_file(array)})
+    else:
+        url = f"data:image/png;base64,{base64.b64encode(as_file(array)).decode()}"
+        answer = shared.client.post(EDITS, json={**fields, "images": [{"image_url": url}]})
+    assert answer.status_code == 200 and answer.json()["size"] == "{}x{}".format(*expected)
+    claim = easel.seen[-1]
+    assert claim.parameters["edit"]["strength"] == 1
+    image, mask = handed_on(worker, claim)
+    assert mask is not None and image.shape[:2] == mask.shape == expected[::-1]
+    if not asked:
+        assert np.array_equal(image[:64, 24:152], array) and (mask == 0).sum() == array[..., 0].size
+
+
+@pytest.mark.parametrize(
+    ("margins", "said"),
+    [({}, "outpaint: must have a side of more than 0"), ({"left": -1}, "outpaint.left: "), ({"up": 8}, "outpaint.up"),
+     ({"left": 4097}, "outpaint.left: "), ({"left": 4096, "right": 4096}, "outpaint: makes more than 8192 pixels"),
+     ("8", "outpaint: ")],
+)  # fmt: skip
+def test_margins_are_refused_by_name(shared: Api, margins: Any, said: str) -> None:
+    texts = {"prompt": "a hat", "outpaint": margins if isinstance(margins, str) else json.dumps(margins)}
+    answer = shared.client.post(EDITS, data=texts, files={"image": as_file(pixels())})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(said)
 
 
 @pytest.mark.parametrize("text", ["[0.25, 1]", "[0.25,1.0]", "0.25, 1"])

@@ -121,6 +121,28 @@ def test_a_job_past_its_deadline_expires_with_no_worker(shared: Api, worker: Wor
     assert told["error"]["code"] == "expired"
 
 
+def test_a_job_says_what_draws_it_again(shared: Api, worker: Worker) -> None:
+    """Unchanged; and with nothing left open, not even by chance."""
+    id = shared.order(n=2, steps=5, prompt='a "fox"\n🦊', size="168x96", negative_prompt="", deterministic=True)
+    assert "request" not in shared.job(id)
+    claim = worker.take(id)
+    images = [
+        {"key": worker.artifacts.put(bytes([k]), "image/png"), "seed": claim.parameters["seed"] + k, "width": 168,
+         "height": 96, "media_type": "image/png", "size_bytes": 1, "fingerprint": {"weights": "ab"}}
+        for k in range(2)
+    ]  # fmt: skip
+    cached = {"interval": 3, "depth": "resnet"}
+    assert worker.store.succeed(id, claim.attempt, {"images": images, "deepcache": cached})
+    done = shared.job(id)
+    assert [image["fingerprint"] for image in done["images"]] == [{"weights": "ab"}] * 2
+    asked = done["request"]
+    assert (asked["seed"], asked["size"], asked["deepcache"]) == (claim.parameters["seed"], "168x96", cached)
+    again = shared.client.post("/v1/jobs", json=asked).json()["id"]
+    assert worker.take(again).parameters == {**claim.parameters, "deepcache": cached}
+    for other in (shared.client.get("/v1/jobs").json()["data"][0], shared.job(again)):
+        assert "request" not in other and "fox" not in str(other), "lists hold no prompts"
+
+
 def test_no_answer_without_an_id_is_kept(shared: Api) -> None:
     assert shared.client.get(f"/v1/jobs/{shared.order()}").headers["cache-control"] == "no-store"
 

@@ -88,7 +88,7 @@ def test_the_same_again_and_another(page: Page, easel: Easel) -> None:
     page.click("#again")
     expect(page.locator(".tile.done")).to_have_count(2)
     first, second = (claim.parameters for claim in easel.seen[-2:])
-    assert first == second, "down to the last field"
+    assert second.pop("deepcache") == "off" and first == second, "down to the last field, and what was the worker's"
     page.click(".tile.done .leaf >> nth=0")
     page.keyboard.press("v")
     expect(page.locator(".tile.done")).to_have_count(3)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from api import uploads
 from api.errors import ApiError
 from api.uploads import MAX_SCANS, MAX_SIDE, Upload
+from contract.image_fields import Margins
 
 
 def picture(form: str, size: tuple[int, int], **options: object) -> bytes:
@@ -61,3 +65,35 @@ def test_scans_are_counted_and_thumbnails_are_not() -> None:
     exif[0x010E] = "\xff\xda" * 500
     whole = picture("JPEG", (64, 64), exif=exif.tobytes().replace(b"\xc3\xbf\xc3\x9a", b"\xff\xda\xff\xda"))
     assert uploads._scans(whole) == 1 and Upload.of(whole, None).size == (64, 64)
+
+
+SIDES = st.integers(1, 9)
+MARGIN = st.integers(0, 7)
+
+
+@given(SIDES, SIDES, MARGIN, MARGIN, MARGIN, MARGIN, st.booleans(), st.integers(0, 99))
+def test_margins_repeat_the_outermost_pixels_and_are_masked(
+    width: int, height: int, left: int, top: int, right: int, bottom: int, masked: bool, seed: int
+) -> None:
+    """As numpy pads."""
+    margins = Margins(left=left, top=top, right=right, bottom=bottom)
+    if margins == Margins():
+        return
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    alpha = random.choice(np.array([0, 255], np.uint8), (height, width))
+    alpha[0, 0] = 0
+    mask = np.dstack([pixels, alpha])
+    upload = Upload.of(file_of(pixels), file_of(mask) if masked else None, margins=margins)
+    assert upload.size == (width + left + right, height + top + bottom) and upload.masked
+    image, hole = (np.asarray(Image.open(io.BytesIO(part or b""))) for part in upload.fitted(upload.size))
+    pads = ((top, bottom), (left, right))
+    assert np.array_equal(image, np.pad(pixels, (*pads, (0, 0)), mode="edge"))
+    inside = 255 - alpha if masked else np.zeros_like(alpha)
+    assert np.array_equal(hole, np.pad(inside, pads, constant_values=255))
+
+
+def file_of(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, "PNG")
+    return stream.getvalue()

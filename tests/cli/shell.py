@@ -72,6 +72,6 @@ class Shell:
 
 def made_with(path: Path) -> dict[str, Any]:
     with Image.open(path) as image:
-        found = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+        found = json.loads(image.text["diptych"])  # type: ignore[attr-defined]
     assert isinstance(found, dict)
     return found

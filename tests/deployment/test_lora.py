@@ -35,7 +35,7 @@ def test_requests_bring_their_own(serve: Callable[..., Served], tmp_path: Path) 
     fields: dict[str, Any] = {"seed": 7, "prompt": "a fox"}
     png = service.picture(**fields, lora="ink:0.7")
     text = Image.open(io.BytesIO(png)).text  # type: ignore[attr-defined]
-    assert json.loads(text["parameters"])["lora"] == "ink:0.7"
+    assert json.loads(text["diptych"])["lora"] == "ink:0.7"
     assert json.loads(text["fingerprint"])["lora"] == {"ink": hashlib.sha256(path.read_bytes()).hexdigest()}
     plain = service.picture(**fields)
     assert np.abs(levels(png) - levels(plain)).max() > 3

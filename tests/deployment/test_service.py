@@ -26,7 +26,7 @@ def drawn_with(png: bytes) -> dict[str, object]:
     with Image.open(io.BytesIO(png)) as image:
         image.load()
         assert image.format == "PNG" and image.size == (32, 32)
-        found = json.loads(image.text["parameters"])  # type: ignore[attr-defined]
+        found = json.loads(image.text["diptych"])  # type: ignore[attr-defined]
     assert isinstance(found, dict)
     return found
 
@@ -34,6 +34,21 @@ def drawn_with(png: bytes) -> dict[str, object]:
 def test_a_picture_comes_back(service: Served) -> None:
     made = drawn_with(service.picture("a slice of pizza", seed=7, guidance_scale=3.0))
     assert made["prompt"] == "a slice of pizza" and made["seed"] == 7 and made["guidance_scale"] == 3.0
+
+
+def test_a_job_is_drawn_again_to_the_bit_by_the_request_that_it_tells(service: Served) -> None:
+    def drawn(fields: dict[str, object]) -> tuple[dict[str, object], bytes]:
+        id = service.json("/v1/jobs", fields)["id"]
+        job = wait_until(lambda: (one := service.json(f"/v1/jobs/{id}"))["status"] == "succeeded" and one, "a picture")
+        return job, service.call(f"/v1/jobs/{id}/images/0")[1]
+
+    fields = {"type": "image", "prompt": "a hat", "deterministic": True, "steps": 4, "plan": "auto", "size": "24x40"}
+    first, png = drawn(fields)
+    assert first["request"]["size"] == "24x40" and first["request"]["deepcache"] != "off"  # type: ignore[index]
+    again, same = drawn(first["request"])  # type: ignore[arg-type]
+    assert same == png and again["request"] == first["request"]
+    assert again["images"][0]["fingerprint"] == first["images"][0]["fingerprint"]  # type: ignore[index]
+    assert drawn(fields)[1] != png, "another seed is drawn"
 
 
 def test_the_command_that_it_prints_works_as_it_stands_there(service: Served, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_run_holds_all_that_it_is(runs: dict[str, Path]) -> None:
     for path, text in zip(run.files(), CAPTIONS, strict=True):
         with Image.open(path) as image:
             image.load()
-            drawn = json.loads(image.info["parameters"])
+            drawn = json.loads(image.info["diptych"])
             assert (drawn["prompt"], drawn["steps"], image.size) == (text, 2, (32, 32))
             assert json.loads(image.info["fingerprint"]) == run.drawn_by
     found = scores(runs["base"])

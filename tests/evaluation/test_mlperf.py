@@ -113,7 +113,7 @@ def test_the_protocol_is_followed_from_one_latent(shell: Shell) -> None:
     first, second, third = (pixels.read(path).astype(int) for path in run.files())
     assert abs(first - second).max() <= 1 < abs(first - third).max()  # one latent, whatever the seed
     with Image.open(run.files()[0]) as image:
-        drawn = json.loads(image.info["parameters"])
+        drawn = json.loads(image.info["diptych"])
         assert len(json.loads(image.info["fingerprint"])["latent"]) == 12
     assert (drawn["steps"], drawn["guidance_scale"], drawn["scheduler"]) == (20, 8.0, "euler")
     assert drawn["negative_prompt"] == mlperf.NEGATIVE

@@ -180,8 +180,9 @@ def test_on_fused_layers_too(folder: Path) -> None:
 
 def test_the_file_says_what_was_added(folder: Path, runner: Watching) -> None:
     picture = solo(runner, with_lora("a:0.5,b"))
-    told = {key: json.loads(text) for key, text in Image.open(io.BytesIO(picture.png())).text.items()}  # type: ignore[attr-defined]
-    assert told["parameters"]["lora"] == "a:0.5,b"
+    text = Image.open(io.BytesIO(picture.png())).text  # type: ignore[attr-defined]
+    told = {name: json.loads(text[name]) for name in ("diptych", "fingerprint")}
+    assert told["diptych"]["lora"] == "a:0.5,b" and "<lora:a:0.5> <lora:b:1>\n" in text["parameters"]
     assert {name: len(digest) for name, digest in told["fingerprint"]["lora"].items()} == {"a": 64, "b": 64}
     plain = solo(runner, PLAIN)
     assert "lora" not in plain.parameters.to_dict() and "lora" not in plain.fingerprint

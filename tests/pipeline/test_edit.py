@@ -131,6 +131,20 @@ def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
         check_parity(shape, one, solo(runner, one))
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(strength: float) -> None:
+    """Of a size of its own, which no level of the UNet halves evenly."""
+    small = np.asarray(photograph(24).crop((0, 0, 24, 16)))
+    image = np.pad(small, ((0, 8), (11, 5), (0, 0)), mode="edge")  # 40×24
+    mask = np.pad(np.zeros((16, 24), np.uint8), ((0, 8), (11, 5)), constant_values=255)
+    one = wanted(width=40, height=24, guidance_scale=5.0)
+    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), strength))
+    runner = Watching(model("plain"), lane=LANE)
+    picture = solo(runner, one)
+    check_parity("plain", one, picture)
+    assert np.array_equal(levels(picture)[:16, 11:35], small.astype(int))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
     runner = Watching(model("plain"), lane=LANE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import resource
@@ -38,9 +39,9 @@ def test_the_file_says_how_the_picture_was_made(tmp_path: Path, prompt: str) -> 
         assert isinstance(image.text, dict)  # type: ignore[attr-defined]
         text = dict(image.text)  # type: ignore[attr-defined]
         assert np.array_equal(np.asarray(image), np.asarray(picture.image))
-    assert ImageParameters(**json.loads(text["parameters"])) == picture.parameters
+    assert ImageParameters(**json.loads(text["diptych"])) == picture.parameters
     assert json.loads(text["fingerprint"]) == PRINT
-    assert set(text) == {"parameters", "fingerprint"}  # no id, no time
+    assert set(text) == {"parameters", "diptych", "fingerprint"}  # no id, no time
 
 
 def test_the_file_holds_no_other_chunks() -> None:
@@ -49,8 +50,16 @@ def test_the_file_holds_no_other_chunks() -> None:
         size = int.from_bytes(data[place : place + 4], "big")
         kinds.append(data[place + 4 : place + 8])
         place += size + 12
-    assert set(kinds) == {b"IHDR", b"iTXt", b"IDAT", b"IEND"}  # neither tIME nor eXIf
-    assert kinds.count(b"iTXt") == 2
+    assert set(kinds) == {b"IHDR", b"tEXt", b"iTXt", b"IDAT", b"IEND"}  # neither tIME nor eXIf
+    assert (kinds.count(b"tEXt"), kinds.count(b"iTXt")) == (1, 2)
+
+
+def test_without_metadata_the_file_holds_pixels_only() -> None:
+    bare = made("a secret").png(metadata=False)
+    with Image.open(io.BytesIO(bare)) as image:
+        assert np.array_equal(np.asarray(image), np.asarray(made("a secret").image))
+        assert not image.text  # type: ignore[attr-defined]
+    assert b"secret" not in bare and bare == made("another", 8).png(metadata=False)
 
 
 def test_equal_pictures_are_equal_files_and_others_are_not() -> None:
@@ -60,10 +69,8 @@ def test_equal_pictures_are_equal_files_and_others_are_not() -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=50).map(lambda text: text.replace("\0", "")))
 def test_any_prompt_survives_the_file(prompt: str) -> None:
-    import io
-
     with Image.open(io.BytesIO(made(prompt).png())) as image:
-        assert json.loads(image.text["parameters"])["prompt"] == prompt  # type: ignore[attr-defined]
+        assert json.loads(image.text["diptych"])["prompt"] == prompt  # type: ignore[attr-defined]
 
 
 def test_nan_is_never_written_as_json() -> None:

@@ -185,8 +185,8 @@ def test_weights_change_the_picture_and_are_in_its_file(runner: ImageRunner, fie
     ]
     assert len({bits(picture) for picture in drawn}) == 3
     told = Image.open(io.BytesIO(drawn[1].png())).text  # type: ignore[attr-defined]
-    assert json.loads(told["parameters"])["prompt_weighting"] is True
-    assert json.loads(told["parameters"])[field] == "a (red)1.5 fog"
+    assert json.loads(told["diptych"])["prompt_weighting"] is True
+    assert json.loads(told["diptych"])[field] == "a (red)1.5 fog"
     assert "prompt_weighting" not in replace(FOX, prompt_weighting=False).to_dict()
 
 

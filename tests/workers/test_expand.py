@@ -100,7 +100,7 @@ def test_a_picture_is_drawn_from_what_the_text_model_writes(desk: Desk, crew: Cr
     for image in both:
         prompt = image["revised_prompt"]
         assert "cat" in prompt and "background" in prompt, "not what emoji-lm was trained to write"
-        told = json.loads(opened(crew, image).text["parameters"])  # type: ignore[attr-defined]
+        told = json.loads(opened(crew, image).text["diptych"])  # type: ignore[attr-defined]
         assert told["prompt"] == prompt and told["seed"] == image["seed"]
     assert [image["seed"] for image in both] == [5, 6]
     # The k-th of several is what its own seed brings: in prompt and in pixels. Of pixels that torch draws, bits are
@@ -127,7 +127,7 @@ def test_an_edit_is_expanded_too(desk: Desk, crew: Crew, works: Runtime) -> None
     from_noise = images(desk.draw(seed=5, steps=4))[0]
     assert [image["seed"] for image in both] == [5, 6]
     for image in both:
-        told = json.loads(opened(crew, image).text["parameters"])  # type: ignore[attr-defined]
+        told = json.loads(opened(crew, image).text["diptych"])  # type: ignore[attr-defined]
         assert told["prompt"] == image["revised_prompt"] and told["edit"]["strength"] == 0.5
         again = images(desk.draw(
             seed=image["seed"], steps=4, edit=edit, prompt=image["revised_prompt"], expand_prompt=False,

@@ -25,7 +25,7 @@ SMOOTH = np.tile(np.linspace(0, 255, 64, dtype=np.uint8)[None, :, None], (48, 1,
 
 def picture(pixels: np.ndarray[Any, Any] = PIXELS, **more: Any) -> Picture:
     parameters = ImageParameters('ein Fuchs 🦊\n"', 2**63 - 1, 64, 48, **more)
-    return Picture(Image.fromarray(pixels), parameters, {"model": "m", "bucket": None})
+    return Picture(Image.fromarray(pixels), parameters, {"model": "m", "bucket": None}, sampler="euler-ancestral")
 
 
 def opened(data: bytes) -> Image.Image:
@@ -33,10 +33,11 @@ def opened(data: bytes) -> Image.Image:
 
 
 def told(image: Image.Image) -> dict[str, Any]:
-    """What EXIF's UserComment holds."""
-    comment = image.getexif().get_ifd(0x8769)[0x9286]
-    assert comment[:8] == b"UNICODE\0"
-    return dict(json.loads(comment[8:].decode("utf-16-be")))
+    """What EXIF's MakerNote holds; its UserComment is the same in another grammar."""
+    held = image.getexif().get_ifd(0x8769)
+    assert held[0x9286][:8] == b"UNICODE\0"
+    assert held[0x9286][8:].decode("utf-16-be").startswith('ein Fuchs 🦊\n"\nSteps: 20, Sampler: Euler a, CFG scale')
+    return dict(json.loads(held[0x927C]))
 
 
 def test_what_is_shown_on_the_way_changes_no_bit() -> None:
@@ -60,6 +61,29 @@ def test_jpeg_is_near_and_smaller_as_asked() -> None:
     image = opened(encode(picture(SMOOTH), ImageFormat("jpeg")))
     assert image.format == "JPEG" and told(image)["parameters"]["seed"] == 2**63 - 1
     assert np.abs(np.asarray(image).astype(int) - SMOOTH.astype(int)).max() <= 2
+
+
+@pytest.mark.parametrize("form", MEDIA_TYPES)
+def test_without_metadata_files_hold_pixels_only(form: str) -> None:
+    bare = encode(picture(), ImageFormat(form), metadata=False)
+    image = opened(bare)
+    assert not image.getexif() and not {"parameters", "diptych", "fingerprint", "exif"} & image.info.keys()
+    assert np.array_equal(np.asarray(image), np.asarray(opened(encode(picture(), ImageFormat(form)))))
+    for sign in ("utf-8", "utf-16-be"):
+        assert "Fuchs".encode(sign) not in bare
+
+
+@pytest.mark.parametrize(("signs", "fields"), [(3_000, 2), (8_000, 1), (10_000, 1)])
+def test_a_jpeg_holds_as_much_as_fits_into_its_64_kib(signs: int, fields: int) -> None:
+    """Of the longest prompts the fields of other tools before our own; of still longer ones none."""
+    long = replace(picture().parameters, prompt="火" * signs, negative_prompt="水" * signs)
+    one = replace(picture(), parameters=long)
+    held = opened(encode(one, ImageFormat("jpeg"))).getexif().get_ifd(0x8769)
+    assert len(held) == fields and "火" * signs in held[0x9286][8:].decode("utf-16-be")
+    whole = opened(encode(one, ImageFormat("webp"))).getexif().get_ifd(0x8769)
+    assert json.loads(whole[0x927C])["parameters"]["negative_prompt"] == "水" * signs
+    longest = replace(picture(), parameters=replace(long, prompt="🦊" * 10_000, negative_prompt="🐺" * 10_000))
+    assert not opened(encode(longest, ImageFormat("jpeg"))).getexif()
 
 
 JOB = {"prompt": "a", "n": 1, "seed": 1, "steps": 4, "guidance_scale": 5.0, "width": 32, "height": 32}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from api.admission import work_s
 from contract import plan
 from contract.bounds import MAX_SEED
-from contract.card import MAX_IMAGES, ImageCosts
+from contract.card import MAX_IMAGES, ImageCosts, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import AUTO, DEPTHS, DeepCache
@@ -137,6 +137,7 @@ def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
     assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
     assert (32, 32) in card.sizes
     assert set(card.sizes) == set(runner.sizes)
+    assert card.size_range == runner.model.size_range and read_card(to_data(card)) == card
     assert card.default_scheduler in card.schedulers
     assert card.defaults == runner.model.family.defaults
     assert card.limits.max_images == MAX_IMAGES

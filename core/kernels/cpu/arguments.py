@@ -70,13 +70,21 @@ def as_floats(what: str, tensor: Tensor | None) -> Tensor:
     return tensor.detach().float().contiguous()
 
 
-def output_size(height: int, width: int, taps: int, stride: int, before: int, upsample: bool) -> tuple[int, int]:
-    """Height and width that a product gives; `before` is its padding above and to the left."""
+def output_size(
+    height: int, width: int, taps: int, stride: int, before: int, upsample: bool, cut: tuple[int, int] = (0, 0)
+) -> tuple[int, int]:
+    """Height and width that a product gives; `before` is its padding above and to the left.
+
+    `cut` rows and columns, 0 or 1 each, are missing from the end of the upsampled map.
+    """
     if taps == 1:
         if stride != 1 or upsample:
             raise ValueError("product: a linear layer has no stride and doubles nothing")
         return height, width
     if stride not in (1, 2) or before not in (0, 1):
         raise ValueError(f"product: stride {stride} and padding {before} are unknown to the kernels")
-    h, w = ((side * (2 if upsample else 1) + before - 2) // stride + 1 for side in (height, width))
+    if not {*cut} <= {0, int(upsample)}:
+        raise ValueError(f"product: {cut[0]} rows and {cut[1]} columns cannot be cut from a map")
+    sides = (side * (2 if upsample else 1) - less for side, less in zip((height, width), cut, strict=True))
+    h, w = ((side + before - 2) // stride + 1 for side in sides)
     return h, w

@@ -19,7 +19,7 @@ class Product(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(
         pointers="a w offset scale bias row_bias residual inverse a_scale bytes floats",
         longs="images height width channels n a_stride row_stride",
-        ints="kind taps stride before upsample geglu act",
+        ints="kind taps stride before upsample cut_height cut_width geglu act",
     )
 
 

@@ -19,7 +19,7 @@ struct Geometry {
     if (p.taps == 1) {
       out_height = p.height, out_width = p.width;
     } else {
-      const int64_t h = p.height << p.upsample, w = p.width << p.upsample;
+      const int64_t h = (p.height << p.upsample) - p.cut_height, w = (p.width << p.upsample) - p.cut_width;
       out_height = (h + p.before + 1 - 3) / p.stride + 1;
       out_width = (w + p.before + 1 - 3) / p.stride + 1;
     }
@@ -135,7 +135,8 @@ void gather(const Product& p, const Geometry& g, int64_t first, const Element* z
     for (int i = 0; i < MR; ++i) a[i] = input + std::min<int64_t>(first + i, g.rows - 1) * p.a_stride;
     return;
   }
-  const int h = static_cast<int>(p.height << p.upsample), w = static_cast<int>(p.width << p.upsample);
+  const int h = static_cast<int>((p.height << p.upsample) - p.cut_height);
+  const int w = static_cast<int>((p.width << p.upsample) - p.cut_width);
   const int out_width = static_cast<int>(g.out_width), pixels = static_cast<int>(g.pixels);
   int64_t image = first / pixels;
   int rest = static_cast<int>(first % pixels), y = rest / out_width, x = rest % out_width;

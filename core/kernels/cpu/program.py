@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -117,22 +118,21 @@ class ScratchArena:
     """Memory shared by programs that never run at the same time: together they use what the largest needs."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self._blocks: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by address, while a program uses them
 
-    def take(self, size_bytes: int, taken: set[int]) -> Tensor:
-        """A block of at least this size that the same program does not use yet; marked as used."""
-        fitting = [(b.numel(), i) for i, b in enumerate(self._blocks) if i not in taken and b.numel() >= size_bytes]
-        if fitting:
-            index = min(fitting)[1]
-        else:
-            index = len(self._blocks)
-            self._blocks.append(torch.empty(size_bytes, dtype=torch.uint8))
-        taken.add(index)
-        return self._blocks[index]
+    def take(self, size_bytes: int, taken: dict[int, Tensor]) -> Tensor:
+        """A block of at least this size that the same program does not use yet; added to those that it uses."""
+        unused = [block for address, block in self._blocks.items() if address not in taken]
+        block = min((b for b in unused if b.nbytes >= size_bytes), key=lambda b: b.nbytes, default=None)
+        if block is None:
+            block = torch.empty(size_bytes, dtype=torch.uint8)
+            self._blocks[block.data_ptr()] = block
+        taken[block.data_ptr()] = block
+        return block
 
     @property
     def size_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+        return sum(block.nbytes for block in self._blocks.values())
 
 
 class Program:
@@ -153,7 +153,7 @@ class Program:
         self._lent: dict[int, int] = {}  # buffers in use: number of elements by address
         self._ready: Any = None
         self._blocks = blocks or ScratchArena()
-        self._taken: set[int] = set()
+        self._taken: dict[int, Tensor] = {}  # of the blocks, by address
         self.size_bytes = 0
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -202,6 +202,7 @@ class Program:
         stride: int = 1,
         before: int = 1,
         upsample: bool = False,
+        cut: tuple[int, int] = (0, 0),
         act: Activation | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -212,7 +213,7 @@ class Program:
         `out` may be `residual`. `act` acts on the sum, or on GEGLU's gate (default: GELU). The rest as in product.h.
         """
         images, height, width = grid
-        h, w = output_size(height, width, weights.taps, stride, before, upsample)
+        h, w = output_size(height, width, weights.taps, stride, before, upsample, cut)
         rows = images * h * w
         if min(images, h, w) < 1 or max(rows, a.shape[0]) >= _MOST:
             raise ValueError(f"product: {images} pictures of {height}×{width} do not fit the kernels")
@@ -234,8 +235,9 @@ class Program:
                 a_scale=pointer(a_scale), row_bias=pointer(row_bias), residual=pointer(residual), **ends(out, inverse),
                 images=images, height=height, width=width, channels=weights.channels, n=weights.n,
                 a_stride=a.stride(0), row_stride=0 if row_bias is None else row_bias.stride(0), kind=weights.kind,
-                taps=weights.taps, stride=stride, before=before, upsample=int(upsample), geglu=int(weights.geglu),
-                act=ACTIVATIONS[act],
+                taps=weights.taps, stride=stride, before=before, upsample=int(upsample),
+                cut_height=cut[0], cut_width=cut[1],
+                geglu=int(weights.geglu), act=ACTIVATIONS[act],
             ),
             a, weights, a_scale, row_bias, residual, inverse, out,
         )  # fmt: skip

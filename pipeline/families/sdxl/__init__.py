@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from contract.card import ImageDefaults
+from contract.card import ImageDefaults, Size
 from contract.prompts import FIELDS
 from pipeline import sdxl, tiny
-from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded, Size
+from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
 from pipeline.families.sdxl.adapters import SDXLAdapters
-from pipeline.families.sdxl.parts import PARTS, check, multiple, native, text_encoders, tokenizers
+from pipeline.families.sdxl.parts import PARTS, check, grid, native, text_encoders, tokenizers
 from pipeline.folder import Part
 from pipeline.samplers import SCHEDULERS
 
@@ -61,7 +61,10 @@ class SDXL:
         return native(model)
 
     def multiple(self, model: ImageModel) -> int:
-        return multiple(model)
+        return model.vae_scale
+
+    def grid(self, model: ImageModel) -> int:
+        return grid(model)
 
     def image_tokens(self, model: ImageModel, size: Size) -> int:
         return 0

@@ -39,8 +39,8 @@ def native(model: ImageModel) -> int:
     return int(sample if isinstance(sample, int) else max(sample)) * model.vae_scale
 
 
-def multiple(model: ImageModel) -> int:
-    """Sides are multiples of this many pixels, so that each UNet level halves evenly."""
+def grid(model: ImageModel) -> int:
+    """Sides that are multiples of this many pixels are halved evenly by each level of the UNet."""
     return int(model.vae_scale * 2 ** (len(model.denoiser.config.block_out_channels) - 1))
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from contract.card import ImageDefaults
+from contract.card import ImageDefaults, Size
 from pipeline import tiny_zimage
-from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded, Size
+from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
 from pipeline.families.zimage.adapters import ZImageAdapters
 from pipeline.families.zimage.parts import PARTS, TOKENS, check, image_tokens, multiple, native
 from pipeline.folder import Part
@@ -62,6 +62,9 @@ class ZImage:
         return native(model)
 
     def multiple(self, model: ImageModel) -> int:
+        return multiple(model)
+
+    def grid(self, model: ImageModel) -> int:
         return multiple(model)
 
     def image_tokens(self, model: ImageModel, size: Size) -> int:

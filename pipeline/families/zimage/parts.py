@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.families.family import ImageModel, Size
+from contract.card import Size
+from pipeline.families.family import ImageModel
 from pipeline.folder import ModelError, Part
 
 PARTS = {

@@ -118,7 +118,7 @@ def test_a_view_keeps_its_whole() -> None:
     assert buffers(lowering) == (1 + 3 + 2 * 3) * x.nbytes, "the last wide result lies where the first lay"
 
 
-def test_programs_share_their_memory_and_one_that_is_dropped_leaves_it() -> None:
+def test_programs_share_their_memory_and_one_that_is_dropped_frees_it() -> None:
     layer = conv(0, 8, 8)
 
     def walk(ops: Any, x: Any) -> Any:
@@ -127,12 +127,31 @@ def test_programs_share_their_memory_and_one_that_is_dropped_leaves_it() -> None
     lowering, x = lowering_of(layer), normal(0, 2, 4, 4, 8)
     for _ in range(3):
         lowering.prepare(walk, tuple(x.shape))
-    assert lowering.layers.blocks.size_bytes == 3 * x.nbytes and not lowering.size_bytes[1]
+    assert lowering.layers.blocks.size_bytes == 0 and not lowering.size_bytes[1]
     once, again = (lowering.lower(walk, name) for name in ("once", "again"))
     (wanted,) = once(x)
     assert torch.equal(again(x)[0], wanted) and torch.equal(once(x)[0], wanted)
     assert lowering.layers.blocks.size_bytes == 3 * x.nbytes
     assert lowering.size_bytes[1] == {("once", tuple(x.shape)): 3 * x.nbytes, ("again", tuple(x.shape)): 3 * x.nbytes}
+
+
+def test_the_programs_that_were_used_last_are_kept_however_many_sizes_there_are() -> None:
+    layer = conv(0, 8, 8)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.conv(ops.conv(x, layer), layer)
+
+    lowering = CpuLowering(kernels(), nn.ModuleList([layer]), capacity=3)
+    call = lowering.lower(walk, "map")
+    maps = [normal(side, 1, side, side + 1, 8) for side in (3, 4, 5, 6, 7, 8, 9, 10, 2)]
+    for number, x in enumerate(maps):
+        (wanted,) = run(lowerings(layer)["torch"], walk, x)
+        check_close(call(x)[0], wanted, relative=1e-5)
+        check_close(call(maps[0])[0], run(lowerings(layer)["torch"], walk, maps[0])[0], relative=1e-5)
+        held = {shape for _, shape in lowering.size_bytes[1]}
+        assert held == {tuple(x.shape) for x in (maps[0], *maps[1 : number + 1][-2:])}, "the first is always in use"
+    # Blocks of dropped programs are freed: three programs of three buffers each cannot hold more than their own.
+    assert lowering.layers.blocks.size_bytes <= sum(lowering.size_bytes[1].values())
 
 
 def test_the_first_result_is_the_callers_and_the_next_call_may_write_over_others() -> None:

@@ -44,6 +44,7 @@ class Case:
     stride: int = 1
     before: int = 1
     upsample: bool = False
+    cut: tuple[int, int] = (0, 0)  # of an upsampled map
     row_bias: bool = False
     residual: bool = False
     act: Activation | None = None
@@ -60,7 +61,10 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"stride": self.stride, "before": self.before, "upsample": self.upsample} if self.taps == 9 else {}
+        if self.taps == 1:
+            return {}
+        cut = {"cut": self.cut} if self.upsample else {}
+        return {"stride": self.stride, "before": self.before, "upsample": self.upsample, **cut}
 
     def input(self) -> tuple[Tensor, Tensor]:
         """As the kernels read it, and in 64 bits, [images, channels, height, width]."""
@@ -90,7 +94,8 @@ class Case:
         if self.taps == 1:
             return x.permute(0, 2, 3, 1).reshape(-1, self.channels) @ exact[:, 0].t()
         if self.upsample:
-            x = F.interpolate(x, scale_factor=2, mode="nearest")
+            sides = (2 * side - less for side, less in zip(x.shape[2:], self.cut, strict=True))
+            x = F.interpolate(x, size=tuple(sides), mode="nearest")
         x = F.pad(x, (self.before, 1, self.before, 1))
         y = F.conv2d(x, exact.view(self.n, 3, 3, self.channels).permute(0, 3, 1, 2), stride=self.stride)
         return y.permute(0, 2, 3, 1).reshape(-1, self.n)
@@ -116,8 +121,8 @@ linear = st.builds(
 convolution = st.builds(
     Case, st.sampled_from(KINDS), images=sizes(3), height=st.integers(2, 7), width=st.integers(2, 9), fours=sizes(9),
     n=sizes(100), taps=st.just(9), stride=st.sampled_from((1, 2)), before=st.sampled_from((0, 1)),
-    upsample=st.booleans(), row_bias=st.booleans(), residual=st.booleans(), act=acts, bytes=st.booleans(),
-    seed=st.integers(0, 99),
+    upsample=st.booleans(), cut=st.tuples(*2 * [st.integers(0, 1)]), row_bias=st.booleans(), residual=st.booleans(),
+    act=acts, bytes=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 
 
@@ -318,6 +323,8 @@ def test_a_product_refuses_what_does_not_fit(changes: dict[str, Any], said: str)
         ((1, 1, 1), {"before": 0}, "1 pictures of 1×1 do not fit"),
         ((1, 4, 4), {"stride": 3}, "stride 3 and padding 1 are unknown"),
         ((1, 4, 4), {"before": 2}, "stride 1 and padding 2 are unknown"),
+        ((1, 4, 4), {"cut": (1, 0)}, "1 rows and 0 columns cannot be cut from a map"),
+        ((1, 4, 4), {"upsample": True, "cut": (0, 2)}, "0 rows and 2 columns cannot be cut"),
     ],
 )
 def test_a_convolution_refuses_what_it_does_not_know(shape: Any, options: dict[str, Any], said: str) -> None:

@@ -47,7 +47,7 @@ def without_template(folder: Path) -> None:
 def test_a_saved_model_is_the_one_that_was_saved(saved: Path) -> None:
     one, seeded = load(str(saved)), load(TINY_Z)
     assert one.family is seeded.family is FAMILY and one.name == "z"
-    assert (one.native, one.multiple, one.latent_channels) == (32, 16, 16)
+    assert (one.native, one.size_range.multiple, one.latent_channels) == (32, 16, 16)
     for part in ("transformer", "text_encoder", "vae"):
         weights = seeded.parts[part].state_dict()
         assert one.parts[part].state_dict().keys() == weights.keys()
@@ -120,8 +120,8 @@ def test_the_digest_sees_the_chat_template(saved: Path, folder: Path) -> None:
 
 def test_sizes_are_whole_numbers_of_tokens() -> None:
     one = model("deep")
-    for width, height in sizes(one.native, one.multiple):
-        assert width % 16 == height % 16 == 0
+    for width, height in one.sizes:
+        assert width % 16 == height % 16 == 0 and (width, height) in one.size_range
         assert FAMILY.image_tokens(one, (width, height)) == width * height // 256
     assert (1024, 1024) in sizes(1024, 16) and (1280, 832) in sizes(1024, 16)
 

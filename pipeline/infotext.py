@@ -1,0 +1,57 @@
+"""Writes an image's parameters as AUTOMATIC1111's web UI does ("infotext"), which ComfyUI and other tools read too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from contract import loras
+from contract.image import ImageParameters
+
+# Their names; of what they do not have, the nearest: "Euler" of flow matching is their "Euler" for such models.
+_SAMPLERS = {
+    "euler": "Euler", "euler-ancestral": "Euler a", "dpm++2m": "DPM++ 2M", "dpm++2m-sde": "DPM++ 2M SDE", "lcm": "LCM",
+    "tcd": "TCD", "flow-euler": "Euler",
+}  # fmt: skip
+_SCHEDULES = {"karras": "Karras", "exponential": "Exponential", "beta": "Beta"}
+_HASH_DIGITS = 10
+
+
+def infotext(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> str:
+    """The prompt, a line `Negative prompt: …` if there is one, and a line of `name: value` pairs with commas between.
+
+    `sampler` is the name of the one that ran. LoRAs are `<lora:name:scale>` behind the prompt. Readers take the blanks
+    off each line's ends, and a prompt's line that begins with `Negative prompt:` for what it says: the file holds all
+    fields exactly beside this.
+    """
+    named = [f"<lora:{one.name}:{one.scale:g}>" for one in loras.read(parameters.lora)]
+    lines = [" ".join([parameters.prompt.strip(), *named])]
+    if negative := (parameters.negative_prompt or "").strip():
+        lines.append(f"Negative prompt: {negative}")
+    lines.append(", ".join(f"{name}: {_quoted(value)}" for name, value in _pairs(parameters, sampler, fingerprint)))
+    return "\n".join(lines)
+
+
+def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    hashes = fingerprint.get("lora", {})
+    pairs = {
+        "Steps": parameters.steps,
+        "Sampler": _SAMPLERS.get(sampler, sampler),
+        "Schedule type": _SCHEDULES.get(parameters.schedule_type or ""),
+        "CFG scale": parameters.guidance_scale,
+        "Seed": parameters.seed,
+        "Size": f"{parameters.width}x{parameters.height}",
+        "Model hash": fingerprint.get("weights", "")[:_HASH_DIGITS],
+        "Model": fingerprint.get("model"),
+        "Denoising strength": None if parameters.edit is None else parameters.edit.strength,
+        "Lora hashes": ", ".join(f"{name}: {digest[:12]}" for name, digest in hashes.items()),
+        "Version": " ".join(filter(None, ("Diptych", fingerprint.get("version")))),
+    }
+    return [(name, value) for name, value in pairs.items() if value not in (None, "")]
+
+
+def _quoted(value: Any) -> str:
+    """As text, in JSON's quotes where the line's own signs are in it."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ',:"\n') else text
