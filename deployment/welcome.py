@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 def welcome(url: str, models: Sequence[ModelCard]) -> str:
     """`url` has no slash at its end. Each model is listed with its kernels, and why no faster ones run."""
     offered = "; ".join(map(_offered, models))
-    return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {command(url)}\n"
+    return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {_first(url, models)}\n"
+
+
+def _first(url: str, models: Sequence[ModelCard]) -> str:
+    """A command for the first image model."""
+    image = next((model for model in models if model.modality == "image"), None)
+    return edit_command(url) if image is not None and image.inpaint_only else command(url)
 
 
 def _offered(model: ModelCard) -> str:
@@ -26,3 +32,9 @@ def command(url: str) -> str:
     body = '{"prompt": "a slice of pizza", "response_format": "url"}'
     ask = f"curl -sS {url}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
     return f'curl -sS --output pizza.png "$({ask} | grep -o \'http[^"]*\')"'
+
+
+def edit_command(url: str) -> str:
+    """A shell command that repaints what is transparent in mask.png, for a model that only inpaints."""
+    fields = "-F image=@cat.png -F mask=@mask.png -F prompt='a hat' -F response_format=url"
+    return f'curl -sS --output hat.png "$(curl -sS {url}/v1/images/edits {fields} | grep -o \'http[^"]*\')"'

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,12 @@ def test_an_added_inpainting_model_serves_edits_with_a_mask_alone(
     ):
         status, body = service.call(path, {**fields, **more})
         assert status == 400 and json.loads(body)["error"]["param"] == wrong, body
+    Image.fromarray(image).save(service.folder / "cat.png")
+    Image.fromarray(mask).save(service.folder / "mask.png")
+    (command,) = re.findall(r"curl .*", service.out)
+    subprocess.run(command, shell=True, cwd=service.folder, check=True, timeout=60)
+    with Image.open(service.folder / "hat.png") as hat:
+        assert hat.size == (side, side)
     status, body = service.call("/v1/images/edits", {**fields, "images": [as_url(image)], "mask": as_url(mask)})
     assert status == 200, body
     drawn = np.asarray(Image.open(io.BytesIO(base64.b64decode(json.loads(body)["data"][0]["b64_json"]))))

@@ -21,12 +21,13 @@ from contract.image import ImageParameters, image_job
 from contract.image_fields import ImageFields
 from contract.plan import DeepCache
 from core.batching.runner import Lane
-from pipeline import quantized, samplers, tiny
+from pipeline import lora, quantized, samplers, tiny
+from pipeline.adapters import AdapterCache
 from pipeline.load import load
 from pipeline.phases import IMAGE, VAE
 from pipeline.single_file import CheckpointOptions, convert
 from tests.core.tape import Tape
-from tests.pipeline import worlds
+from tests.pipeline import loras, worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.test_edit import check_parity, stock_edit, wanted
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock
@@ -169,6 +170,19 @@ def test_a_checkpoint_of_one_file_draws_what_diffusers_draws(folder: Path) -> No
     runner = Watching(found, lane=LANE)
     for one in mixture("inpaint")[:3]:
         check_parity("inpaint", one, solo(runner, one))
+
+
+def test_a_lora_of_one_request_is_drawn_as_fused_weights(folder: Path, tmp_path: Path) -> None:
+    """Beside a request without it, in one engine."""
+    plain = load(str(folder))
+    loras.write(plain, tmp_path, "ink")
+    one = mixture("inpaint")[1]
+    runner = Watching(plain, adapters=AdapterCache(tmp_path, plain, 2**30), lane=LANE)
+    with_it, without = together(runner, [replace(one, lora="ink:0.7"), one])
+    fused = Watching(load(str(folder), loras=lora.find("ink:0.7", str(tmp_path))), lane=LANE)
+    assert np.abs(levels(with_it) - levels(solo(fused, one))).max() <= 1
+    check_parity("inpaint", one, without)
+    assert np.abs(levels(with_it) - levels(without)).max() > 3
 
 
 def test_a_base_that_inpaints_gives_a_plain_checkpoint_its_own_pipeline(folder: Path, tmp_path: Path) -> None:
