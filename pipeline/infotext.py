@@ -12,7 +12,7 @@ from contract.image import ImageParameters
 # Their names; of what they do not have, the nearest: "Euler" of flow matching is their "Euler" for such models.
 _SAMPLERS = {
     "euler": "Euler", "euler-ancestral": "Euler a", "dpm++2m": "DPM++ 2M", "dpm++2m-sde": "DPM++ 2M SDE", "lcm": "LCM",
-    "tcd": "TCD", "flow-euler": "Euler",
+    "tcd": "TCD", "flow-euler": "Euler", "edm-euler": "Euler",
 }  # fmt: skip
 _SCHEDULES = {"karras": "Karras", "exponential": "Exponential", "beta": "Beta"}
 _HASH_DIGITS = 10
