@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from contract.markup import A1111, MAX_DEPTH, MAX_WEIGHT, MarkupError, WeightedPrompt
+from contract.markup import A1111, MAX_CHUNKS, MAX_DEPTH, MAX_WEIGHT, MarkupError, WeightedPrompt
 
 _FACTORS = {"(": 1.1, ")": 1.1, "[": 1 / 1.1, "]": 1 / 1.1}  # of a group without a number
 _Piece = tuple[str | None, float]  # a text and its weight; None: BREAK
@@ -87,17 +87,19 @@ def _multiply(pieces: list[_Piece], first: int, factor: float) -> None:
 
 def _merged(pieces: Sequence[_Piece]) -> str | WeightedPrompt:
     """Adjacent texts of one weight as one part."""
-    parts: list[tuple[str, float]] = []
+    parts: list[tuple[list[str], float]] = []
     breaks: list[int] = []
     for text, weight in pieces:
         if text is None:
             breaks.append(len(parts))
+            if len(breaks) >= MAX_CHUNKS:
+                raise MarkupError(f"has more than {MAX_CHUNKS - 1} BREAKs, and at most {MAX_CHUNKS} chunks are read")
         elif not math.isfinite(weight) or abs(weight) > MAX_WEIGHT:
             raise MarkupError(f"a weight is more than {MAX_WEIGHT:g}")
         elif parts and parts[-1][1] == weight and len(parts) not in breaks[-1:]:
-            parts[-1] = parts[-1][0] + text, weight
+            parts[-1][0].append(text)
         else:
-            parts.append((text, weight))
+            parts.append(([text], weight))
     if not breaks and all(weight == 1 for _, weight in parts):
-        return "".join(text for text, _ in parts)
-    return WeightedPrompt(tuple(parts), A1111, tuple(breaks))
+        return "".join(text for texts, _ in parts for text in texts)
+    return WeightedPrompt(tuple(("".join(texts), weight) for texts, weight in parts), A1111, tuple(breaks))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 COMPEL, A1111 = "compel", "a1111"  # syntaxes, each with its own arithmetic (pipeline.weighting)
 
 MAX_DEPTH = 32
+MAX_CHUNKS = 4  # of a prompt's tokens, 75 each with CLIP
 MAX_WEIGHT = 10.0  # of one part, all its groups multiplied
 MAX_LOWERED = 16  # parts with a weight below 1: each costs the encoders an extra row
 

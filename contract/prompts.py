@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from contract.card import ImageOffer
 
 SYNTAXES = (COMPEL, A1111)
-MAX_CHUNKS = 4  # of a prompt's tokens, 75 each with CLIP
 MAX_CLIP_SKIP = 31
 FIELDS = ("prompt_weighting", "prompt_2", "negative_prompt_2", "clip_skip")
 """What only some families of models read."""

@@ -149,8 +149,11 @@ class _Download:
             total = self._take_headers(answer)
             while block := answer.read(_BLOCK_BYTES):
                 self._check_limit(self._size + len(block))
-                self._stream.write(block)
-                self._stream.flush()
+                try:
+                    self._stream.write(block)
+                    self._stream.flush()
+                except OSError as error:
+                    raise ModelError(f"{self._part}: cannot be written: {error.strerror}") from error
                 self._check_start(total)
                 self._options.count(self._size, max(total, self._size))
         if total and self._size < total:

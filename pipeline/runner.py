@@ -101,10 +101,12 @@ class ImageRunner:
         if wanted.lora:
             check_loras(self.adapters, self.model, wanted.lora)
         self.holdings.check(wanted, prompts.chunks)
+        request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
 
     def admit(self, request: Request) -> bool:
         name = request.parameters.scheduler or self.default_scheduler
-        work = self.holdings.take(request.parameters, name, self._conditioner.read(request.parameters))
+        prompts = request.checked or self._conditioner.read(request.parameters)
+        work = self.holdings.take(request.parameters, name, prompts)
         if work is None:
             return False
         request.work = work

@@ -61,6 +61,7 @@ class Request:
 
     state: State = State.WAITING
     phase: str = ""
+    checked: Any = None  # what the runner's `check` found out, for its `admit`
     work: Any = None
     result: Any = None
     error: BaseException | None = None

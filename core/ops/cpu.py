@@ -24,6 +24,7 @@ from core.ops.packed import PackedLayer, PackedLayers
 Watch = Callable[[PackedLayer, Tensor], None]
 """Called with a layer and the input [rows, channels] that it is about to read; the buffer is written over later."""
 
+_WASTE = 2  # times the largest program's memory: as much as all of a lowering's may use
 _CAPACITY = 256  # programs of a lowering: one for each walk, size of a picture and number of rows
 
 
@@ -330,7 +331,8 @@ class CpuLowering:
     """Walks of one model as programs, run by one thread at a time.
 
     Weights are packed when a walk is first written; programs are written on first use, in milliseconds, and the
-    `capacity` that were used last are kept. They share their memory, as much as the largest of them needs.
+    `capacity` that were used last are kept. They share their memory, at most twice what the largest of them needs:
+    beyond that the oldest are dropped.
     """
 
     dtype = torch.float32
@@ -373,6 +375,10 @@ class CpuLowering:
             while len(self._programs) >= self._capacity:
                 self._programs.popitem(last=False)
             self._programs[key] = _Written(CpuOps(self._library, self.layers), walk, key[1], bound)
+            # A program cannot use the smaller blocks of those before it, which would add up over rising sizes.
+            largest = max(each.ops.program.size_bytes for each in self._programs.values())
+            while len(self._programs) > 1 and self.layers.blocks.size_bytes > _WASTE * largest:
+                self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         return self._programs[key]
 

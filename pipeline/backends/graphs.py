@@ -35,6 +35,7 @@ from pipeline.recording import GraphSet
 
 GRAPHS = "graphs"
 LAYERS = "layers"  # the same kernels without graphs, one by one
+_LONG_TEXT_ROWS = 4
 _CAPACITY = 128  # graphs: about thirty of all widths of a size, or three of each size that is drawn now and then
 
 
@@ -60,6 +61,7 @@ class GraphBackend(ImageBackend):
         networks = on_gpu(model, self.widths.descending[0])
         self.denoiser, self._layers = networks.denoiser, networks.phases
         self.kernels = KernelIdentity.on_gpu(model)
+        self._sizes = {(0, 0), *model.sizes}
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         if recorder is None and model.device.type == "cuda":
@@ -80,7 +82,9 @@ class GraphBackend(ImageBackend):
         # Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
         width = fixed_rows(phase, self.widths.deterministic_rows) if mode else self.graphs.width(phase, rows)
         key = ExecutableKey(phase, width, size, chunks)
-        if live:
+        # Graphs keep their inputs, and push others out: of longer texts only narrow ones are worth it, where launching
+        # kernels takes longer than they do, and of sizes that anybody may ask for none.
+        if live and size in self._sizes and (chunks == 1 or width <= _LONG_TEXT_ROWS):
             self.graphs.missed(key)
         if mode == LAYERS:
             return planned(self, group, width, self._layers[phase])

@@ -117,12 +117,18 @@ def test_nothing_crashes_and_weights_are_bounded(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["(a)" * 3300, "(a:1.1)" * 1400, "((((a))))[b]" * 800, "BREAK " * 1600, ":" * 10_000, " " * 10_000]
+    "text", ["(a)" * 3300, "(a:1.1)" * 1400, "((((a))))[b]" * 800, ")" * 300_000, ":" * 10_000, " " * 10_000]
 )
 def test_long_texts_are_read_in_linear_time(text: str) -> None:
     """In no time, or in hours."""
     found = a1111.read(text)
     assert found == text or isinstance(found, WeightedPrompt)
+
+
+def test_more_breaks_than_chunks_are_refused() -> None:
+    assert isinstance(a1111.read("a BREAK b BREAK c BREAK d"), WeightedPrompt)
+    with pytest.raises(MarkupError, match="has more than 3 BREAKs, and at most 4 chunks are read"):
+        a1111.read("BREAK " * 1600)
 
 
 def test_true_is_compels_syntax() -> None:

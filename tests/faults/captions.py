@@ -65,7 +65,7 @@ _OWN = (
     "{prompt} written on a blackboard",
     "\ttabs and\nnew lines, like a poem\nabout a\nriver",
     "a very " + "very " * 60 + "long corridor",
-    "a mosaic of " + ", ".join(f"tile {k}" for k in range(120)),
+    "a mosaic of " + ", ".join(f"tile {k}" for k in range(36)),
     "naïve café façade, coöperating jalapeño vendors",
     "A̶ ̶c̶r̶o̶s̶s̶e̶d̶ ̶o̶u̶t̶ title on a poster",
     "ⅧⅨⅩ on an old clock's face",

@@ -302,3 +302,23 @@ def test_an_aborted_future_says_so() -> None:
         engine.abort("r")
         with pytest.raises(Aborted):
             future.result(timeout=30)
+
+
+def test_prompts_are_read_once_however_often_admission_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the submitting thread: the engine's has others to serve."""
+    runner = Watching(model("plain"), max_requests=1)
+    request = Request("a", "image", ImageParameters("a red hat", 1, 32, 32, steps=1))
+    first = Request("b", "image", ImageParameters("a hat", 1, 32, 32, steps=1))
+    for one in (first, request):
+        runner.check(one)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(runner._conditioner, "read", refuse)
+    assert runner.admit(first)
+    assert not any(runner.admit(request) for _ in range(3))
+    runner.release(first)
+    assert runner.admit(request)
+    runner.release(request)
+    runner.close()

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.markup import A1111, COMPEL, WeightedPrompt
-from contract.prompts import MAX_CHUNKS
+from contract.markup import A1111, COMPEL, MAX_CHUNKS, WeightedPrompt
 from core.transfers import to_device
 from pipeline import weighting
 from pipeline.chunks import Tokens, split

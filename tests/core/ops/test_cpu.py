@@ -143,7 +143,7 @@ def test_the_programs_that_were_used_last_are_kept_however_many_sizes_there_are(
 
     lowering = CpuLowering(kernels(), nn.ModuleList([layer]), capacity=3)
     call = lowering.lower(walk, "map")
-    maps = [normal(side, 1, side, side + 1, 8) for side in (3, 4, 5, 6, 7, 8, 9, 10, 2)]
+    maps = [normal(side, 1, side, side + 1, 8) for side in (10, 9, 8, 7, 6, 5, 4, 3, 2)]
     for number, x in enumerate(maps):
         (wanted,) = run(lowerings(layer)["torch"], walk, x)
         check_close(call(x)[0], wanted, relative=1e-5)
@@ -152,6 +152,21 @@ def test_the_programs_that_were_used_last_are_kept_however_many_sizes_there_are(
         assert held == {tuple(x.shape) for x in (maps[0], *maps[1 : number + 1][-2:])}, "the first is always in use"
     # Blocks of dropped programs are freed: three programs of three buffers each cannot hold more than their own.
     assert lowering.layers.blocks.size_bytes <= sum(lowering.size_bytes[1].values())
+
+
+def test_rising_sizes_hold_no_more_than_twice_what_the_largest_needs() -> None:
+    layer = conv(0, 8, 8)
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.conv(ops.conv(x, layer), layer)
+
+    lowering = CpuLowering(kernels(), nn.ModuleList([layer]))
+    call = lowering.lower(walk, "map")
+    for side in range(3, 40):
+        x = normal(side, 1, side, side, 8)
+        check_close(call(x)[0], run(lowerings(layer)["torch"], walk, x)[0], relative=1e-5)
+        assert lowering.layers.blocks.size_bytes <= 2 * max(lowering.size_bytes[1].values())
+    assert len(lowering.size_bytes[1]) > 1
 
 
 def test_the_first_result_is_the_callers_and_the_next_call_may_write_over_others() -> None:

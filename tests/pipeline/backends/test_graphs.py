@@ -18,6 +18,7 @@ from contract.image import ImageParameters
 from contract.plan import DeepCache
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup, ExecutionPlan
+from pipeline.backends.graphs import GraphBackend
 from pipeline.families.sdxl.conditioning import embed
 from pipeline.families.sdxl.parts import tokenizers
 from pipeline.folder import ModelError
@@ -193,6 +194,17 @@ def test_longer_texts_have_graphs_of_their_own() -> None:
     for wanted in (one, longer):
         assert np.abs(levels(solo(runner, wanted)) - levels(solo(runner_of("wide-heads"), wanted))).max() <= 1
     assert runner.backend.costs.measured()["deep", (side, side), True].keys() == {2}, "lengths share a curve"
+
+
+def test_nobody_s_sizes_or_long_texts_push_others_graphs_out() -> None:
+    runner = runner_of("wide-heads", recorded=False)
+    side, backend = runner.model.native, runner.backend
+    assert isinstance(backend, GraphBackend)
+    listed, other = (side, side), (side + 8, side)
+    assert other not in runner.sizes
+    for size, chunks, rows, wanted in ((other, 1, 2, 0), (listed, 2, 16, 0), (listed, 2, 2, 1), (listed, 1, 16, 2)):
+        backend.plan(BatchGroup("deep", size, chunks=chunks), rows, live=True)
+        assert backend.graphs.counts[1] == wanted, (size, chunks, rows)
 
 
 def test_while_a_graph_is_missing_a_wider_one_serves_where_it_costs_less() -> None:
