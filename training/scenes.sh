@@ -83,7 +83,11 @@ pictures() { # pictures PID: of clip, whose towers the unet takes where it has n
         wait "$1" || return 1
         [ -f "$WORK/clip-$CLIP_MIN.done" ] || return 0
     fi
-    [ "$(date +%s)" -ge $((UNTIL - 30)) ] || stage unet "$UNET_MIN" # in less it would only start up
+    if [ "$(date +%s)" -ge $((UNTIL - 30)) ]; then
+        echo "unet: not begun, in 30 seconds it would only start up; run again"
+    else
+        stage unet "$UNET_MIN"
+    fi
 }
 
 # Trains what is left for as long as this command has.
