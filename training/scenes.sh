@@ -3,11 +3,13 @@
 # another while the machine is held. Begins where the packed models ended, so that a later session resumes an earlier one.
 # Does not know how to reach the machine: it runs on it.
 #
-# Before, on the machine with the models, beside the repository's code (neither folder is committed; 50 MB together):
+# Before, on the machine with the models, beside the repository's code (neither folder is committed; 58 MB together):
 #   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/; cp -r $DATA/coco .carry/
 #   python -m training.start --data $DATA --work /tmp/start --models models --pack .carry/start.pt      # 27 MiB
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl \
-#       diffusers==0.42.1 importlib_metadata==10.2.0 lazy-importer==0.1.0
+#       diffusers==0.42.1 importlib_metadata==10.2.0 lazy-importer==0.1.0 \
+#       pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5
+# Of the code contract/, core/, evaluation/, llm/, pipeline/, training/ and unet_opt/ are used, 2 MB, and no models/.
 # Then, on the GPU machine, in the repository's root, with OUT set to where answers are taken from:
 #   training/scenes.sh run       again and again, until it says that all is trained; each ends SLICE_S seconds after it
 #                                began, or a minute later where that is in the middle of compiling: allow 600
