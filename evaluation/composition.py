@@ -362,7 +362,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Interval]:
     columns = {part.name: [getattr(v, part.name) for v in verdicts] for part in fields(Verdict) if part.name != "score"}
     columns["all"] = [verdict.right for verdict in verdicts]
     for name, values in columns.items():
-        asked = torch.tensor([float(value) for value in values if value is not None])
-        if len(asked):
-            found[name] = bootstrap.mean(asked, bootstrap.resamples(len(asked))).interval
+        asked = [value for value in values if value is not None]
+        if asked:
+            found[name] = bootstrap.share(sum(asked), len(asked))
     return found

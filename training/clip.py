@@ -42,8 +42,8 @@ class CLIPLoss(nn.Module):
     def forward(
         self, pixels: torch.Tensor, ids: torch.Tensor, foils: torch.Tensor, label: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pixels [B, 3, H, W] in -1..1 and END-padded ids and foils [B, L]: the loss, and the shares that rank first
-        among all captions and before the foil.
+        """Pixels [B, 3, H, W] in -1..1 and END-padded ids and foils [B, L]: the loss, the share that ranks first
+        among all captions, and the share of those with a foil that ranks before it.
 
         Rows of one `label` [B] show the same emoji and are no wrong answers to one another.
         """
@@ -61,8 +61,9 @@ class CLIPLoss(nn.Module):
         own = len(pixels)
         pairs = (scores, scores[:, :own].T, scores_1, scores_1[:, :own].T)
         loss = sum(F.cross_entropy(s, target) for s in pairs)
-        before = scores.diagonal() > scores[:, own:].diagonal()
-        return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean(), before.float().mean()
+        before = (scores.diagonal() > scores[:, own:].diagonal()) & ~none[0]
+        share = before.sum() / (~none[0]).sum().clamp(min=1)
+        return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean(), share
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
         """Image features [B, pooled_width], not normalised."""

@@ -1,7 +1,7 @@
 """Evaluates `emoji-xl` on scenes: right subject, count, colour and place, of held-out families and of trained ones.
 
 Two judges: `evaluation.composition`, which matches sprites, and `emoji-clip`, which must prefer the caption to captions
-with one thing wrong. Run by `python -m training.judge_scenes`; writes `judge/scenes.json` and contact sheets.
+with one thing wrong. Run by `python -m training.judge_scenes`; writes `judge/scenes-NAME.json` and contact sheets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _FOILS = 8  # captions with one thing wrong for each prompt
 def judge(run: TrainingRun, count: int, steps: int, guidance: float, model: str = "emoji-xl") -> dict[str, Any]:
     """Figures, by kind of family and by whether training saw it; `count` prompts of each.
 
-    Each figure is (value, low, high). `drawn_by_renderer` are the same checks of true scenes: the checker's own errors.
+    Written after each kind, so that a judge that is ended early leaves what it has. Each figure
+    is (value, low, high). `drawn_by_renderer` are the same checks of true scenes: the checker's own errors.
     """
     world = World.read(run)
     composer = world.composer
@@ -56,7 +57,7 @@ def judge(run: TrainingRun, count: int, steps: int, guidance: float, model: str 
                 [prompt.caption for prompt in prompts[:64]],
             )
             print(name, json.dumps(figures[name]), flush=True)
-    (folder / f"scenes-{model}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            (folder / f"scenes-{model}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return figures
 
 
@@ -79,14 +80,14 @@ def _preferred(
     for number, prompt in enumerate(prompts):
         captions = [prompt.caption, *composer.wrong_captions(prompt.truth, _FOILS, random.Random(number))]
         scores = reader.read(captions) @ seen[number]
-        right.append(float(scores.argmax() == 0))
-    return bootstrap.mean(torch.tensor(right), bootstrap.resamples(len(right))).interval
+        right.append(bool(scores.argmax() == 0))
+    return bootstrap.share(sum(right), len(right))
 
 
 def main() -> None:
     """`python -m training.judge_scenes [--count N] [--steps N] [--guidance G] [--model NAME]`."""
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=300, help="prompts of each kind")
+    options.add_argument("--count", type=int, default=150, help="prompts of each kind")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
     options.add_argument("--model", default="emoji-xl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 MOST = 6  # squares in one scene
@@ -12,6 +13,10 @@ _GRIDS = {
     2: ((2, 1), (1, 2), (2, 2)), 3: ((3, 1), (1, 3), (2, 2)), 4: ((2, 2), (3, 2), (2, 3)), 5: ((3, 2), (2, 3)),
     6: ((3, 2), (2, 3)),
 }  # fmt: skip
+
+_ORDER = {"tiny": 0, "small": 1, None: 2, "big": 3}  # a thing of a lower size is smaller than one of a higher
+_TRIES = 24
+_LEAST_HIDDEN, _MOST_HIDDEN = 0.08, 0.50  # shares of what stands behind that the thing in front hides
 
 _OPEN = {"and": ("left of", "right of", "above", "below"), "beside": ("left of", "right of")}
 
@@ -61,12 +66,32 @@ def group(draw: random.Random, region: Region, count: int, size: str | None, uni
 
 
 def pair(
+    draw: random.Random,
+    width: float,
+    height: float,
+    relation: str,
+    things: list[tuple[int, str | None]],
+    hidden: Callable[[Square, Square], float],
+) -> list[list[Square]]:
+    """Squares of two things, (count, size) each, so that the first stands in `relation` to the second.
+
+    A thing of a smaller size is smaller than the other. `hidden` says of squares in front and behind which share of
+    what stands behind is hidden.
+    """
+    sizes = [size for _, size in things]
+    if relation in ("behind", "in front of"):
+        return _overlapping(draw, width, height, relation, sizes, hidden)
+    for _ in range(_TRIES):
+        places = _apart(draw, width, height, relation, things)
+        if _in_order(places, sizes):
+            return places
+    return _shrunk(places, sizes)
+
+
+def _apart(
     draw: random.Random, width: float, height: float, relation: str, things: list[tuple[int, str | None]]
 ) -> list[list[Square]]:
-    """Squares of two things, (count, size) each, so that the first stands in `relation` to the second."""
     unit = min(width, height)
-    if relation in ("behind", "in front of"):
-        return _overlapping(draw, width, height, relation, [size for _, size in things])
     relation = draw.choice(_OPEN.get(relation, (relation,)))
     flat = relation in ("left of", "right of")
     # The larger group takes the larger part.
@@ -104,6 +129,15 @@ def row(draw: random.Random, width: float, height: float, count: int) -> list[li
     return found
 
 
+def visible(square: Square, size: tuple[int, int]) -> float:
+    """Which share of a square lies within a picture of `size` (width, height)."""
+    shares = [
+        max(0.0, min(middle + square.side / 2, length) - max(middle - square.side / 2, 0.0)) / square.side
+        for middle, length in zip((square.x, square.y), size, strict=True)
+    ]
+    return shares[0] * shares[1]
+
+
 def _within(draw: random.Random, region: Region, side: float, freedom: float) -> Square:
     """A square of this side anywhere in the region, or in its middle where it does not fit."""
     found = []
@@ -113,25 +147,65 @@ def _within(draw: random.Random, region: Region, side: float, freedom: float) ->
     return Square(found[0], found[1], side)
 
 
+def _in_order(places: list[list[Square]], sizes: list[str | None]) -> bool:
+    lower, higher = sorted((0, 1), key=lambda one: _ORDER[sizes[one]])
+    return sizes[0] == sizes[1] or _sides_of(places[lower])[1] < _sides_of(places[higher])[0]
+
+
+def _sides_of(squares: list[Square]) -> tuple[float, float]:
+    """The least and the largest side."""
+    sides = [square.side for square in squares]
+    return min(sides), max(sides)
+
+
+def _shrunk(places: list[list[Square]], sizes: list[str | None]) -> list[list[Square]]:
+    """The thing of the lower size is made smaller where it stands, until it is smaller than the other."""
+    lower, higher = sorted((0, 1), key=lambda one: _ORDER[sizes[one]])
+    ratio = 0.9 * _sides_of(places[higher])[0] / _sides_of(places[lower])[1]
+    made = list(places)
+    made[lower] = [square._replace(side=square.side * ratio) for square in places[lower]]
+    return made
+
+
 def _overlapping(
-    draw: random.Random, width: float, height: float, relation: str, sizes: list[str | None]
+    draw: random.Random,
+    width: float,
+    height: float,
+    relation: str,
+    sizes: list[str | None],
+    hidden: Callable[[Square, Square], float],
 ) -> list[list[Square]]:
-    """The thing behind stands higher and is covered by less than half."""
+    """Neither hardly any nor most of what stands behind is hidden; where no try has that, as near to it as any."""
+    front_size, back_size = sizes if relation == "in front of" else sizes[::-1]
+    best, least = [], math.inf
+    for _ in range(_TRIES):
+        ahead, aback = _one_before_the_other(draw, width, height, front_size, back_size)
+        share = hidden(ahead, aback)
+        off = max(_LEAST_HIDDEN - share, share - _MOST_HIDDEN, 0.0)
+        if off < least:
+            best, least = [[ahead], [aback]], off
+        if off == 0:
+            break
+    return best if relation == "in front of" else best[::-1]
+
+
+def _one_before_the_other(
+    draw: random.Random, width: float, height: float, front_size: str | None, back_size: str | None
+) -> tuple[Square, Square]:
+    """The thing behind stands higher."""
     unit = min(width, height)
     spans: dict[str | None, tuple[float, float]] = {"tiny": (0.34, 0.38), "small": (0.40, 0.46), "big": (0.62, 0.68)}
-    front_size, back_size = sizes if relation == "in front of" else sizes[::-1]
     front = unit * draw.uniform(*spans.get(front_size, (0.46, 0.56)))
     back = unit * draw.uniform(*spans.get(back_size, (0.50, 0.62)))
     angle = math.radians(draw.choice((draw.uniform(20, 70), draw.uniform(110, 160), draw.uniform(70, 110))))
-    apart = (front + back) / 2 * draw.uniform(0.46, 0.58)
+    apart = (front + back) / 2 * draw.uniform(0.36, 0.58)
     dx, dy = apart * math.cos(angle), -apart * math.sin(angle)
     # Boxes of the two, moved as one to where both fit.
     left, right = min(-front, 2 * dx - back) / 2, max(front, 2 * dx + back) / 2
     top, bottom = min(-front, 2 * dy - back) / 2, max(front, 2 * dy + back) / 2
     x = _fit(draw, width, left, right)
     y = _fit(draw, height, top, bottom)
-    ahead, aback = [Square(x, y, front)], [Square(x + dx, y + dy, back)]
-    return [ahead, aback] if relation == "in front of" else [aback, ahead]
+    return Square(x, y, front), Square(x + dx, y + dy, back)
 
 
 def _fit(draw: random.Random, length: float, low: float, high: float) -> float:

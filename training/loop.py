@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: `done` is False when its slice ended before the stage's budget did."""
+    """How a command ended: `done` is False when the run's `until` came before the end of the stage's budget."""
 
     iteration: int
     minutes: float
@@ -74,10 +74,10 @@ def train(stage: Stage, run: TrainingRun) -> Outcome:
     curve = folder / "curve.jsonl"
     checkpoint.trim_lines(curve, state.iteration)
     pause = run.work / "PAUSE"
-    begun = last_saved = time.monotonic()
+    last_saved = time.monotonic()
     before = state.seconds
     progress = state.progress(run)
-    while progress < 1 and not _slice_over(run, time.monotonic() - begun):
+    while progress < 1 and (run.until is None or time.time() < run.until):
         while pause.exists():
             time.sleep(1)
         started = _clock(run)
@@ -133,10 +133,6 @@ def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> 
 def _clock(run: TrainingRun) -> float:
     # On a CPU that others use too, wall time says little about how far training is; its own processor time does.
     return time.monotonic() if run.on_gpu else time.process_time() / torch.get_num_threads()
-
-
-def _slice_over(run: TrainingRun, seconds: float) -> bool:
-    return run.slice_minutes is not None and seconds >= run.slice_minutes * 60
 
 
 class _State:

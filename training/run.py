@@ -20,8 +20,8 @@ from training.shapes import BY_NAME, Shapes
 class TrainingRun:
     """One training run: where it reads and writes, how large, how long, on what.
 
-    `minutes` is the whole stage's budget, over all its commands; `slice_minutes` ends this command earlier.
-    `iterations` overrides both and makes the run exactly repeatable.
+    `minutes` is the whole stage's budget, over all its commands; `until`, in seconds since the epoch, ends this
+    command earlier. `iterations` overrides `minutes` and makes the run exactly repeatable.
     """
 
     data: Path
@@ -31,7 +31,7 @@ class TrainingRun:
     shapes: Shapes = BY_NAME["emoji"]
     seed: int = 0
     minutes: float | None = None
-    slice_minutes: float | None = None
+    until: float | None = None
     iterations: int | None = None
     batch: int | None = None
     held_out: int = 48
@@ -88,7 +88,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--shape", choices=sorted(BY_NAME), default="emoji", help="model family")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--minutes", type=float, help="the stage's whole budget, over all commands")
-    options.add_argument("--slice", type=float, dest="slice_minutes", help="end this command after so many minutes")
+    options.add_argument("--until", type=float, help="end this command at this time, in seconds since the epoch")
     options.add_argument("--iterations", type=int, help="exact length instead of --minutes")
     options.add_argument("--batch", type=int, help="rows in one step; each stage has its own default")
     options.add_argument("--held-out", type=int, default=48, help="skin-tone variants never trained on")
@@ -119,7 +119,7 @@ def from_options(found: argparse.Namespace) -> TrainingRun:
         shapes=BY_NAME[found.shape],
         seed=found.seed,
         minutes=found.minutes,
-        slice_minutes=found.slice_minutes,
+        until=found.until,
         iterations=found.iterations,
         batch=found.batch,
         held_out=found.held_out,

@@ -11,13 +11,14 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, islice
 
 from evaluation.truth import Thing, Truth
 from training import captions, layout
 from training.layout import Square
 from training.scene_captions import Reader, say
-from training.subjects import Subject
+from training.subjects import Subject, hidden
 
 Family = tuple[str, ...]
 HELD_SHARES = {"colour": 0.2, "count": 0.2, "pair": 0.1}
@@ -26,6 +27,7 @@ KINDS = {"colour": 0.22, "count": 0.22, "pair": 0.28, "row": 0.10, "groups": 0.1
 """Kinds of scenes and how often each is drawn."""
 _CONTRAST = 0.38  # RGB distance (of sqrt 3) between a subject's mean colour and the background, at least
 _CROPPED, _ENLARGED = 0.10, 0.06  # shares of scenes cut from a larger canvas, and enlarged from half the size
+_VISIBLE, _CROPS = 0.60, 12  # share of every square that a crop must show, and how many crops are tried
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,29 @@ class Composer:
         truth = self._allowed(draw, size)
         scene = self.show(truth, draw, size)
         foil = self._foil(truth, draw)
-        framed = _frame(draw, size)
-        if framed.canvas != (0, 0):
-            scene = self.show(truth, draw, framed.canvas)
-            left, top = framed.corner
+        chance = draw.random()
+        if chance < _CROPPED:
+            scene = self._cropped(truth, draw, size) or scene
+        enlarged = _CROPPED <= chance < _CROPPED + _ENLARGED
+        return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
+
+    def _cropped(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene | None:
+        """A picture of `size` cut from a larger scene, in which enough of everything is seen that its caption is true.
+
+        None where no try finds one.
+        """
+        for _ in range(_CROPS):
+            larger = draw.uniform(1.08, 1.35)
+            wide, tall = round(size[0] * larger), round(size[1] * larger)
+            left, top = draw.randint(0, wide - size[0]), draw.randint(0, tall - size[1])
+            scene = self.show(truth, draw, (wide, tall))
             moved = tuple(
                 replace(layer, square=layer.square._replace(x=layer.square.x - left, y=layer.square.y - top))
                 for layer in scene.layers
             )
-            scene = replace(scene, layers=moved, size=size, canvas=framed.canvas, corner=framed.corner)
-        return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=framed.enlarged)
+            if all(layout.visible(layer.square, size) >= _VISIBLE for layer in moved):
+                return replace(scene, layers=moved, size=size, canvas=(wide, tall), corner=(left, top))
+        return None
 
     def show(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene:
         """One of the pictures that the truth allows, and one of its captions."""
@@ -147,7 +162,9 @@ class Composer:
         elif truth.relation == "row":
             places = layout.row(draw, width, height, len(wanted))
         else:
-            places = layout.pair(draw, width, height, truth.relation, wanted)
+            things = [self.by_noun[thing.subject] for thing in truth.things]
+            front, back = things if truth.relation == "in front of" else things[::-1]
+            places = layout.pair(draw, width, height, truth.relation, wanted, partial(hidden, front, back))
         order = list(zip(truth.things, places, strict=True))
         if truth.relation == "in front of":
             order.reverse()
@@ -322,22 +339,6 @@ def single(row: int, subject: str, colour: str, draw: random.Random, size: tuple
     caption = subject if not colour else captions.with_background(subject, colour)
     rgb = _rgb(colour or "white")
     return Scene(caption, (Layer(row, square),), Backdrop(rgb, rgb), size)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    canvas: tuple[int, int] = (0, 0)
-    corner: tuple[int, int] = (0, 0)
-    enlarged: bool = False
-
-
-def _frame(draw: random.Random, size: tuple[int, int]) -> _Frame:
-    chance = draw.random()
-    if chance < _CROPPED:
-        larger = draw.uniform(1.08, 1.35)
-        wide, tall = round(size[0] * larger), round(size[1] * larger)
-        return _Frame((wide, tall), (draw.randint(0, wide - size[0]), draw.randint(0, tall - size[1])))
-    return _Frame(enlarged=chance < _CROPPED + _ENLARGED)
 
 
 def _rgb(name: str) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 # Needs models/emoji-xl and the captions' list, and no pictures. Runs on the GPU machine.
 #
 # Before, beside the repository's code (neither folder is committed): models/emoji-xl and emoji/captions.tsv in .carry/,
-# and in .whl/ diffusers, importlib_metadata and lazy-importer as wheels (see h200.sh). Then, on the GPU machine, in the
+# and in .whl/ the wheels that scenes.sh names. Then, on the GPU machine, in the
 # repository's root, with OUT set to where answers are taken from:
 #   training/students.sh
 # What came back is unpacked with: cat students.tar.part-* | tar -x -C models/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from evaluation import hues
+from training.layout import Square
 from training.pictures import PictureRow
 
 GROUPS = frozenset(["Animals & Nature", "Food & Drink", "Objects", "Travel & Places", "Activities"])
@@ -48,6 +50,7 @@ _IRREGULAR = {
     "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes", "jellyfish": "jellyfish", "snowman": "snowmen",
 }  # fmt: skip
 _ALIKE = 0.93  # correlation of two pictures from which they are one
+_COARSE = 16  # rows and columns of `Subject.cover`
 _COLOURED = 0.55  # share of a subject's surface that must be coloured for a hue word to be true of it
 
 
@@ -56,7 +59,7 @@ class Subject:
     """A thing that scenes can show. `row` numbers its picture; `colours` are the hue words that it can be painted in.
 
     `natural` is the word of its own hue, where it has one: painted so, it is no new combination. `mean` is the mean RGB
-    in 0..1 of its surface.
+    in 0..1 of its surface. `cover` are the rows of its coarse square alpha in 0..1; empty, it fills its square.
     """
 
     noun: str
@@ -65,6 +68,7 @@ class Subject:
     colours: tuple[str, ...]
     natural: str | None
     mean: tuple[float, float, float]
+    cover: tuple[tuple[float, ...], ...] = ()
 
 
 def plural(noun: str) -> str:
@@ -120,4 +124,24 @@ def _subject(noun: str, row: int, sprite: torch.Tensor) -> Subject:
     natural = hues.WORDS[int(mine.argmax())] if float(mine.max()) > 0.4 else None
     red, green, blue = (sprite[:3].flatten(1).sum(1) / area).tolist()
     colours = hues.WORDS if share > _COLOURED else ()
-    return Subject(noun, plural(noun), row, colours, natural, (red, green, blue))
+    cover = F.adaptive_avg_pool2d(alpha[None], _COARSE)[0].tolist()
+    return Subject(noun, plural(noun), row, colours, natural, (red, green, blue), tuple(map(tuple, cover)))
+
+
+def hidden(front: Subject, back: Subject, ahead: Square, aback: Square) -> float:
+    """Which share of `back`, drawn in the square `aback`, is hidden by `front` in the square `ahead`."""
+    near, far = front.cover or ((1.0,),), back.cover or ((1.0,) * _COARSE,) * _COARSE
+    step = aback.side / len(far)
+    apart = (aback.side - ahead.side) / 2
+    left, top = aback.x - ahead.x - apart, aback.y - ahead.y - apart
+    scale = len(near) / ahead.side
+    whole = both = 0.0
+    for number, line in enumerate(far):
+        row = math.floor((top + (number + 0.5) * step) * scale)
+        whole += sum(line)
+        if 0 <= row < len(near):
+            for place, alpha in enumerate(line):
+                column = math.floor((left + (place + 0.5) * step) * scale)
+                if 0 <= column < len(near):
+                    both += alpha * near[row][column]
+    return both / max(whole, 1e-6)

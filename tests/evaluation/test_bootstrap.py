@@ -56,3 +56,19 @@ def test_no_ratio_to_nothing() -> None:
     zero = bootstrap.mean(torch.zeros(5), bootstrap.resamples(5))
     with pytest.raises(ValueError, match="is 0"):
         zero.over(zero)
+
+
+@given(st.integers(1, 2000).flatmap(lambda count: st.tuples(st.integers(0, count), st.just(count))))
+def test_a_shares_interval_holds_it_and_stays_a_share(found: tuple[int, int]) -> None:
+    right, count = found
+    one, other = bootstrap.share(right, count), bootstrap.share(count - right, count)
+    assert 0 <= one.low <= one.value <= one.high <= 1 and one.low < one.high
+    assert one.low == pytest.approx(1 - other.high)
+
+
+def test_a_share_of_all_is_not_certain() -> None:
+    low, high = bootstrap.share(300, 300)[1:]
+    assert low == pytest.approx(0.98736, abs=1e-5) and high == pytest.approx(1)
+    for right, count in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="no share"):
+            bootstrap.share(right, count)

@@ -89,16 +89,18 @@ def far(layer: nn.Linear) -> float:
     return float((layer.weight.detach() - torch.eye(4)).norm())
 
 
-def test_slices_add_up_to_the_budget(run: TrainingRun) -> None:
-    timed = dataclasses.replace(run, iterations=None, minutes=0.02, slice_minutes=0.008)
+def test_commands_that_end_at_a_time_add_up_to_the_budget(run: TrainingRun) -> None:
+    timed = dataclasses.replace(run, iterations=None, minutes=0.02)
     ends: list[loop.Outcome] = []
     while not ends or not ends[-1].done:
-        ends.append(loop.train(toy()[0], timed))
-        assert len(ends) < 20
+        ends.append(loop.train(toy()[0], dataclasses.replace(timed, until=time.time() + 0.5)))
+        assert len(ends) < 200
     assert len(ends) > 1
     assert [end.iteration for end in ends] == sorted(end.iteration for end in ends)
     assert ends[-1].minutes >= 0.02
     again = loop.train(toy()[0], timed)
+    late = dataclasses.replace(timed, minutes=1.0, until=time.time() - 1)
+    assert loop.train(toy()[0], late) == dataclasses.replace(again, done=False)
     assert again.iteration == ends[-1].iteration
 
 
