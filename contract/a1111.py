@@ -30,7 +30,8 @@ def read(text: str) -> str | WeightedPrompt:
 
     Weights of nested groups multiply; an unmatched `)` or `]` is ordinary text, and an unmatched `(` or `[` weights all
     that follows, as in the web UI. Raises `MarkupError` for its prompt editing `[from:to:when]` and `[a|b]`, for
-    `<lora:…>`, for groups more than `MAX_DEPTH` deep, and for a weight beyond ±`MAX_WEIGHT`.
+    `<lora:…>`, for groups more than `MAX_DEPTH` deep, for a weight beyond ±`MAX_WEIGHT`, and for more `BREAK`s than
+    `MAX_CHUNKS` have between them.
     """
     _check_networks(text)
     pieces: list[_Piece] = []

@@ -79,14 +79,9 @@ def runner_of(kernels: ctypes.CDLL | None = None, **options: Any) -> Watching:
 
 def together(runner: Watching, parameters: list[ImageParameters], order: random.Random) -> list[Any]:
     """All in one engine, each joining a few iterations after the one before."""
-    crank = Crank(runner)
-    for index, one in enumerate(parameters):
-        crank.submit(str(index), one)
-        for _ in range(order.randrange(4)):
-            crank.turn()
-    pictures = crank.pictures()
+    pictures = worlds.together(runner, parameters, lambda: order.randrange(4))
     assert runner.held() == 0 and runner.holdings.memory.taken == 0
-    return [pictures[str(index)] for index in range(len(parameters))]
+    return pictures
 
 
 @contextmanager

@@ -61,13 +61,7 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 def together(runner: Watching, edits: list[ImageParameters]) -> list[Any]:
     """All in one engine, each joining two iterations after the one before."""
-    crank = Crank(runner)
-    for index, one in enumerate(edits):
-        crank.submit(str(index), one)
-        crank.turn()
-        crank.turn()
-    pictures = crank.pictures()
-    return [pictures[str(index)] for index in range(len(edits))]
+    return worlds.together(runner, edits, lambda: 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -102,18 +102,13 @@ def test_zero_snr_and_v_prediction_are_drawn_as_diffusers_does(base: Path, tmp_p
         ImageParameters("a red cat", seed, side, side, steps=4 + seed, scheduler=name, guidance_scale=1.0 + seed)
         for seed, name in enumerate(("euler", "euler-ancestral", "dpm++2m", "dpm++2m-sde", "lcm", "tcd"))
     ]
-    crank = Crank(runner)
-    for index, one in enumerate(wanted):
-        crank.submit(str(index), one)
-        crank.turn()
-        crank.turn()
-    pictures = crank.pictures()
+    pictures = worlds.together(runner, wanted, lambda: 2)
     assert any(len(steps) > 1 for steps in runner.shared_steps)
     assert runner.model.sampler_table("euler", 4, (side, side)).timesteps[0] == 999
-    for index, one in enumerate(wanted):
+    for one, picture in zip(wanted, pictures, strict=True):
         expected = worlds.stock_picture("zero-snr", one)
         assert expected.std() > 5
-        assert abs(levels(pictures[str(index)]) - expected).max() <= 1, one
+        assert abs(levels(picture) - expected).max() <= 1, one
         assert abs(levels(solo(runner, one)) - expected).max() <= 1, one
     runner.close()
 

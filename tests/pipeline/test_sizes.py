@@ -24,8 +24,8 @@ from pipeline.phases import DEEP
 from pipeline.sizes import size_range
 from tests.core.tape import Tape
 from tests.pipeline import worlds
-from tests.pipeline.backends.test_programs import SHAPES, together
-from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture
+from tests.pipeline.backends.test_programs import SHAPES
+from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")

@@ -223,3 +223,14 @@ def solo(runner: ImageRunner, wanted: ImageParameters) -> Any:
     crank = Crank(runner)
     crank.submit("solo", wanted)
     return crank.pictures()["solo"]
+
+
+def together(runner: ImageRunner, wanted: Sequence[ImageParameters], turns: Callable[[], int] = lambda: 1) -> list[Any]:
+    """The pictures drawn in one engine, each joining so many iterations after the one before."""
+    crank = Crank(runner)
+    for index, one in enumerate(wanted):
+        crank.submit(str(index), one)
+        for _ in range(turns()):
+            crank.turn()
+    pictures = crank.pictures()
+    return [pictures[str(index)] for index in range(len(wanted))]

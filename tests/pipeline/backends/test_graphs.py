@@ -26,9 +26,9 @@ from pipeline.load import ImageModel, load
 from pipeline.phases import TEXT
 from tests.core.tape import Tape
 from tests.pipeline import worlds
-from tests.pipeline.backends.test_programs import SHAPES, mixture, together
+from tests.pipeline.backends.test_programs import SHAPES, mixture
 from tests.pipeline.long_prompts import words
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture, together
 from tests.unet_opt.shapes import unet
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.

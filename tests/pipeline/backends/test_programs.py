@@ -15,7 +15,7 @@ from pipeline import tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from tests.pipeline import worlds
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture
+from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -47,16 +47,6 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 def runner_of(shape: str, kernels: ctypes.CDLL, **options: Any) -> Watching:
     return Watching(model(shape), kernels=kernels, **options)
-
-
-def together(runner: Watching, parameters: list[ImageParameters]) -> list[Any]:
-    """All in one engine, each joining a few iterations after the one before."""
-    crank = Crank(runner)
-    for index, one in enumerate(parameters):
-        crank.submit(str(index), one)
-        crank.turn()
-    pictures = crank.pictures()
-    return [pictures[str(index)] for index in range(len(parameters))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
