@@ -14,7 +14,8 @@
 #   training/scenes.sh run       again and again, until it says that all is trained; each ends SLICE_S seconds after it
 #                                began, or a minute later where that is in the middle of compiling: allow 600
 #   training/scenes.sh collect   exports, judges, and brings back emoji-xl, emoji-clip and the figures: allow JUDGE_S + 120
-# What came back is unpacked with: cat xl.tar.part-* | tar -x -C models/, and tar -xzf report.tgz.
+# What came back is unpacked with: cat xl.tar.part-* | tar -x -C models/, and tar -xzf report.tgz. Every `run` also brings
+# kept.tar.part-*: unpacked into a WORK with tokens it is exported there as after `collect`.
 #
 # Stages take VAE_MIN, CLIP_MIN and UNET_MIN minutes, compiling included. As set here a session is three `run`s and one
 # `collect` and holds the machine for about 26 minutes: setup and rehearsal 3, vae 5, latents 0.5, unet 10, start-up of
@@ -102,9 +103,16 @@ train() {
     for curve in "$WORK"/*/curve.jsonl; do
         [ ! -f "$curve" ] || { echo "$curve" && tail -n 1 "$curve"; }
     done
+    keep
     [ $failed = 0 ] || return 1
     [ ! -f "$WORK/vae-$VAE_MIN.done" ] || [ ! -f "$WORK/clip-$CLIP_MIN.done" ] || [ ! -f "$WORK/unet-$UNET_MIN.done" ] ||
         echo "all is trained"
+}
+
+# Brings the averaged weights back after every command: the machine may be lost before the next one.
+keep() {
+    said "$PYTHON" -m training.start "${COMMON[@]}" --keep "$WORK/kept"
+    tar -C "$WORK/kept" -cf - . | split -b 15M -d - "$OUT/kept.tar.part-"
 }
 
 collect() {

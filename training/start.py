@@ -6,6 +6,9 @@ leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vo
 
     python -m training.start --data DATA --work WORK --models models --pack .carry/start.pt
     python -m training.start --data .carry --work WORK --from .carry/start.pt
+
+`--keep FOLDER` writes what the stages have trained so far, averaged weights alone and in 16 bits: a machine may be lost
+between two commands. Laid over another WORK, the folder's files are exported as the stages' own would be.
 """
 
 from __future__ import annotations
@@ -95,6 +98,30 @@ def unpack(path: Path) -> dict[str, Any]:
     return found
 
 
+def keep(run: TrainingRun, folder: Path) -> list[str]:
+    """Writes `STAGE/state.pt` of each stage that has one, with the averaged weights alone in float16, and the latents'
+    scale.
+
+    Returns the stages' names.
+    """
+    kept = []
+    for name in ("vae", "clip", "unet"):
+        state = checkpoint.load(run.folder(name) / "state.pt")
+        if state is not None:
+            averaged = {
+                module: {key: value.half() if value.is_floating_point() else value for key, value in weights.items()}
+                for module, weights in state["averaged"].items()
+            }
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            checkpoint.save(folder / name / "state.pt", {"averaged": averaged})
+            kept.append(name)
+    scale = checkpoint.load(run.folder("latents") / "latents.pt")
+    if scale is not None:
+        (folder / "latents").mkdir(parents=True, exist_ok=True)
+        checkpoint.save(folder / "latents" / "latents.pt", scale)
+    return kept
+
+
 def moved(embeddings: Tensor, old: dict[str, int], tokenizer: Any) -> Tensor:
     """Rows [V, W] for `tokenizer`'s tokens: known to `old` they stay, a new one is the mean of its pieces'."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -122,15 +149,19 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """`python -m training.start [--pack FILE | --from FILE]`."""
+    """`python -m training.start [--pack FILE | --from FILE | --keep FOLDER]`."""
     options = parser(__doc__ or "")
     options.add_argument("--pack", type=Path, help="write the exported models' weights to this file")
     options.add_argument("--from", type=Path, dest="source", help="begin with such a file instead of with --models")
+    options.add_argument("--keep", type=Path, help="write the averaged weights of what is trained into this folder")
     found = options.parse_args()
     run = from_options(found)
     if found.pack:
         pack(read(run), found.pack)
         print(f"{found.pack}: {found.pack.stat().st_size / 1e6:.1f} MB")
+        return
+    if found.keep:
+        print(f"{found.keep}: {', '.join(keep(run, found.keep)) or 'nothing is trained'}")
         return
     train(run, found.source)
 
