@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -97,6 +97,7 @@ class ImageOffer(ImageLimits):
     sizes: Collection[Size]
     schedulers: Collection[str]
     native: Size = (0, 0)
+    _: KW_ONLY
     precision: str = ""
     loras: Collection[str] | None = None
     defaults: ImageDefaults = ImageDefaults()
@@ -285,11 +286,21 @@ class ImageCard(_Card):
         """The offer that requests are checked against."""
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
-        native = (self.native, self.native)
         return ImageOffer(
-            self.sizes, self.schedulers, native, self.precision, self.loras, self.defaults, self.plans, self.plan,
-            self.vaes, self.prompt_fields, self.inpaint_only, self.size_range, **limits,
-        )  # fmt: skip
+            self.sizes,
+            self.schedulers,
+            (self.native, self.native),
+            precision=self.precision,
+            loras=self.loras,
+            defaults=self.defaults,
+            plans=self.plans,
+            plan=self.plan,
+            vaes=self.vaes,
+            prompt_fields=self.prompt_fields,
+            inpaint_only=self.inpaint_only,
+            size_range=self.size_range,
+            **limits,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
