@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -31,7 +32,9 @@ MODELS = ("emoji-xl", "emoji-xl-turbo", "emoji-z", "emoji-clip", "emoji-lm", "em
 
 
 def export_pictures(run: TrainingRun) -> Path:
-    """`emoji-xl`, as `StableDiffusionXLPipeline.save_pretrained` lays it out, in float16."""
+    """`emoji-xl`, as `StableDiffusionXLPipeline.save_pretrained` lays it out, in float16; with the tiny codec if
+    that is trained.
+    """
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     parts = unet.load(run)
@@ -50,6 +53,8 @@ def export_pictures(run: TrainingRun) -> Path:
     pipeline.save_pretrained(folder, max_shard_size=SHARD, safe_serialization=True)
     for name, trained in (("tokenizer", "clip"), ("tokenizer_2", "clip_2")):
         _add_slow_files(run, folder / name, trained)
+    with contextlib.suppress(FileNotFoundError):
+        tiny_vae.load(run).half().save_pretrained(folder / "vae-tiny")
     return folder
 
 
@@ -57,15 +62,10 @@ _SHARED = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae", 
 
 
 def export_turbo(run: TrainingRun) -> Path:
-    """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies.
-
-    Also writes the tiny codec and the adapter of into emoji-xl.
-    """
+    """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies."""
     from diffusers import LCMScheduler
 
     beside = run.models / "emoji-xl"
-    tiny_vae.load(run).half().save_pretrained(beside / "vae-tiny")
-    _tidy(beside / "vae-tiny")
     folder = _fresh(run, "emoji-xl-turbo")
     turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size=SHARD)
     LCMScheduler(**{k: v for k, v in run.turbo.sampling().items() if k != "_class_name"}).save_pretrained(

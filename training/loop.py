@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from training import checkpoint
+from training.group import agree, average_
 from training.muon import Muon
 from training.run import TrainingRun
 
@@ -70,33 +71,33 @@ def train(stage: Stage, run: TrainingRun) -> Outcome:
         raise ValueError(f"stage {stage.name}: give --minutes or --iterations")
     folder = run.folder(stage.name)
     state = _State(stage, run)
-    state.restore(checkpoint.load(folder / "state.pt"))
+    state.restore(checkpoint.load(folder / "state.pt"), run)
     curve = folder / "curve.jsonl"
-    checkpoint.trim_lines(curve, state.iteration)
+    writes = run.rank == 0
+    if writes:
+        checkpoint.trim_lines(curve, state.iteration)
     pause = run.work / "PAUSE"
     last_saved = time.monotonic()
     before = state.seconds
-    progress = state.progress(run)
-    while progress < 1 and (run.until is None or time.time() < run.until):
+    while state.goes_on(run):
         while pause.exists():
             time.sleep(1)
         started = _clock(run)
-        logged = state.step(stage, run, progress)
+        logged = state.step(stage, run)
         state.seconds += _clock(run) - started
-        if logged is not None:
+        if writes and logged is not None:
             record = {"iteration": state.iteration, "minutes": round(state.seconds / 60, 3), **logged}
             checkpoint.append_line(curve, record)
             if state.iteration % 200 == 0 or state.iteration == 20:
                 print(stage.name, *(f"{key}={value:.5g}" for key, value in record.items()), flush=True)
-        progress = state.progress(run)
-        if time.monotonic() - last_saved >= run.checkpoint_s:
+        if writes and time.monotonic() - last_saved >= run.checkpoint_s:
             checkpoint.save(folder / "state.pt", state.packed(stage))
             last_saved = time.monotonic()
-    if state.seconds > before or not (folder / "state.pt").exists():
+    if writes and (state.seconds > before or not (folder / "state.pt").exists()):
         checkpoint.save(folder / "state.pt", state.packed(stage))
     for name, module in stage.modules.items():
         module.load_state_dict(state.averaged[name].state_dict())
-    return Outcome(state.iteration, state.seconds / 60, state.smooth, progress >= 1)
+    return Outcome(state.iteration, state.seconds / 60, state.smooth, state.progress(run) >= 1)
 
 
 def begin(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
@@ -135,12 +136,16 @@ def _clock(run: TrainingRun) -> float:
     return time.monotonic() if run.on_gpu else time.process_time() / torch.get_num_threads()
 
 
+def _seed(run: TrainingRun) -> int:
+    return run.seed + 2**40 * run.rank
+
+
 class _State:
     """What a checkpoint holds: weights, averages, optimizer, randomness, and how far the run is."""
 
     def __init__(self, stage: Stage, run: TrainingRun) -> None:
         torch.manual_seed(run.seed)
-        self.generator = torch.Generator(device=run.device).manual_seed(run.seed)
+        self.generator = torch.Generator(device=run.device).manual_seed(_seed(run))
         self.iteration = 0
         self.seconds = 0.0
         self.smooth = float("nan")
@@ -171,14 +176,23 @@ class _State:
         assert run.minutes is not None
         return self.seconds / (run.minutes * 60)
 
-    def step(self, stage: Stage, run: TrainingRun, progress: float) -> dict[str, float] | None:
+    def goes_on(self, run: TrainingRun) -> bool:
+        """Whether another step is within the budget and before the command's end, by the first process's clock."""
+        now = time.time()
+        if run.world > 1:
+            self.seconds, now = agree(self.seconds, now)
+        return self.progress(run) < 1 and (run.until is None or now < run.until)
+
+    def step(self, stage: Stage, run: TrainingRun) -> dict[str, float] | None:
         warm = min(1.0, (self.iteration + 1) / stage.warmup)
-        cool = min(1.0, max(0.0, 1 - progress) / stage.cooldown)
+        cool = min(1.0, max(0.0, 1 - self.progress(run)) / stage.cooldown)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = stage.rate * group["scale"] * warm * cool
         loss, logged = stage.loss(self.iteration, self.generator)
         loss.backward()
+        if run.world > 1:
+            average_([p.grad for p in self.trained if p.grad is not None])
         norm = torch.nn.utils.clip_grad_norm_(self.trained, stage.clip)
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -223,7 +237,7 @@ class _State:
             "cuda": cuda,
         }
 
-    def restore(self, state: dict[str, Any] | None) -> None:
+    def restore(self, state: dict[str, Any] | None, run: TrainingRun) -> None:
         if state is None:
             return
         for name, module in self.modules.items():
@@ -238,3 +252,5 @@ class _State:
         self.iteration = int(state["iteration"])
         self.seconds = float(state["seconds"])
         self.smooth = float(state["smooth"])
+        if run.rank > 0:  # the checkpoint has the first process's randomness
+            self.generator.manual_seed(_seed(run) + self.iteration)

@@ -13,6 +13,7 @@ import torch
 
 from pipeline.tiny import SDXLShape
 from pipeline.tiny_zimage import ZImageShape
+from training import group
 from training.shapes import BY_NAME, Shapes
 
 
@@ -21,7 +22,8 @@ class TrainingRun:
     """One training run: where it reads and writes, how large, how long, on what.
 
     `minutes` is the whole stage's budget, over all its commands; `until`, in seconds since the epoch, ends this
-    command earlier. `iterations` overrides `minutes` and makes the run exactly repeatable.
+    command earlier. `iterations` overrides `minutes` and makes the run exactly repeatable. Under `torchrun` each of
+    `world` processes trains on its own rows; `batch` is one process's.
     """
 
     data: Path
@@ -40,6 +42,8 @@ class TrainingRun:
     compile: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    rank: int = 0
+    world: int = 1
 
     @property
     def picture(self) -> SDXLShape:
@@ -90,7 +94,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--minutes", type=float, help="the stage's whole budget, over all commands")
     options.add_argument("--until", type=float, help="end this command at this time, in seconds since the epoch")
     options.add_argument("--iterations", type=int, help="exact length instead of --minutes")
-    options.add_argument("--batch", type=int, help="rows in one step; each stage has its own default")
+    options.add_argument("--batch", type=int, help="rows in one step of one process; each stage has its own default")
     options.add_argument("--held-out", type=int, default=48, help="skin-tone variants never trained on")
     options.add_argument("--variants", type=int, default=12, help="wordings drawn for each picture")
     options.add_argument("--checkpoint-s", type=float, default=60.0, help="seconds between checkpoints")
@@ -106,7 +110,8 @@ def from_options(found: argparse.Namespace) -> TrainingRun:
     if found.threads:
         torch.set_num_threads(found.threads)
     name = found.device if found.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    rank, world = group.join(name == "cuda")
+    device = torch.device(name, rank) if name == "cuda" and world > 1 else torch.device(name)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
@@ -128,6 +133,8 @@ def from_options(found: argparse.Namespace) -> TrainingRun:
         compile=found.compile == "on" or (found.compile == "auto" and device.type == "cuda"),
         device=device,
         dtype=dtype,
+        rank=rank,
+        world=world,
     )
 
 

@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Trains emoji-xl and emoji-clip on scenes, on one H200-class GPU, in commands of at most ten minutes that resume one
-# another while the machine is held. Begins where the packed models ended, so that a later session resumes an earlier one.
-# Does not know how to reach the machine: it runs on it.
+# Trains emoji-xl and emoji-clip on scenes, on one or two H100- or H200-class GPUs, in the background and in one go; commands
+# of at most ten minutes begin it and watch it. Begins where the packed models ended, so that a later session resumes an
+# earlier one. Does not know how to reach the machine: it runs on it.
 #
 # Before, on the machine with the models, beside the repository's code (neither folder is committed; 58 MB together):
 #   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/; cp -r $DATA/coco .carry/
+#   python -m training.tokens --data $DATA --work /tmp/start --variants 24; cp -r /tmp/start/tokens .carry/
 #   python -m training.start --data $DATA --work /tmp/start --models models --pack .carry/start.pt      # 27 MiB
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl \
 #       diffusers==0.42.1 importlib_metadata==10.2.0 lazy-importer==0.1.0 \
 #       pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5
 # Of the code contract/, core/, evaluation/, llm/, pipeline/, training/ and unet_opt/ are used, 2 MB, and no models/.
 # Then, on the GPU machine, in the repository's root, with OUT set to where answers are taken from:
-#   training/scenes.sh run       again and again, until it says that all is trained; each ends SLICE_S seconds after it
-#                                began, or a minute later where that is in the middle of compiling: allow 600
-#   training/scenes.sh collect   exports, judges, and brings back emoji-xl, emoji-clip and the figures: allow JUDGE_S + 120
-# What came back is unpacked with: cat xl.tar.part-* | tar -x -C models/, and tar -xzf report.tgz. Every `run` also brings
-# kept.tar.part-*: unpacked into a WORK with tokens it is exported there as after `collect`.
+#   TRAIN_S=1530 training/scenes.sh begin    starts the training, which ends TRAIN_S seconds later
+#   WATCH_S=540 training/scenes.sh watch     shows how far it is and brings the averaged weights, at the latest after
+#                                            WATCH_S; again and again, until it says that all is trained
+# kept.tar.part-* are unpacked with cat kept.tar.part-* | tar -x -C WORK, into a WORK with tokens/; then, on any machine:
+#   python -m training.export --data $DATA --work WORK --models models --only emoji-xl emoji-clip
+#   python -m training.judge_scenes --data $DATA --work WORK --models models
 #
-# Stages take VAE_MIN, CLIP_MIN and UNET_MIN minutes, compiling included. As set here a session is three `run`s and one
-# `collect` and holds the machine for about 26 minutes: setup and rehearsal 3, vae 5, latents 0.5, unet 10, start-up of
-# three commands 1.5, export 1, judge 4, fetching and spare 1. The learning rate falls to zero in a stage's last third: a
-# session that was cut off before that is ended by `collect`, which exports the averaged weights as they are.
-#
-# Lanes:        setup, rehearsal | vae -> latents -> unet
-#                                | clip (beside the vae)
+# Seconds:    0      30                      270                                          TRAIN_S
+#   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
+#   GPU 1           | vae                     |  (first minutes beside it: tiny_vae)       |
+# With one GPU all lanes share it. The rehearsal compiles the unet and takes three steps: what would fail late fails early,
+# and the compiler's cache is filled when the unet begins.
 set -euo pipefail
 
 CARRIED=${CARRIED:-.carry}
@@ -31,9 +31,9 @@ WORK=${WORK:-/tmp/scenes}
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/scenes-out}
 SITE=${SITE:-/tmp/site}
-VAE_MIN=${VAE_MIN:-5} CLIP_MIN=${CLIP_MIN:-5} UNET_MIN=${UNET_MIN:-10}
-SLICE_S=${SLICE_S:-500} COUNT=${COUNT:-150} JUDGE_S=${JUDGE_S:-240}
-UNTIL=$(($(date +%s) + SLICE_S))
+VAE_MIN=${VAE_MIN:-3.8} CLIP_MIN=${CLIP_MIN:-3.8} TINY_MIN=${TINY_MIN:-1.8}
+TRAIN_S=${TRAIN_S:-1530} WATCH_S=${WATCH_S:-540} ROWS=${ROWS:-384}
+GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
 export PYTHONPATH=$PWD:$SITE:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 read -ra MORE <<<"${EXTRA:-}" # more options for every stage, for a rehearsal elsewhere: EXTRA="--shape smoke --size 32"
@@ -46,86 +46,89 @@ setup() {
     mkdir -p "$WORK" "$OUT"
     [ ! -d .whl ] || [ -d "$SITE/diffusers" ] || "$PYTHON" -m pip install -q --no-index --no-deps --no-compile \
         --no-cache-dir --upgrade --target "$SITE" .whl/*.whl
+    [ ! -d "$CARRIED/tokens" ] || cp -r "$CARRIED/tokens" "$WORK/"
     [ -f "$WORK/tokens/lm/tokenizer.json" ] || said "$PYTHON" -m training.tokens "${COMMON[@]}"
     [ ! -f "$CARRIED/start.pt" ] || [ -f "$WORK/start/unet.pt" ] ||
         said "$PYTHON" -m training.start "${COMMON[@]}" --from "$CARRIED/start.pt"
 }
 
-# Three steps of every stage as it will run, but uncompiled: what would fail late fails early. errexit is off in what is
-# followed by ||, as this is: && ends it at the first failure.
+# unet OPTION...: on all GPUs.
+unet() {
+    if [ "$GPUS" -gt 1 ]; then
+        said "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" -m training.unet \
+            "${COMMON[@]}" --batch "$ROWS" "$@"
+    else
+        said "$PYTHON" -m training.unet "${COMMON[@]}" --batch "$ROWS" "$@"
+    fi
+}
+
+# Three steps of the unet as it will run, on the codec and the towers that training starts from. errexit is off in what is
+# followed by ||: && ends it at the first failure.
 rehearse() {
-    [ ! -f "$WORK/rehearsal.done" ] || return 0
-    local short=("${COMMON[@]}" --work "$WORK/rehearsal" --iterations 3 --compile off)
+    local short=(--work "$WORK/rehearsal")
     mkdir -p "$WORK/rehearsal" &&
         ln -sfn ../tokens "$WORK/rehearsal/tokens" &&
         ln -sfn ../start "$WORK/rehearsal/start" &&
-        said "$PYTHON" -m training.vae "${short[@]}" &&
-        said "$PYTHON" -m training.latents "${short[@]}" &&
-        said "$PYTHON" -m training.clip "${short[@]}" &&
-        said "$PYTHON" -m training.unet "${short[@]}" &&
-        rm -rf "$WORK/rehearsal" &&
-        touch "$WORK/rehearsal.done"
+        said "$PYTHON" -m training.vae "${COMMON[@]}" "${short[@]}" --iterations 1 --compile off &&
+        said "$PYTHON" -m training.latents "${COMMON[@]}" "${short[@]}" &&
+        unet "${short[@]}" --iterations 3 &&
+        rm -rf "$WORK/rehearsal"
 }
 
-# stage NAME MINUTES: trains it until its minutes or this command's time are over. What is trained is marked, so that later
-# commands do not start it to find that out; more minutes are another mark. Fails where the stage does.
+# stage NAME GPU OPTION...: trains it on one GPU. Fails where the stage does.
 stage() {
-    local log=$WORK/$1.log
-    [ ! -f "$WORK/$1-$2.done" ] || return 0
-    said "$PYTHON" -m "training.$1" "${COMMON[@]}" --minutes "$2" --until "$UNTIL" >>"$log" 2>&1 ||
-        { echo "$1 failed" && tail -n 30 "$log" && return 1; }
-    ! grep ^Outcome "$log" | tail -n 1 | grep -q done=True || touch "$WORK/$1-$2.done"
+    local name=$1
+    CUDA_VISIBLE_DEVICES=$2 said "$PYTHON" -m "training.$name" "${COMMON[@]}" "${@:3}" >>"$WORK/$name.log" 2>&1 ||
+        { echo "$name failed" && tail -n 30 "$WORK/$name.log" && return 1; }
 }
 
-# Vae, latents, unet: each when the one before it is done.
-pictures() { # pictures PID: of clip, whose towers the unet takes where it has no start
-    stage vae "$VAE_MIN" || return 1
-    [ -f "$WORK/vae-$VAE_MIN.done" ] || return 0
-    [ "$WORK/latents/latents.pt" -nt "$WORK/vae/state.pt" ] || said "$PYTHON" -m training.latents "${COMMON[@]}" || return 1
-    if [ ! -f "$WORK/start/unet.pt" ]; then
-        wait "$1" || return 1
-        [ -f "$WORK/clip-$CLIP_MIN.done" ] || return 0
-    fi
-    if [ "$(date +%s)" -ge $((UNTIL - 30)) ]; then
-        echo "unet: not begun, in 30 seconds it would only start up; run again"
-    else
-        stage unet "$UNET_MIN"
-    fi
+# unet_until BEGUN: for all that is left of TRAIN_S.
+unet_until() {
+    unet --minutes "$(awk "BEGIN { print ($1 + $TRAIN_S - $(date +%s) - 15) / 60 }")" >>"$WORK/unet.log" 2>&1
 }
 
-# Trains what is left for as long as this command has.
+# All lanes; `begun` is when this began, in seconds since the epoch.
 train() {
-    local failed=0
-    stage clip "$CLIP_MIN" &
-    local beside=$!
-    pictures $beside || failed=1
-    wait $beside || failed=1
+    local last=$((GPUS > 1 ? 1 : 0)) begun=$1 clip rehearsal vae=0
+    stage clip 0 --minutes "$CLIP_MIN" & clip=$!
+    rehearse >"$WORK/rehearsal.log" 2>&1 & rehearsal=$!
+    stage vae $last --minutes "$VAE_MIN" || vae=1
+    wait $clip || echo "emoji-clip stays as it was"
+    wait $rehearsal || { echo "rehearsal failed" && tail -n 30 "$WORK/rehearsal.log"; }
+    [ $vae = 0 ] || return 1
+    said "$PYTHON" -m training.latents "${COMMON[@]}" || return 1
+    stage tiny_vae $last --minutes "$TINY_MIN" &
+    unet_until "$begun" || { echo "unet failed, goes on with one GPU" && tail -n 30 "$WORK/unet.log" && GPUS=1 unet_until "$begun"; }
+    wait
+}
+
+begin() {
+    local begun
+    begun=$(date +%s)
+    setup
+    rm -f "$WORK/all.done"
+    export begun
+    setsid --fork "$0" train >"$WORK/all.log" 2>&1 </dev/null
+}
+
+# Brings the averaged weights back with every command: the machine may be lost before the next one.
+watch() {
+    local until=$(($(date +%s) + WATCH_S))
+    while [ ! -f "$WORK/all.done" ] && [ "$(date +%s)" -lt $until ]; do sleep 2; done
+    cat "$WORK/all.log"
     for curve in "$WORK"/*/curve.jsonl; do
         [ ! -f "$curve" ] || { echo "$curve" && tail -n 1 "$curve"; }
     done
-    keep
-    [ $failed = 0 ] || return 1
-    [ ! -f "$WORK/vae-$VAE_MIN.done" ] || [ ! -f "$WORK/clip-$CLIP_MIN.done" ] || [ ! -f "$WORK/unet-$UNET_MIN.done" ] ||
-        echo "all is trained"
-}
-
-# Brings the averaged weights back after every command: the machine may be lost before the next one.
-keep() {
+    mkdir -p "$WORK/kept"
     said "$PYTHON" -m training.start "${COMMON[@]}" --keep "$WORK/kept"
     tar -C "$WORK/kept" -cf - . | split -b 15M -d - "$OUT/kept.tar.part-"
-}
-
-collect() {
-    said "$PYTHON" -m training.export "${COMMON[@]}" --only emoji-xl emoji-clip
-    tar -C "$WORK/models" -cf - emoji-xl emoji-clip | split -b 15M -d - "$OUT/xl.tar.part-"
-    # Figures are written after each kind of prompts: the judge may be ended early.
-    said timeout "$JUDGE_S" "$PYTHON" -m training.judge_scenes "${COMMON[@]}" --count "$COUNT" || echo "judge: no end"
-    (cd "$WORK" && mkdir -p judge && tar -czf "$OUT/report.tgz" ./judge ./*/curve.jsonl ./*.log)
-    ls -l "$OUT"
+    (cd "$WORK" && tar -czf "$OUT/report.tgz" ./*/curve.jsonl ./*.log)
+    [ ! -f "$WORK/all.done" ] || echo "all is trained"
 }
 
 case "${1:-}" in
-    run) setup; rehearse >>"$WORK/rehearsal.log" 2>&1 || { tail -30 "$WORK/rehearsal.log"; exit 1; }; train ;;
-    collect) mkdir -p "$OUT"; collect ;;
-    *) echo "usage: $0 run | collect" >&2; exit 2 ;;
+    begin) begin ;;
+    train) train "$begun" || echo "training failed"; touch "$WORK/all.done" ;;
+    watch) mkdir -p "$OUT"; watch ;;
+    *) echo "usage: $0 begin | watch" >&2; exit 2 ;;
 esac

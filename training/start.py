@@ -105,7 +105,7 @@ def keep(run: TrainingRun, folder: Path) -> list[str]:
     Returns the stages' names.
     """
     kept = []
-    for name in ("vae", "clip", "unet"):
+    for name in ("vae", "clip", "unet", "tiny_vae"):
         state = checkpoint.load(run.folder(name) / "state.pt")
         if state is not None:
             averaged = {

@@ -85,10 +85,16 @@ def buckets(run: TrainingRun) -> dict[tuple[int, int], float]:
 
 
 class _Batches(Dataset[dict[str, Any]]):
-    """Maps an iteration to its batch: nothing but the iteration decides what is in it."""
+    """Maps an iteration to its batch: nothing but the iteration, and which process asks, decides what is in it.
 
-    def __init__(self, world: World, tokenizer: Any, rows: int, shares: dict[tuple[int, int], float]) -> None:
+    All processes of a run draw one size, so that none waits for another's larger pictures.
+    """
+
+    def __init__(
+        self, world: World, tokenizer: Any, rows: int, shares: dict[tuple[int, int], float], process: tuple[int, int]
+    ) -> None:
         self._world, self._tokenizer, self._rows, self._shares = world, tokenizer, rows, shares
+        self._rank, self._processes = process
         self._native = next(iter(shares))
 
     def __getitem__(self, iteration: int) -> dict[str, Any]:
@@ -96,7 +102,7 @@ class _Batches(Dataset[dict[str, Any]]):
         size = draw.choices(list(self._shares), list(self._shares.values()))[0]
         area = size[0] * size[1] / (self._native[0] * self._native[1])
         rows = max(1, round(self._rows / area)) if area > 1.5 else self._rows
-        first = iteration * self._rows
+        first = (iteration * self._processes + self._rank) * self._rows
         drawn = [self._world.scene(first + number, size) for number in range(rows)]
         packed = pack([scene for scene, _ in drawn])
         ids = tokens.encode(self._tokenizer, [scene.caption for scene, _ in drawn])
@@ -121,8 +127,9 @@ class SceneStream:
         if native:
             shares = {(run.size, run.size): 1.0}
         self._run = run
-        self._source = _Batches(self.world, tokens.clip_tokenizer(run), rows, shares)
-        spare = min(12, max(1, (os.cpu_count() or 1) - 4)) if run.on_gpu else 0
+        process = (run.rank, run.world)
+        self._source = _Batches(self.world, tokens.clip_tokenizer(run), rows, shares, process)
+        spare = min(12, max(1, (os.cpu_count() or 1) // run.world - 4)) if run.on_gpu else 0
         self._workers = spare if workers is None else workers
         self._next = -1
         self._batches: Iterator[dict[str, Any]] = iter(())

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from training import latents, loop, teacher, vae
+from training import latents, loop, vae
 from training.run import TrainingRun, from_options, parser
+from training.stream import SceneStream
 
 WIDTH, BLOCKS = 16, (4, 4, 2, 0)  # blocks at the full resolution cost most
 NOISE = 0.1  # at most, on the latents: a sampler's come near the teacher's, not exactly
@@ -45,15 +46,16 @@ class TinyLoss(nn.Module):
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains on the teacher's latents and what the codec decodes of them."""
-    pairs, codec = teacher.load(run), latents.load_codec(run).to(run.device, memory_format=torch.channels_last)
+    """Trains on the latents of scenes and on what the codec decodes of them."""
+    codec = latents.load_codec(run).to(run.device, memory_format=torch.channels_last)
+    batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
+    stream = SceneStream(run, batch, native=True)
     tiny = build(run)
     measure: Any = torch.compile(TinyLoss(tiny)) if run.compile else TinyLoss(tiny)
-    batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
-        latent = pairs.latents[torch.randint(len(pairs.ids), (batch,), **given)].float()
+        latent = latents.encode(run, codec, stream.draw(stream.at(iteration))) * scale
         spread = NOISE * torch.rand(batch, 1, 1, 1, **given)
         latent = latent + spread * torch.randn(latent.shape, **given)
         with run.autocast():
