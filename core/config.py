@@ -82,6 +82,12 @@ class Settings(BaseSettings):
         default="",
         description="a tiny decoder's folder or hub id (AutoencoderTiny); empty: vae-tiny in the model's folder",
     )
+    max_pixels: int = Field(
+        default=0, ge=0, le=4096 * 4096, description="of a picture; 0: the model's native area and half of it"
+    )
+    tiled_above: int = Field(
+        default=1536 * 1536, ge=0, description="pixels; larger pictures go through the VAE in tiles"
+    )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
     backend: str = Field(

@@ -15,7 +15,7 @@ from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
 from core.transfers import to_device
-from pipeline import denoise, edit, vae
+from pipeline import denoise, edit, tiling, vae
 from pipeline.adapters import named
 from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
 from pipeline.backends.run_ahead import RunAhead
@@ -254,6 +254,8 @@ class IterationBuilder:
             printed["embeddings"] = embeddings
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:
             printed["vae-tiny"] = self._model.tiny_vae.digest
+        if side := tiling.tile_side(self._model, (request.parameters.width, request.parameters.height)):
+            printed["tiles"] = side
         if self.fixed_latent is not None:
             printed["latent"] = self.fixed_latent[1]
         image = Image.fromarray(edit.finish(request.parameters, pixels).numpy())

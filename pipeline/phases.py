@@ -16,7 +16,7 @@ from core.ops.cpu import CpuLowering
 from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
-from pipeline import vae
+from pipeline import tiling, vae
 from pipeline.families.family import ImageModel, Network
 from pipeline.folder import ModelError
 from unet_opt.tiny_vae import TinyDecoder
@@ -138,10 +138,10 @@ def _networks(
         TEXT: model.embed or partial(model.family.embed, model),
         DEEP: network.deep,
         **shallow,
-        VAE: lambda latents: vae.levels(decoder(unscale(latents))),
+        VAE: tiling.decoder(model, lambda latents: decoder(unscale(latents)), vae.levels),
     }
     if tiny is not None:
-        phases[VAE_TINY] = lambda latents: vae.levels(tiny(latents))
+        phases[VAE_TINY] = tiling.decoder(model, tiny, vae.levels)
     return Networks(network, decoder, phases, tiny)
 
 

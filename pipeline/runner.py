@@ -26,6 +26,7 @@ from pipeline.iterations import IterationBuilder
 from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
+from pipeline.sizes import size_range
 from pipeline.textual_inversion import EmbeddingFolder
 
 _ENCODE_ROWS = 32
@@ -173,7 +174,12 @@ class ImageRunner:
             return 1  # alone: on torch the last bits of a row depend on the batch size
         if group.mode:
             return fixed_rows(phase, widths.deterministic_rows)
-        return VAE_ROWS if phase in DECODES.values() else widths.max_rows
+        return VAE_ROWS if phase in DECODES.values() else self._most_rows(group.size, widths.max_rows)
+
+    def _most_rows(self, size: tuple[int, int], rows: int) -> int:
+        """Of a step at this size: beyond the usual sizes fewer, so that a forward's memory does not grow with them."""
+        usual = size_range(self.model.native, 1).most_pixels
+        return max(2, min(rows, rows * usual // (size[0] * size[1])))
 
     def lane(self, group: Hashable) -> str:
         return "device"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from contract.card import SizeRange
 
 
@@ -22,6 +24,10 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(offered))
 
 
-def size_range(native: int, multiple: int) -> SizeRange:
-    """All sizes of a model of this native size: sides of a quarter to twice of it, and up to 1.5 times its area."""
-    return SizeRange(multiple, max(multiple, native // 4), 2 * native, 3 * native * native // 2)
+def size_range(native: int, multiple: int, max_pixels: int = 0) -> SizeRange:
+    """All sizes of a model of this native size: sides of a quarter to twice of it, and up to 1.5 times its area.
+
+    With `max_pixels`, up to that area, and where it is larger with sides up to 1:4.
+    """
+    longest = max(2 * native, 2 * math.isqrt(max_pixels) // multiple * multiple)
+    return SizeRange(multiple, max(multiple, native // 4), longest, max_pixels or 3 * native * native // 2)

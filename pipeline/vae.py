@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from pipeline import tiling
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -48,7 +50,7 @@ def encode(
     values = pixels.permute(0, 3, 1, 2).float() / 255 * 2 - 1
     if blank is not None:
         values = values.masked_fill(blank, 0)
-    posterior = model.vae.encode(values.to(model.device, model.vae.dtype), return_dict=False)[0]
+    posterior = tiling.posterior(model, values.to(model.device, model.vae.dtype))
     drawn = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
     # All latents have this memory format: convolutions of others round differently.
     return scale(drawn.float(), model.vae.config).contiguous()

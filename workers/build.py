@@ -103,7 +103,12 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
         tiny_vae=settings.tiny_vae,
     )
     folder = family_of(settings.model_name, settings.variant)[1]
-    return replace(model, plans=plans.of_model(folder, settings.plans, model.precision, settings.plan))
+    return replace(
+        model,
+        plans=plans.of_model(folder, settings.plans, model.precision, settings.plan),
+        tiled_above=settings.tiled_above,
+        max_pixels=settings.max_pixels,
+    )
 
 
 def unquantized_model(settings: Settings, scheme: str) -> tuple[ImageModel, ctypes.CDLL | None]:

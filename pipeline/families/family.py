@@ -50,6 +50,8 @@ class ImageModel:
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
     tiny_vae: TinyVae | None = None
+    tiled_above: int = 1536 * 1536  # pixels; larger pictures go through the VAE in tiles
+    max_pixels: int = 0  # of a picture; 0: as `size_range` says
 
     @property
     def denoiser(self) -> Any:
@@ -107,7 +109,7 @@ class ImageModel:
     @property
     def size_range(self) -> SizeRange:
         """All sizes that it draws."""
-        return size_range(self.native, self.family.multiple(self))
+        return size_range(self.native, self.family.multiple(self), self.max_pixels)
 
     def sampler_table(
         self, name: str, steps: int, size: Size, begin: int = 0, schedule: NoiseSchedule | None = None

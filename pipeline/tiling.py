@@ -1,0 +1,98 @@
+"""Decodes and encodes large pictures by a VAE in overlapping tiles, so that its memory does not grow with them.
+
+Tiles and their blending are those of diffusers' `AutoencoderKL.enable_tiling`, with tiles of the model's native size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from contract.card import Size
+    from pipeline.families.family import ImageModel
+
+OVERLAP = 0.25  # of two neighbouring tiles
+
+Compute = Callable[[Tensor], Tensor]
+
+
+def in_tiles(x: Tensor, compute: Compute, side: int, made: int, finish: Compute = lambda tile: tile) -> Tensor:
+    """`compute` of a large x [B, h, w, C], tile by tile: [B, H, W, D].
+
+    A tile of x has `side` elements along each side, and `compute` makes `made` of them. Where tiles overlap the results
+    are mixed linearly. `finish` is applied to each blended tile, element by element; only its results are kept.
+    """
+    stride, extent = int(side * (1 - OVERLAP)), int(made * OVERLAP)
+    rows, above = [], list[Tensor]()  # the lowest `extent` lines of the tiles above
+    for top in range(0, x.shape[1], stride):
+        row, below, before = [], list[Tensor](), None
+        for column, left in enumerate(range(0, x.shape[2], stride)):
+            tile = compute(x[:, top : top + side, left : left + side])
+            if above:
+                tile = _blend(above[column], tile, extent, 1)
+            if before is not None:
+                tile = _blend(before, tile, extent, 2)
+            below.append(tile[:, made - extent : made].clone())
+            before = tile[:, :, made - extent : made].clone()
+            row.append(finish(tile[:, : made - extent, : made - extent]).clone())  # `compute` may use its memory again
+        rows.append(torch.cat(row, dim=2))
+        above = below
+    return torch.cat(rows, dim=1)
+
+
+def _blend(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
+    """The tile, whose first elements along this side fade in over the last of the tile before it."""
+    count = min(before.shape[dim], tile.shape[dim], extent)
+    if not count:
+        return tile
+    shape = [count if at == dim else 1 for at in range(tile.dim())]
+    share = (torch.arange(count, device=tile.device) / count).to(tile.dtype).view(shape)
+    first = tile.narrow(dim, 0, count)
+    faded = before.narrow(dim, before.shape[dim] - count, count) * (1 - share) + first * share
+    return torch.cat([faded, tile.narrow(dim, count, tile.shape[dim] - count)], dim=dim)
+
+
+def tile_side(model: ImageModel, size: Size) -> int:
+    """The side of the tiles in pixels in which a picture of this (width, height) is decoded; 0: it is not divided."""
+    side = model.native // model.vae_scale * model.vae_scale
+    return side if size[0] * size[1] > model.tiled_above and max(size) > side else 0
+
+
+def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Compute:
+    """`finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles and one by one.
+
+    `decode` turns latents into pixels [B, H, W, 3].
+    """
+    scale = model.vae_scale
+
+    def run(latents: Tensor) -> Tensor:
+        side = tile_side(model, (scale * latents.shape[3], scale * latents.shape[2]))
+        if not side:
+            return finish(decode(latents))
+
+        def one(tile: Tensor) -> Tensor:
+            return decode(tile.permute(0, 3, 1, 2).contiguous())
+
+        each = latents.permute(0, 2, 3, 1).split(1)
+        return torch.cat([in_tiles(x, one, side // scale, side, finish) for x in each])
+
+    return run
+
+
+def posterior(model: ImageModel, pixels: Tensor) -> Any:
+    """The VAE's posterior of pixels [B, 3, H, W] in [-1, 1], of large pictures in tiles."""
+    side = tile_side(model, (pixels.shape[3], pixels.shape[2]))
+    if not side:
+        return model.vae.encode(pixels, return_dict=False)[0]
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    def moments(tile: Tensor) -> Tensor:
+        found: Tensor = model.vae.encode(tile.permute(0, 3, 1, 2), return_dict=False)[0].parameters
+        return found.permute(0, 2, 3, 1)
+
+    blended = in_tiles(pixels.permute(0, 2, 3, 1), moments, side, side // model.vae_scale)
+    return DiagonalGaussianDistribution(blended.permute(0, 3, 1, 2).contiguous())
