@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.kernels.cpu.token_program import TokenPositions
 from core.kernels.kv_cache import PAGE, KVCache, TokenBatch
-from core.ops.cpu import Array
+from core.ops.cpu_arrays import Array
 from core.ops.cpu_tokens import CpuTokenOps
 from core.ops.ops import bind
 from core.ops.packed import PackedLayers

@@ -9,15 +9,19 @@ import ctypes
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from core.kernels.cpu.arguments import pointer
-from core.kernels.cpu.program import HEAD_MULTIPLE, Program
+from core.kernels.cpu.program import HEAD_MULTIPLE
 from core.kernels.cpu.token_program import TokenProgram
+from core.ops.branches import LowRank, PackedBranches, RowBranches
+from core.ops.cpu_arrays import Array, Bound, Pair
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
@@ -28,72 +32,25 @@ _WASTE = 2  # times the largest program's memory: as much as all of a lowering's
 _CAPACITY = 256  # programs of a lowering: one for each walk, size of a picture and number of rows
 
 
-class Array:
-    """Activations in a buffer of a program, released with the last reference: later calls may then reuse it.
-
-    `x` [product of all but the last of `shape`, channels]: floats, or bytes for an INT8 layer. A view keeps its whole
-    alive.
-    """
-
-    __slots__ = ("_program", "_whole", "reader", "shape", "x")
-
-    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
-        self.x, self.shape = x, shape
-        self._program, self._whole = program, whole  # a program: the buffer is this array's own
-        self.reader: PackedLayer | None = None  # of bytes
-
-    def __del__(self) -> None:
-        if self._program is not None:
-            self._program.give_back(self.x)
-
-    @property
-    def images(self) -> int:
-        return self.shape[0]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Height and width; tokens lie in one line."""
-        height, width = (1, 1, *self.shape[1:-1])[-2:]
-        return height, width
-
-
-class _Pair(NamedTuple):
-    """Two arrays read as one, x's channels first."""
-
-    x: Array
-    y: Array
-
-
-class _Bound(NamedTuple):
-    """So many channels from `start` on of the bound input, which is known when the program runs."""
-
-    images: int
-    channels: int
-    start: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.images, self.channels
-
-
 class CpuOps:
     """`core.ops.ops.Ops` on arrays of one program."""
 
     def __init__(self, library: ctypes.CDLL, layers: PackedLayers) -> None:
         self.program = TokenProgram(library, layers.blocks)
-        self.bound_calls: list[tuple[Any, _Bound, _Bound]] = []  # attention calls whose keys and values come later
+        self.bound_calls: list[tuple[Any, Bound, Bound]] = []  # attention calls whose keys and values come later
         self._layers = layers
+        self.products: list[tuple[Any, PackedLayer]] = []  # calls and their layers
         self._reads: list[tuple[int, PackedLayer, Tensor]] = []  # number of the call, the layer and its input
 
     def linear(
         self,
-        x: Array | _Pair,
+        x: Array | Pair,
         *layers: Layer,
         act: Activation | None = None,
         residual: Array | None = None,
         out: Array | None = None,
     ) -> Array:
-        if isinstance(x, _Pair):
+        if isinstance(x, Pair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
         return self._product(x, packed, x.shape[:-1], residual=residual, act=act)
@@ -123,8 +80,8 @@ class CpuOps:
         cut = 2 * height - sides[0], 2 * width - sides[1]
         return self._product(x, packed, (x.images, *sides), (x.images, height, width), upsample=True, cut=cut)
 
-    def group_norm(self, x: Array | _Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
-        first, second = x if isinstance(x, _Pair) else (x, None)
+    def group_norm(self, x: Array | Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
+        first, second = x if isinstance(x, Pair) else (x, None)
         made = self.program.group_norm(
             first.x, None if second is None else second.x, norm, images=first.images, silu=silu,
             inverse=self._layers.inverse(*to),
@@ -157,31 +114,31 @@ class CpuOps:
         return x
 
     def attend(
-        self, q: Array, k: Array | _Bound, v: Array | _Bound, *, heads: int, lengths: Array | None = None,
+        self, q: Array, k: Array | Bound, v: Array | Bound, *, heads: int, lengths: Array | None = None,
         causal: bool = False, to: Sequence[Layer] = (),
     ) -> Array:  # fmt: skip
-        keys, values = (q.x if isinstance(part, _Bound) else part.x for part in (k, v))
+        keys, values = (q.x if isinstance(part, Bound) else part.x for part in (k, v))
         d = q.x.shape[-1] // heads
         made = self.program.attention(
             q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
             inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
-        bound = [part for part in (k, v) if isinstance(part, _Bound)]
+        bound = [part for part in (k, v) if isinstance(part, Bound)]
         if bound:
             if len(bound) < 2 or any(part.shape != (q.images, q.shape[-1]) for part in bound):
                 raise ValueError(f"keys and values do not fit queries {[*q.shape]}")
             self.bound_calls.append((self.program.last, bound[0], bound[1]))
         return self._own(made, q.shape[:-1])
 
-    def columns(self, x: Array | _Bound, start: int, count: int) -> Array | _Bound:
+    def columns(self, x: Array | Bound, start: int, count: int) -> Array | Bound:
         if start + count > x.shape[-1]:
             raise ValueError(f"there are no {count} channels from {start} on in {[*x.shape]}")
-        if isinstance(x, _Bound):
-            return _Bound(x.images, count, x.start + start)
+        if isinstance(x, Bound):
+            return Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
 
-    def cat(self, x: Array, y: Array) -> _Pair:
-        return _Pair(x, y)
+    def cat(self, x: Array, y: Array) -> Pair:
+        return Pair(x, y)
 
     def join(self, x: Array, y: Array) -> Array:
         images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
@@ -245,9 +202,10 @@ class CpuOps:
             x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
             **options,
         )  # fmt: skip
+        self.products.append((self.program.last, layer))
         return self._own(made, shape)
 
-    def _linear_of_pair(self, pair: _Pair, *layers: Layer) -> Array:
+    def _linear_of_pair(self, pair: Pair, *layers: Layer) -> Array:
         """A layer in floats over two arrays: the share of the second is added onto that of the first."""
         (layer,) = layers
         width = pair.x.x.shape[-1]
@@ -257,6 +215,7 @@ class CpuOps:
         self._reads.append((len(self.program), second, pair.y.x))
         rows = pair.y.x.shape[0]
         self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
+        self.products.append((self.program.last, second))
         return made
 
 
@@ -288,15 +247,24 @@ class _Written:
     def __init__(self, ops: CpuOps, walk: Walk, shapes: Sequence[tuple[int, ...]], bound: int | None) -> None:
         self.ops, self._bound = ops, bound
         self._inputs = [
-            _Bound(shape[0], shape[-1]) if index == bound else ops.input(shape) for index, shape in enumerate(shapes)
+            Bound(shape[0], shape[-1]) if index == bound else ops.input(shape) for index, shape in enumerate(shapes)
         ]
         found = walk(ops, *self._inputs)
         self._outputs: tuple[Array, ...] = found if isinstance(found, tuple) else (found,)
         self._kept: tuple[Tensor, Tensor | None] | None = None
+        # The branches that the products point to. Held weakly: a program that is not used again must not keep adapters
+        # that a cache has evicted.
+        self._adapted: ref[RowBranches] | None = None
+        self._addresses: list[Any] = []
 
-    def __call__(self, given: Sequence[Tensor], lengths: Tensor | None, watch: Watch | None) -> tuple[Tensor, ...]:
+    def __call__(
+        self, given: Sequence[Tensor], lengths: Tensor | None, branches: RowBranches | None, watch: Watch | None
+    ) -> tuple[Tensor, ...]:
+        now = None if self._adapted is None else self._adapted()
+        if now is not branches or (branches is None and self._adapted is not None):
+            self._adapt(branches)
         for own, tensor in zip(self._inputs, given, strict=True):
-            if isinstance(own, _Bound):
+            if isinstance(own, Bound):
                 self._bind(own, tensor, lengths)
             else:
                 own.x.view(own.shape).copy_(tensor)
@@ -304,7 +272,20 @@ class _Written:
         first, *others = (out.x.view(out.shape) for out in self._outputs)
         return first.clone(), *others
 
-    def _bind(self, wanted: _Bound, tensor: Tensor, lengths: Tensor | None) -> None:
+    def _adapt(self, branches: RowBranches | None) -> None:
+        """Point each product at its branches. Without any it has none, and the rows' bits are those of the model."""
+        images = self._inputs[0].shape[0]
+        if branches is not None and branches.table.images != images:
+            raise ValueError(f"adapters of {branches.table.images} rows do not fit a batch of {images}")
+        self._addresses = []
+        for call, layer in self.ops.products:
+            found = None if branches is None else branches.addresses(layer)
+            call.branches = None if found is None else ctypes.addressof(found)
+            call.rows = None if found is None or branches is None else branches.table.address
+            self._addresses.append(found)
+        self._adapted = None if branches is None else ref(branches)
+
+    def _bind(self, wanted: Bound, tensor: Tensor, lengths: Tensor | None) -> None:
         """Point attention at these keys and values, [B, tokens, channels], of which `lengths` [B] count."""
         shape = (wanted.images, max(1, tensor.shape[1]), wanted.channels)
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape != shape or not _on_cpu(tensor):
@@ -348,6 +329,8 @@ class CpuLowering:
         self._capacity = capacity
         self._programs: OrderedDict[tuple[str, tuple[tuple[int, ...], ...]], _Written] = OrderedDict()
         self._lock = threading.Lock()  # programs share their buffers among runs
+        self._branches: RowBranches | None = None  # of the calls inside `adapted`
+        self._last: RowBranches | None = None
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """As `core.ops.ops.Lowering`: writes a program of these shapes, and drops it."""
@@ -366,9 +349,32 @@ class CpuLowering:
                 for index, tensor in enumerate(given)
             )
             with self._lock:
-                return self._program(walk, (name, shapes), bound)(given, lengths, self.watch)
+                return self._program(walk, (name, shapes), bound)(given, lengths, self._branches, self.watch)
 
         return run
+
+    def pack_branches(self, factors: Mapping[str, LowRank]) -> PackedBranches:
+        """An adapter for `adapted`, by names of layers that prepared walks read. On any thread.
+
+        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """
+        return PackedBranches(self._library, self.layers.all, factors)
+
+    @contextmanager
+    def adapted(self, rows: Sequence[Sequence[tuple[PackedBranches, float]]]) -> Iterator[None]:
+        """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""
+        made = RowBranches(rows) if any(rows) else None
+        if made is not None and self._last is not None and made.key == self._last.key:
+            made = self._last  # which programs are bound to
+        self._branches = self._last = made
+        try:
+            yield
+        finally:
+            self._branches = None
+
+    def clear_branches(self) -> None:
+        """Let go of the last adapters."""
+        self._last = None
 
     def _program(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:
         if key not in self._programs:

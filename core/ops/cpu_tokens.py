@@ -9,7 +9,8 @@ from torch import Tensor
 
 from core.kernels.cpu.token_program import PagedLayer, TokenPositions
 from core.kernels.kv_cache import KVCache
-from core.ops.cpu import Array, CpuOps, head_norms
+from core.ops.cpu import CpuOps, head_norms
+from core.ops.cpu_arrays import Array
 from core.ops.ops import Layer
 from core.ops.packed import PackedLayers
 

@@ -22,12 +22,15 @@ Int8Layer = Int8Linear | Int8Conv2d | Int8DynamicLinear | Int8DynamicConv2d
 class PackedLayer(NamedTuple):
     """A packed layer. `inverse` [channels] quantizes its input; None for one in floats, or with dynamic scales.
 
-    `names` are those of the modules that it was packed from.
+    `names` and `widths` are those of the modules that it was packed from, and the numbers of their columns; `first` is
+    the first of their input channels that it reads.
     """
 
     weights: Weights
     inverse: Tensor | None
     names: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
+    first: int = 0
 
 
 class PackedLayers:
@@ -55,7 +58,7 @@ class PackedLayers:
 
         def make() -> PackedLayer:
             weight = _float_weight(module)[:, :, first : first + count]
-            return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None)
+            return PackedLayer(self._packed(weight, _biases([module]) if bias else None), None, first=first)
 
         return self._once([module], (first, count, bias), make)
 
@@ -77,6 +80,11 @@ class PackedLayers:
         """Bytes of all packed weights."""
         return sum(layer.weights.packed.nbytes for _, layer in self._made.values())
 
+    @property
+    def all(self) -> list[PackedLayer]:
+        """All packed layers. Thread-safe."""
+        return [layer for _, layer in list(self._made.values())]
+
     def release(self) -> None:
         """Drop the original weights of all packed layers: the model's own forward cannot be used afterwards."""
         for modules, _ in self._made.values():
@@ -92,7 +100,8 @@ class PackedLayers:
         if key not in self._made:
             names = tuple(self._names.get(id(module), "?") for module in modules)
             try:
-                self._made[key] = (modules, make()._replace(names=names))
+                widths = tuple(len(module.weight) for module in modules if isinstance(module.weight, Tensor))
+                self._made[key] = (modules, make()._replace(names=names, widths=widths))
             except ValueError as error:
                 raise ValueError(f"layer {names[0]}: {error}") from error
         return self._made[key][1]

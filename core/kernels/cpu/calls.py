@@ -17,7 +17,7 @@ class Product(ctypes.Structure):
 
     KIND: ClassVar[int] = 0
     _fields_: ClassVar[Any] = _fields(
-        pointers="a w offset scale bias row_bias residual inverse a_scale bytes floats",
+        pointers="a w offset scale bias row_bias residual inverse a_scale bytes floats branches rows",
         longs="images height width channels n a_stride row_stride",
         ints="kind taps stride before upsample cut_height cut_width geglu act",
     )
@@ -124,6 +124,27 @@ class Place(ctypes.Structure):
     _fields_: ClassVar[Any] = _fields(pointers="x out", longs="images rows size x_row x_image out_row out_image")
 
 
+class Branch(ctypes.Structure):
+    """branch.h"""
+
+    KIND: ClassVar[int] = 11
+    _fields_: ClassVar[Any] = _fields(pointers="down offset scale up spans", longs="groups")
+
+
+class BranchUse(ctypes.Structure):
+    """branch.h"""
+
+    KIND: ClassVar[int] = 12
+    _fields_: ClassVar[Any] = _fields(ints="branch", floats="scale")
+
+
+class BranchRows(ctypes.Structure):
+    """branch.h"""
+
+    KIND: ClassVar[int] = 13
+    _fields_: ClassVar[Any] = _fields(pointers="uses first", longs="images")
+
+
 class Call(ctypes.Structure):
     """program.cpp"""
 
@@ -131,5 +152,6 @@ class Call(ctypes.Structure):
 
 
 STRUCTURES = (
-    Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads, Embed, Place
+    Product, Quantize, LayerNorm, GroupNorm, Attention, RmsNorm, Rotate, PagedAttention, RotateHeads, Embed, Place,
+    Branch, BranchUse, BranchRows,
 )  # fmt: skip

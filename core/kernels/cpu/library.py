@@ -159,7 +159,8 @@ def _load(path: Path) -> ctypes.CDLL:
             told.argtypes, told.restype = (), ctypes.c_char_p
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         loaded.diptych_pack.argtypes = (pointer, pointer, count, count, count, flag, flag)
-        loaded.diptych_pack.restype = None
+        loaded.diptych_pack_down.argtypes = (*[pointer] * 5, count, count, count, flag)
+        loaded.diptych_pack.restype = loaded.diptych_pack_down.restype = None
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"INT8 kernels cannot be loaded from {path}: {error}") from error
     return loaded

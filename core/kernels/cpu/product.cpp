@@ -6,9 +6,7 @@
 // nor on its position nor on the number of threads. The indirection is XNNPACK's (Dukhan, 2019, "The Indirect
 // Convolution Algorithm").
 
-#include "product.h"
-
-#include <type_traits>
+#include "low_rank.h"
 
 namespace diptych {
 namespace {
@@ -28,30 +26,7 @@ struct Geometry {
   }
 };
 
-// INT8 whose rows of inputs have a scale each, so that the exact sums of the taps are added up in floats.
-struct Int8ByRow : Int8 {
-  using Sum = Vec;
-  static Vec value(Vec sum) { return sum; }
-};
-
-template <class Kind, int MR, int NV>
-inline __attribute__((always_inline)) void multiply(const typename Kind::Element* const* a, int taps, int64_t steps,
-                                                    const char* b, const int32_t* offset, int64_t n,
-                                                    typename Kind::Sum (&sums)[MR][NV]) {
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NV; ++j) sums[i][j] = Kind::start(offset, n + LANES * j);
-  for (int t = 0; t < taps; ++t, a += MR)
-    for (int64_t k = 0; k < steps; ++k, b += NV * Kind::BYTES) {
-      decltype(Kind::weight(b)) v[NV];
-      for (int j = 0; j < NV; ++j) v[j] = Kind::weight(b + Kind::BYTES * j);
-      for (int i = 0; i < MR; ++i) {
-        const auto x = Kind::input(a[i] + Kind::DEPTH * k);
-        for (int j = 0; j < NV; ++j) sums[i][j] = Kind::add(sums[i][j], x, v[j]);
-      }
-    }
-}
-
-// The same, where `by` are the scales of the inputs' rows, or null for other kinds than Int8ByRow.
+// `multiply` for a product, where `by` are the scales of the inputs' rows, or null for other kinds than Int8ByRow.
 template <class Kind, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const Product& p, const typename Kind::Element* const* a,
                                                     const float* by, int64_t steps, const char* b, int64_t n,
@@ -103,27 +78,36 @@ template <int NV>
 constexpr bool APART = NV == 1 && WIDEST == 1;
 
 template <class Kind, int MR, int NV>
-void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, const float* by, int64_t first,
-          int count, int64_t n0, const char* b, int64_t depth) {
+void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, const float* by,
+          const LowRank<Kind, MR>& branches, int64_t first, int count, int64_t n0, const char* b, int64_t depth) {
   const int64_t steps = p.channels / Kind::DEPTH;
-  typename Kind::Sum sums[MR][NV], gates[APART<NV> ? MR : 1][1];
+  typename Kind::Sum sums[MR][NV];
+  Vec values[MR][NV], gates[APART<NV> ? MR : 1][1];
+  const auto finished = [&](int64_t n, auto& made) {
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < static_cast<int>(std::size(made[0])); ++j) made[i][j] = scaled<Kind>(p, sums[i][j], n + j * LANES);
+    if (branches.any()) branches.add(first, count, n, made);
+  };
   multiply<Kind, MR, NV>(p, a, by, steps, b, n0, sums);
+  finished(n0, values);
   if constexpr (APART<NV>)
-    if (p.geglu) multiply<Kind, MR, NV>(p, a, by, steps, b + depth, n0 + LANES, gates);
+    if (p.geglu) {
+      multiply<Kind, MR, NV>(p, a, by, steps, b + depth, n0 + LANES, sums);
+      finished(n0 + LANES, gates);
+    }
   for (int i = 0; i < count; ++i) {
     const int64_t m = first + i;
     if (p.geglu) {
       if constexpr (APART<NV> || NV % 2 == 0)
         for (int j = 0; j < NV; j += 2) {
           const int64_t n = n0 + j * LANES, at = n / 2;
-          const Vec gate = scaled<Kind>(p, APART<NV> ? gates[APART<NV> ? i : 0][0] : sums[i][(j + 1) % NV], n + LANES);
-          const Vec made = scaled<Kind>(p, sums[i][j], n) * (p.act ? activated(gate, p.act) : gelu(gate));
+          const Vec gate = APART<NV> ? gates[APART<NV> ? i : 0][0] : values[i][(j + 1) % NV];
+          const Vec made = values[i][j] * (p.act ? activated(gate, p.act) : gelu(gate));
           store(made, p.inverse, p.bytes, p.floats, m * (p.n / 2) + at, at, lanes(p.n / 2 - at));
         }
       continue;
     }
-    for (int j = 0; j < NV && n0 + j * LANES < p.n; ++j)
-      finish(p, g, scaled<Kind>(p, sums[i][j], n0 + j * LANES), m, n0 + j * LANES);
+    for (int j = 0; j < NV && n0 + j * LANES < p.n; ++j) finish(p, g, values[i][j], m, n0 + j * LANES);
   }
 }
 
@@ -184,10 +168,12 @@ void run(const Product& p, int64_t n16) {
     const Element* a[9 * MR];
     float by[9 * MR];
     std::vector<Element> wide(WIDENED ? p.taps * MR * p.channels : 0);
+    LowRank<Kind, MR> branches(p, g.rows);
     int64_t gathered = -1;
 #pragma omp for schedule(static)
     for (int64_t job = 0; job < tiles * blocks; ++job) {
       const int64_t t = job / blocks, block = job % blocks * together, first = t * MR;
+      const int count = static_cast<int>(std::min<int64_t>(MR, g.rows - first));
       if (t != gathered) {
         gather<Stored, MR>(p, g, first, zero.data(), from), gathered = t;
         for (int i = 0; i < p.taps * MR; ++i) {
@@ -200,10 +186,10 @@ void run(const Product& p, int64_t n16) {
             a[i] = from[i];
           }
         }
+        if (branches.any()) branches.start(first, count, a, by);
       }
-      const int count = static_cast<int>(std::min<int64_t>(MR, g.rows - first));
       const char* w = static_cast<const char*>(p.w) + block * depth;
-      tile<Kind, MR, NV>(p, g, a, by, first, count, block * NV * LANES, w, depth);
+      tile<Kind, MR, NV>(p, g, a, by, branches, first, count, block * NV * LANES, w, depth);
     }
   }
 }
@@ -255,4 +241,9 @@ extern "C" void diptych_pack(const void* w, void* packed, int64_t n, int64_t tap
     default:
       return arrange<uint16_t, 1>(static_cast<const uint16_t*>(w), static_cast<uint16_t*>(packed), n, taps, channels, geglu);
   }
+}
+
+extern "C" void diptych_pack_down(const float* down, const float* inverse, void* packed, int32_t* offset, float* scale,
+                                  int64_t ranks, int64_t taps, int64_t channels, int32_t kind) {
+  diptych::pack_down(down, inverse, packed, offset, scale, ranks, taps, channels, kind);
 }

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "branch.h"
 #include "vector.h"
 
 namespace diptych {
@@ -14,7 +15,8 @@ namespace diptych {
 // images · height · width. `a_stride` is the distance between input pixels in elements; `diptych_pack` packs weights,
 // and scale and bias are padded to a multiple of 16 columns. GEGLU takes no row_bias or residual; its gate
 // passes through `act`, through GELU if there is none (with SiLU it is SwiGLU). With `a_scale` the sum is
-// Σ a_scale[row] · Σ a[m, tap, k] · w[n, tap, k] over the taps, whose inputs lie in different rows of `a`.
+// Σ a_scale[row] · Σ a[m, tap, k] · w[n, tap, k] over the taps, whose inputs lie in different rows of `a`. With `rows`
+// the low-rank branches of a row's image are added behind the bias, to GEGLU's hidden half and gate alike.
 struct Product {
   const void* a;
   const void* w;
@@ -27,6 +29,8 @@ struct Product {
   const float* a_scale;   // or null: the scale of each row of `a`; INT8 only
   uint8_t* bytes;
   float* floats;  // output instead of bytes
+  const Branch* const* branches;  // what `rows` names; null for one without a share in this product
+  const BranchRows* rows;         // or null
   int64_t images, height, width, channels, n, a_stride, row_stride;
   int32_t kind, taps, stride, before, upsample, cut_height, cut_width, geglu;  // kind: 0 INT8, 1 fp32 weights, 2 bf16
   int32_t act;  // 0 none, 1 SiLU, 2 GELU (by erf), 3 x·σ(1.702 x), 4 GELU by tanh, 5 tanh, 6 ReLU

@@ -22,7 +22,8 @@ int64_t diptych_size(int64_t kind) {
   using namespace diptych;
   const int64_t sizes[] = {sizeof(Product),   sizeof(Quantize), sizeof(LayerNorm), sizeof(GroupNorm),
                            sizeof(Attention), sizeof(RmsNorm),  sizeof(Rotate),    sizeof(PagedAttention),
-                           sizeof(RotateHeads), sizeof(Embed), sizeof(Place)};
+                           sizeof(RotateHeads), sizeof(Embed), sizeof(Place),
+                           sizeof(Branch),    sizeof(BranchUse), sizeof(BranchRows)};
   return kind >= 0 && kind < static_cast<int64_t>(std::size(sizes)) ? sizes[kind] : -1;
 }
 
