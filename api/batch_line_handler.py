@@ -19,7 +19,6 @@ from api.images import generated
 from api.presentation import results
 from api.service import Service
 from contract.card import ImageCard, TextCard
-from contract.image import ImageJob
 from contract.image_fields import ImageFields
 from core.artifacts import ArtifactError
 from core.jobs.batches import BatchRecord
@@ -73,7 +72,7 @@ class BatchLineHandler:
             return draft
         with self._fitting:
             if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is retried
-                self._fitted = id, upload.fitted(ImageJob.read(draft.parameters).size)
+                self._fitted = id, submission.fitted_to(upload, draft)
             fitted = self._fitted[1]
         return submission.store_inputs(self._service, draft, *fitted)
 

@@ -28,7 +28,7 @@ from api.errors import ApiError, invalid_field
 from api.service import Service
 from api.uploads import Upload
 from contract.card import ImageCard
-from contract.image import ImageJob, Source
+from contract.image import ImageJob
 from contract.image_fields import ImageFields
 from core import logs, traces
 from core.jobs.connection import StoreDown
@@ -95,7 +95,7 @@ async def submit(
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
     if upload is not None:
-        fitted = await service.decoding.run(caller.id, upload.fitted, ImageJob.read(draft.parameters).size)
+        fitted = await service.decoding.run(caller.id, fitted_to, upload, draft)
         await count_pictures(request, service, caller, n)  # before anything is stored
         charges, draft = [], await service.stored(store_inputs, service, draft, *fitted)
     job, standing = await _create(service, draft, request, charges)
@@ -170,6 +170,12 @@ async def _create(
     return made.job, made.standing
 
 
+def fitted_to(upload: Upload, draft: JobDraft) -> tuple[bytes, bytes | None]:
+    """The upload's image and mask as the draft's job reads them. Raises `ApiError` (400), naming the field."""
+    job = ImageJob.read(draft.parameters)
+    return upload.fitted(job.size, soft=job.source is not None and bool(job.source.soft_mask))
+
+
 def store_inputs(service: Service, draft: JobDraft, image: bytes, mask: bytes | None) -> JobDraft:
     """The draft with its source image, stored for it until its record references it. Raises `ArtifactError`."""
 
@@ -179,7 +185,7 @@ def store_inputs(service: Service, draft: JobDraft, image: bytes, mask: bytes | 
     keys = put(image), None if mask is None else put(mask)
     asked = ImageJob.read(draft.parameters)
     assert asked.source is not None
-    edit = replace(asked, source=Source(asked.source.strength, *keys))
+    edit = replace(asked, source=replace(asked.source, image=keys[0], mask=keys[1]))
     return replace(draft, parameters=edit.to_dict(), inputs=tuple(filter(None, keys)))
 
 

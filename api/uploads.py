@@ -65,10 +65,11 @@ class Upload:
             b"".join(hashlib.sha256(part or b"").digest() for part in (self.image, self.mask))
         ).hexdigest()
 
-    def fitted(self, size: tuple[int, int]) -> tuple[bytes, bytes | None]:
+    def fitted(self, size: tuple[int, int], *, soft: bool = False) -> tuple[bytes, bytes | None]:
         """The image in RGB, its transparent parts white, and the mask in L, 255 where it is repainted; both as PNG.
 
-        Resized to (width, height) in pixels with the Lanczos filter. Raises `ApiError` (400), naming the field.
+        Of a `soft` mask the values between 0 and 255 are kept: its transparency. Resized to (width, height) in pixels
+        with the Lanczos filter. Raises `ApiError` (400), naming the field.
         """
         image = _decoded(self.named, self.image)
         white = Image.new("RGBA", image.size, "white")
@@ -76,16 +77,16 @@ class Upload:
         hole = Image.new("L", image.size, 0)
         if self.mask is not None:
             alpha = _decoded("mask", self.mask).getchannel("A")
-            if alpha.getextrema()[0] != 0:
+            if not any(alpha.histogram()[: 255 if soft else 1]):
                 raise invalid_field("mask", _OPAQUE)
-            hole = alpha.point([255] + 255 * [0])
+            hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
         if self.margins is not None:
             made, hole = _extended(made, self.margins), _placed(hole, self.margins, 255)
         made = made.resize(size, Image.Resampling.LANCZOS)
         if not self.masked:
             return _png(made), None
         hole = hole.resize(size, Image.Resampling.LANCZOS)
-        return _png(made), _png(hole.point(128 * [0] + 128 * [255]))
+        return _png(made), _png(hole if soft else hole.point(128 * [0] + 128 * [255]))
 
 
 def media_type(field: str, data: bytes) -> str:

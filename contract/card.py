@@ -108,8 +108,15 @@ class ImageOffer(ImageLimits):
     inpaint_only: bool = False
     size_range: SizeRange | None = None
 
-    def check_source(self, *, edited: bool, masked: bool) -> None:
-        """Raise `Invalid` for a request without a source image or mask, if the model only inpaints."""
+    def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
+        """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
+
+        `soft`: it asks for a soft mask, which needs a mask, and a model that does not read it.
+        """
+        if soft and self.inpaint_only:
+            raise Invalid("soft_mask", "is not supported by this model, which was trained on masks of all or nothing")
+        if soft and not masked:
+            raise Invalid("soft_mask", "needs a mask")
         if self.inpaint_only and not edited:
             raise Invalid("model", "only inpaints: it takes an image and a mask, at /v1/images/edits")
         if self.inpaint_only and not masked:

@@ -37,12 +37,13 @@ class Edit:
     """The source image of image-to-image generation, and with a mask of inpainting.
 
     Only the last `strength` (0 to 1, rounded down to whole steps) of the steps are run, as in diffusers. With a `mask`,
-    unmasked pixels are kept exactly.
+    unmasked pixels are kept exactly. With `soft_mask` its values are the share of steps that draw a pixel.
     """
 
     image: bytes = field(repr=False)  # [height, width, 3]: RGB, at the size of the request
     mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is repainted, else 0
     strength: float = 0.8
+    soft_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ class ImageParameters:
                 name: None if pixels is None else hashlib.sha256(pixels).hexdigest()
                 for name, pixels in (("image", self.edit.image), ("mask", self.edit.mask))
             }
-            told["edit"] = {**hashes, "strength": self.edit.strength}
+            soft = {"soft_mask": True} if self.edit.soft_mask else {}
+            told["edit"] = {**hashes, "strength": self.edit.strength, **soft}
         return told
 
 
@@ -203,6 +205,7 @@ class Source:
     strength: float
     image: str | None = None
     mask: str | None = None
+    soft_mask: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +254,7 @@ class ImageJob:
         if edit is not None:
             if not isinstance(edit, Mapping) or "strength" not in edit:
                 raise Invalid("image", "is missing")
-            source = Source(edit["strength"], edit.get("image"), edit.get("mask"))
+            source = Source(edit["strength"], edit.get("image"), edit.get("mask"), edit.get("soft_mask"))
         return cls(picture, told["n"], source=source, **beside)
 
     def pictures(self, usual: DeepCache | None = None, edit: Edit | None = None) -> list[ImageParameters]:
@@ -281,7 +284,7 @@ def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None
 
     `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
     """
-    offer.check_source(edited=edited is not None, masked=masked)
+    offer.check_source(edited=edited is not None, masked=masked, soft=bool(getattr(fields, "soft_mask", None)))
     _check_limits(fields, offer)
     offer.check_loras(fields.lora or "")
     student = students.of_loras(fields.lora or "", offer.schedulers)
@@ -375,7 +378,7 @@ def _source(fields: ImageFields, steps: int, *, masked: bool) -> Source:
     if getattr(fields, "strength", None) is None and steps == 1:
         strength = 1.0
     check_strength(strength, steps)
-    return Source(strength)
+    return Source(strength, soft_mask=getattr(fields, "soft_mask", None) or None)
 
 
 def _strength(fields: ImageFields, *, masked: bool) -> float:

@@ -154,6 +154,10 @@ class EditFields(ImageFields):
         default=None, ge=0, le=1, allow_inf_nan=False,
         description="how much of the way from noise is gone; 0.8 by default, with a mask 1",
     )  # fmt: skip
+    soft_mask: bool | None = Field(
+        default=None,
+        description="true: the mask's transparency is the share of the steps in which a pixel is drawn anew",
+    )
     outpaint: Margins | None = Field(
         default=None, description="pixels beyond left, top, right and bottom of the picture that are drawn too"
     )

@@ -36,16 +36,23 @@ class InpaintMask:
     """The region of an image that is kept, for a UNet that was not trained to inpaint.
 
     After every step it is restored at the next step's noise level (diffusers' inpainting with four channels; Lugmayr et
-    al., 2022, section 4.1).
+    al., 2022, section 4.1). Of a soft mask the region shrinks from step to step (Differential Diffusion, Levin and
+    Fried, 2023): before step i of n, where 1 - mask > i / n, and not after the last one.
     """
 
-    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is repainted, else 0
+    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is repainted, else 0; of a soft mask from 0 to 1
     latents: torch.Tensor  # [1, C, h, w] fp32: of the source image
     noise: torch.Tensor  # [1, C, h, w] fp32: the starting noise
+    steps: int = 0  # n, of a soft mask; 0: it is none
 
-    def put_back(self, x: torch.Tensor, signal: float, noise: float) -> torch.Tensor:
-        """The sample [1, C, h, w] with the kept region restored at this level of signal and noise."""
-        return (1 - self.mask) * (signal * self.latents + noise * self.noise) + self.mask * x
+    def put_back(self, x: torch.Tensor, step: int, signal: float, noise: float) -> torch.Tensor:
+        """The sample [1, C, h, w] before this step, with the kept region restored at its level of signal and noise."""
+        mask = self.mask
+        if self.steps:
+            if step == self.steps:
+                return x
+            mask = (1 - mask <= step / self.steps).to(mask.dtype)
+        return (1 - mask) * (signal * self.latents + noise * self.noise) + mask * x
 
 
 @dataclass(slots=True, eq=False)
@@ -194,4 +201,4 @@ def _put_back(rider: DenoisingState, moved: torch.Tensor) -> torch.Tensor:
     if rider.kept is None:
         return moved
     signal, noise = rider.table.levels[rider.step + 1].tolist()
-    return rider.kept.put_back(moved, signal, noise)
+    return rider.kept.put_back(moved, rider.step + 1, signal, noise)

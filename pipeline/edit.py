@@ -1,6 +1,7 @@
 """Image-to-image and inpainting: encodes the source image, adds noise, and restores the kept region.
 
-Follows diffusers' image-to-image and inpainting pipelines of SDXL, the latter with UNets of four and of nine channels.
+Follows diffusers' image-to-image and inpainting pipelines of SDXL, the latter with UNets of four and of nine channels;
+with a soft mask Differential Diffusion (Levin and Fried, 2023), which begins as image-to-image.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def begin(
     `noise` is of unit variance, fp32 [1, C, h, w].
     """
     assert wanted.edit is not None
-    image = source.image
-    if wanted.edit.mask is not None:
+    image, soft = source.image, wanted.edit.soft_mask
+    if wanted.edit.mask is not None and not soft:
         # Of the masked image's latents: diffusers draws it even for a UNet of four channels, which does not read them.
         torch.randn(noise.shape, generator=generator)
-    if image is None or (wanted.edit.mask is not None and wanted.edit.strength == 1):
+    if image is None or (wanted.edit.mask is not None and wanted.edit.strength == 1 and not soft):
         x = noise * table.init_noise_sigma  # nothing of the image is left where it is repainted
     else:
         signal, level = table.levels[0].tolist()
@@ -79,12 +80,14 @@ def begin(
     if wanted.edit.mask is None or source.masked is not None:
         return x, None
     assert image is not None
+    if soft:
+        return x, InpaintMask(_reduced(_values(wanted) / 255, image, mode="area"), image, noise, table.steps)
     return x, InpaintMask(_reduced(_mask(wanted), image), image, noise)
 
 
-def _reduced(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _reduced(mask: torch.Tensor, like: torch.Tensor, mode: str = "nearest") -> torch.Tensor:
     """The mask [H, W] at the size of latents, fp32 [1, 1, h, w] on their device."""
-    return F.interpolate(mask.float()[None, None].to(like.device), size=like.shape[-2:])
+    return F.interpolate(mask.float()[None, None].to(like.device), size=like.shape[-2:], mode=mode)
 
 
 def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
@@ -101,6 +104,12 @@ def _pixels(wanted: ImageParameters) -> torch.Tensor:
 
 
 def _mask(wanted: ImageParameters) -> torch.Tensor:
-    """bool [H, W]: where it is repainted."""
+    """bool [H, W]: where it is repainted; of a soft mask, in any step."""
+    assert wanted.edit is not None
+    return _values(wanted) > (0 if wanted.edit.soft_mask else 127)
+
+
+def _values(wanted: ImageParameters) -> torch.Tensor:
+    """The mask as it was given, uint8 [H, W]."""
     assert wanted.edit is not None and wanted.edit.mask is not None
-    return torch.frombuffer(bytearray(wanted.edit.mask), dtype=torch.uint8).view(wanted.height, wanted.width) > 127
+    return torch.frombuffer(bytearray(wanted.edit.mask), dtype=torch.uint8).view(wanted.height, wanted.width)

@@ -85,9 +85,9 @@ class ImageRunner:
             self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints,
             size_range=self.model.size_range,
         )  # fmt: skip
-        offer.check_source(
-            edited=wanted.edit is not None, masked=wanted.edit is not None and wanted.edit.mask is not None
-        )
+        edit = wanted.edit
+        masked, soft = edit is not None and edit.mask is not None, edit is not None and edit.soft_mask
+        offer.check_source(edited=edit is not None, masked=masked, soft=soft)
         check(wanted, offer)
         try:
             name = wanted.scheduler or self.default_scheduler

@@ -18,7 +18,7 @@ def read(source: Source, fetch: Callable[[str], bytes]) -> Edit:
     if not isinstance(source.image, str):
         raise Invalid("image", "is missing")
     mask = None if source.mask is None else _pixels("mask", source.mask, "L", fetch)
-    return Edit(_pixels("image", source.image, "RGB", fetch), mask, source.strength)
+    return Edit(_pixels("image", source.image, "RGB", fetch), mask, source.strength, bool(source.soft_mask))
 
 
 def _pixels(field: str, key: str, mode: str, fetch: Callable[[str], bytes]) -> bytes:

@@ -22,6 +22,7 @@ from PIL import Image
 
 from api.errors import ApiError
 from api.uploads import MAX_BYTES, MAX_PIXELS, Upload
+from contract.image import ImageJob
 from core.jobs.record import Claim
 from tests.api.easel import Easel
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
@@ -91,6 +92,19 @@ def test_the_openai_client_paints_into_what_its_mask_leaves_open(client: OpenAI,
     _, mask = handed_on(worker, claim)
     assert mask is not None and set(np.unique(mask)) == {0, 255}
     assert (mask[:60, :60] == 255).all() and (mask[68:] == 0).all() and (mask[:, 68:] == 0).all()
+
+
+def test_a_soft_masks_transparency_reaches_the_worker(shared: Api, easel: Easel, worker: Worker) -> None:
+    array = pixels(channels=4)
+    array[..., 3] = np.arange(128, dtype=np.uint8)[:, None] + 64  # nothing is quite transparent
+    files = {"image": as_file(pixels()), "mask": as_file(array)}
+    check_error(shared.client.post(EDITS, data={"prompt": "a hat"}, files=files), 400, "mask", "invalid_value")
+    answer = shared.client.post(EDITS, data={"prompt": "a hat", "soft_mask": "true"}, files=files)
+    assert answer.status_code == 200, answer.text
+    claim = easel.seen[-1]
+    assert claim.parameters["edit"]["soft_mask"] is True and ImageJob.read(claim.parameters).source is not None
+    _, mask = handed_on(worker, claim)
+    assert mask is not None and np.array_equal(mask, 255 - array[..., 3])
 
 
 def test_it_streams_as_openai_does(client: OpenAI, easel: Easel) -> None:
@@ -320,6 +334,8 @@ def test_files_are_refused_by_name(
         ({"guidance_interval": "[0, 0.2]", "steps": "10", "strength": "0.3"}, "guidance_interval", "invalid_value"),
         ({"guided_steps": "0, 3", "steps": "10", "strength": "0.3"}, "guided_steps", "invalid_value"),
         ({"deepcache": '{"deep_steps": [0, 17]}'}, "deepcache.deep_steps", "invalid_value"),
+        ({"soft_mask": "true"}, "soft_mask", "invalid_value"),
+        ({"soft_mask": "half"}, "soft_mask", "invalid_type"),
         ({"image": "text"}, "image", None),
         ({"nonsense": "1"}, "nonsense", "unknown_parameter"),
         ({"non sense": "1"}, None, "unknown_parameter"),

@@ -93,6 +93,18 @@ def test_margins_repeat_the_outermost_pixels_and_are_masked(
     assert np.array_equal(hole, np.pad(inside, pads, constant_values=255))
 
 
+@given(st.lists(st.integers(0, 255), min_size=4, max_size=4))
+def test_a_soft_mask_keeps_its_transparency(values: list[int]) -> None:
+    """All that is not opaque somewhere is a mask."""
+    alpha = np.array(values, np.uint8).reshape(2, 2)
+    upload = Upload.of(file_of(alpha), file_of(np.dstack([alpha] * 4)))
+    if min(values) == 255:
+        with pytest.raises(ApiError, match=r"^mask: has no transparent pixel"):
+            upload.fitted((2, 2), soft=True)
+        return
+    assert np.array_equal(Image.open(io.BytesIO(upload.fitted((2, 2), soft=True)[1] or b"")), 255 - alpha)
+
+
 def file_of(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(array).save(stream, "PNG")

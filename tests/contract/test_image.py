@@ -159,7 +159,7 @@ CHANGED: dict[str, Any] = {
     "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2), "prompt_2": "a moor", "negative_prompt_2": "fog", "clip_skip": 1,
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
-    "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask"), "expand_prompt": True,
+    "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,
     "output_format": "jpeg", "output_compression": 7,
 }  # fmt: skip
 
@@ -179,7 +179,7 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
         "height": 64, "scheduler": None, "deterministic": False,
     }  # fmt: skip
     whole = ImageJob(dataclasses.replace(GOOD, **CHANGED), **BESIDE).to_dict()
-    assert whole["edit"] == {"strength": 0.5, "image": "image", "mask": "mask"}
+    assert whole["edit"] == {"strength": 0.5, "image": "image", "mask": "mask", "soft_mask": True}
     assert {name: whole[name] for name in BESIDE if name != "source"} == {
         name: value for name, value in BESIDE.items() if name != "source"
     }
