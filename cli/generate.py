@@ -85,7 +85,7 @@ def add(commands: Commands) -> None:
     add_prompting(generate)
     generate.add_argument(
         "--lora", dest="loras", default="", metavar="NAMES",
-        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; not in 8 bits",
+        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; in 8 bits on a CPU only",
     )  # fmt: skip
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
@@ -122,8 +122,8 @@ def _generate(options: argparse.Namespace) -> int:
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
-    if options.loras and settings.precision == "auto":  # which may mean int8, and that takes none
-        settings = _unquantized(settings)
+    if options.loras and settings.precision == "auto":
+        settings = _taking_loras(settings)
     offered = () if options.scheduler is None else tuple(SAMPLERS)
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
@@ -157,11 +157,13 @@ def _completed(
     return draft.completed(own, tuned.named(settings.plan, model.plans), usual)
 
 
-def _unquantized(settings: Settings) -> Settings:
+def _taking_loras(settings: Settings) -> Settings:
+    """A precision that takes them: "auto" may mean INT8, over which only a CPU's kernels do."""
     from contract.precision import unquantized
     from workers.build import device_of
 
-    return settings.model_copy(update={"precision": unquantized(device_of(settings))})
+    device = device_of(settings)
+    return settings if device == "cpu" else settings.model_copy(update={"precision": unquantized(device)})
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

@@ -147,8 +147,8 @@ class ImageOffer(ImageLimits):
         if not named or self.loras is None:
             return
         if not self.loras:
-            why = f"its weights in {self.precision} take none" if is_quantized(self.precision) else "it has none"
-            raise Invalid("lora", f"is not supported by this model: {why}")
+            why = f"; over {self.precision} only a CPU's kernels take any" if is_quantized(self.precision) else ""
+            raise Invalid("lora", f"is not supported by this model: it offers none{why}")
         for lora in named:
             if lora.name not in self.loras:
                 raise Invalid("lora", f"there is no LoRA {lora.name}; GET /v1/models lists those there are")

@@ -14,12 +14,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.ops.branches import LowRank, branch
 from pipeline.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
-from pipeline.lora_file import LoraWeights
 
 Owners = Sequence[tuple[ScaledAdapter, ...]]
 """Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
@@ -31,18 +30,21 @@ class _Share(NamedTuple):
 
     rows: slice | Tensor  # [n]
     scale: float | Tensor  # [n]
-    factors: Mapping[At, LoraWeights]
+    factors: Mapping[At, LowRank]
 
 
-_Table = dict[At, list[tuple[_Share, LoraWeights]]]
+_Table = dict[At, list[tuple[_Share, LowRank]]]
 
 
 class AdaptedModel:
     """For one thread at a time. Its modules equal the model's, except inside `rows`."""
 
-    def __init__(self, model: ImageModel) -> None:
-        twins = {part: _twin(model.parts[part]) for part in model.family.adapters.parts}
+    def __init__(self, model: ImageModel, *, denoiser: bool = True) -> None:
+        """`denoiser` False: the text encoders alone, where a backend's kernels apply the rest."""
+        adapted = (part for part in model.family.adapters.parts if denoiser or part != model.family.denoiser)
+        twins = {part: _twin(model.parts[part]) for part in adapted}
         self.model = model.with_parts(**twins)
+        self.parts = tuple(twins)
         self._now: _Table = {}
         self._last: tuple[object, Owners, _Table] | None = None
         for part, module in twins.items():
@@ -85,24 +87,14 @@ class AdaptedModel:
         """A layer's forward hook: `made` [B, …] is its output for the input `given` [B, …]."""
         for share, factor in self._now.get(at, ()):
             x = given[0][share.rows]
-            run = partial(_convolved, layer) if factor.down.dim() == 4 else _multiplied
             scale = factor.scale * share.scale
             if isinstance(scale, Tensor):
                 scale = scale.view(-1, *[1] * (x.dim() - 1))
-            delta = run(x, factor, scale)
+            delta = branch(layer, x, factor, scale)
             if isinstance(share.rows, slice):
                 made[share.rows] += delta
             else:
                 made.index_add_(0, share.rows, delta)
-
-
-def _multiplied(x: Tensor, factor: LoraWeights, scale: float | Tensor) -> Tensor:
-    return F.linear(F.linear(x, factor.down) * scale, factor.up)
-
-
-def _convolved(layer: Any, x: Tensor, factor: LoraWeights, scale: float | Tensor) -> Tensor:
-    low = F.conv2d(x, factor.down, None, layer.stride, layer.padding, layer.dilation)
-    return F.conv2d(low * scale, factor.up)
 
 
 def _by_layer(shares: Sequence[_Share]) -> _Table:

@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from contract import loras as names
 from contract.errors import Invalid
 from contract.precision import PRECISIONS, is_quantized
+from core.ops.branches import LowRank, PackedBranches
 from pipeline import lora, lora_file
-from pipeline.folder import ModelError
+from pipeline.folder import ModelError, first_line
 from pipeline.lora_file import Factors
 
 if TYPE_CHECKING:
@@ -30,12 +31,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledAdapter:
-    """A LoRA on the model's device, and its scale in a request."""
+    """A LoRA on the model's device, and its scale in a request.
+
+    `packed` are its branches in the denoiser, if a backend has packed them for its kernels; `factors` then lack these.
+    """
 
     name: str
     digest: str
     factors: Factors
     scale: float
+    packed: PackedBranches | None = None
+
+
+Pack = Callable[[Mapping[str, LowRank]], PackedBranches]
+"""`ImageBackend.pack_adapter`: raises ValueError, naming the layer."""
+
+
+class _Content(NamedTuple):
+    """What is kept of a file."""
+
+    factors: Factors
+    packed: PackedBranches | None
+    size_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +62,8 @@ class _File:
     name: str
     stamp: tuple[int, ...]
     digest: str
-    size_bytes: int  # of its factors in the model's precision
-    factors: Factors | None  # None: evicted
+    size_bytes: int  # of its factors in the model's precision, or as they are packed
+    content: _Content | None  # None: evicted
     ready: bool = False  # on the model's device, in its precision, and checked to be finite
     pins: int = 0  # requests that use it
 
@@ -58,12 +75,12 @@ class AdapterLease:
     files: list[tuple[_File, float]] = field(default_factory=list)
 
 
-def refused(model: ImageModel) -> str | None:
-    """Why this model does not support per-request LoRAs; None if it does."""
-    if not is_quantized(model.precision):
+def refused(model: ImageModel, *, packs: bool) -> str | None:
+    """Why this model does not support per-request LoRAs; None if it does. `packs`: its backend packs them."""
+    if packs or not is_quantized(model.precision):
         return None
     *most, last = (name for name in PRECISIONS if not is_quantized(name))
-    return f"weights in {model.precision} take none; {', '.join(most)} and {last} do"
+    return f"weights in {model.precision} take none on {model.device.type}; {', '.join(most)} and {last} do"
 
 
 class AdapterCache:
@@ -73,12 +90,16 @@ class AdapterCache:
     runs is read again. A changed file is read anew: running requests keep the old version.
     """
 
-    def __init__(self, folder: Path, model: ImageModel, capacity_bytes: int) -> None:
-        """`capacity_bytes` limits the factors' size in the model's precision, including those in use."""
+    def __init__(self, folder: Path, model: ImageModel, capacity_bytes: int, pack: Pack | None = None) -> None:
+        """`capacity_bytes` limits the factors' size in the model's precision, or packed, including those in use.
+
+        `pack` packs the denoiser's as soon as a file is read; without it, the factors are moved to the model's device.
+        """
         self.folder = folder.expanduser()
         self.capacity_bytes = capacity_bytes
         self.reads = 0
         self._model = model
+        self._pack = pack
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._pinned_bytes = 0
         self._lock = threading.Lock()
@@ -121,13 +142,14 @@ class AdapterCache:
 
     def uses(self, taken: AdapterLease) -> tuple[ScaledAdapter, ...]:
         """Load them to the device. On the thread that computes. Raises `ModelError`, naming the LoRA."""
-        return tuple(ScaledAdapter(file.name, file.digest, self._ready(file), scale) for file, scale in taken.files)
+        made = ((file, scale, self._ready(file)) for file, scale in taken.files)
+        return tuple(ScaledAdapter(file.name, file.digest, own.factors, scale, own.packed) for file, scale, own in made)
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes of the cached factors, by name, least recently used first."""
+        """Bytes of the cached LoRAs, by name, least recently used first."""
         with self._lock:
-            return {name: file.size_bytes for name, file in self._files.items() if file.factors is not None}
+            return {name: file.size_bytes for name, file in self._files.items() if file.content is not None}
 
     def _find(self, name: str) -> _File:
         """The file's current content, read if it has changed or was evicted."""
@@ -142,53 +164,70 @@ class AdapterCache:
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             with self._lock:
                 known = self._files.get(name)
-                if known is not None and known.stamp == stamp and known.factors is not None:
+                if known is not None and known.stamp == stamp and known.content is not None:
                     self._files.move_to_end(name)
                     return known
-            digest, factors, size = self._read(name, path)
+            digest, content = self._read(name, path)
             with self._lock:
                 if known is not None and (known.stamp, known.digest) == (stamp, digest):
-                    if known.factors is None:
-                        known.factors, known.ready = factors, False
+                    if known.content is None:
+                        known.content, known.ready = content, self._pack is not None
                 else:
-                    known = self._files[name] = _File(name, stamp, digest, size, factors)
+                    own = _File(name, stamp, digest, content.size_bytes, content, ready=self._pack is not None)
+                    known = self._files[name] = own
                 self._files.move_to_end(name)
                 self._evict(but=known)
                 return known
 
-    def _read(self, name: str, path: Path) -> tuple[str, Factors, int]:
+    def _read(self, name: str, path: Path) -> tuple[str, _Content]:
         self.reads += 1
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
         factors = lora_file.read(name, data, self._model.parts, self._model.family.adapters)
-        count = sum(factor.down.numel() + factor.up.numel() for factor in factors.values())
-        return hashlib.sha256(data).hexdigest(), factors, count * self._model.dtype.itemsize
+        return hashlib.sha256(data).hexdigest(), self._content(name, factors)
 
-    def _ready(self, file: _File) -> Factors:
+    def _content(self, name: str, factors: Factors) -> _Content:
+        denoiser, packed = self._model.family.denoiser, None
+        if self._pack is not None:
+            lora_file.check_finite(name, factors)
+            try:
+                packed = self._pack(lora_file.of_part(factors, denoiser))
+            except ValueError as error:
+                raise ModelError(f"lora {name}: does not fit ({first_line(error)})") from error
+            rest = {at: factor for at, factor in factors.items() if at[0] != denoiser}
+            factors = lora_file.moved(rest, self._model.device, self._model.dtype)
+        count = sum(factor.down.numel() + factor.up.numel() for factor in factors.values())
+        size = count * self._model.dtype.itemsize + (0 if packed is None else packed.size_bytes)
+        return _Content(factors, packed, size)
+
+    def _ready(self, file: _File) -> _Content:
         with self._lock:
-            found, ready = file.factors, file.ready
+            found, ready = file.content, file.ready
         if found is None:
-            digest, found, _ = self._read(file.name, self.folder / f"{file.name}{lora.SUFFIX}")
+            digest, found = self._read(file.name, self.folder / f"{file.name}{lora.SUFFIX}")
             if digest != file.digest:
                 raise ModelError(f"lora {file.name}: its file changed before it was used; ask again")
+            ready = self._pack is not None
         if not ready:
-            found = lora_file.moved(found, self._model.device, self._model.dtype)
-            lora_file.check_finite(file.name, found)
-            with self._lock:
-                file.factors, file.ready = found, True
+            factors = lora_file.moved(found.factors, self._model.device, self._model.dtype)
+            lora_file.check_finite(file.name, factors)
+            found = found._replace(factors=factors)
+        with self._lock:
+            if file.content is None or not file.ready:
+                file.content, file.ready = found, True
                 self._evict(but=file)
         return found
 
     def _evict(self, but: _File | None = None) -> None:
         """Evict least recently used files that nobody uses, as far as needed. Under the lock."""
-        held = sum(file.size_bytes for file in self._files.values() if file.factors is not None)
+        held = sum(file.size_bytes for file in self._files.values() if file.content is not None)
         for file in list(self._files.values()):
             if held <= self.capacity_bytes:
                 return
-            if file.factors is not None and not file.pins and file is not but:
-                file.factors, file.ready = None, False
+            if file.content is not None and not file.pins and file is not but:
+                file.content, file.ready = None, False
                 held -= file.size_bytes
 
 
@@ -197,10 +236,10 @@ def same(uses: Sequence[ScaledAdapter]) -> tuple[tuple[str, float], ...]:
     return tuple((use.digest, use.scale) for use in uses)
 
 
-def check_loras(adapters: AdapterCache | None, model: ImageModel, text: str) -> None:
-    """Raise `Invalid` for LoRAs that this model does not offer; None: no LoRA folder is configured."""
+def check_loras(adapters: AdapterCache | None, text: str, why_none: str | None) -> None:
+    """Raise `Invalid` for LoRAs that are not offered. Without a cache, `why_none` or no LoRA folder is the reason."""
     if adapters is None:
-        raise Invalid("lora", refused(model) or "no LoRA folder is configured (DIPTYCH_LORA_DIR)")
+        raise Invalid("lora", why_none or "no LoRA folder is configured (DIPTYCH_LORA_DIR)")
     named(lambda: adapters.check(text))
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+import torch
+
 from contract import prompts
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from pipeline import denoise
 from pipeline.adapted import AdaptedModel
-from pipeline.adapters import AdapterCache, same
+from pipeline.adapters import AdapterCache, ScaledAdapter, same
+from pipeline.backends.backend import ImageBackend
 from pipeline.encode import Embedding, Encoder, PromptFields, RequestPrompts
 from pipeline.families.family import ImageModel, Prepare
+from pipeline.phases import KEYS, TEXT
 from pipeline.request_state import ImageState
 from pipeline.textual_inversion import EmbeddingFolder
 
@@ -88,18 +92,33 @@ class Conditioner:
 class AdaptedConditioner(Conditioner):
     """The same for requests with LoRAs: one by one, each with its own encoders and projections."""
 
-    def __init__(self, adapted: AdaptedModel, adapters: AdapterCache, prepare: Prepare) -> None:
-        model = adapted.model
-        super().__init__(model, Encoder(model.family.text_encoder(model)), prepare)
+    def __init__(self, adapted: AdaptedModel, adapters: AdapterCache, backend: ImageBackend) -> None:
+        """`backend` computes what the denoiser reads of the text, and encodes prompts where LoRAs change no encoder."""
+        model, parts = adapted.model, adapted.parts
+        family = model.family
+        text = family.text_encoder(model, None if {*parts} - {family.denoiser} else backend.phases[TEXT])
+        super().__init__(model, Encoder(text), self._prepared)
         self._adapted = adapted
         self._adapters = adapters
+        self._backend = backend
+        self._uses: tuple[ScaledAdapter, ...] = ()  # of the request under way
 
     def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
         """As `Conditioner`; also loads the requests' LoRAs. Raises `ModelError`, naming the LoRA."""
         made = []
         for one, work in zip(wanted, works, strict=True):
             assert work.taken is not None
-            work.uses = self._adapters.uses(work.taken)
+            work.uses = self._uses = self._adapters.uses(work.taken)
             with self._adapted.every(work.uses):
                 made += self.conditions([one], bucket, [work.prompts], of=same(work.uses))
+        self._uses = ()
         return made
+
+    def _prepared(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
+        if not self._backend.packs:  # the denoiser is a twin, and inside `every`
+            found = self._backend.phases[KEYS](hidden)
+            return found
+        with self._backend.adapt([self._uses] * hidden.shape[0], apart=False):
+            found = self._backend.phases[KEYS](hidden)
+        return found

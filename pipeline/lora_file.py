@@ -9,12 +9,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from core.ops.branches import LowRank
+from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline.families.family import Adapters
 from pipeline.folder import ModelError, first_line
 
@@ -29,24 +31,11 @@ _UNKNOWN = {  # keys of adapter types that are not a product of two matrices
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraWeights:
-    """One layer's addition: `scale` · up(down(x)).
-
-    Of a linear layer `down` is [rank, in] and `up` [out, rank]; of a convolution [rank, in, height, width] and [out,
-    rank, 1, 1]. `scale` is alpha / rank.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-
-Factors = Mapping[tuple[str, str], LoraWeights]
+Factors = Mapping[tuple[str, str], LowRank]
 """By part and by the layer's name in it."""
 
 
-def read(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters) -> dict[tuple[str, str], LoraWeights]:
+def read(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters) -> dict[tuple[str, str], LowRank]:
     """The factors of the LoRA `name` for these parts, in the file's own precision.
 
     `parts` has at least those of `adapters`. Computes nothing, so that it may run on any thread. Raises
@@ -64,7 +53,7 @@ def read(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters) -
     return factors
 
 
-def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LoraWeights]:
+def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LowRank]:
     """A copy on a device, in a precision."""
     return {
         at: replace(
@@ -74,6 +63,11 @@ def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tu
         )
         for at, factor in factors.items()
     }
+
+
+def of_part(factors: Factors, part: str) -> dict[str, LowRank]:
+    """The factors of one part, by the layers' names in it."""
+    return {layer: factor for (owner, layer), factor in factors.items() if owner == part}
 
 
 def check_finite(name: str, factors: Factors) -> None:
@@ -114,7 +108,7 @@ def _factors(
     config: Mapping[str, Any],
     parts: Mapping[str, Any],
     adapters: Adapters,
-) -> Iterator[tuple[tuple[str, str], LoraWeights]]:
+) -> Iterator[tuple[tuple[str, str], LowRank]]:
     left = set(state)
     for part in adapters.parts:
         old = [key.removeprefix(f"{part}.") for key in state if key.startswith(f"{part}.")]
@@ -135,7 +129,7 @@ def _factors(
             scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config)
             if not math.isfinite(scale):
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
-            yield (part, known), LoraWeights(down, up, scale)
+            yield (part, known), LowRank(down, up, scale)
     if left:
         raise ValueError(f"{_shown(min(left))} is for no part of {adapters.models}")
 
@@ -158,9 +152,9 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
         raise ValueError(f"{name} is not in floats")
     rank = down.shape[0] if down.dim() else 0
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | ScaledLinear):
         sizes = (rank, module.in_features), (module.out_features, rank)
-    elif isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros":
+    elif isinstance(module, ScaledConv2d) or _is_plain(module):
         sizes = (rank, module.in_channels, *module.kernel_size), (module.out_channels, rank, 1, 1)
     else:
         raise ValueError(f"{name} is a {type(module).__name__}, which takes none")
@@ -169,6 +163,11 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
         if not rank or _bare(given.shape) != _bare(wanted):
             raise ValueError(f"{name} has {[*given.shape]}, and this model needs {[*wanted]}")
     return down.reshape(sizes[0]), up.reshape(sizes[1])
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether it is a convolution that a branch's can follow."""
+    return isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class ImageState:
     size_bytes: int
     row_bytes: int  # of these, for each of the most rows
     widths: tuple[int, ...]  # rows of each step: 2 with classifier-free guidance, else 1
-    backend: str  # of its prompts and steps
+    backend: str  # of its steps
     mode: str  # as this backend named it; "" unless the request is deterministic
     table: sigmas.SamplerTable
     generator: torch.Generator
@@ -194,7 +194,9 @@ class MemoryLedger:
         widths, plan = tuple(width for width, _ in steps), tuple(deep for _, deep in steps)
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
-        name, decode = _backend(wanted), DECODES[wanted.vae]
+        # Steps of requests with LoRAs share forwards with all others where the same backend takes both.
+        name = LORA if wanted.lora and self._backends[LORA] is not self._backends[MAIN] else MAIN
+        decode = DECODES[wanted.vae]
         find = self._backends[name].deterministic_mode
         mode = find(size, depth, decode, prompts.chunks) if wanted.deterministic else ""
         features = [
@@ -223,11 +225,6 @@ class NarrowedState(NamedTuple):
         one = work.conditionings[1]
         own = {name: tensor.clone() for name, tensor in one.tensors.items()}
         return cls(denoise.Conditioning(own, one.guidance_scale), [kept[-1:].clone() for kept in work.features])
-
-
-def _backend(wanted: ImageParameters) -> str:
-    """The name of the backend that encodes the request's prompts and takes its steps."""
-    return LORA if wanted.lora else MAIN
 
 
 def keep(denoiser: Network, features: Sequence[torch.Tensor], works: Sequence[ImageState]) -> None:

@@ -16,9 +16,9 @@ from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.failures import translate_device_errors
 from pipeline import samplers
-from pipeline.adapters import check_loras
+from pipeline.adapters import check_loras, refused
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
-from pipeline.backends.lora import LoraBackend
+from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.fingerprint import code_digest
@@ -40,7 +40,7 @@ class ImageRunner:
     def __init__(
         self,
         backend: ImageBackend,
-        loras: LoraBackend | None = None,
+        loras: LoraBackend | LoraPrompts | None = None,
         embeddings: EmbeddingFolder | None = None,
         *,
         lane: Lane | None = None,
@@ -48,7 +48,8 @@ class ImageRunner:
         patience_s: float = 20.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """`loras` is the backend for requests with LoRAs; without it they are rejected. `embeddings` are the textual
+        """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
+        without it they are rejected. `embeddings` are the textual
         inversions that prompts may name. `max_requests` limits admitted requests, and `memory_bytes` what they hold
         together, mainly features (default: no limit).
         """
@@ -62,14 +63,14 @@ class ImageRunner:
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
-        self._loras = loras
         self._backends: dict[str, ImageBackend] = {MAIN: backend}
         encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
         self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], embeddings)
         conditioners = {MAIN: self._conditioner}
         if loras is not None:
-            self._backends[LORA] = loras
-            conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, loras.phases[KEYS])
+            beside = loras if isinstance(loras, LoraBackend) else backend
+            self._backends[LORA] = beside
+            conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
         self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters)
@@ -100,7 +101,7 @@ class ImageRunner:
             raise Invalid(next(own, "scheduler"), str(error)) from error
         prompts = self._conditioner.read(wanted)
         if wanted.lora:
-            check_loras(self.adapters, self.model, wanted.lora)
+            check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
         self.holdings.check(wanted, prompts.chunks)
         request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
 
@@ -117,8 +118,8 @@ class ImageRunner:
     def release(self, request: Request) -> None:
         work, request.work = request.work, None
         self.holdings.give(work)
-        if self._loras is not None and work.uses:
-            self._loras.adapted.clear_cache()
+        if work.uses:
+            self._backends[LORA].forget_adapters()
         if not self.held():
             self._builder.clear_cache()
 
@@ -130,9 +131,9 @@ class ImageRunner:
 
     def _group(self, request: Request, phase: str) -> BatchGroup:
         wanted, work = request.parameters, request.work
-        name = work.backend if phase in (ENCODE, *STEPS) else MAIN
+        name = work.backend if phase in STEPS else MAIN
         if phase == ENCODE:
-            return BatchGroup(ENCODE, (0, 0), work.mode, name)
+            return BatchGroup(ENCODE, (0, 0), work.mode, LORA if wanted.lora else MAIN)
         # Where bits do not depend on the batch, deterministic requests share it with all others, and so do texts of
         # different lengths.
         invariant = self._backends[name].batch_invariant
@@ -225,7 +226,7 @@ class ImageRunner:
     def close(self) -> None:
         """Stop compiling and recording, and the lane if it is the runner's own."""
         self.recording.close()
-        for backend in self._backends.values():
+        for backend in {*self._backends.values()}:
             backend.close()
         if self._own_lane:
             self._lane.close()

@@ -21,7 +21,8 @@ from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import lora, plans
 from pipeline.adapters import AdapterCache, refused
-from pipeline.backends.lora import LoraBackend
+from pipeline.backends.backend import ImageBackend
+from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
@@ -184,11 +185,22 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _adapters(settings: Settings, model: ImageModel) -> AdapterCache | None:
-    """The LoRAs that requests may use; None if no folder is set, or the model supports none."""
-    if not settings.lora_dir or refused(model) is not None:
+def _loras(settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraBackend | LoraPrompts | None:
+    """The LoRAs that requests may use, and what applies them; None if no folder is set, or the model supports none."""
+    if not settings.lora_dir or refused(model, packs=backend.packs) is not None:
         return None
-    return AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20)
+    pack = backend.pack_adapter if backend.packs else None
+    adapters = AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack)
+    return LoraPrompts(backend.model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
+
+
+def _kept_parts(settings: Settings, model: ImageModel, backend: str) -> set[str | None]:
+    """The parts whose own weights torch reads beside the backend of this name, which has packed its own."""
+    family, packs = model.family, backend in backends.PACK
+    if not settings.lora_dir or refused(model, packs=packs) is not None:
+        return set()
+    adapted: set[str | None] = {*family.adapters.parts}
+    return adapted - {family.denoiser} if packs else adapted | {family.language_model}
 
 
 def _embeddings(settings: Settings, model: ImageModel) -> EmbeddingFolder | None:
@@ -304,13 +316,14 @@ def build(
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings, say, count))
     name, why_torch = lane.call(lambda: backends.select(settings, model))
-    adapters = _adapters(settings, model)
-    released = (model.family.denoiser, "vae") if adapters is None else ("vae",)
-    drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=adapters is None))
+    kept = _kept_parts(settings, model, name)
+    released = tuple({model.family.denoiser, "vae"} - kept)
+    release = model.family.language_model not in kept
+    drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
     backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
     images = ImageRunner(
         backend,
-        None if adapters is None else LoraBackend(model, adapters, backend.widths),
+        _loras(settings, model, backend),
         _embeddings(settings, model),
         lane=lane,
         max_requests=settings.max_requests,

@@ -49,10 +49,12 @@ class PackedBranches:
     """One adapter's branches, packed for the layers of a CPU lowering."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[PackedLayer], factors: Mapping[str, LowRank]) -> None:
-        """`factors` are by the layers' names; those that none of `layers` reads are left out.
-
-        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """`factors` are by the layers' names. Raises ValueError, naming the layer, for one that does not fit, or of a
+        layer that is not among `layers`.
         """
+        known = {name for layer in layers for name in layer.names}
+        if unknown := sorted(factors.keys() - known):
+            raise ValueError(f"layer {unknown[0]}: the kernels do not run it, and so no branch of it")
         self._packed: dict[Weights, PackedBranch] = {}
         for layer in layers:
             if any(name in factors for name in layer.names):

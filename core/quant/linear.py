@@ -107,6 +107,7 @@ class ScaledConv2d(ScaledWeights):
     ) -> None:
         super().__init__(weight, scale, inverse, bias)
         self.out_channels, self.in_channels = weight.shape[0], weight.shape[-1]
+        self.kernel_size: tuple[int, ...] = tuple(weight.shape[1:3])
         self.stride, self.padding = stride, padding
 
     @classmethod
@@ -132,7 +133,7 @@ class ScaledConv2d(ScaledWeights):
         return cls(tensors["weight"], tensors["scale"], inverse, bias, stride=stride, padding=padding)
 
     def extra_repr(self) -> str:
-        kernel = tuple(self.weight.shape[1:3])
+        kernel = self.kernel_size
         return f"{self.in_channels}, {self.out_channels}, {kernel=}, stride={self.stride}, padding={self.padding}"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from core.cuda_graphs import GraphCache
+from core.ops.branches import LowRank, PackedBranches
 from pipeline.adapters import ScaledAdapter
 from pipeline.backends.timing import PhaseCosts
 from pipeline.families.family import ImageModel, Network
@@ -16,7 +17,7 @@ from pipeline.phases import Phases
 from pipeline.recording import GraphSet
 
 MAIN = ""  # the backend of all requests
-LORA = "lora"  # the one beside it, of prompts and steps of requests with their own LoRAs
+LORA = "lora"  # of prompts, and unless `MAIN` packs adapters of steps, of requests with their own LoRAs
 
 
 class BatchGroup(NamedTuple):
@@ -75,6 +76,7 @@ class ImageBackend(Protocol):
     widths: Widths
     graphs: GraphSet = NO_GRAPHS
     fixed_shapes: bool = False  # every input of a width and size has one shape: texts are padded to the longest
+    packs: bool = False  # whether steps of requests with LoRAs run here too, beside all others, on packed branches
     batch_invariant: bool = False  # a row's bits do not depend on others: how many they are, how long their texts
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
@@ -104,9 +106,20 @@ class ImageBackend(Protocol):
     def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
         """Context: row i of every forward gets the LoRAs `owners[i]`. `apart`: its bits depend on nothing but the row.
 
-        Backends other than `LORA` have requests without LoRAs only.
+        A backend that neither packs adapters nor is `LORA` has requests without LoRAs only.
         """
         return nullcontext()
+
+    def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedBranches:
+        """Pack a LoRA's factors of the denoiser, by its layers' names, for `adapt`. On any thread, where `packs`.
+
+        Raises ValueError, naming the layer, for factors that do not fit.
+        """
+        raise TypeError(f"{type(self).__name__} packs no adapters")
+
+    def forget_adapters(self) -> None:
+        """Let go of the LoRAs of the last forward."""
+        return
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of what it holds beside the model's own weights, by name, as far as it knows them."""

@@ -23,3 +23,17 @@ class LoraBackend(TorchBackend):
 
     def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
         return self.adapted.rows(owners, apart=apart)
+
+    def forget_adapters(self) -> None:
+        self.adapted.clear_cache()
+
+
+class LoraPrompts:
+    """Encodes such requests' prompts, where the main backend packs LoRAs and takes these requests' steps, too."""
+
+    def __init__(self, model: ImageModel, adapters: AdapterCache) -> None:
+        """`adapters` are the LoRAs that requests may use, packed by the main backend. The denoiser's weights are not
+        read.
+        """
+        self.adapters = adapters
+        self.adapted = AdaptedModel(model, denoiser=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 
+from core.ops.branches import LowRank, PackedBranches
 from core.ops.cpu import CpuLowering
+from pipeline.adapters import ScaledAdapter
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
@@ -17,9 +20,10 @@ KERNELS = "kernels"
 
 
 class ProgramBackend(ImageBackend):
-    """Deterministic requests share forwards with all others, unpadded."""
+    """Deterministic requests share forwards with all others, unpadded, and so do requests with LoRAs of their own."""
 
     batch_invariant = True
+    packs = True
 
     def __init__(
         self,
@@ -65,13 +69,27 @@ class ProgramBackend(ImageBackend):
             if not self._timer(key, self.phases[key.phase], False, until=until):
                 return
 
+    def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
+        rows = [[(use.packed, use.scale) for use in uses if use.packed is not None] for uses in owners]
+        return self._denoiser_lowering.adapted(rows)
+
+    def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedBranches:
+        return self._denoiser_lowering.pack_branches(factors)
+
+    def forget_adapters(self) -> None:
+        self._denoiser_lowering.clear_branches()
+
+    @property
+    def _denoiser_lowering(self) -> CpuLowering:
+        return self._lowerings[self.model.family.denoiser]
+
     def held_bytes(self) -> dict[str, int]:
         """Of packed weights, and of each program's buffers.
 
         Programs of one network share buffers: together they use what the largest needs.
         """
         weights = {f"{part} weights": lowering.size_bytes[0] for part, lowering in self._lowerings.items()}
-        _, buffers = self._lowerings[self.model.family.denoiser].size_bytes
+        _, buffers = self._denoiser_lowering.size_bytes
         held = {
             f"{SHALLOW.get(name, name)} × {shape[0]}, {_sides(shape)}": size for (name, shape), size in buffers.items()
         }

@@ -11,6 +11,7 @@ from PIL import Image
 from pipeline import quantized, tiny
 from pipeline.load import load
 from tests.cli.shell import Shell, made_with
+from tests.core.quant.stage import kernels
 from tests.pipeline import loras
 
 
@@ -49,11 +50,13 @@ def test_what_cannot_be_is_refused_before_anything_is_drawn(shell: Shell, folder
     assert "DIPTYCH_LORA_DIR" in shell.refused("a fox", "--lora", "ink")
 
 
-def test_a_precision_that_is_left_open_is_one_that_takes_loras(shell: Shell, folder: Path, tmp_path: Path) -> None:
+def test_over_int8_they_are_drawn_by_the_kernels(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    kernels()
     model = tiny.save(tmp_path / "model", tiny.SHAPES[tiny.TINY])
     quantized.make(load(str(model)), ["a hat"], model)
     asked = ["a fox", "--model", str(model), "--lora", "ink", "--lora-dir", str(folder)]
     assert shell.generate(*asked).code == 0
     (path,) = shell.pictures()
     with Image.open(path) as image:
-        assert json.loads(image.text["fingerprint"])["precision"] == "fp32"  # type: ignore[attr-defined]
+        told = json.loads(image.text["fingerprint"])  # type: ignore[attr-defined]
+    assert (told["precision"], told["executable"], [*told["lora"]]) == ("int8", "kernels", ["ink"])

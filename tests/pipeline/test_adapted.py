@@ -21,7 +21,6 @@ from contract.plan import AUTO, DeepCache
 from core.batching.request import State
 from core.ops.reference import TorchLowering
 from pipeline import lora, quantized, tiny
-from pipeline.adapters import AdapterCache
 from pipeline.load import load
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
 ]
 PLAIN = ImageParameters("a red cat", 1, 32, 32, steps=4)
-ROOM = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(folder: Path | None, name: str = tiny.TINY, **options: Any) -> Watching:
-    model = load(name)
-    adapters = None if folder is None else AdapterCache(folder, model, ROOM)
-    return Watching(model, adapters=adapters, **options)
+    return Watching(load(name), loras=folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -145,24 +141,40 @@ def test_deterministic_requests_are_equal_to_the_byte(folder: Path, runner: Watc
         assert together[name].png() == alone.png(), name
 
 
-def test_on_the_cpu_kernels_the_rest_is_bit_identical(folder: Path, kernels: ctypes.CDLL) -> None:
+def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(folder: Path, kernels: ctypes.CDLL) -> None:
+    """Requests with LoRAs and without: bit for bit as alone, as torch draws them, on weights that are packed only."""
     wanted = companions()
     without = runner_of(None, kernels=kernels, frugal=True)
-    expected = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
-    served = runner_of(folder, kernels=kernels, frugal=True)
+    served = Watching(load(tiny.TINY), loras=folder, kernels=kernels, release=("unet", "vae"))
     together = mixed(served, wanted)
+    rides = [{id for id, _ in ride} for phase, ride in served.rides if phase == "deep"]
+    plain = {name for name, one in wanted.items() if not one.lora}
+    assert any(ride & plain and ride - plain for ride in rides), rides
+    assert any({"one", "other", "both", "unguided"} <= ride for ride in rides), rides
     on_torch = runner_of(folder)
     for name, one in wanted.items():
+        assert together[name].fingerprint["executable"] == "kernels"
+        assert together[name].png() == solo(served, one).png(), name
         if one.lora:
             assert apart(together[name], solo(on_torch, one)) <= 1, name
-            assert together[name].fingerprint["executable"] == "eager and kernels"
         else:
-            assert together[name].png() == expected[name].png(), name
+            assert together[name].png() == solo(without, one).png(), name
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
     together = mixed(served, fixed)
-    for name in ("one", "both", "cached"):
-        again = runner_of(folder, kernels=kernels, frugal=True)
+    for name in ("one", "both", "cached", "edit"):
+        again = runner_of(folder, kernels=kernels)
         assert together[name].png() == solo(again, fixed[name]).png(), name
+
+
+@pytest.mark.parametrize("text", ["a:0.7", "b", "a:-0.5,b:0.8", "keys", "text:2"])
+def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
+    folder: Path, kernels: ctypes.CDLL, text: str
+) -> None:
+    drawn = solo(runner_of(folder, kernels=kernels), with_lora(text))
+    named = [(one.name, one.scale) for one in lora.find(text, str(folder))]
+    assert np.abs(levels(drawn) - stock_picture(folder, *named)).max() <= 1
+    fused = Watching(load(tiny.TINY, loras=lora.find(text, str(folder))), kernels=kernels)
+    assert apart(drawn, solo(fused, PLAIN)) <= 1
 
 
 def test_on_fused_layers_too(folder: Path) -> None:
@@ -197,8 +209,7 @@ def test_prompts_are_remembered_for_each_lora_and_scale(runner: Watching) -> Non
 
 def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     runner = runner_of(folder)
-    assert runner._loras is not None
-    own, twin = runner.model.denoiser, runner._loras.model.denoiser
+    own, twin = runner.model.denoiser, runner._backends["lora"].model.denoiser
     shared = dict(twin.named_parameters())
     assert all(shared[name] is parameter for name, parameter in own.named_parameters())
     before = {name: value.clone() for name, value in own.state_dict().items()}
@@ -235,17 +246,48 @@ def test_what_cannot_be_is_refused_by_name(runner: Watching, text: str, wrong: s
     assert str(caught.value).startswith(wrong)
 
 
-def test_without_a_folder_and_over_eight_bits_there_are_none(
-    folder: Path, kernels: ctypes.CDLL, tmp_path: Path
+@pytest.fixture(scope="module")
+def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tiny.save(tmp_path_factory.mktemp("int8") / "tiny", tiny.SHAPES[tiny.TINY])
+    quantized.make(load(str(saved)), ["a hat"], saved)
+    return saved
+
+
+def psnr(one: Any, two: Any) -> float:
+    return float(10 * np.log10(255**2 / np.mean((levels(one) - levels(two)) ** 2.0)))
+
+
+def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.CDLL, in_int8: Path) -> None:
+    """As near to fp32 as INT8 without any is, bit for bit as alone; others are as on a server that has none."""
+    wanted = {name: one for name, one in companions().items() if name != "edit"}
+
+    def runner(precision: str, loras: Path | None) -> Watching:
+        return Watching(load(str(in_int8), precision=precision), loras=loras, kernels=kernels, release=("unet", "vae"))
+
+    served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
+    together = mixed(served, wanted)
+    least = min(psnr(solo(without, one), solo(exact, one)) for one in wanted.values() if not one.lora)
+    for name, one in wanted.items():
+        assert together[name].png() == solo(served, one).png(), name
+        if one.lora:
+            assert psnr(together[name], solo(exact, one)) > least - 6, name
+        else:
+            assert together[name].png() == solo(without, one).png(), name
+    assert psnr(together["one"], solo(exact, replace(wanted["one"], lora=""))) < least - 6, "it would prove nothing"
+    fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
+    together = mixed(served, fixed)
+    for name in ("one", "both", "cached"):
+        assert together[name].png() == solo(runner("int8", folder), fixed[name]).png(), name
+
+
+def test_without_a_folder_there_are_none_nor_on_layers_in_eight_bits_that_are_not_the_cpus(
+    folder: Path, in_int8: Path
 ) -> None:
     with pytest.raises(Invalid, match=r"^lora: no LoRA folder is configured"):
         Crank(runner_of(None)).submit("x", with_lora("a"))
-    saved = tiny.save(tmp_path / "tiny", tiny.SHAPES[tiny.TINY])
-    quantized.make(load(str(saved)), ["a hat"], saved)
-    model = load(str(saved), precision="int8")
-    runner = Watching(model, kernels=kernels, frugal=True, adapters=AdapterCache(folder, model, ROOM))
+    runner = Watching(load(str(in_int8), precision="int8"), loras=folder, fused=True)
     assert runner.adapters is None
-    with pytest.raises(Invalid, match=r"^lora: weights in int8 take none"):
+    with pytest.raises(Invalid, match=r"^lora: weights in int8 take none on cpu"):
         Crank(runner).submit("x", with_lora("a"))
 
 
@@ -258,13 +300,13 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
     data[-4:] = np.float32(np.nan).tobytes()
     path.write_bytes(data)
     small = sum(one.numel() for pair in loras.matrices(model, 0).values() for one in pair) * 4
-    runner = Watching(model, adapters=AdapterCache(tmp_path, model, 4 * small))
+    runner = Watching(model, loras=tmp_path, lora_bytes=4 * small)
     crank = Crank(runner)
     for name in ("good", "nan", "bad", "gone"):
         crank.submit(name, with_lora(name))
     assert runner.adapters is not None
     for file in runner.adapters._files.values():  # as when others needed the room
-        file.factors = None
+        file.content = None
     (tmp_path / "bad.safetensors").write_bytes(b"none")
     (tmp_path / "gone.safetensors").unlink()
     ended = crank.run()
@@ -278,7 +320,7 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
 
 def test_in_bf16_it_is_as_near_to_fused_weights_as_bf16_is(folder: Path) -> None:
     model = load(tiny.TINY, precision="bf16")
-    own = Watching(model, adapters=AdapterCache(folder, model, ROOM))
+    own = Watching(model, loras=folder)
     fused = Watching(load(tiny.TINY, precision="bf16", loras=lora.find("a", str(folder))))
     whole = Watching(load(tiny.TINY, loras=lora.find("a", str(folder))))
     drawn, rounded, exact, plain = (
@@ -291,7 +333,7 @@ def test_in_bf16_it_is_as_near_to_fused_weights_as_bf16_is(folder: Path) -> None
 
 def test_a_lora_that_breaks_the_model_fails_its_own_request_and_says_so(folder: Path) -> None:
     model = load(tiny.TINY, precision="fp16")
-    half = Watching(model, adapters=AdapterCache(folder, model, ROOM))
+    half = Watching(model, loras=folder)
     crank = Crank(half)
     for name, text in (("broken", "b:100,a:100"), ("whole", "a:0.5")):
         crank.submit(name, with_lora(text))

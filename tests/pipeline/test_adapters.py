@@ -180,7 +180,7 @@ def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, mo
     wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=2, lora=name) for name in (*NAMES, "a,b")}
 
     def drawn(room: int, submit: Callable[[Crank], None]) -> dict[str, object]:
-        runner = Watching(model, adapters=AdapterCache(folder, model, room))
+        runner = Watching(model, loras=folder, lora_bytes=room)
         crank = Crank(runner)
         submit(crank)
         return crank.pictures()

@@ -22,7 +22,6 @@ from contract.image_fields import ImageFields
 from contract.plan import DeepCache
 from core.batching.runner import Lane
 from pipeline import lora, quantized, samplers, tiny
-from pipeline.adapters import AdapterCache
 from pipeline.load import load
 from pipeline.phases import IMAGE, VAE
 from pipeline.single_file import CheckpointOptions, convert
@@ -171,7 +170,7 @@ def test_a_lora_of_one_request_is_drawn_as_fused_weights(folder: Path, tmp_path:
     plain = load(str(folder))
     loras.write(plain, tmp_path, "ink")
     one = mixture("inpaint")[1]
-    runner = Watching(plain, adapters=AdapterCache(tmp_path, plain, 2**30), lane=LANE)
+    runner = Watching(plain, loras=tmp_path, lane=LANE)
     with_it, without = together(runner, [replace(one, lora="ink:0.7"), one])
     fused = Watching(load(str(folder), loras=lora.find("ink:0.7", str(tmp_path))), lane=LANE)
     assert np.abs(levels(with_it) - levels(solo(fused, one))).max() <= 1

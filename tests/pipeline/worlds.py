@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
-from pipeline.backends.lora import LoraBackend
+from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.programs import ProgramBackend
 from pipeline.families.family import TinyVae
 from pipeline.load import ImageModel, load
@@ -142,20 +143,28 @@ class Watching(ImageRunner):
         self,
         model: ImageModel,
         *,
-        adapters: AdapterCache | None = None,
+        loras: Path | None = None,
+        lora_bytes: int = 2**30,
         frugal: bool = False,
         lane: Lane | None = None,
         max_requests: int = 32,
         memory_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads."""
-        used = None if refused(model) else adapters
+        """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads.
+
+        `loras` is the folder of those that requests may use, within `lora_bytes`.
+        """
         if frugal:
-            options["release"] = ("unet", "vae") if used is None else ("vae",)
+            packed = loras is None or options.get("kernels") is not None
+            options["release"] = ("unet", "vae") if packed else ("vae",)
         backend = backend_of(model, **options)
-        loras = None if used is None else LoraBackend(model, used, backend.widths)
-        super().__init__(backend, loras, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes)
+        made: LoraBackend | LoraPrompts | None = None
+        if loras is not None and refused(model, packs=backend.packs) is None:
+            cache = AdapterCache(loras, model, lora_bytes, backend.pack_adapter if backend.packs else None)
+            packs = backend.packs
+            made = LoraPrompts(backend.model, cache) if packs else LoraBackend(model, cache, backend.widths)
+        super().__init__(backend, made, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes)
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
     def cost(self, group: Hashable, rows: int) -> float:

@@ -90,16 +90,17 @@ def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Runtime, nam
     assert len(drawn(works, lora="ink")) == 2
 
 
-def test_the_models_own_weights_are_kept_only_where_requests_may_bring_any(folder: Path, works: Runtime) -> None:
+def test_the_models_own_weights_are_kept_only_where_torch_draws_with_loras(folder: Path, works: Runtime) -> None:
     try:
         kernels.library(works.settings.compiled_kernels)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    assert works.images.model.denoiser.conv_in.weight.numel() > 0
-    assert works.images.model.vae.decoder.conv_in.weight.numel() == 0, "nothing is added to what decodes"
-    bare = works.settings.model_copy(update={"lora_dir": ""})
-    with build(bare) as other:
-        assert other.images.model.denoiser.conv_in.weight.numel() == 0
+    assert works.images.model.denoiser.conv_in.weight.numel() == 0, "the kernels add LoRAs to what they have packed"
+    assert works.images.model.vae.decoder.conv_in.weight.numel() == 0
+    with build(works.settings.model_copy(update={"kernels": False})) as other:
+        assert other.images.model.denoiser.conv_in.weight.numel() > 0
+        assert len(drawn(other, lora="ink")) == 2
+    with build(works.settings.model_copy(update={"lora_dir": ""})) as other:
         assert handlers_of(other)["image"].card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
             drawn(other, lora="ink")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.phases import TEXT
 from tests.core.quant.stage import CACHE, kernels
+from tests.pipeline.families.zimage.test_adapters import write
 from workers.backends import GRAPHS, PROGRAMS, TORCH
 from workers.build import build
 from workers.text_encoder import on_kernels
@@ -105,8 +107,20 @@ def test_a_worker_encodes_on_kernels_and_draws_diffusers_pictures(caplog: pytest
         assert picture.std() > 10, "a flat picture would prove nothing"
 
 
-def test_requests_with_loras_read_the_encoders_own_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels_on", [True, False])
+def test_requests_with_loras_read_the_encoder_that_others_read(tmp_path: Path, kernels_on: bool) -> None:
+    """A LoRA of the transformer alone: on the kernels, whose weights are packed only, as over torch's fused ones."""
     kernels()
-    with build(SETTINGS.model_copy(update={"lora_dir": str(tmp_path)})) as runtime:
-        assert runtime.images.adapters is not None
-        assert runtime.images.model.parts["text_encoder"].layers[0].mlp.up_proj.weight.numel()
+    write(tmp_path / "ink.safetensors", "peft")
+    wanted = ImageParameters("a hat", 3, 32, 32, steps=3, lora="ink")
+    own = SETTINGS.model_copy(update={"lora_dir": str(tmp_path), "kernels": kernels_on})
+    fused = SETTINGS.model_copy(update={"lora_dir": str(tmp_path), "lora": "ink", "kernels": False})
+    with build(own) as runtime:
+        picture = runtime.engine.submit(Request("1", "image", wanted)).result(60)
+        plain = runtime.engine.submit(Request("2", "image", replace(wanted, lora=""))).result(60)
+        held = runtime.images.model.parts["text_encoder"].layers[0].mlp.up_proj.weight.numel()
+        assert (held == 0) == kernels_on
+    with build(fused) as runtime:
+        expected = runtime.engine.submit(Request("1", "image", replace(wanted, lora=""))).result(60)
+    found, without, right = (np.asarray(one.image).astype(int) for one in (picture, plain, expected))
+    assert np.abs(found - right).max() <= 1 and np.abs(found - without).max() > 3
