@@ -113,7 +113,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = number
         elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
-        elif name in ("deepcache", "outpaint") and text.startswith("{"):
+        elif name in ("deepcache", "outpaint", "upscale") and text.startswith("{"):
             fields[name] = body.parse(text.encode())
         elif list[int] in kinds or list[float] in kinds:
             fields[name] = _numbers(text, whole=list[int] in kinds) or text

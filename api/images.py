@@ -15,7 +15,7 @@ from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
 from api.links import ImageLinks
-from api.presentation import results
+from api.presentation import results, size
 from api.service import Given, Service
 from contract.image import ImageJob
 from contract.image_fields import ImageFields
@@ -119,7 +119,7 @@ def generated(service: Service, job: Job, links: ImageLinks | None) -> bytes:
             {**streaming.content(service, job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
             for k, image in enumerate(results(job))
         ],
-        "size": "{}x{}".format(*asked.size),
+        "size": size(job),
         "output_format": asked.output_format,
         "background": "opaque",
         "model": job.model,

@@ -120,6 +120,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "deepcache": card.deepcache,
         "loras": card.loras,
         "embeddings": card.embeddings,
+        "upscalers": card.upscalers,
         "prompt_fields": card.prompt_fields,
         "graphs": card.graphs,
     }

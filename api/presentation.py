@@ -68,6 +68,12 @@ def results(job: Job) -> list[dict[str, Any]]:
     return images
 
 
+def size(job: Job) -> str:
+    """Width and height of a job's images: of the first one, or else as asked for."""
+    drawn, asked = results(job)[:1], ImageJob.read(job.parameters).size
+    return "{}x{}".format(*((drawn[0]["width"], drawn[0]["height"]) if drawn else asked))
+
+
 def revised_prompt(image: dict[str, Any]) -> dict[str, str]:
     """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given."""
     return {"revised_prompt": image["revised_prompt"]} if "revised_prompt" in image else {}

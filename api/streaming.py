@@ -19,7 +19,7 @@ from fastapi.sse import format_sse_event
 from api.errors import ApiError, job_error, store_error
 from api.job_follower import not_followed
 from api.links import ImageLinks
-from api.presentation import results, revised_prompt
+from api.presentation import results, revised_prompt, size
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -94,7 +94,7 @@ def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
         "type": kind,
         **data,
         "created_at": int(job.created if what == "completed" else time.time()),
-        "size": "{}x{}".format(*asked.size),
+        "size": size(job),
         "quality": "auto",
         "background": "opaque",
         "output_format": "png" if what == "partial_image" else asked.output_format,

@@ -170,6 +170,27 @@ def add_prompting(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_upscaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--upscale", metavar="NAME[:SCALE]", help="enlarge finished pictures by this network, such as realesrgan-x4:2"
+    )
+    parser.add_argument("--upscalers-dir", metavar="DIR", help="where NAME.safetensors of ESRGAN networks lies")
+
+
+def read_upscaling(options: argparse.Namespace) -> dict[str, Any]:
+    """The field `upscale` of `ImageParameters`, if it is given. Raises `UsageError`."""
+    from contract.errors import Invalid
+    from contract.upscale import read_upscale
+
+    if options.upscale is None:
+        return {}
+    name, colon, scale = options.upscale.partition(":")
+    try:
+        return {"upscale": read_upscale({"model": name, **({"scale": float(scale)} if colon else {})})}
+    except (ValueError, Invalid):
+        raise UsageError(f"--upscale: must look like NAME or NAME:2, not {options.upscale!r}") from None
+
+
 def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ImageParameters` from the options of `add_sampling`; `steps` where lists of steps are given.
 

@@ -17,12 +17,14 @@ from cli.arguments import (
     add_plan,
     add_prompting,
     add_sampling,
+    add_upscaling,
     make_cache,
     model_errors,
     open_runtime,
     read_sampling,
     read_settings,
     read_size,
+    read_upscaling,
     wrong_option,
 )
 
@@ -89,6 +91,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
+    add_upscaling(generate)
     add_model(generate)
     add_plan(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -117,7 +120,11 @@ def _generate(options: argparse.Namespace) -> int:
         prompt_2=options.prompt_2, negative_prompt_2=options.negative_2, clip_skip=options.clip_skip,
     )  # fmt: skip
     asked = {"steps": options.steps, "guidance_scale": options.guidance}
-    given = {name: value for name, value in asked.items() if value is not None} | read_sampling(options)
+    given = (
+        {name: value for name, value in asked.items() if value is not None}
+        | read_sampling(options)
+        | read_upscaling(options)
+    )
     draft = replace(draft, **given)
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)

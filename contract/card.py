@@ -91,7 +91,8 @@ class ImageOffer(ImageLimits):
 
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
-    `inpaint_only`: every request needs a source image and a mask.
+    `inpaint_only`: every request needs a source image and a mask. `upscalers` are the networks that may enlarge a
+    finished image; None: only the syntax is checked.
     """
 
     sizes: Collection[Size]
@@ -107,6 +108,7 @@ class ImageOffer(ImageLimits):
     prompt_fields: Collection[str] | None = None
     inpaint_only: bool = False
     size_range: SizeRange | None = None
+    upscalers: Collection[str] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -218,7 +220,7 @@ class ImageCosts:
 
     `vae_s` is an image's decoding by the model's VAE, `vae_tiny_s` by its tiny decoder. `solo_step_s` is a deep forward
     of two rows, `row_step_s` one row of a deep forward at the cheapest batch width. The shallow tables hold the same
-    for each measured depth of DeepCache.
+    for each measured depth of DeepCache. `upscale_megapixel_s` is a million pixels of a finished image being enlarged.
     """
 
     encode_s: StrictFloat = 0.0
@@ -228,6 +230,7 @@ class ImageCosts:
     shallow_solo_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
     shallow_row_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
     vae_tiny_s: StrictFloat = 0.0
+    upscale_megapixel_s: StrictFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +269,8 @@ class ImageCard(_Card):
     those of `contract.prompts` that the model reads; None in cards of older workers. `plans` are request fields by the
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
-    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` as in the offer.
+    numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
+    offer, and so are `upscalers`.
     """
 
     modality: Literal["image"] = "image"
@@ -287,6 +291,7 @@ class ImageCard(_Card):
     prompt_fields: tuple[StrictStr, ...] | None = None
     inpaint_only: StrictBool = False
     size_range: SizeRange | None = None
+    upscalers: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:
@@ -306,6 +311,7 @@ class ImageCard(_Card):
             prompt_fields=self.prompt_fields,
             inpaint_only=self.inpaint_only,
             size_range=self.size_range,
+            upscalers=self.upscalers,
             **limits,
         )
 

@@ -25,9 +25,10 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
 
 
 def _vae_s(card: ImageCard, job: ImageJob) -> float:
-    """Seconds of an image's decoding; by a tiny decoder without an announced cost as by the VAE."""
+    """Seconds of an image's decoding and upscaling; by a tiny decoder without an announced cost as by the VAE."""
     tiny = job.picture.vae == TINY and card.costs.vae_tiny_s
-    return card.costs.vae_tiny_s if tiny else card.costs.vae_s
+    enlarged = 0 if job.picture.upscale is None else math.prod(job.size) * 1e-6 * card.costs.upscale_megapixel_s
+    return enlarged + (card.costs.vae_tiny_s if tiny else card.costs.vae_s)
 
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:

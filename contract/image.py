@@ -14,19 +14,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from contract import plan, prompts, students, tuned
-from contract.bounds import (
-    MAX_SEED,
-    check_flag,
-    check_number,
-    check_whole,
-    next_seed,
-)
+from contract.bounds import MAX_SEED, check_flag, check_number, check_whole, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.errors import Invalid
 from contract.image_fields import ImageFields
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
 from contract.prompts import Prompting
 from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
+from contract.upscale import Upscale, read_upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
@@ -59,6 +54,7 @@ class ImageParameters:
     `prompt_2` and `negative_prompt_2` are read by the second text encoder; None: the same text as by the first.
     `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
     the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
+    `upscale` enlarges the finished image.
     """
 
     prompt: str
@@ -85,8 +81,11 @@ class ImageParameters:
     prompt_2: str | None = None
     negative_prompt_2: str | None = None
     clip_skip: int | None = None
+    upscale: Upscale | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.upscale, Mapping):
+            object.__setattr__(self, "upscale", read_upscale(self.upscale))
         for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
@@ -143,7 +142,8 @@ class ImageParameters:
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae"):
+        told["upscale"] = None if self.upscale is None else self.upscale.model_dump(exclude_none=True)
+        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", "upscale"):
             if told[name] == _PICTURE[name].default:
                 del told[name]
         if self.edit is None:
@@ -170,6 +170,8 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)
     offer.check_vae(parameters.vae)
+    if parameters.upscale is not None:
+        parameters.upscale.check(offer.upscalers)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
     parameters.guidance.check(parameters.made)
@@ -236,6 +238,7 @@ class ImageJob:
         """As JSON. Default values are left out, except those that the first version wrote."""
         one = {name: getattr(self.picture, name) for name in _PICTURE}
         told = {name: value for name, value in one.items() if name in _ALWAYS or value != _PICTURE[name].default}
+        told |= {} if self.picture.upscale is None else {"upscale": self.picture.upscale.model_dump(exclude_none=True)}
         told["n"] = self.n
         if self.source is not None:
             told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}

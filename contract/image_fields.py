@@ -14,6 +14,7 @@ from contract.card import MAX_IMAGES, MAX_STEPS, Size
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
 from contract.schedule import ScheduleType
+from contract.upscale import Upscale
 
 MAX_MARGIN = 4096  # pixels
 
@@ -124,6 +125,9 @@ class ImageFields(BaseModel):
     lora: str | None = Field(
         default=None,
         description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
+    )
+    upscale: Upscale | None = Field(
+        default=None, description="the finished picture is enlarged, by one of the model's upscalers"
     )
     expand_prompt: bool | None = Field(
         default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"

@@ -70,6 +70,10 @@ class Settings(BaseSettings):
         default="",
         description="where name.safetensors of the textual inversions lies that prompts may name; empty: none may",
     )
+    upscalers_dir: str = Field(
+        default="",
+        description="where name.safetensors of the networks lies that may enlarge pictures; empty: none may",
+    )
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )

@@ -34,7 +34,7 @@ def infotext(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str
 
 
 def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    hashes = fingerprint.get("lora", {})
+    hashes, upscale = fingerprint.get("lora", {}), parameters.upscale
     pairs = {
         "Steps": parameters.steps,
         "Sampler": _SAMPLERS.get(sampler, sampler),
@@ -46,6 +46,8 @@ def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, 
         "Model": fingerprint.get("model"),
         "Denoising strength": None if parameters.edit is None else parameters.edit.strength,
         "Lora hashes": ", ".join(f"{name}: {digest[:12]}" for name, digest in hashes.items()),
+        "Postprocess upscale by": None if upscale is None else upscale.scale,
+        "Postprocess upscaler": None if upscale is None else upscale.model,
         "Version": " ".join(filter(None, ("Diptych", fingerprint.get("version")))),
     }
     return [(name, value) for name, value in pairs.items() if value not in (None, "")]

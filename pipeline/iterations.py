@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,13 @@ from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
 from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
-from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, VAE, VAE_TINY
+from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.picture import Picture
 from pipeline.request_state import ImageState, MemoryLedger, NarrowedState, gather, keep
+from pipeline.upscaling import Upscaling
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _ENCODE_BUCKET = 2  # of deterministic requests: the negative and the positive prompt
 
@@ -60,7 +64,7 @@ class IterationBuilder:
 
     def build(self, group: BatchGroup, requests: list[Request]) -> Iteration:
         """One iteration of the group's phase."""
-        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts}
+        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, UPSCALE: self.upscale_tile}
         builders |= dict.fromkeys(DECODES.values(), self.decode_latents)
         return builders.get(group.phase, self.denoise_step)(group, requests)
 
@@ -190,13 +194,33 @@ class IterationBuilder:
             for request, pixels, finite in zip(requests, *made, strict=True):
                 work: ImageState = request.work
                 if finite:
-                    done = (work.table.steps, work.table.steps)
-                    outcomes[request.id] = Outcome(progress=done, result=self._picture(request, pixels), finished=True)
+                    outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
                     error = Invalid("lora", f"with it {nan}") if work.uses else FloatingPointError(nan)
                     outcomes[request.id] = Outcome(error=error)
             return outcomes
+
+        return Iteration(compute, commit)
+
+    def upscale_tile(self, group: BatchGroup, requests: list[Request]) -> Iteration:
+        """The next tile of an enlarged image; one request at a time."""
+        (request,) = requests
+        work: ImageState = request.work
+
+        upscaling, wanted = work.upscaling, request.parameters
+        assert upscaling is not None and wanted.upscale is not None
+        size = wanted.upscale.size(wanted.width, wanted.height, upscaling.upscaler.factor)
+
+        def compute() -> Image | None:
+            with self._run_ahead.iteration(math.inf, self._observer(group, 1, False)):
+                upscaling.compute()
+            return upscaling.image(size) if upscaling.left == 1 else None
+
+        def commit(made: Image | None) -> dict[str, Outcome]:
+            upscaling.done += 1
+            result = None if made is None else self._picture(request, made)
+            return {request.id: Outcome(result=result, finished=made is not None)}
 
         return Iteration(compute, commit)
 
@@ -240,9 +264,21 @@ class IterationBuilder:
             self._previews = vae.LinearPreview(self._model, self._main.phases[VAE])
         return self._previews(moved.x0)
 
-    def _picture(self, request: Request, pixels: torch.Tensor) -> Picture:
-        from PIL import Image
+    def _decoded(self, request: Request, pixels: torch.Tensor) -> Outcome:
+        """The end of a request with these pixels [H, W, 3], or the beginning of its upscaling."""
+        from PIL.Image import fromarray
 
+        work: ImageState = request.work
+        done = (work.table.steps, work.table.steps)
+        if work.upscaler is None:
+            return Outcome(progress=done, result=self._picture(request, fromarray(pixels.numpy())), finished=True)
+        device = self._model.device
+        dtype = torch.float32 if device.type == "cpu" else self._model.dtype
+        work.upscaling = Upscaling(work.upscaler, pixels, device, dtype)
+        request.phase = UPSCALE
+        return Outcome(progress=done)
+
+    def _picture(self, request: Request, image: Image) -> Picture:
         work: ImageState = request.work
         backend = self._backends[work.backend]
         bucket = backend.widths.deterministic_rows if work.mode and not backend.batch_invariant else None
@@ -258,5 +294,6 @@ class IterationBuilder:
             printed["tiles"] = side
         if self.fixed_latent is not None:
             printed["latent"] = self.fixed_latent[1]
-        image = Image.fromarray(edit.finish(request.parameters, pixels).numpy())
+        if work.upscaler is not None:
+            printed["upscaler"] = {work.upscaler.name: work.upscaler.digest}
         return Picture(image, request.parameters, printed, tuple(work.warnings), work.sampler)

@@ -26,6 +26,7 @@ ENCODE, DEEP, VAE = "encode", "deep", "vae"
 VAE_TINY = "vae-tiny"  # decodes in place of `VAE`, where a model has a tiny decoder and the request asks for it
 DECODES = {FULL: VAE, TINY: VAE_TINY}  # by what a request calls the decoder
 IMAGE = "image"  # encodes an edit's source image
+UPSCALE = "upscale"  # enlarges a tile of a finished image
 SHALLOW = {BLOCK: "shallow", RESNET: "shallow-resnet"}  # by depth
 STEPS = (DEEP, *SHALLOW.values())  # the phases that take a request one step further
 VAE_ROWS = 4  # decoding gains nothing from width, and a wide batch delays everyone

@@ -22,6 +22,7 @@ from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
 from pipeline.phases import DECODES, DEEP, SHALLOW
+from pipeline.upscaling import Upscaler, UpscalerFolder, Upscaling
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,8 @@ class ImageState:
     warnings: list[str] = field(default_factory=list)
     taken: AdapterLease | None = None  # its LoRAs
     uses: tuple[ScaledAdapter, ...] = ()  # the same, once its prompts are encoded
+    upscaler: Upscaler | None = None  # of its finished image
+    upscaling: Upscaling | None = None  # its tiles, once it is finished
 
     @property
     def step(self) -> int:
@@ -97,6 +100,7 @@ class MemoryLedger:
         max_requests: int,
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
+        upscalers: UpscalerFolder | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
@@ -106,6 +110,7 @@ class MemoryLedger:
         self._backends = backends
         self._row_bytes = cache(self._bytes_of_conditioning)
         self._adapters = adapters
+        self._upscalers = upscalers
 
     def check(self, wanted: ImageParameters, chunks: int = 1) -> None:
         """Raise `Invalid` for a request that could never fit."""
@@ -152,7 +157,8 @@ class MemoryLedger:
             self._adapters.give(taken)
 
     def size_bytes(self, wanted: ImageParameters, chunks: int = 1) -> int:
-        """Its size at most: latents, and each row's conditioning, with so many chunks of text, and features.
+        """Its size at most: latents, its enlarged image, and each row's conditioning, with so many chunks of text, and
+        features.
 
         Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
         """
@@ -161,7 +167,8 @@ class MemoryLedger:
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         rows = self._rows(wanted)
         narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1]
-        return latents + (rows + narrows) * self._bytes_of_row(wanted, chunks)
+        enlarged = 0 if self._upscalers is None else self._upscalers.size_bytes(wanted)
+        return latents + enlarged + (rows + narrows) * self._bytes_of_row(wanted, chunks)
 
     def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))
@@ -207,10 +214,13 @@ class MemoryLedger:
         warnings = students.warnings(
             self._model.defaults, self._model.samplers, wanted.lora, wanted.made, wanted.guidance_scale
         )
-        return ImageState(
+        state = ImageState(
             slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
             generator, plan, depth, prompts, scheduler, decode, features, taken=taken, warnings=warnings,
         )  # fmt: skip
+        if wanted.upscale is not None and self._upscalers is not None:
+            state.upscaler = self._upscalers.find(wanted.upscale.model)
+        return state
 
 
 class NarrowedState(NamedTuple):

@@ -22,12 +22,14 @@ from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.conditioning import AdaptedConditioner, Conditioner
 from pipeline.encode import Encoder
 from pipeline.fingerprint import code_digest
+from pipeline.folder import ModelError
 from pipeline.iterations import IterationBuilder
-from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, VAE_ROWS, fixed_rows
+from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import ImageState, MemoryLedger
 from pipeline.sizes import size_range
 from pipeline.textual_inversion import EmbeddingFolder
+from pipeline.upscaling import UpscalerFolder
 
 _ENCODE_ROWS = 32
 
@@ -42,6 +44,7 @@ class ImageRunner:
         backend: ImageBackend,
         loras: LoraBackend | LoraPrompts | None = None,
         embeddings: EmbeddingFolder | None = None,
+        upscalers: UpscalerFolder | None = None,
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
@@ -49,14 +52,15 @@ class ImageRunner:
         memory_bytes: int | None = None,
     ) -> None:
         """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
-        without it they are rejected. `embeddings` are the textual
-        inversions that prompts may name. `max_requests` limits admitted requests, and `memory_bytes` what they hold
+        without it they are rejected. `embeddings` are the textual inversions that prompts may name, `upscalers` the
+        networks that may enlarge images. `max_requests` limits admitted requests, and `memory_bytes` what they hold
         together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
         self.adapters = None if loras is None else loras.adapters
         self.embeddings = embeddings
+        self.upscalers = upscalers
         self.patience_s = patience_s
         self.sizes = model.sizes
         self.schedulers = model.samplers
@@ -73,7 +77,7 @@ class ImageRunner:
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
-        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters)
+        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters, upscalers)
         self._builder = IterationBuilder(self._backends, conditioners, self.holdings)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -102,8 +106,18 @@ class ImageRunner:
         prompts = self._conditioner.read(wanted)
         if wanted.lora:
             check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
+        if wanted.upscale is not None:
+            self._check_upscaler(wanted)
         self.holdings.check(wanted, prompts.chunks)
         request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
+
+    def _check_upscaler(self, wanted: ImageParameters) -> None:
+        if self.upscalers is None:
+            raise Invalid("upscale", "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)")
+        try:
+            self.upscalers.check(wanted)
+        except ModelError as error:
+            raise Invalid("upscale", str(error)) from error
 
     def admit(self, request: Request) -> bool:
         name = request.parameters.scheduler or self.default_scheduler
@@ -142,17 +156,19 @@ class ImageRunner:
         return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks)
 
     def rows(self, request: Request) -> int:
-        if request.phase in (*DECODES.values(), IMAGE):
+        if request.phase in (*DECODES.values(), IMAGE, UPSCALE):
             return 1
         work: ImageState = request.work
         return work.most_rows if request.phase == ENCODE else work.rows
 
     def iterations(self, request: Request) -> int:
+        if request.phase == UPSCALE:
+            return int(request.work.upscaling.left)
         return request.work.trajectory.left if request.phase in STEPS else 1
 
     def left_s(self, request: Request, rows: int) -> float:
         if request.phase not in STEPS:
-            return self.cost(self.group(request), rows)
+            return self.iterations(request) * self.cost(self.group(request), rows)
         work: ImageState = request.work
         others = rows - work.rows
         left = Counter((work.phase(step), work.widths[step]) for step in range(work.step, len(work.plan)))
@@ -161,7 +177,9 @@ class ImageRunner:
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work
         if request.phase in DECODES.values():
-            return None
+            return self._group(request, UPSCALE) if work.upscaler is not None else None
+        if request.phase == UPSCALE:
+            return self.group(request) if self.iterations(request) > 1 else None
         if request.phase == IMAGE:
             return self._group(request, ENCODE)
         return self._group(request, work.phase(work.step + (request.phase in STEPS)))
@@ -171,7 +189,7 @@ class ImageRunner:
         phase, widths = group.phase, self._backends[group.backend].widths
         if phase == ENCODE:
             return _ENCODE_ROWS
-        if phase == IMAGE:
+        if phase in (IMAGE, UPSCALE):
             return 1  # alone: on torch the last bits of a row depend on the batch size
         if group.mode:
             return fixed_rows(phase, widths.deterministic_rows)
@@ -188,7 +206,7 @@ class ImageRunner:
     def cost(self, group: Hashable, rows: int) -> float:
         assert isinstance(group, BatchGroup)
         backend = self._backends[group.backend]
-        if group.phase in (ENCODE, IMAGE):  # several parts, without an executable of their own
+        if group.phase in (ENCODE, IMAGE, UPSCALE):  # several parts, without an executable of their own
             return backend.costs.curve(group.phase, group.size, False)(rows)
         return backend.plan(group, rows).seconds
 

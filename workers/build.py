@@ -27,6 +27,7 @@ from pipeline.folder import ModelError
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
 from pipeline.textual_inversion import EmbeddingFolder
+from pipeline.upscaling import UpscalerFolder
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
@@ -325,6 +326,7 @@ def build(
         backend,
         _loras(settings, model, backend),
         _embeddings(settings, model),
+        UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None,
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,

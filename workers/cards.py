@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
-from pipeline.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE_ROWS
+from pipeline.phases import DECODES, DEEP, ENCODE, SHALLOW, UPSCALE, VAE_ROWS
 from pipeline.runner import ImageRunner
+from pipeline.upscaling import corners
 
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
@@ -61,6 +63,7 @@ def image_card(
             encode_s=encode_s,
             vae_s=decode_s[FULL],
             vae_tiny_s=decode_s.get(TINY, 0.0),
+            upscale_megapixel_s=_upscaling(runner),
             solo_step_s=solo_s,
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
@@ -70,11 +73,16 @@ def image_card(
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
-        loras=() if runner.adapters is None else tuple(runner.adapters.names()),
-        embeddings=() if runner.embeddings is None else tuple(runner.embeddings.names()),
+        **_files(runner),
         prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
+
+
+def _files(runner: ImageRunner) -> dict[str, Any]:
+    """The names of files that requests may use, by the card's field."""
+    folders = {"loras": runner.adapters, "embeddings": runner.embeddings, "upscalers": runner.upscalers}
+    return {name: () if folder is None else tuple(folder.names()) for name, folder in folders.items()}
 
 
 def _steps(
@@ -84,6 +92,17 @@ def _steps(
     groups = {_named(size): BatchGroup(phase, size) for size in sizes}
     solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
     return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}
+
+
+def _upscaling(runner: ImageRunner) -> float:
+    """Seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
+    measured = runner.backend.costs.measured().items()
+    tiles = {size: seconds[1] for (phase, size, _), seconds in measured if phase == UPSCALE and 1 in seconds}
+    device = runner.model.device
+    return max(
+        (1e6 * s * len(corners(width, height, device)) / (width * height) for (width, height), s in tiles.items()),
+        default=0.0,
+    )
 
 
 def _named(size: tuple[int, int]) -> str:

@@ -16,6 +16,7 @@ from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageO
 from contract.errors import Invalid
 from contract.image import Edit, ImageJob, ImageParameters, Source, check, image_job
 from contract.image_fields import EditFields, ImageFields
+from contract.upscale import Upscale
 from pipeline.sizes import sizes
 
 SIZES = sizes(64, 16)
@@ -157,6 +158,7 @@ CHANGED: dict[str, Any] = {
     "scheduler": "lcm", "deterministic": True, "preview_every": 2, "prompt_weighting": True, "lora": "ink:0.5",
     "guidance_interval": (0.25, 0.75), "schedule_type": "karras", "timesteps": (999, 500, 1), "sigmas": (2.5, 0.5, 0),
     "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2), "prompt_2": "a moor", "negative_prompt_2": "fog", "clip_skip": 1,
+    "upscale": Upscale(model="x4", scale=2.5),
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,

@@ -35,6 +35,7 @@ from pipeline.families.family import TinyVae
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 from pipeline.tiny import SDXLShape
+from pipeline.upscaling import UpscalerFolder
 
 SHAPES = {
     "plain": SDXLShape(),
@@ -149,6 +150,7 @@ class Watching(ImageRunner):
         lane: Lane | None = None,
         max_requests: int = 32,
         memory_bytes: int | None = None,
+        upscalers: UpscalerFolder | None = None,
         **options: Any,
     ) -> None:
         """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads.
@@ -164,7 +166,9 @@ class Watching(ImageRunner):
             cache = AdapterCache(loras, model, lora_bytes, backend.pack_adapter if backend.packs else None)
             packs = backend.packs
             made = LoraPrompts(backend.model, cache) if packs else LoraBackend(model, cache, backend.widths)
-        super().__init__(backend, made, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes)
+        super().__init__(
+            backend, made, upscalers=upscalers, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes
+        )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 
     def cost(self, group: Hashable, rows: int) -> float:

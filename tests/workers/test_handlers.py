@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from contract.card import MAX_IMAGES, ImageCosts, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
 from contract.plan import AUTO, DEPTHS, DeepCache
+from contract.upscale import Upscale
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
@@ -30,6 +32,7 @@ from pipeline.load import load
 from pipeline.phases import SHALLOW
 from pipeline.tiny import TINY
 from tests.core.tape import Tape
+from tests.pipeline import upscalers
 from tests.pipeline.worlds import Crank, Watching
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
@@ -138,6 +141,7 @@ def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
     assert (32, 32) in card.sizes
     assert set(card.sizes) == set(runner.sizes)
     assert card.size_range == runner.model.size_range and read_card(to_data(card)) == card
+    assert card.upscalers == ()
     assert card.default_scheduler in card.schedulers
     assert card.defaults == runner.model.family.defaults
     assert card.limits.max_images == MAX_IMAGES
@@ -216,3 +220,18 @@ def test_the_api_counts_the_steps_that_are_run(more: dict[str, Any]) -> None:
     costs = ImageCosts(row_step_s={"32x32": 1.0}, shallow_row_step_s=each)
     card = dataclasses.replace(made.card(), costs=costs)
     assert work_s(card, ImageJob.read(parameters)) == pytest.approx(2 * (counts["deep"] + shallow / 1000))
+
+
+def test_the_card_tells_what_enlarges_and_what_that_costs(tmp_path: Path) -> None:
+    upscalers.write(tmp_path, "x4")
+    settings = Settings(
+        model=TINY, compile=False, kernels=False, threads=1, data_dir=tmp_path, upscalers_dir=str(tmp_path)
+    )
+    with build(settings) as works:
+        card = image_card(works.images)
+        assert card.upscalers == ("x4",) and card.costs.upscale_megapixel_s == 0.0
+        wanted = ImageParameters("a hat", 1, 32, 32, steps=1, upscale=Upscale(model="x4"))
+        for _ in range(3):
+            assert works.engine.submit(Request("it", "image", wanted)).result(60).image.size == (128, 128)
+        card = image_card(works.images)
+        assert card.costs.upscale_megapixel_s > 0.0 and read_card(to_data(card)) == card

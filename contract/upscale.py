@@ -1,0 +1,58 @@
+"""Upscaling of a finished image: the field of a request, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contract.errors import Invalid
+from contract.loras import is_name
+
+FIELD = "upscale"
+MAX_SCALE = 8  # times width and height
+MAX_PIXELS = 2**25  # of what a network makes
+
+
+class Upscale(BaseModel):
+    """Which network enlarges the finished image, and how much.
+
+    An image is enlarged by the network's own factor, and then reduced where `scale` is less.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Upscale")
+
+    model: str = Field(description="of the model's upscalers")
+    scale: float | None = Field(
+        default=None, ge=1, le=MAX_SCALE, allow_inf_nan=False,
+        description="times width and height, at most the network's own factor, the default",
+    )  # fmt: skip
+
+    def size(self, width: int, height: int, factor: int) -> tuple[int, int]:
+        """Width and height of the enlarged image, by a network of this factor."""
+        scale = factor if self.scale is None else self.scale
+        return max(1, round(width * scale)), max(1, round(height * scale))
+
+    def check(self, offered: Collection[str] | None) -> None:
+        """Raise `Invalid` for a network that is not offered; None: only the syntax is checked."""
+        if not is_name(self.model):
+            raise Invalid(f"{FIELD}.model", "must be a name: letters, digits, _, . and -")
+        if offered is not None and self.model not in offered:
+            known = f"there is no {self.model}; GET /v1/models lists those there are" if offered else "it has none"
+            raise Invalid(f"{FIELD}.model", f"is not offered by this model: {known}")
+
+    def check_factor(self, width: int, height: int, factor: int) -> None:
+        """Raise `Invalid` for a scale beyond the network's factor, and for an image that would become too large."""
+        if self.scale is not None and self.scale > factor:
+            raise Invalid(f"{FIELD}.scale", f"must be at most {factor}, the factor of {self.model}")
+        if width * height * factor**2 > MAX_PIXELS:
+            raise Invalid(FIELD, f"{factor} times {width}x{height} is more than {MAX_PIXELS} pixels")
+
+
+def read_upscale(told: Mapping[str, Any]) -> Upscale:
+    """Parse a record's. Raises `Invalid`."""
+    try:
+        return Upscale(**told)
+    except (ValidationError, TypeError):
+        raise Invalid(FIELD, "has another form") from None

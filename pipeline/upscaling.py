@@ -1,0 +1,160 @@
+"""Upscaling of finished images, tile by tile: networks from the files of one folder, and a request's tiles."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from contract.loras import is_name
+from pipeline import esrgan
+from pipeline.esrgan import RRDBNet
+from pipeline.folder import ModelError
+from pipeline.vae import to_host
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from contract.image import ImageParameters
+
+_SUFFIX = ".safetensors"
+_PICKLES = (".pth", ".pt", ".ckpt", ".bin")
+_MAX_FILE_BYTES = 2**30
+_KEPT = 4  # networks in memory
+_TILES = {"cpu": 128}  # the side of a tile in pixels: one is an iteration, and others wait for it
+_TILE = 512
+_MARGIN = 16  # pixels around a tile that the network sees too
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Upscaler:
+    """A file's network. `digest` is the file's SHA-256."""
+
+    name: str
+    digest: str
+    network: RRDBNet
+
+    @property
+    def factor(self) -> int:
+        return self.network.shape.factor
+
+
+class UpscalerFolder:
+    """The networks `NAME.safetensors` of one folder, read when a request first names them. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser()
+        self._files: OrderedDict[str, tuple[tuple[int, ...], Upscaler]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """The names that requests may use now."""
+        try:
+            found = [path for path in self.folder.iterdir() if path.suffix == _SUFFIX]
+        except OSError:
+            return []
+        return sorted(path.stem for path in found if is_name(path.stem))
+
+    def find(self, name: str) -> Upscaler:
+        """The file's current content. Raises `ModelError`, naming the upscaler."""
+        path = self.folder / f"{name}{_SUFFIX}"
+        try:
+            about = path.stat()
+        except OSError:
+            kind = next((suffix for suffix in _PICKLES if path.with_name(name + suffix).exists()), None)
+            if kind is not None:
+                why = f"{name}{kind} is a pickle, which could run code; convert it to safetensors"
+                raise ModelError(f"upscaler {name}: {why}") from None
+            raise ModelError(f"upscaler {name}: there is no {path.name} in the folder of upscalers") from None
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE_BYTES:
+            raise ModelError(f"upscaler {name}: {path.name} is no file of at most {_MAX_FILE_BYTES // 2**20} MiB")
+        stamp = (about.st_ino, about.st_size, about.st_mtime_ns)
+        with self._lock:
+            known = self._files.get(name)
+            if known is None or known[0] != stamp:
+                known = self._files[name] = stamp, _read(name, path)
+            self._files.move_to_end(name)
+            while len(self._files) > _KEPT:
+                self._files.popitem(last=False)
+        return known[1]
+
+    def check(self, wanted: ImageParameters) -> None:
+        """Raise `ModelError` for a request whose network is missing or no network, and `Invalid` for its scale."""
+        if wanted.upscale is not None:
+            wanted.upscale.check_factor(wanted.width, wanted.height, self.find(wanted.upscale.model).factor)
+
+    def size_bytes(self, wanted: ImageParameters) -> int:
+        """Of the enlarged image of a request."""
+        if wanted.upscale is None:
+            return 0
+        return 3 * wanted.width * wanted.height * self.find(wanted.upscale.model).factor ** 2
+
+
+def _read(name: str, path: Path) -> Upscaler:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"upscaler {name}: cannot be read ({error.strerror})") from error
+    return Upscaler(name, hashlib.sha256(data).hexdigest(), esrgan.read(name, data))
+
+
+def corners(width: int, height: int, device: torch.device) -> list[tuple[int, int]]:
+    """The upper left corner of each tile of a picture, (y, x)."""
+    side = _side(device)
+    return [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
+
+
+def _side(device: torch.device) -> int:
+    return _TILES.get(device.type, _TILE)
+
+
+@dataclass(slots=True, eq=False)
+class Upscaling:
+    """One image that is being enlarged: `done` of its `tiles` are in `canvas`."""
+
+    upscaler: Upscaler
+    pixels: Tensor  # uint8 [H, W, 3], on the CPU
+    device: torch.device
+    dtype: torch.dtype
+    done: int = 0
+    canvas: Tensor = field(init=False)  # uint8 [factor · H, factor · W, 3], on the CPU
+
+    def __post_init__(self) -> None:
+        factor, (height, width, _) = self.upscaler.factor, self.pixels.shape
+        self.canvas = torch.empty(height * factor, width * factor, 3, dtype=torch.uint8)
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        height, width, _ = self.pixels.shape
+        return corners(width, height, self.device)
+
+    @property
+    def left(self) -> int:
+        return len(self.tiles) - self.done
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """Write the next tile onto the canvas; to be repeated until `done` is raised."""
+        (top, left), side, factor = self.tiles[self.done], _side(self.device), self.upscaler.factor
+        above, before = max(0, top - _MARGIN), max(0, left - _MARGIN)
+        seen = self.pixels[above : top + side + _MARGIN, before : left + side + _MARGIN]
+        x = seen.permute(2, 0, 1)[None].to(self.device, self.dtype) / 255
+        made = self.upscaler.network.to(self.device, self.dtype)(x)[0].float()
+        levels = to_host(made.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0))
+        top, left, above, before = (factor * at for at in (top, left, above, before))
+        target = self.canvas[top : top + factor * side, left : left + factor * side]
+        target.copy_(levels[top - above :, left - before :][: target.shape[0], : target.shape[1]])
+
+    def image(self, size: tuple[int, int]) -> Image:
+        """The whole picture, reduced to (width, height) with the Lanczos filter where that is less."""
+        from PIL import Image
+
+        made = Image.fromarray(self.canvas.numpy())
+        return made if made.size == size else made.resize(size, Image.Resampling.LANCZOS)
