@@ -185,7 +185,8 @@ class AdapterCache:
             data = path.read_bytes()
         except OSError as error:
             raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
-        factors = lora_file.read(name, data, self._model.parts, self._model.family.adapters)
+        most = self.capacity_bytes // self._model.dtype.itemsize
+        factors = lora_file.read(name, data, self._model.parts, self._model.family.adapters, most)
         return hashlib.sha256(data).hexdigest(), self._content(name, factors)
 
     def _content(self, name: str, factors: Factors) -> _Content:

@@ -17,39 +17,54 @@ from torch import Tensor, nn
 
 from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
+from pipeline import lycoris
 from pipeline.families.family import Adapters
-from pipeline.folder import ModelError, first_line
+from pipeline.folder import ModelError
 
 _KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
-_UNKNOWN = {  # keys of adapter types that are not a product of two matrices
+# Parts of keys, to which a dot is added, of adapters that are no product of two matrices beside a layer's weight.
+_UNKNOWN = {
     "dora_scale": "DoRA",
     "lora_magnitude_vector": "DoRA",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "lora_mid": "LoCon in three factors",
     "lora_embedding_": "a LoRA of embeddings",
+    "bundle_emb.": "a textual inversion inside of a LoRA (files of these go into DIPTYCH_EMBEDDINGS_DIR)",
+    ".oft_": "OFT",
+    "boft_": "BOFT",
+    ".on_input.": "IA3",
+    ".a1.weight.": "GLoRA",
+    ".b1.weight.": "GLoRA",
+    "vera_lambda": "VeRA",
+    ".w_norm.": "a trained norm",
+    ".b_norm.": "a trained norm",
+    ".diff_b.": "a difference of biases",
+    ".diff.": "a difference of whole weights",
+    ".lora_B.bias.": "a LoRA with biases",
+    ".reshape_weight.": "a LoRA that changes a layer's shape",
 }
-
 
 Factors = Mapping[tuple[str, str], LowRank]
 """By part and by the layer's name in it."""
 
 
-def read(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters) -> dict[tuple[str, str], LowRank]:
+def read(
+    name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int = 2**40
+) -> dict[tuple[str, str], LowRank]:
     """The factors of the LoRA `name` for these parts, in the file's own precision.
 
-    `parts` has at least those of `adapters`. Computes nothing, so that it may run on any thread. Raises
-    `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit these parts.
+    `parts` has at least those of `adapters`. May run on any thread. LyCORIS's kinds become pairs of at most `most`
+    elements. Raises `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit
+    these parts.
     """
     try:
         state, config = _read(data)
+        state = lycoris.as_pairs(state, most)
         state, alphas = adapters.to_diffusers(state, parts)
         factors = dict(_factors(state, alphas, config, parts, adapters))
         if not factors:
             raise ValueError(f"nothing in it is for {adapters.models}")
     except Exception as error:  # of several libraries: it does not fit
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ModelError(f"lora {name}: does not fit ({kind}{first_line(error)[:300]})") from error
+        raise ModelError(f"lora {name}: does not fit ({kind}{' '.join(str(error).split())[:300]})") from error
     return factors
 
 
@@ -95,8 +110,8 @@ def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = load(data)
     for key in state:
         for mark, kind in _UNKNOWN.items():
-            if mark in key:
-                raise ValueError(f"it is {kind}, which is not supported")
+            if mark in f"{key}.":
+                raise ValueError(f"{_shown(key)} is {kind}, which is not supported")
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     config = (head.get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
     return state, json.loads(config) if config else {}
@@ -158,10 +173,12 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
         sizes = (rank, module.in_channels, *module.kernel_size), (module.out_channels, rank, 1, 1)
     else:
         raise ValueError(f"{name} is a {type(module).__name__}, which takes none")
+    if isinstance(module, nn.Conv2d | ScaledConv2d) and down.dim() == 2 and down.shape[1] == math.prod(sizes[0][1:]):
+        down = down.reshape(sizes[0])  # LyCORIS's convolutions as matrices
     for given, wanted in zip((down, up), sizes, strict=True):
         # Trailing dimensions of one make no difference: a linear layer is a 1×1 convolution.
         if not rank or _bare(given.shape) != _bare(wanted):
-            raise ValueError(f"{name} has {[*given.shape]}, and this model needs {[*wanted]}")
+            raise ValueError(f"{_shown(name)} has {[*given.shape]}, and this model needs {[*wanted]}")
     return down.reshape(sizes[0]), up.reshape(sizes[1])
 
 

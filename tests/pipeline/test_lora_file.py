@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Edit, str]] = {
     "LoHa": (lambda t: t.update({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}), "LoHa"),
     "LoKr": (lambda t: t.update({"lora_unet_x.lokr_w1": torch.ones(2, 2)}), "LoKr"),
     "three factors": (lambda t: t.update({"lora_unet_x.lora_mid.weight": torch.ones(2, 2)}), "LoCon"),
-    "a bias": (lambda t: t.update({f"{Q}.lora_B.bias": torch.ones(32)}), "nothing that is known"),
+    "a bias": (lambda t: t.update({f"{Q}.lora_B.bias": torch.ones(32)}), "a LoRA with biases"),
     "half a pair": (lambda t: t.pop(f"{Q}.lora_B.weight"), "one of its two matrices"),
     "another layer": (
         lambda t: t.update({"unet.up.lora_A.weight": torch.ones(2, 2), "unet.up.lora_B.weight": torch.ones(2, 2)}),

@@ -10,7 +10,7 @@ from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
 from pipeline.folder import ModelError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer", "text_encoder", "unet", "vae", "scheduler")}
 
@@ -20,14 +20,6 @@ class SD15Adapters(SDXLAdapters):
 
     parts: tuple[str, ...] = ("unet", "text_encoder")
     models = "a Stable Diffusion 1"
-
-    def to_diffusers(
-        self, state: dict[str, Tensor], parts: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
-
-        found, alphas = StableDiffusionLoraLoaderMixin.lora_state_dict(state, unet_config=parts["unet"].config)
-        return found, alphas or {}
 
 
 def check(name: str, loaded: Mapping[str, Any]) -> None:

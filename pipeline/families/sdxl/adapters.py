@@ -1,6 +1,4 @@
-"""LoRA files of SDXL, in the layouts that diffusers reads, by diffusers' own name tables: kohya's, Stability's,
-diffusers' old and new ones, peft's.
-"""
+"""LoRA files of SDXL: kohya's, Stability's and ComfyUI's layouts by `lora_names`, diffusers' old ones by its tables."""
 
 from __future__ import annotations
 
@@ -20,19 +18,17 @@ class SDXLAdapters:
     def to_diffusers(
         self, state: dict[str, Tensor], parts: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin
+        from pipeline.families.sdxl import lora_names
 
-        found, alphas = StableDiffusionXLLoraLoaderMixin.lora_state_dict(state, unet_config=parts["unet"].config)
-        return found, alphas or {}
+        return lora_names.to_peft(state, {part: parts[part] for part in self.parts})
 
     def to_peft(self, part: str, keys: Sequence[str]) -> dict[str, str]:
         from diffusers.utils import state_dict_utils as tables
 
-        own = {key: key for key in keys}
-        if any(".lora_A." in key for key in keys):
-            return own
+        old = {key: key for key in keys if ".lora_A." not in key and ".lora_B." not in key}
+        own = {key: key for key in keys if key not in old}
         if part == "unet":
-            return dict(tables.convert_unet_state_dict_to_peft(own))
+            return own | dict(tables.convert_unet_state_dict_to_peft(old))
         for table in (tables.DIFFUSERS_OLD_TO_PEFT, tables.DIFFUSERS_TO_PEFT):
-            own = tables.convert_state_dict(own, table)
-        return own
+            old = tables.convert_state_dict(old, table)
+        return own | old
