@@ -1,19 +1,28 @@
 """Evaluates `emoji-xl` on scenes: right subject, count, colour and place, of held-out families and of trained ones.
 
 Two judges: `evaluation.composition`, which matches sprites, and `emoji-clip`, which must prefer the caption to captions
-with one thing wrong. Run by `python -m training.judge_scenes`; writes `judge/scenes-NAME.json` and contact sheets.
+with one thing wrong. Writes `judge/scenes-NAME.json` and contact sheets. To judge what ships:
+
+    python -m training.judge_scenes --data DATA --work WORK --count 300 --write scenes.tsv
+    diptych evaluate --prompts scenes.tsv --precision int8 --out RUN
+    python -m training.judge_scenes --data DATA --work WORK --count 300 --drawn RUN
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from evaluation import bootstrap
-from evaluation.composition import Checker, Sprite, summary
+from evaluation.composition import Checker, Sprite, Verdict, summary
+from evaluation.run import EvaluationRun
 from training import pictures, sheet
 from training.judge_pictures import FeatureExtractor, PictureGenerator
 from training.render import Renderer, pack
@@ -21,44 +30,102 @@ from training.run import TrainingRun, from_options, parser
 from training.scenes import HELD_SHARES, Composer, Prompt
 from training.stream import World
 
+Draw = Callable[[str, list[Prompt]], torch.Tensor]
+"""Pictures [N, 3, H, W] in 0..1 of a group's name and its prompts."""
+
 _FOILS = 8  # captions with one thing wrong for each prompt
 
 
-def judge(run: TrainingRun, count: int, steps: int, guidance: float, model: str = "emoji-xl") -> dict[str, Any]:
-    """Figures, by kind of family and by whether training saw it; `count` prompts of each.
+def groups(run: TrainingRun, composer: Composer, count: int) -> dict[str, list[Prompt]]:
+    """`count` prompts of each kind of family, held out and trained on, by the groups' names."""
+    return {
+        f"{kind}_{'seen' if seen else 'held_out'}": composer.prompts(kind, count, seen=seen, size=(run.size, run.size))
+        for kind in HELD_SHARES
+        for seen in (False, True)
+    }
 
-    Written after each kind, so that a judge that is ended early leaves what it has. Each figure
-    is (value, low, high). `drawn_by_renderer` are the same checks of true scenes: the checker's own errors.
+
+def write_prompts(run: TrainingRun, count: int, path: Path) -> None:
+    """All groups' captions as a table that `diptych evaluate --prompts` reads; ids are NAME-NUMBER."""
+    lines = ["id\tcaption"]
+    for name, prompts in groups(run, World.read(run).composer, count).items():
+        lines += [f"{name}-{number}\t{prompt.caption}" for number, prompt in enumerate(prompts)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def judge(run: TrainingRun, count: int, draw: Draw, about: dict[str, Any], again: Draw | None = None) -> dict[str, Any]:
+    """Figures by group, of `count` prompts each; `about` says what was drawn how.
+
+    Written after each group, so that a judge that is ended early leaves what it has. Each figure
+    is (value, low, high). `drawn_by_renderer` are the same checks of true scenes: the checker's own errors. `again`
+    draws the same prompts from other seeds: its pairs, both right, tell how much the pictures of one prompt differ.
     """
     world = World.read(run)
     composer = world.composer
     checker = checker_of(world, run.device)
-    painter = PictureGenerator(run, model, steps, guidance)
     renderer = Renderer(world.images, run.device)
     reader = FeatureExtractor(run) if (run.models / "emoji-clip" / "config.json").exists() else None
-    figures: dict[str, Any] = {"model": model, "steps": steps, "guidance": guidance, "prompts": count}
+    figures: dict[str, Any] = {**about, "prompts": count}
     folder = run.folder("judge")
-    for kind in HELD_SHARES:
-        for seen in (False, True):
-            prompts = composer.prompts(kind, count, seen=seen, size=(run.size, run.size))
-            made = ((painter.draw([prompt.caption for prompt in prompts]) + 1) / 2).clamp(0, 1)
-            true = ((renderer.draw(pack([prompt.scene for prompt in prompts])) + 1) / 2).cpu()
-            name = f"{kind}_{'seen' if seen else 'held_out'}"
-            figures[name] = _checked(checker, made, prompts)
-            figures[f"{name}_drawn_by_renderer"] = _checked(checker, true, prompts)
-            if reader is not None:
-                figures[name]["clip_prefers_caption"] = _preferred(reader, composer, made, prompts)
-                figures[f"{name}_drawn_by_renderer"]["clip_prefers_caption"] = _preferred(
-                    reader, composer, true, prompts
-                )
-            sheet.save(
-                folder / f"{model}-{name}.png",
-                pictures.to_images(made[:64] * 2 - 1),
-                [prompt.caption for prompt in prompts[:64]],
-            )
-            print(name, json.dumps(figures[name]), flush=True)
-            (folder / f"scenes-{model}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    for name, prompts in groups(run, composer, count).items():
+        made = draw(name, prompts)
+        true = ((renderer.draw(pack([prompt.scene for prompt in prompts])) + 1) / 2).cpu()
+        verdicts = _checked(checker, made, prompts)
+        figures[name] = summary(verdicts)
+        figures[f"{name}_drawn_by_renderer"] = summary(_checked(checker, true, prompts))
+        if reader is not None:
+            figures[name]["clip_prefers_caption"] = _preferred(reader, composer, made, prompts)
+            figures[f"{name}_drawn_by_renderer"]["clip_prefers_caption"] = _preferred(reader, composer, true, prompts)
+        if again is not None:
+            other = again(name, prompts)
+            right = [v.right and w.right for v, w in zip(verdicts, _checked(checker, other, prompts), strict=True)]
+            figures[name]["two_seeds"] = _difference(made, other, right)
+        sheet.save(
+            folder / f"{about['name']}-{name}.png",
+            pictures.to_images(made[:64] * 2 - 1),
+            [prompt.caption for prompt in prompts[:64]],
+        )
+        print(name, json.dumps(figures[name]), flush=True)
+        (folder / f"scenes-{about['name']}.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return figures
+
+
+def drawn_by_run(folder: Path) -> Draw:
+    """Takes the pictures from a finished run of `diptych evaluate` on the table of `write_prompts`."""
+    found = EvaluationRun.read(folder)
+    files = {caption.id: file for caption, file in zip(found.captions, found.files(), strict=True)}
+
+    def draw(name: str, prompts: list[Prompt]) -> torch.Tensor:
+        made = []
+        for number in range(len(prompts)):
+            with Image.open(files[f"{name}-{number}"]) as image:
+                made.append(torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1) / 255)
+        return torch.stack(made)
+
+    return draw
+
+
+def drawn_by_pipeline(run: TrainingRun, model: str, steps: int, guidance: float) -> Draw:
+    """Draws with the stock pipeline over an exported folder."""
+    painter = PictureGenerator(run, model, steps, guidance)
+
+    def draw(_: str, prompts: list[Prompt]) -> torch.Tensor:
+        return ((painter.draw([prompt.caption for prompt in prompts]) + 1) / 2).clamp(0, 1)
+
+    return draw
+
+
+def _difference(made: torch.Tensor, other: torch.Tensor, right: list[bool]) -> dict[str, Any]:
+    """How far the pictures of two seeds are from one another, PSNR in dB, where both are right."""
+    square = (made - other).square().mean(dim=(1, 2, 3)).clamp(min=1e-10)
+    chosen = (-10 * square.log10())[torch.tensor(right)]
+    if not len(chosen):
+        return {"pairs": 0}
+    return {
+        "pairs": len(chosen),
+        "psnr_db": float(chosen.mean()),
+        "share_under_30_db": bootstrap.share(int((chosen < 30).sum()), len(chosen)),
+    }
 
 
 def checker_of(world: World, device: torch.device | str = "cpu") -> Checker:
@@ -67,8 +134,8 @@ def checker_of(world: World, device: torch.device | str = "cpu") -> Checker:
     return Checker({one.noun: Sprite(world.images[one.row], bool(one.colours)) for one in subjects}, device)
 
 
-def _checked(checker: Checker, made: torch.Tensor, prompts: list[Prompt]) -> dict[str, Any]:
-    return summary([checker.check(picture, prompt.truth) for picture, prompt in zip(made, prompts, strict=True)])
+def _checked(checker: Checker, made: torch.Tensor, prompts: list[Prompt]) -> list[Verdict]:
+    return [checker.check(picture, prompt.truth) for picture, prompt in zip(made, prompts, strict=True)]
 
 
 def _preferred(
@@ -85,14 +152,25 @@ def _preferred(
 
 
 def main() -> None:
-    """`python -m training.judge_scenes [--count N] [--steps N] [--guidance G] [--model NAME]`."""
+    """`python -m training.judge_scenes [--count N] [--write FILE | --drawn RUN [--again RUN] | --model NAME]`."""
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
+    options.add_argument("--write", type=Path, metavar="FILE", help="write the prompts to this .tsv, and judge nothing")
+    options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
+    options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
+    options.add_argument("--model", default="emoji-xl", help="without --drawn: draw with this model's stock pipeline")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
-    options.add_argument("--model", default="emoji-xl")
     found = options.parse_args()
-    judge(from_options(found), found.count, found.steps, found.guidance, found.model)
+    run = from_options(found)
+    if found.write:
+        write_prompts(run, found.count, found.write)
+    elif found.drawn:
+        again = drawn_by_run(found.again) if found.again else None
+        judge(run, found.count, drawn_by_run(found.drawn), {"name": found.drawn.resolve().name}, again)
+    else:
+        about = {"name": found.model, "steps": found.steps, "guidance": found.guidance}
+        judge(run, found.count, drawn_by_pipeline(run, found.model, found.steps, found.guidance), about)
 
 
 if __name__ == "__main__":

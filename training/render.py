@@ -38,6 +38,11 @@ class PackedScenes:
         return PackedScenes(layers, backdrops, flags, times, self.size)
 
 
+def _sent(rows: Tensor, device: torch.device) -> Tensor:
+    """Row numbers on `device`. From memory that is not pinned they would wait for all that the device has queued."""
+    return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+
+
 def pack(scenes: list[Scene]) -> PackedScenes:
     """Raises `ValueError` where sizes differ."""
     size = scenes[0].size
@@ -74,7 +79,7 @@ class Renderer:
             given = scenes.to(self.device)
             canvas = _backdrops(given.backdrops, scenes.size)
             for place in range(int(count.max())):
-                rows = (count > place).nonzero()[:, 0].to(self.device)
+                rows = _sent((count > place).nonzero()[:, 0], self.device)
                 canvas[rows] = self._lay(canvas[rows], given.layers[rows, place], given.flags[rows, 0])
             return _enlarge(canvas, scenes.flags[:, 1]) * 2 - 1
 
@@ -138,7 +143,7 @@ def _backdrops(given: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _enlarge(canvas: Tensor, which: Tensor) -> Tensor:
     """Halves and doubles again those of [B, 3, H, W] that `which` [B], on the host, says."""
-    rows = which.nonzero()[:, 0].to(canvas.device)
+    rows = _sent(which.nonzero()[:, 0], canvas.device)
     if len(rows):
         canvas[rows] = F.interpolate(F.avg_pool2d(canvas[rows], 2), scale_factor=2.0, mode="bilinear")
     return canvas

@@ -108,7 +108,7 @@ class Batches:
         clean = latents.encode(self._run, self._codec, self._stream.draw(drawn)) * self._codec.config.scaling_factor
         silent = torch.rand(len(clean), 1, generator=generator, device=self._run.device) < DROP_TEXT
         ids = torch.where(silent, self._empty, drawn.ids)
-        told = drawn.scenes.time_ids.to(self._run.device)
+        told = drawn.scenes.time_ids.to(self._run.device, non_blocking=True)
         return ids, clean.repeat_interleave(self.repeats, 0), told.repeat_interleave(self.repeats, 0), drawn.scenes.size
 
 
