@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.uploads import Upload
 from contract.bounds import PRIORITY
-from contract.card import ImageCard, ModelCard, TextCard
+from contract.card import ImageCard, ModelCard, Size, TextCard
 from contract.estimates import solo_s, work_s
-from contract.image import ImageJob, image_job
+from contract.image import ImageJob
 from contract.image_fields import ImageFields
+from contract.image_job import image_job
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
+_DISTORTION = 0.1  # the most by which a side is stretched against the other, as a logarithm
 _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
     ImageCard: ("an image", "/v1/images/generations"),
     TextCard: ("a text", "/v1/chat/completions"),
 }
 
 
-def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = None) -> JobDraft:
-    """Build the job for these fields on this model, without an owner. The source image (`upload`) is not stored yet.
+def image_draft(
+    fields: ImageFields, card: ImageCard, upload: Upload | None = None, controls: Sequence[Upload] = ()
+) -> JobDraft:
+    """Build the job for these fields on this model, without an owner. The source image (`upload`) and the pictures of
+    its controls are not stored yet.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
@@ -30,7 +36,10 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
     if upload is not None and upload.margins is not None and fields.size is None and card.offer.offers(upload.size):
         fields = fields.model_copy(update={"size": "{}x{}".format(*upload.size)})
     with invalid_as_api_error():
-        job = image_job(fields, card.offer, size, masked=masked)
+        like = controls[0].size if controls else None
+        job = image_job(fields, card.offer, size, masked=masked, like=like)
+    for one in controls:
+        _check_shape(one, job.size)
     return JobDraft(
         id=new_id(),
         modality="image",
@@ -40,6 +49,14 @@ def image_draft(fields: ImageFields, card: ImageCard, upload: Upload | None = No
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
     )
+
+
+def _check_shape(control: Upload, size: Size) -> None:
+    """Raise `ApiError` (400) for a control's picture of another shape than the job's, which resizing would distort."""
+    (width, height), (w, h) = control.size, size
+    if abs(math.log(width * h / height / w)) > _DISTORTION:
+        words = f"is {width}x{height}, and the picture {w}x{h}: give one of that shape, or another size"
+        raise invalid_field(control.named, words, "mismatched_size")
 
 
 def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:

@@ -18,6 +18,7 @@ from api.errors import ApiError, invalid_field, job_error
 from api.images import generated
 from api.presentation import results
 from api.service import Service
+from api.uploads import FittedInputs
 from contract.card import ImageCard, TextCard
 from contract.image_fields import ImageFields
 from core.artifacts import ArtifactError
@@ -36,7 +37,7 @@ class BatchLineHandler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._fitting = threading.Lock()  # one at a time: each may need some 200 MiB
-        self._fitted: tuple[str, tuple[bytes, bytes | None]] | None = None  # of the last line checked
+        self._fitted: tuple[str, FittedInputs] | None = None  # of the last line checked
 
     def draft(self, batch: BatchRecord, number: int, line: BatchLine) -> JobDraft:
         """The job of a line; its id is derived from the line's, so that a line submitted twice is one job, and cannot
@@ -65,16 +66,17 @@ class BatchLineHandler:
         upload = None
         if isinstance(fields, schemas.EditBody):
             upload = references.fetch(self._service, batch.owner, fields)
-        draft = admission.image_draft(fields, card, upload)
+        controls = references.fetch_controls(self._service, batch.owner, fields)
+        draft = admission.image_draft(fields, card, upload, controls)
         if fields.priority is None:
             draft = replace(draft, priority=_PRIORITY)
-        if upload is None:
+        if upload is None and not controls:
             return draft
         with self._fitting:
             if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is retried
-                self._fitted = id, submission.fitted_to(upload, draft)
+                self._fitted = id, submission.fitted_to(upload, controls, draft)
             fitted = self._fitted[1]
-        return submission.store_inputs(self._service, draft, *fitted)
+        return submission.store_inputs(self._service, draft, fitted)
 
     def _card(self, name: str | None, kind: type[C]) -> C:
         now = self._service.cards.now

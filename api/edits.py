@@ -18,12 +18,21 @@ from api.forms import form
 from api.service import Given, Service
 from api.uploads import MAX_BYTES, Upload
 from contract.card import MAX_STEPS
+from contract.control import FIELD, MAX_CONTROLS
 from contract.image_fields import EditFields
 
 router = APIRouter(tags=["images"])
 
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
+_CONTROL = "control_image"
+_LISTS = ("image[]", f"{_CONTROL}[]")  # as clients send lists
+_JSON = {
+    "deepcache": "{",
+    "outpaint": "{",
+    "upscale": "{",
+    FIELD: "[",
+}  # fields that are JSON in a form too, and how that begins
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
 
@@ -38,39 +47,47 @@ _FILE = {"type": "string", "format": "binary"}
         form={
             "image": {**_FILE, "description": "PNG, JPEG or WebP"},
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
+            _CONTROL: {"type": "array", "items": _FILE, "description": "of the controls without an image, in order"},
         },
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
     """Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
-    fields, upload = await _read(request, service, caller)
+    fields, upload, controls = await _read(request, service, caller)
     id = submission.idempotency_id(request, caller)
-    job, _ = await submission.submit(service, request, caller, fields, id, upload)
+    job, _ = await submission.submit(service, request, caller, fields, id, upload, controls)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
-async def _read(request: Request, service: Service, caller: Caller) -> tuple[EditFields, Upload]:
-    """The request, as a form or as JSON, and its source image. Raises `ApiError`."""
+async def _read(
+    request: Request, service: Service, caller: Caller
+) -> tuple[EditFields, Upload, tuple[Upload, ...]]:  # fmt: skip
+    """The request, as a form or as JSON, its source image, and the pictures of its controls. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
-        return named, await references.read(service, caller, named)
-    max_bytes = len(_FILES) * MAX_BYTES + _ENVELOPE
+        read = await references.read(service, caller, named)
+        return named, read, await references.read_controls(service, caller, named)
+    max_bytes = (len(_FILES) + MAX_CONTROLS) * MAX_BYTES + _ENVELOPE
     async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
-        texts, files = await _parts(parts)
+        texts, files, controls = await _parts(parts)
     fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
         raise invalid_field("image", "is required, as a file", "missing_required_parameter")
     given = files["image"], files.get("mask"), "image", fields.outpaint
-    return fields, await service.decoding.run(caller.id, Upload.of, *given)
+    upload = await service.decoding.run(caller.id, Upload.of, *given)
+    return fields, upload, await references.read_controls(service, caller, fields, controls)
 
 
-async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Texts and files by name. Raises `ApiError` (400, 413) for duplicates, and for the wrong kind."""
+async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], list[bytes]]:
+    """Texts and files by name, and the files of controls. Raises `ApiError` (400, 413) for duplicates, and for the
+    wrong kind.
+    """
     texts: dict[str, str] = {}
     files: dict[str, bytes] = {}
+    controls: list[bytes] = []
     for given, value in parts.multi_items():
-        name = given.removesuffix("[]") if given == "image[]" else given  # as clients send a list of one
+        name = given.removesuffix("[]") if given in _LISTS else given
         if name in texts or name in files:
             if name == "image":
                 raise invalid_field(name, "only one image can be edited at a time")
@@ -78,16 +95,19 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes]]:
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )
         if isinstance(value, UploadFile):
-            if name not in _FILES:
+            if name not in (*_FILES, _CONTROL):
                 raise invalid_field(body.plain(name), "must not be a file", "invalid_type")
             if (value.size or 0) > MAX_BYTES:
                 raise ApiError(413, f"{name}: is larger than {MAX_BYTES} bytes", param=name, code="body_too_large")
-            files[name] = await value.read()
-        elif name in _FILES:
+            if name == _CONTROL:
+                controls.append(await value.read())
+            else:
+                files[name] = await value.read()
+        elif name in (*_FILES, _CONTROL):
             raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
-    return texts, files
+    return texts, files, controls
 
 
 def _numbers(text: str, *, whole: bool) -> list[Any] | None:
@@ -99,6 +119,10 @@ def _numbers(text: str, *, whole: bool) -> list[Any] | None:
         return [int(part) for part in parts] if all(map(_WHOLE.fullmatch, parts)) else None
     numbers = [body.number(part) for part in parts]
     return None if None in numbers else numbers
+
+
+def _is_json(name: str, text: str) -> bool:
+    return name in _JSON and text.startswith(_JSON[name])
 
 
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
@@ -113,8 +137,8 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = number
         elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
-        elif name in ("deepcache", "outpaint", "upscale") and text.startswith("{"):
-            fields[name] = body.parse(text.encode())
+        elif _is_json(name, text):
+            fields[name] = body.parse(f'{{"{name}":{text}}}'.encode())[name]
         elif list[int] in kinds or list[float] in kinds:
             fields[name] = _numbers(text, whole=list[int] in kinds) or text
     return fields

@@ -15,6 +15,7 @@ from api.body import plain
 from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, OBJECT, WORD, range_error
 from contract.image_fields import EditFields, ImageFields
+from contract.image_fields import ImageReference as ImageReference
 
 
 class _OfJob(BaseModel):
@@ -36,17 +37,6 @@ class JobFields(_OfJob, ImageFields):
     model_config = ConfigDict(title="JobRequest")
 
     type: Literal["image"] = Field(description="what kind of job")
-
-
-class ImageReference(BaseModel):
-    """An image, by one of the two."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageReference")
-
-    file_id: str | None = Field(default=None, description="of a file with the purpose vision")
-    image_url: str | None = Field(
-        default=None, description="data:image/png;base64,… (or jpeg, webp), within the body's limit of 1 MiB"
-    )
 
 
 class EditBody(EditFields):

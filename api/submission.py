@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastapi import Request
 
-from api import admission, webhooks
+from api import admission, references, uploads, webhooks
 from api.access import (
     Caller,
     apply_rate_limit,
@@ -26,7 +26,7 @@ from api.access import (
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.service import Service
-from api.uploads import Upload
+from api.uploads import FittedInputs, Upload
 from contract.card import ImageCard
 from contract.image import ImageJob
 from contract.image_fields import ImageFields
@@ -56,28 +56,29 @@ async def submit(
     fields: ImageFields,
     id: str | None = None,
     upload: Upload | None = None,
+    controls: tuple[Upload, ...] = (),
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an `id` chosen by the client the job may exist already: it is returned unchanged. `upload` is the source of an
-    edit: with it `ArtifactError` may be raised. Also returns the queue position of a job created now.
+    edit, `controls` are the pictures of controls (default: those that the fields name): with any `ArtifactError` may be
+    raised. Also returns the queue position of a job created now.
     """
-    digest = "" if id is None else _digest(fields, upload)
+    if fields.control and not controls:
+        controls = await references.read_controls(service, caller, fields)
+    digest = "" if id is None else _digest(fields, upload, controls)
 
     def draft_for(card: ImageCard) -> JobDraft:
         admission.check_expansion(fields, service.cards.now.expands(card.name))
         return replace(
-            admission.image_draft(fields, card, upload), id=id or new_id(), owner=caller.id, digest=digest,
+            admission.image_draft(fields, card, upload, controls), id=id or new_id(), owner=caller.id, digest=digest,
             webhook=_webhook(service, request, fields),
         )  # fmt: skip
 
-    card, draft, refusal = service.cards.now.model(fields.model, ImageCard), None, None
-    if card is not None:
-        try:
-            draft = draft_for(card)
-        except ApiError as error:
-            refusal = error
-    if draft is not None and upload is None and draft.deadline_s is None:
+    card = service.cards.now.model(fields.model, ImageCard)
+    draft, refusal = _attempt(draft_for, card)
+    plain = upload is None and not controls
+    if draft is not None and plain and draft.deadline_s is None:
         # The common path: a single Redis call.
         requests, pictures = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
         job, standing = await _create(service, draft, request, requests + pictures, len(requests))
@@ -94,12 +95,22 @@ async def submit(
     await _check_deadline(service, draft, card)
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
-    if upload is not None:
-        fitted = await service.decoding.run(caller.id, fitted_to, upload, draft)
+    if not plain:
+        fitted = await service.decoding.run(caller.id, fitted_to, upload, controls, draft)
         await count_pictures(request, service, caller, n)  # before anything is stored
-        charges, draft = [], await service.stored(store_inputs, service, draft, *fitted)
+        charges, draft = [], await service.stored(store_inputs, service, draft, fitted)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
+
+
+def _attempt(
+    draft_for: Callable[[ImageCard], JobDraft], card: ImageCard | None
+) -> tuple[JobDraft | None, ApiError | None]:
+    """The draft, or why there is none; neither without a card."""
+    try:
+        return None if card is None else draft_for(card), None
+    except ApiError as error:
+        return None, error
 
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
@@ -170,23 +181,29 @@ async def _create(
     return made.job, made.standing
 
 
-def fitted_to(upload: Upload, draft: JobDraft) -> tuple[bytes, bytes | None]:
-    """The upload's image and mask as the draft's job reads them. Raises `ApiError` (400), naming the field."""
+def fitted_to(upload: Upload | None, controls: Sequence[Upload], draft: JobDraft) -> FittedInputs:
+    """The upload's image and mask, and the pictures of controls, as the draft's job reads them. Raises `ApiError`,
+    naming the field.
+    """
     job = ImageJob.read(draft.parameters)
-    return upload.fitted(job.size, soft=job.source is not None and bool(job.source.soft_mask))
+    return uploads.fitted(upload, controls, job.size, soft=job.source is not None and bool(job.source.soft_mask))
 
 
-def store_inputs(service: Service, draft: JobDraft, image: bytes, mask: bytes | None) -> JobDraft:
-    """The draft with its source image, stored for it until its record references it. Raises `ArtifactError`."""
+def store_inputs(service: Service, draft: JobDraft, inputs: FittedInputs) -> JobDraft:
+    """The draft with its source image and the pictures of its controls, stored for it until its record references
+    them. Raises `ArtifactError`.
+    """
 
     def put(data: bytes) -> str:
         return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
 
-    keys = put(image), None if mask is None else put(mask)
+    keys = [None if data is None else put(data) for data in (inputs.image, inputs.mask)]
+    others = [put(data) for data in inputs.controls]
     asked = ImageJob.read(draft.parameters)
-    assert asked.source is not None
-    edit = replace(asked, source=replace(asked.source, image=keys[0], mask=keys[1]))
-    return replace(draft, parameters=edit.to_dict(), inputs=tuple(filter(None, keys)))
+    source = None if asked.source is None else replace(asked.source, image=keys[0], mask=keys[1])
+    controls = tuple(replace(one, image=key) for one, key in zip(asked.control, others, strict=True))
+    whole = replace(asked, source=source, control=controls)
+    return replace(draft, parameters=whole.to_dict(), inputs=tuple(dict.fromkeys(filter(None, [*keys, *others]))))
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
@@ -198,11 +215,13 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
     return {"url": url, "base": service.links(request).base}
 
 
-def _digest(fields: ImageFields, upload: Upload | None) -> str:
+def _digest(fields: ImageFields, upload: Upload | None, controls: Sequence[Upload] = ()) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
     given = fields.model_dump(mode="json", exclude_none=True)
     if upload is not None:
         given["upload"] = upload.digest
+    if controls:
+        given["controls"] = [one.digest for one in controls]
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
@@ -87,6 +89,22 @@ class Upload:
             return _png(made), None
         hole = hole.resize(size, Image.Resampling.LANCZOS)
         return _png(made), _png(hole if soft else hole.point(128 * [0] + 128 * [255]))
+
+
+class FittedInputs(NamedTuple):
+    """A job's pictures as PNG, at its size."""
+
+    image: bytes | None
+    mask: bytes | None
+    controls: list[bytes]
+
+
+def fitted(
+    upload: Upload | None, controls: Sequence[Upload], size: tuple[int, int], *, soft: bool = False
+) -> FittedInputs:
+    """The source of an edit, if any, and the pictures of controls. Raises as `Upload.fitted`."""
+    image, mask = (None, None) if upload is None else upload.fitted(size, soft=soft)
+    return FittedInputs(image, mask, [one.fitted(size)[0] for one in controls])
 
 
 def media_type(field: str, data: bytes) -> str:

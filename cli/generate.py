@@ -27,6 +27,7 @@ from cli.arguments import (
     read_upscaling,
     wrong_option,
 )
+from cli.control import add_control, check_choices, read_controls
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
@@ -41,6 +42,10 @@ _FLAGS = {
     "prompt": "PROMPT",
     "negative_prompt_2": "--negative-2",
     "prompt_weighting": "--syntax",
+    "control": "--control",
+    "control.image": "--control",
+    "control.model": "--control-model",
+    "control.strength": "--control-strength",
 }  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"
@@ -90,6 +95,7 @@ def add(commands: Commands) -> None:
         help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; in 8 bits on a CPU only",
     )  # fmt: skip
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
+    add_control(generate)
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_upscaling(generate)
     add_model(generate)
@@ -126,6 +132,7 @@ def _generate(options: argparse.Namespace) -> int:
         | read_upscaling(options)
     )
     draft = replace(draft, **given)
+    choices = check_choices(options)
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
@@ -139,6 +146,7 @@ def _generate(options: argparse.Namespace) -> int:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
         draft = _completed(draft, given, options, settings, works.images.model)
+        draft = replace(draft, control=read_controls(options, choices, (draft.width, draft.height)))
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)
         jobs = (

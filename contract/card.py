@@ -92,7 +92,8 @@ class ImageOffer(ImageLimits):
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
     `inpaint_only`: every request needs a source image and a mask. `upscalers` are the networks that may enlarge a
-    finished image; None: only the syntax is checked.
+    finished image; None: only the syntax is checked. `controls` are the control networks that a request may use; None:
+    not checked.
     """
 
     sizes: Collection[Size]
@@ -109,6 +110,7 @@ class ImageOffer(ImageLimits):
     inpaint_only: bool = False
     size_range: SizeRange | None = None
     upscalers: Collection[str] | None = None
+    controls: Collection[str] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -220,7 +222,8 @@ class ImageCosts:
 
     `vae_s` is an image's decoding by the model's VAE, `vae_tiny_s` by its tiny decoder. `solo_step_s` is a deep forward
     of two rows, `row_step_s` one row of a deep forward at the cheapest batch width. The shallow tables hold the same
-    for each measured depth of DeepCache. `upscale_megapixel_s` is a million pixels of a finished image being enlarged.
+    for each measured depth of DeepCache. `upscale_megapixel_s` is a million pixels of a finished image being enlarged,
+    `control_row_step_s` one row of a control network's forward.
     """
 
     encode_s: StrictFloat = 0.0
@@ -231,6 +234,7 @@ class ImageCosts:
     shallow_row_step_s: dict[StrictStr, BySize] = field(default_factory=dict)
     vae_tiny_s: StrictFloat = 0.0
     upscale_megapixel_s: StrictFloat = 0.0
+    control_row_step_s: BySize = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +274,7 @@ class ImageCard(_Card):
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
-    offer, and so are `upscalers`.
+    offer, and so are `upscalers` and `controls`.
     """
 
     modality: Literal["image"] = "image"
@@ -292,6 +296,7 @@ class ImageCard(_Card):
     inpaint_only: StrictBool = False
     size_range: SizeRange | None = None
     upscalers: tuple[StrictStr, ...] = ()
+    controls: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:
@@ -312,6 +317,7 @@ class ImageCard(_Card):
             inpaint_only=self.inpaint_only,
             size_range=self.size_range,
             upscalers=self.upscalers,
+            controls=self.controls,
             **limits,
         )
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from contract import plan
+from contract import control, plan
 from contract.card import TINY, BySize, ImageCard
 from contract.image import ImageJob
 
@@ -39,8 +39,10 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
     most = card.defaults.rows(job.picture.guidance_scale)
-    steps = Counter(plan.rows_and_depths(cached, job.picture.guidance, made, most))
-    return sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in steps.items())
+    planned = plan.rows_and_depths(cached, job.picture.guidance, made, most)
+    beside_s = _step_s(card.costs.control_row_step_s, width, height) or deep_s * control.SHARE
+    controls_s = control.deep_rows(job.control, planned) * beside_s
+    return controls_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
 
 
 def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:

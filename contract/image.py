@@ -8,23 +8,21 @@ generically.
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from contract import plan, prompts, students, tuned
+from contract import control, plan, prompts, students, tuned
 from contract.bounds import MAX_SEED, check_flag, check_number, check_whole, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
+from contract.control import Control, ControlSource
 from contract.errors import Invalid
-from contract.image_fields import ImageFields
-from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
+from contract.plan import GUIDANCE_FIELDS, DeepCache, GuidanceSchedule
 from contract.prompts import Prompting
-from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule, schedule_of
+from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule
 from contract.upscale import Upscale, read_upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
-STRENGTH = 0.8  # of an edit without a mask; with one it is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ImageParameters:
     `prompt_2` and `negative_prompt_2` are read by the second text encoder; None: the same text as by the first.
     `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
     the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
-    `upscale` enlarges the finished image.
+    `upscale` enlarges the finished image. `control` are pictures that it follows.
     """
 
     prompt: str
@@ -82,6 +80,7 @@ class ImageParameters:
     negative_prompt_2: str | None = None
     clip_skip: int | None = None
     upscale: Upscale | None = None
+    control: tuple[Control, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.upscale, Mapping):
@@ -143,8 +142,11 @@ class ImageParameters:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
         told["upscale"] = None if self.upscale is None else self.upscale.model_dump(exclude_none=True)
+        del told["control"]
+        if self.control:
+            told["control"] = control.hashes(self.control)
         for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", "upscale"):
-            if told[name] == _PICTURE[name].default:
+            if told[name] == FIELDS[name].default:
                 del told[name]
         if self.edit is None:
             del told["edit"]
@@ -186,6 +188,9 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
         _check_pixels("image", parameters.edit.image, 3 * parameters.width * parameters.height)
         if parameters.edit.mask is not None:
             _check_pixels("mask", parameters.edit.mask, parameters.width * parameters.height)
+    control.check(parameters.control, offer.controls)
+    for one in parameters.control:
+        _check_pixels("control.image", one.image, 3 * parameters.width * parameters.height)
 
 
 def check_strength(strength: object, steps: int) -> None:
@@ -214,7 +219,8 @@ class Source:
 class ImageJob:
     """The request in a job's record: `n` images with consecutive seeds.
 
-    `deepcache` is in the form of `plan.read`; None leaves it to the worker. `source` is an edit's source image.
+    `deepcache` is in the form of `plan.read`; None leaves it to the worker. `source` is an edit's source image,
+    `control` are the pictures that the images follow.
     """
 
     picture: ImageParameters
@@ -224,6 +230,7 @@ class ImageJob:
     expand_prompt: bool = False
     output_format: str = "png"
     output_compression: int | None = None
+    control: tuple[ControlSource, ...] = ()
 
     @property
     def made(self) -> int:
@@ -236,12 +243,14 @@ class ImageJob:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON. Default values are left out, except those that the first version wrote."""
-        one = {name: getattr(self.picture, name) for name in _PICTURE}
-        told = {name: value for name, value in one.items() if name in _ALWAYS or value != _PICTURE[name].default}
+        one = {name: getattr(self.picture, name) for name in FIELDS}
+        told = {name: value for name, value in one.items() if name in _ALWAYS or value != FIELDS[name].default}
         told |= {} if self.picture.upscale is None else {"upscale": self.picture.upscale.model_dump(exclude_none=True)}
         told["n"] = self.n
         if self.source is not None:
             told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}
+        if self.control:
+            told["control"] = [one.to_dict() for one in self.control]
         beside = {name: getattr(self, name) for name in _BESIDE}
         return told | {name: value for name, value in beside.items() if value != _BESIDE[name].default}
 
@@ -251,19 +260,25 @@ class ImageJob:
         for name in _NEEDED:
             if name not in told:
                 raise Invalid(name, "is missing")
-        picture = ImageParameters(**{name: told[name] for name in _PICTURE if name in told})
+        picture = ImageParameters(**{name: told[name] for name in FIELDS if name in told})
         beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
         edit, source = told.get("edit"), None
         if edit is not None:
             if not isinstance(edit, Mapping) or "strength" not in edit:
                 raise Invalid("image", "is missing")
             source = Source(edit["strength"], edit.get("image"), edit.get("mask"), edit.get("soft_mask"))
-        return cls(picture, told["n"], source=source, **beside)
+        controls = told.get("control") or ()
+        if not isinstance(controls, list | tuple):
+            raise Invalid(control.FIELD, "must be a list")
+        read = tuple(map(ControlSource.read, controls))
+        return cls(picture, told["n"], source=source, control=read, **beside)
 
-    def pictures(self, usual: DeepCache | None = None, edit: Edit | None = None) -> list[ImageParameters]:
+    def pictures(
+        self, usual: DeepCache | None = None, edit: Edit | None = None, controls: tuple[Control, ...] = ()
+    ) -> list[ImageParameters]:
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.
 
-        `usual` is the default DeepCache schedule, `edit` the decoded source.
+        `usual` is the default DeepCache schedule, `edit` the decoded source, `controls` are those of `control`.
         """
         check_whole("n", self.n, 1, MAX_IMAGES)
         check_whole("seed", self.picture.seed, 0, MAX_SEED)
@@ -272,126 +287,11 @@ class ImageJob:
         if self.output_compression is not None:
             check_whole("output_compression", self.output_compression, 0, 100)
         cached = usual if self.deepcache is None else plan.read(self.deepcache)
-        first = replace(self.picture, deepcache=cached, edit=edit)
+        first = replace(self.picture, deepcache=cached, edit=edit, control=controls)
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 
-_PICTURE = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit")}
-_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source")}
+FIELDS = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit", "control")}
+_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source", "control")}
 _NEEDED = ("prompt", "n", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
-
-
-def image_job(fields: ImageFields, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False) -> ImageJob:
-    """Build the job for these fields on this model. Defaults are filled in, within the model's limits.
-
-    `edited` is the size of the source image, `masked` whether there is a mask. Raises `Invalid`.
-    """
-    offer.check_source(edited=edited is not None, masked=masked, soft=bool(getattr(fields, "soft_mask", None)))
-    _check_limits(fields, offer)
-    offer.check_loras(fields.lora or "")
-    student = students.of_loras(fields.lora or "", offer.schedulers)
-    strength = None if edited is None else _strength(fields, masked=masked)
-    # The model's default plan was not made for a student's LoRA.
-    asked, fields = fields, _planned(fields, offer, strength, offer.plan if student is None else "")
-    given = {name: value for name in _PICTURE if (value := getattr(fields, name, None)) is not None}
-    given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    usual = student or offer.defaults
-    least = min(usual.steps, offer.max_steps), min(usual.guidance_scale, offer.max_guidance)
-    given = students.fill(given, replace(usual, steps=least[0], guidance_scale=least[1]))
-    given["guidance_scale"] = float(given["guidance_scale"])
-    given["width"], given["height"] = offer.size(fields.size, edited)
-    source = None if edited is None else _source(fields, given["steps"], masked=masked)
-    cached = fields.deepcache
-    if fields.expand_prompt:
-        prompts.check_expandable(fields)
-    job = ImageJob(
-        ImageParameters(**given),
-        fields.n or 1,
-        cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
-        source,
-        bool(fields.expand_prompt),
-        fields.output_format or "png",
-        None if fields.output_format in (None, "png") else fields.output_compression,
-    )
-    job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
-    schedule = None if cached is None else plan.read(cached)
-    job = _with_checked_steps(job, schedule, asked)
-    check(job.picture.guided_throughout(), offer)  # which knows no source, and so not how many are made
-    return job
-
-
-def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: ImageFields) -> ImageJob:
-    """The job, whose DeepCache schedule and guided steps are ones for the steps that are made. Raises `Invalid`.
-
-    What `asked` does not say comes from a plan, and gives way where it is none for so few steps.
-    """
-    if schedule is not None and (wrong := schedule.error_for(job.made)):
-        if asked.deepcache is not None:
-            raise wrong
-        job = replace(job, deepcache=plan.OFF)
-    if any(getattr(asked, name) is not None for name in GUIDANCE_FIELDS):
-        job.picture.guidance.check(job.made)
-    elif not job.picture.guidance.fits(job.made):
-        return replace(job, picture=job.picture.guided_throughout())
-    return job
-
-
-def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usual: str) -> ImageFields:
-    """The fields with those of its plan where they are left open; `strength` is an edit's. Raises `Invalid`.
-
-    `usual` is the plan of requests that name none; "": none. It refuses nobody: one that this version cannot read is
-    ignored, and so are too few steps for an edit's strength and a decoder that the model does not have.
-    """
-    given = {name: getattr(fields, name) for name in (*tuned.PlanFields.model_fields, *SCHEDULE_FIELDS)}
-    if fields.plan is not None:
-        return fields.model_copy(update=tuned.fill(given, tuned.named(fields.plan, offer.plans)))
-    if not usual:
-        return fields
-    try:
-        found = tuned.fill(given, tuned.named(usual, offer.plans))
-    except Invalid:
-        return fields
-    if fields.steps is None and strength is not None and int(found.get("steps", offer.max_steps) * strength) < 1:
-        del found["steps"]
-    if fields.vae is None and found.get("vae", FULL) not in offer.vaes:
-        del found["vae"]
-    return fields.model_copy(update=found)
-
-
-def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:
-    """Raise `Invalid` for a number outside the model's limits."""
-    for name in ("timesteps", "sigmas"):
-        count = schedule_of({name: getattr(fields, name)}).steps
-        if count is not None and count > offer.max_steps:
-            raise Invalid(name, f"must be at most {offer.max_steps} steps, not {count}")
-    if fields.n is not None:
-        check_whole("n", fields.n, 1, offer.max_images)
-    if fields.steps is not None:
-        check_whole("steps", fields.steps, 1, offer.max_steps)
-    if fields.guidance_scale is not None:
-        check_number("guidance_scale", fields.guidance_scale, 0, offer.max_guidance)
-    if fields.seed is not None:
-        check_whole("seed", fields.seed, 0, offer.max_seed)
-
-
-def _source(fields: ImageFields, steps: int, *, masked: bool) -> Source:
-    """The source of an edit, not stored yet. Raises `Invalid` for its strength."""
-    strength = _strength(fields, masked=masked)
-    if getattr(fields, "strength", None) is None and steps == 1:
-        strength = 1.0
-    check_strength(strength, steps)
-    return Source(strength, soft_mask=getattr(fields, "soft_mask", None) or None)
-
-
-def _strength(fields: ImageFields, *, masked: bool) -> float:
-    strength = getattr(fields, "strength", None)
-    return float(strength if strength is not None else 1.0 if masked else STRENGTH)
-
-
-def _previews(fields: ImageFields, steps: int) -> int:
-    """The number of steps between previews; 0: no previews."""
-    every = fields.preview_every
-    if every is None and fields.stream and fields.partial_images:
-        every = max(1, steps // (fields.partial_images + 1))
-    return min(every or 0, steps)

@@ -11,12 +11,54 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from contract.bounds import FLAG, MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
 from contract.card import MAX_IMAGES, MAX_STEPS, Size
+from contract.control import MAX_CONTROLS, MAX_STRENGTH, ControlSource
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
 from contract.schedule import ScheduleType
 from contract.upscale import Upscale
 
 MAX_MARGIN = 4096  # pixels
+
+
+class ImageReference(BaseModel):
+    """An image, by one of the two."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImageReference")
+
+    file_id: str | None = Field(default=None, description="of a file with the purpose vision")
+    image_url: str | None = Field(
+        default=None, description="data:image/png;base64,… (or jpeg, webp), within the body's limit of 1 MiB"
+    )
+
+
+class ControlFields(BaseModel):
+    """A picture that the image follows, and the network that reads it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Control")
+
+    model: str = Field(description="of the model's controls: a ControlNet")
+    image: ImageReference | None = Field(
+        default=None, description="edges, a pose, …; of the shape of the picture that is drawn; in a form a file"
+    )
+    strength: float | None = Field(
+        default=None, ge=0, le=MAX_STRENGTH, allow_inf_nan=False, description="of what it adds; 1.0 by default"
+    )
+    start: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False, description="the share of the steps before it acts; 0 by default"
+    )
+    end: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False, description="the share after which it ends; 1.0 by default"
+    )
+    preprocessor: Literal["canny"] | None = Field(
+        default=None,
+        description="canny: image is a picture, of which the edges are taken; default: it is read as given",
+    )
+
+    @property
+    def choice(self) -> ControlSource:
+        """What it says, without its image."""
+        given = self.model_dump(exclude_none=True, exclude={"image"})
+        return ControlSource(**given)
 
 
 class ImageFields(BaseModel):
@@ -128,6 +170,9 @@ class ImageFields(BaseModel):
     )
     upscale: Upscale | None = Field(
         default=None, description="the finished picture is enlarged, by one of the model's upscalers"
+    )
+    control: list[ControlFields] | None = Field(
+        default=None, description=f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them"
     )
     expand_prompt: bool | None = Field(
         default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"

@@ -74,6 +74,11 @@ class Settings(BaseSettings):
         default="",
         description="where name.safetensors of the networks lies that may enlarge pictures; empty: none may",
     )
+    control_dir: str = Field(
+        default="",
+        description="where the control networks lie that requests may use, folders or name.safetensors; empty: none",
+    )
+    control_mib: int = Field(default=8192, ge=1, description="that these networks may take, once read")
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,13 @@ from pipeline.phases import KEYS, TEXT
 from pipeline.request_state import ImageState
 from pipeline.textual_inversion import EmbeddingFolder
 
-Told = tuple[denoise.Conditioning, list[str]]
-"""With what people should know of it."""
+
+class Told(NamedTuple):
+    """A request's conditioning, what people should know of it, and the embeddings [R, T, D] that it was made of."""
+
+    conditioning: denoise.Conditioning
+    warnings: list[str]
+    hidden: torch.Tensor
 
 
 class Conditioner:
@@ -79,14 +85,20 @@ class Conditioner:
         return self.encoder.read(fields)
 
     def _condition(self, wanted: ImageParameters, found: list[Embedding]) -> Told:
-        conditioning = self._model.family.condition(self._model, wanted, found, self._prepare)
+        read: list[torch.Tensor] = []
+
+        def prepare(hidden: torch.Tensor) -> torch.Tensor:
+            read.append(hidden)
+            return self._prepare(hidden)
+
+        conditioning = self._model.family.condition(self._model, wanted, found, prepare)
         fields = ("negative_prompt", "prompt")[-len(found) :]
         warnings = [
             f"{name}: only the first {self.encoder.tokens} tokens were read; left out: {embedding.dropped!r}"
             for name, embedding in zip(fields, found, strict=True)
             if embedding.dropped
         ]
-        return conditioning, warnings
+        return Told(conditioning, warnings, read[0])
 
 
 class AdaptedConditioner(Conditioner):

@@ -111,6 +111,10 @@ class BatchGatherer:
         times = to_device(torch.stack([rider.table.timesteps[rider.step] for rider in riders]), scaled.device)
         return DenoiserInputs(scaled.to(self._dtype)[made.rider], times[made.rider], made.tensors)
 
+    def conditioning(self, riders: list[Conditioning], padding: int) -> Mapping[str, torch.Tensor]:
+        """The requests' conditioning in one batch, and `padding` times the first row."""
+        return self._conditioning(riders, padding).tensors
+
     def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
         key = (*(id(rider) for rider in riders), -padding)
         if self._last is None or self._last[0] != key:

@@ -70,8 +70,10 @@ class Denoiser:
         for prompt, generator in zip(prompts, generators, strict=True):
             x = (draw(generator) * self._table.init_noise_sigma).to(model.device)
             wanted = ImageParameters(prompt, 0, model.native, model.native, guidance_scale=self._guidance)
-            ((conditioning, _),) = self._conditioner.conditions([wanted])
-            riders.append(denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), conditioning, masked=masked))
+            (told,) = self._conditioner.conditions([wanted])
+            riders.append(
+                denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), told.conditioning, masked=masked)
+            )
         rows = sum(rider.conditioning.rows for rider in riders)
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
 # something about it, and the encoders of WebP and JPEG. Paths below ROOT.
 CODE = (
-    "contract/a1111.py", "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/image.py",
+    "contract/a1111.py", "contract/bounds.py", "contract/card.py", "contract/characters.py", "contract/control.py",
+    "contract/image.py",
     "contract/image_fields.py", "contract/loras.py", "contract/markup.py", "contract/plan.py", "contract/precision.py",
     "contract/prompts.py", "contract/schedule.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
     "core/cuda_graphs.py", "core/graphs.py", "core/kernels", "core/ops", "core/quant", "core/transfers.py",

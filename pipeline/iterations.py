@@ -15,16 +15,26 @@ from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
 from core.transfers import to_device
-from pipeline import denoise, edit, tiling, vae
+from pipeline import control_costs, denoise, edit, tiling, vae
 from pipeline.adapters import named
-from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend, executables
+from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
+from pipeline.control import ControlFolder
+from pipeline.control_rows import ControlRows, RowLimits
 from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.picture import Picture
-from pipeline.request_state import ImageState, MemoryLedger, NarrowedState, gather, keep
+from pipeline.request_state import (
+    ImageState,
+    MemoryLedger,
+    NarrowedState,
+    gather,
+    gather_residual,
+    keep,
+    keep_residual,
+)
 from pipeline.upscaling import Upscaling
 
 if TYPE_CHECKING:
@@ -47,7 +57,11 @@ class IterationBuilder:
     """Turns a batch of requests of one group into an `Iteration`, which may be retried until it is committed."""
 
     def __init__(
-        self, backends: Mapping[str, ImageBackend], conditioners: Mapping[str, Conditioner], ledger: MemoryLedger
+        self,
+        backends: Mapping[str, ImageBackend],
+        conditioners: Mapping[str, Conditioner],
+        ledger: MemoryLedger,
+        controls: ControlFolder | None = None,
     ) -> None:
         """Backends and conditioners by the names that groups have."""
         self._ledger = ledger
@@ -59,6 +73,8 @@ class IterationBuilder:
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
         self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
+        self._controls = controls
+        self._control_rows = ControlRows(self._model.dtype, lengths, self._model.latent_channels)
         self._previews: vae.LinearPreview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
@@ -71,6 +87,7 @@ class IterationBuilder:
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
         self._gatherer.clear_cache()
+        self._control_rows.clear_cache()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +125,8 @@ class IterationBuilder:
 
             with self._run_ahead.iteration(expected_s, observe_new):
                 made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
-                for w, work in zip(wanted, works, strict=True):
+                for w, work, told in zip(wanted, works, made, strict=True):
+                    self._prepare_controls(w, work, told)
                     if work.x is None:  # a retry must not draw again
                         work.x, work.kept = self._prepare_latents(w, work)
                 new = conditioner.encoder.misses > before
@@ -116,9 +134,9 @@ class IterationBuilder:
 
         def commit(made: list[Told]) -> dict[str, Outcome]:
             outcomes = {}
-            for request, work, (conditioning, warnings) in zip(requests, works, made, strict=True):
+            for request, work, told in zip(requests, works, made, strict=True):
                 assert work.x is not None
-                first = work.take_conditioning(conditioning)
+                first = work.take_conditioning(told.conditioning)
                 work.trajectory = denoise.DenoisingState(
                     work.table,
                     0,
@@ -128,7 +146,7 @@ class IterationBuilder:
                     work.kept,
                     None if work.source is None else work.source.masked,
                 )
-                work.warnings += warnings
+                work.warnings += told.warnings
                 request.phase = work.phase(0)
                 outcomes[request.id] = Outcome(progress=(0, work.table.steps))
             return outcomes
@@ -141,20 +159,17 @@ class IterationBuilder:
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
         present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
-        call = self._model.family.call
         backend = self._backends[group.backend]
         owners = [work.uses for work in works for _ in range(work.rows)]
 
         def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
-            iteration = self._run_ahead.iteration(way.seconds, self._observer(group, way.rows, way.compiled))
+            beside = control_costs.acting_rows(works) if group.phase == DEEP else 0
+            expected_s = way.seconds + control_costs.seconds(backend, group.size, beside)
+            iteration = self._run_ahead.iteration(expected_s, self._step_observer(group, way, works, beside))
             with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)), iteration:
                 inputs = self._gatherer.inputs(present, way.rows)
-                if group.phase == DEEP:
-                    output, *features = call(way.function, inputs)
-                    keep(backend.denoiser, features, works)
-                else:
-                    (output,) = call(way.function, inputs, gather(works, way.rows))
+                output = self._forward(group, backend, way, works, inputs)
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
                 narrowed = [NarrowedState.of(work) if work.narrows(work.step + 1) else None for work in works]
@@ -197,7 +212,8 @@ class IterationBuilder:
                     outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    error = Invalid("lora", f"with it {nan}") if work.uses else FloatingPointError(nan)
+                    field = "lora" if work.uses else "control" if work.controls else None
+                    error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
                     outcomes[request.id] = Outcome(error=error)
             return outcomes
 
@@ -224,7 +240,34 @@ class IterationBuilder:
 
         return Iteration(compute, commit)
 
+    def _forward(
+        self, group: BatchGroup, backend: ImageBackend, way: ExecutionPlan, works: list[ImageState],
+        inputs: denoise.DenoiserInputs,
+    ) -> torch.Tensor:  # fmt: skip
+        """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks add goes into
+        phases that are launched directly.
+        """
+        call, function, direct = self._model.family.call, way.function, backend.phases[group.phase]
+        if group.phase == DEEP:
+            limits = RowLimits(way.rows, backend.widths.deterministic_rows if group.mode else None)
+            residuals = self._control_rows.residuals(works, inputs, limits)
+            output, *features = call(partial(direct, residuals=residuals) if residuals else function, inputs)
+            keep(backend.denoiser, features, works)
+            keep_residual(works, residuals)
+        else:
+            residual = gather_residual(works, way.rows)
+            function = function if residual is None else partial(direct, residual=residual)
+            (output,) = call(function, inputs, gather(works, way.rows))
+        return output
+
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _prepare_controls(self, wanted: ImageParameters, work: ImageState, told: Told) -> None:
+        if work.networks is not None and not work.controls:
+            assert self._controls is not None
+            size = (wanted.width, wanted.height)
+            given = (work.networks, wanted.control, size, told.hidden, work.table.steps)
+            work.controls = self._controls.prepare(*given)
 
     def _prepare_latents(
         self, wanted: ImageParameters, work: ImageState
@@ -246,6 +289,16 @@ class IterationBuilder:
         """Updates the costs of the group's backend with the seconds of an iteration."""
         key = ExecutableKey(group.phase, rows, group.size)
         return partial(self._backends[group.backend].costs.observe, key, compiled)
+
+    def _step_observer(
+        self, group: BatchGroup, way: ExecutionPlan, works: list[ImageState], beside: int
+    ) -> Callable[[float], None]:
+        """The same of a step with so many rows of control networks, whose cost is what exceeds the denoiser's."""
+        if beside:
+            return control_costs.observer(self._backends[group.backend], way, group.size, beside)
+        if way.compiled and any(work.residual is not None for work in works):
+            return lambda took_s: None  # launched directly, in place of what was planned
+        return self._observer(group, way.rows, way.compiled)
 
     def _step_noise(self, work: ImageState, rider: denoise.DenoisingState) -> torch.Tensor | None:
         """The noise that the sampler adds after this step, if any."""
@@ -286,6 +339,8 @@ class IterationBuilder:
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
         if work.uses:
             printed["lora"] = {use.name: use.digest for use in work.uses}
+        if work.networks is not None:
+            printed["control"] = {network.name: network.digest for network in work.networks.networks}
         if embeddings := work.prompts.embeddings:
             printed["embeddings"] = embeddings
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:

@@ -124,7 +124,7 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
     # rounding first would give another quantized model.
     late = {"vae"} if dtype is torch.float16 else {*family.quantized} if is_quantized(precision) else set()
     parts = {
-        part: _load_part(folder, part, told, torch.float32 if part in late else dtype, variant)
+        part: load_part(folder, part, told, torch.float32 if part in late else dtype, variant)
         for part, told in family.parts.items()
     }
     return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
@@ -135,7 +135,7 @@ def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
     from unet_opt.layout import check_tiny_decoder
 
     files = folders.check_part(where, folders.TINY_VAE, _TINY_VAE)
-    network = _load_part(where.parent, where.name, _TINY_VAE, model.dtype, None)
+    network = load_part(where.parent, where.name, _TINY_VAE, model.dtype, None)
     try:
         check_tiny_decoder(network)
     except ValueError as error:
@@ -245,7 +245,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: str | None) -> Any:
+def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: str | None) -> Any:
     if part.kind == "scheduler":
         return folders.read_json(folder / name / "scheduler_config.json")
     try:

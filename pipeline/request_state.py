@@ -18,6 +18,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
+from pipeline.control import ControlFolder, ControlLease, RequestControl
 from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
@@ -54,6 +55,9 @@ class ImageState:
     uses: tuple[ScaledAdapter, ...] = ()  # the same, once its prompts are encoded
     upscaler: Upscaler | None = None  # of its finished image
     upscaling: Upscaling | None = None  # its tiles, once it is finished
+    networks: ControlLease | None = None  # its control networks
+    controls: Sequence[RequestControl] = ()  # once its prompts are encoded
+    residual: torch.Tensor | None = None  # [rows, h, w, C]: the first of the last deep step, for shallow ones
 
     @property
     def step(self) -> int:
@@ -101,6 +105,7 @@ class MemoryLedger:
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
         upscalers: UpscalerFolder | None = None,
+        controls: ControlFolder | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
@@ -109,8 +114,10 @@ class MemoryLedger:
         self._denoiser = main.denoiser
         self._backends = backends
         self._row_bytes = cache(self._bytes_of_conditioning)
+        self._tokens = main.model.family.text_encoder(main.model).tokens if controls is not None else 0
         self._adapters = adapters
         self._upscalers = upscalers
+        self._controls = controls
 
     def check(self, wanted: ImageParameters, chunks: int = 1) -> None:
         """Raise `Invalid` for a request that could never fit."""
@@ -127,18 +134,24 @@ class MemoryLedger:
         if slot is None:
             self.memory.give(needed)
             return None
-        taken = None
-        if wanted.lora:
-            assert self._adapters is not None
-            taken = self._adapters.take(wanted.lora)
-            if taken is None:
-                self._give(slot, needed, None)
-                return None
+        taken: AdapterLease | None = None
+        networks: ControlLease | None = None
         try:
-            return self._work(wanted, scheduler, prompts, slot, needed, taken)
+            if wanted.lora:
+                assert self._adapters is not None
+                taken = self._adapters.take(wanted.lora)
+            if wanted.control:
+                assert self._controls is not None
+                networks = self._controls.take(wanted.control)
+            if (wanted.lora and taken is None) or (wanted.control and networks is None):
+                self._give(slot, needed, taken, networks)
+                return None
+            work = self._work(wanted, scheduler, prompts, slot, needed, taken)
         except BaseException:
-            self._give(slot, needed, taken)
+            self._give(slot, needed, taken, networks)
             raise
+        work.networks = networks
+        return work
 
     def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
         """Give back the second row, and the copy's, after the last guided step."""
@@ -147,18 +160,23 @@ class MemoryLedger:
         self.memory.give(2 * work.row_bytes)
 
     def give(self, work: ImageState) -> None:
-        self._give(work.slot, work.size_bytes, work.taken)
+        self._give(work.slot, work.size_bytes, work.taken, work.networks)
 
-    def _give(self, slot: list[int], size_bytes: int, taken: AdapterLease | None) -> None:
+    def _give(
+        self, slot: list[int], size_bytes: int, taken: AdapterLease | None, networks: ControlLease | None
+    ) -> None:
         self.slots.give(slot)
         self.memory.give(size_bytes)
         if taken is not None:
             assert self._adapters is not None
             self._adapters.give(taken)
+        if networks is not None:
+            assert self._controls is not None
+            self._controls.give(networks)
 
     def size_bytes(self, wanted: ImageParameters, chunks: int = 1) -> int:
-        """Its size at most: latents, its enlarged image, and each row's conditioning, with so many chunks of text, and
-        features.
+        """Its size at most: latents, its enlarged image, controls, and each row's conditioning, with so many chunks of
+        text, and features.
 
         Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
         """
@@ -168,7 +186,11 @@ class MemoryLedger:
         rows = self._rows(wanted)
         narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1]
         enlarged = 0 if self._upscalers is None else self._upscalers.size_bytes(wanted)
-        return latents + enlarged + (rows + narrows) * self._bytes_of_row(wanted, chunks)
+        beside = 0
+        if wanted.control and self._controls is not None:
+            tokens = self._tokens * chunks
+            beside = self._controls.request_bytes(wanted.control, (wanted.width, wanted.height), rows, tokens)
+        return latents + enlarged + beside + (rows + narrows) * self._bytes_of_row(wanted, chunks)
 
     def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))
@@ -205,7 +227,8 @@ class MemoryLedger:
         name = LORA if wanted.lora and self._backends[LORA] is not self._backends[MAIN] else MAIN
         decode = DECODES[wanted.vae]
         find = self._backends[name].deterministic_mode
-        mode = find(size, depth, decode, prompts.chunks) if wanted.deterministic else ""
+        beside = {"controlled": True} if wanted.control else {}  # backends of other packages may not know it
+        mode = find(size, depth, decode, prompts.chunks, **beside) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
             for shape in self._features(wanted)
@@ -249,6 +272,29 @@ def keep(denoiser: Network, features: Sequence[torch.Tensor], works: Sequence[Im
             for own, found in zip(work.features, denoiser.kept(features, work.depth), strict=True):
                 own[-work.rows :].copy_(found[start:end])
         start = end
+
+
+def keep_residual(works: Sequence[ImageState], residuals: Sequence[torch.Tensor]) -> None:
+    """Copy each request's rows of a deep step's first residual to where its shallow steps read it, as `keep`."""
+    start = 0
+    for work in works:
+        end, following = start + work.rows, work.step + 1
+        own = residuals and work.controls and following < len(work.plan) and not work.plan[following]
+        work.residual = residuals[0][start:end].clone() if own else None
+        start = end
+
+
+def gather_residual(works: Sequence[ImageState], rows: int) -> torch.Tensor | None:
+    """The first residual of each request's last deep step, [B, h, w, C]; zeros of those without, None without any."""
+    found = next((work.residual for work in works if work.residual is not None), None)
+    if found is None:
+        return None
+    whole, start = found.new_zeros((rows, *found.shape[1:])), 0
+    for work in works:
+        if work.residual is not None:
+            whole[start : start + work.rows].copy_(work.residual[-work.rows :])
+        start += work.rows
+    return whole
 
 
 def gather(works: Sequence[ImageState], rows: int) -> tuple[torch.Tensor, ...]:

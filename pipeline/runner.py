@@ -15,11 +15,12 @@ from contract.image import ImageParameters, check
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.failures import translate_device_errors
-from pipeline import samplers
+from pipeline import control_costs, samplers
 from pipeline.adapters import check_loras, refused
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.conditioning import AdaptedConditioner, Conditioner
+from pipeline.control import ControlFolder, check_controls
 from pipeline.encode import Encoder
 from pipeline.fingerprint import code_digest
 from pipeline.folder import ModelError
@@ -45,6 +46,7 @@ class ImageRunner:
         loras: LoraBackend | LoraPrompts | None = None,
         embeddings: EmbeddingFolder | None = None,
         upscalers: UpscalerFolder | None = None,
+        controls: ControlFolder | None = None,
         *,
         lane: Lane | None = None,
         max_requests: int = 32,
@@ -53,14 +55,15 @@ class ImageRunner:
     ) -> None:
         """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
         without it they are rejected. `embeddings` are the textual inversions that prompts may name, `upscalers` the
-        networks that may enlarge images. `max_requests` limits admitted requests, and `memory_bytes` what they hold
-        together, mainly features (default: no limit).
+        networks that may enlarge images, `controls` the control networks that requests may use. `max_requests` limits
+        admitted requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
         self.adapters = None if loras is None else loras.adapters
         self.embeddings = embeddings
         self.upscalers = upscalers
+        self.controls = controls
         self.patience_s = patience_s
         self.sizes = model.sizes
         self.schedulers = model.samplers
@@ -77,8 +80,10 @@ class ImageRunner:
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
-        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters, upscalers)
-        self._builder = IterationBuilder(self._backends, conditioners, self.holdings)
+        self.holdings = MemoryLedger(
+            self._backends, max_requests, memory_bytes, self.adapters, upscalers=upscalers, controls=controls
+        )
+        self._builder = IterationBuilder(self._backends, conditioners, self.holdings, controls)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -108,6 +113,8 @@ class ImageRunner:
             check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
         if wanted.upscale is not None:
             self._check_upscaler(wanted)
+        if wanted.control:
+            check_controls(self.controls, self.model, wanted.control)
         self.holdings.check(wanted, prompts.chunks)
         request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
 
@@ -172,7 +179,10 @@ class ImageRunner:
         work: ImageState = request.work
         others = rows - work.rows
         left = Counter((work.phase(step), work.widths[step]) for step in range(work.step, len(work.plan)))
-        return sum(n * self.cost(self._group(request, phase), others + own) for (phase, own), n in left.items())
+        steps_s = sum(n * self.cost(self._group(request, phase), others + own) for (phase, own), n in left.items())
+        group = self.group(request)
+        backend = self._backends[group.backend]
+        return steps_s + control_costs.left(backend, group.size, request.parameters.control, work)
 
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -60,9 +60,13 @@ class SplitUNet:
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._deep = lowering.lower(deep, "deep", bound=3)
+        self._controlled = lowering.lower(
+            lambda ops, sample, time, added, kv, *more: network.deep(ops, unet, sample, time, added, kv, more),
+            "deep, controlled", bound=3,
+        )  # fmt: skip
         self._keys = lowering.lower(keys, "keys")
         self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
-        self._shallow: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+        self._shallow: dict[tuple[str, bool], Callable[..., tuple[Tensor, ...]]] = {}
         # Every admission asks, and following the walk takes SDXL's UNet 10 ms.
         self._shapes = lru_cache(maxsize=256)(partial(shapes, unet))
 
@@ -75,17 +79,20 @@ class SplitUNet:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
         text_lengths: Tensor | None = None,
+        residuals: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
         `encoder_hidden_states` [B, T, width] are of `prepare_text`. `text_lengths`, int32 [B], are how many of each
-        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. Raises ValueError for
-        shapes that do not fit.
+        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. `residuals` [B, h, w,
+        channels] are as for `unet.deep`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
         self._check_keys(sample, encoder_hidden_states)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        out, *features = self._deep(self._map(sample), time, added, encoder_hidden_states, **_of(text_lengths))
+        run = self._controlled if residuals else self._deep
+        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *residuals)
+        out, *features = run(*given, **lengths_of(text_lengths))
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
@@ -99,22 +106,25 @@ class SplitUNet:
         added_cond_kwargs: dict[str, Tensor] | None = None,
         return_dict: bool = False,
         text_lengths: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor]:
         """The model's output [B, C, h, w] from `kept` features of an earlier deep step.
 
-        `text_lengths` is as for `deep`.
+        `text_lengths` is as for `deep`; `residual` is the first of that step's `residuals`, if it had any.
         """
         assert not return_dict
-        if depth not in self._shallow:
-            self._shallow[depth] = self._lower_shallow(depth)
+        key = (depth, residual is not None)
+        if key not in self._shallow:
+            self._shallow[key] = self._lower_shallow(*key)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
         text: tuple[Tensor, ...] = ()
         lengths: dict[str, Tensor] = {}
         if self.shallow_reads_text:
             assert encoder_hidden_states is not None
             self._check_keys(sample, encoder_hidden_states)
-            text, lengths = (encoder_hidden_states,), _of(text_lengths)
-        (out,) = self._shallow[depth](self._map(sample), time, added, *text, *features, **lengths)
+            text, lengths = (encoder_hidden_states,), lengths_of(text_lengths)
+        more = features if residual is None else (*features, residual)
+        (out,) = self._shallow[key](map_of(self.lowering, sample), time, added, *text, *more, **lengths)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
@@ -134,37 +144,46 @@ class SplitUNet:
         if kv.dim() != 3 or (kv.shape[0], kv.shape[2]) != (rows, width):
             raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
 
-    def _lower_shallow(self, depth: str) -> Callable[..., tuple[Tensor, ...]]:
-        if self.shallow_reads_text:
-            return self.lowering.lower(bind(network.shallow, self.unet), depth, bound=3)
+    def _lower_shallow(self, depth: str, controlled: bool) -> Callable[..., tuple[Tensor, ...]]:
+        unet, reads_text = self.unet, self.shallow_reads_text
 
-        def without_text(ops: Any, sample: Any, time: Any, added: Any, *features: Any) -> Any:
-            return network.shallow(ops, self.unet, sample, time, added, None, *features)
+        def walk(ops: Any, sample: Any, time: Any, added: Any, *more: Any) -> Any:
+            kv, features = (more[0], more[1:]) if reads_text else (None, more)
+            if not controlled:
+                return network.shallow(ops, unet, sample, time, added, kv, *features)
+            return network.shallow(ops, unet, sample, time, added, kv, *features[:-1], residual=features[-1])
 
-        return self.lowering.lower(without_text, depth)
+        name = f"{depth}, controlled" if controlled else depth
+        return self.lowering.lower(walk, name, bound=3 if reads_text else None)
 
     def _embeddings(
         self, sample: Tensor, timestep: Tensor, timestep_cond: Tensor | None, added: dict[str, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """What the embeddings of time, and of size and pooled text, read: [B, T] and [B, P]."""
-        unet, (rows, channels) = self.unet, sample.shape[:2]
+        unet, channels = self.unet, sample.shape[1]
         if channels != unet.config.in_channels:
             raise ValueError(f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels are wanted")
         time = unet.get_time_embed(sample, timestep)
         if timestep_cond is not None:
             time = time + unet.time_embedding.cond_proj(timestep_cond)
-        dtype = self.lowering.dtype
-        if getattr(unet, "add_embedding", None) is None:
-            return time.to(dtype), sample.new_zeros((rows, 1), dtype=dtype)
-        assert added is not None
-        sizes = unet.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
-        return time.to(dtype), torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(dtype)
-
-    def _map(self, sample: Tensor) -> Tensor:
-        """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
-        return sample.to(self.lowering.dtype).permute(0, 2, 3, 1).contiguous()
+        return time.to(self.lowering.dtype), added_of(self.lowering, unet, sample, added)
 
 
-def _of(text_lengths: Tensor | None) -> dict[str, Tensor]:
+def added_of(lowering: Lowering, network: Any, sample: Tensor, added: Mapping[str, Tensor] | None) -> Tensor:
+    """What a network's embedding of size and pooled text reads, [B, P]; zeros where it has none."""
+    rows = sample.shape[0]
+    if getattr(network, "add_embedding", None) is None:
+        return sample.new_zeros((rows, 1), dtype=lowering.dtype)
+    assert added is not None
+    sizes = network.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
+    return torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(lowering.dtype)
+
+
+def map_of(lowering: Lowering, sample: Tensor) -> Tensor:
+    """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
+    return sample.to(lowering.dtype).permute(0, 2, 3, 1).contiguous()
+
+
+def lengths_of(text_lengths: Tensor | None) -> dict[str, Tensor]:
     """As an argument of a lowered walk; none where all of the text counts, which every lowering takes."""
     return {} if text_lengths is None else {"lengths": text_lengths}

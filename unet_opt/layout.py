@@ -29,6 +29,11 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "time_embedding_dim": (None,),
 }
 _BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"}
+_CONTROL = ("addition_embed_type", "act_fn", "resnet_time_scale_shift", "only_cross_attention", "class_embed_type",
+            "num_class_embeds", "encoder_hid_dim_type", "upcast_attention", "mid_block_scale_factor",
+            "mid_block_type")  # fmt: skip
+_ALIKE = ("cross_attention_dim", "addition_embed_type", "addition_time_embed_dim",
+          "projection_class_embeddings_input_dim", "flip_sin_to_cos", "freq_shift")  # fmt: skip
 _DECODER: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type": ("group",)}
 _TINY: dict[str, tuple[Any, ...]] = {
     "act_fn": ("relu",), "upsample_fn": ("nearest",), "upsampling_scaling_factor": (2,), "out_channels": (3,),
@@ -41,17 +46,49 @@ def check_unet(unet: Any, *, head_multiple: int = 1) -> None:
     config = unet.config
     _check_config("unet", config, _WANTED)
     _check_blocks("unet", {*config.down_block_types, *config.up_block_types} - _BLOCKS)
-    for name, module in unet.named_modules():
-        kind, where = type(module).__name__, f"unet {name}"
+    _check_modules("unet", unet, head_multiple)
+    last, first = unet.up_blocks[-1], unet.down_blocks[0]
+    if len(last.resnets) != len(first.resnets) + 1 or (last.upsamplers or ()):
+        raise ValueError("unet: its last up block does not mirror its first down block, so it cannot be split")
+
+
+def check_control(net: Any, unet: Any, scale: int, *, head_multiple: int = 1) -> None:
+    """Raise ValueError for a ControlNet of another layout, or of another model than this UNet's, whose latents stand
+    for `scale` pixels along a side.
+    """
+    from unet_opt.unet import cross_attentions, skip_channels
+
+    config = net.config
+    _check_config("control", config, {name: _WANTED[name] for name in _CONTROL})
+    _check_config("control", config, {"global_pool_conditions": (False,), "conditioning_channels": (3,)})
+    _check_blocks("control", {*config.down_block_types} - _BLOCKS)
+    _check_modules("control", net, head_multiple)
+    for name in _ALIKE:
+        found, wanted = (getattr(one, name, None) for one in (config, unet.config))
+        if found != wanted:
+            raise ValueError(f"control: {name} is {found!r}, and that of the model's unet is {wanted!r}")
+    for what, channels, wanted in (
+        ("skips", [layer.out_channels for layer in net.controlnet_down_blocks], skip_channels(unet)),
+        ("inputs", [net.conv_in.in_channels], [unet.conv_out.out_channels]),
+    ):
+        if channels != wanted:
+            raise ValueError(f"control: its {what} have {channels} channels, and those of the model's unet {wanted}")
+    pixels = 2 ** (len(config.conditioning_embedding_out_channels) - 1)
+    if pixels != scale:
+        raise ValueError(f"control: it reads {pixels} pixels for each latent along a side, and the model has {scale}")
+    if not cross_attentions(net):
+        raise ValueError("control: it has no cross-attention")
+
+
+def _check_modules(part: str, network: Any, head_multiple: int) -> None:
+    for name, module in network.named_modules():
+        kind, where = type(module).__name__, f"{part} {name}"
         if kind == "Attention":
             _check_attention(where, module, head_multiple)
         if kind == "BasicTransformerBlock" and type(module.ff.net[0]).__name__ != "GEGLU":
             raise ValueError(f"{where}: its feed-forward is not gated by GEGLU")
         if kind in ("Downsample2D", "Upsample2D") and getattr(module, "conv", None) is None:
             raise ValueError(f"{where}: has no convolution")
-    last, first = unet.up_blocks[-1], unet.down_blocks[0]
-    if len(last.resnets) != len(first.resnets) + 1 or (last.upsamplers or ()):
-        raise ValueError("unet: its last up block does not mirror its first down block, so it cannot be split")
 
 
 def check_decoder(vae: Any, *, head_multiple: int = 1) -> None:

@@ -17,30 +17,25 @@ A = TypeVar("A")
 Slot = Any  # of `Ops.joint`
 
 
-def deep(ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A) -> tuple[A, ...]:
+def deep(
+    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = ()
+) -> tuple[A, ...]:  # fmt: skip
     """The model's output, then the features: what each residual block of the last up block reads.
 
     `sample` [B, h, w, C]; `time` [B, T] and `added` [B, P]: what the time and the added embedding read; `kv` [B, T, n]:
     `text_keys`. The features are the last up block's input, the skips of all its blocks but the last, and the input of
-    its last residual block.
+    its last residual block. `residuals` are what a ControlNet (Zhang et al., 2023) adds to each skip, in the order in
+    which the down path makes them, and to the mid block's output.
     """
-    times, text = _times(ops, unet, time, added), _text(ops, unet, kv)
+    times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv)
     joints = list(_joints(ops, unet, sample))
-    slots = iter([skip for _, skip in reversed(joints)])
-    h = ops.conv(sample, unet.conv_in, out=next(slots))
-    skips = [h]
-    for block in unet.down_blocks:
-        for pair in _pairs(block):
-            h = _step(ops, pair, h, times, text, next(slots))
-            skips.append(h)
-        for sampler in block.downsamplers or ():
-            h = ops.conv(h, sampler.conv, out=next(slots))
-            skips.append(h)
-    mid = unet.mid_block
-    h = resnet(ops, mid.resnets[0], h, times(mid.resnets[0]))
-    for attention_, resnet_ in zip(mid.attentions, mid.resnets[1:], strict=True):
-        h = h if attention_ is None else transformer(ops, attention_, h, text)
-        h = resnet(ops, resnet_, h, times(resnet_), joints[0][0] if resnet_ is mid.resnets[-1] else None)
+    slots = [skip for _, skip in reversed(joints)]
+    skips = down(ops, unet, ops.conv(sample, unet.conv_in, out=slots[0]), times, text, slots[1:])
+    h = middle(ops, unet, skips[-1], times, text, joints[0][0])
+    if residuals:
+        given = zip(skips, residuals[:-1], slots, strict=True)
+        skips = [ops.place(ops.add(skip, more), slot) for skip, more, slot in given]
+        h = ops.place(ops.add(h, residuals[-1]), joints[0][0])
     at = 0
     for block in unet.up_blocks[:-1]:
         for pair in _pairs(block):
@@ -54,16 +49,21 @@ def deep(ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A) -> tuple[A
     return (eps, *features, last)
 
 
-def shallow(ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A | None, *features: A) -> tuple[A]:
+def shallow(
+    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A | None, *features: A, residual: A | None = None
+) -> tuple[A]:  # fmt: skip
     """The model's output [B, h, w, C] from features of an earlier deep step.
 
     Either from all but the last of them: the whole block, or from the last alone: its last residual block. `kv` is read
-    by a last up block with attention only, which SDXL's has not.
+    by a last up block with attention only, which SDXL's has not. `residual` is the first of the deep step's: the
+    others are in the features.
     """
-    times = _times(ops, unet, time, added)
-    text = None if kv is None else _text(ops, unet, kv)
+    times = embed_times(ops, unet, time, added)
+    text = None if kv is None else read_text(ops, unet, kv)
     joints = list(_joints(ops, unet, sample))[-len(features) :]
     head = ops.conv(sample, unet.conv_in, out=joints[-1][1])
+    if residual is not None:
+        head = ops.place(ops.add(head, residual), joints[-1][1])
     h = ops.place(features[0], joints[0][0])
     skips = [ops.place(skip, slot) for skip, (_, slot) in zip(features[1:], joints, strict=False)]
     eps, _ = _end(ops, unet, h, [head, *skips[::-1]], joints, times, text)
@@ -84,6 +84,35 @@ def cross_attentions(unet: Any) -> list[Any]:
     return [attn for attn in found if attn.is_cross_attention]
 
 
+Times = Callable[[Any], Any]
+"""What a residual block adds of the time."""
+Text = Callable[[Any], tuple[Any, Any]]
+"""Keys and values of a cross-attention layer."""
+
+
+def down(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, slots: Sequence[Slot] = ()) -> list[A]:
+    """The skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others."""
+    at, skips = iter(slots), [h]
+    for block in unet.down_blocks:
+        for pair in _pairs(block):
+            h = _step(ops, pair, h, times, text, next(at, None))
+            skips.append(h)
+        for sampler in block.downsamplers or ():
+            h = ops.conv(h, sampler.conv, out=next(at, None))
+            skips.append(h)
+    return skips
+
+
+def middle(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, out: Slot = None) -> A:
+    """The mid block."""
+    mid = unet.mid_block
+    h = resnet(ops, mid.resnets[0], h, times(mid.resnets[0]))
+    for attention_, resnet_ in zip(mid.attentions, mid.resnets[1:], strict=True):
+        h = h if attention_ is None else transformer(ops, attention_, h, text)
+        h = resnet(ops, resnet_, h, times(resnet_), out if resnet_ is mid.resnets[-1] else None)
+    return h
+
+
 def resnet(ops: Ops[A], block: Any, x: A, time: A | None = None, out: Slot = None) -> A:
     """ResnetBlock2D: GroupNorm, SiLU, convolution, + time, GroupNorm, SiLU, convolution, + x or its 1×1 convolution."""
     h = ops.group_norm(x, block.norm1, silu=True, to=(block.conv1,))
@@ -102,11 +131,7 @@ def attention(ops: Ops[A], attn: Any, x: A, h: A) -> A:
     return ops.linear(ops.attend(q, k, v, heads=attn.heads, to=(out,)), out, residual=x)
 
 
-Text = Callable[[Any], tuple[A, A]]
-"""Keys and values of a cross-attention layer."""
-
-
-def transformer(ops: Ops[A], model: Any, x: A, text: Text[A] | None, out: Slot = None) -> A:
+def transformer(ops: Ops[A], model: Any, x: A, text: Text | None, out: Slot = None) -> A:
     """Transformer2DModel over the pixels of a map."""
     h = ops.group_norm(x, model.norm, to=(model.proj_in,))
     h = ops.linear(h, model.proj_in)
@@ -115,7 +140,7 @@ def transformer(ops: Ops[A], model: Any, x: A, text: Text[A] | None, out: Slot =
     return ops.linear(h, model.proj_out, residual=x, out=out)
 
 
-def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text[A] | None) -> A:
+def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text | None) -> A:
     """BasicTransformerBlock: self-attention, cross-attention, gated feed-forward."""
     own, cross, enter, leave = block.attn1, block.attn2, block.ff.net[0].proj, block.ff.net[2]
     h = ops.layer_norm(x, block.norm1, to=(own.to_q, own.to_k, own.to_v))
@@ -129,18 +154,19 @@ def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text[A] | None) -> A
     return ops.linear(ops.gated(h, enter, act="gelu", to=leave), leave, residual=x)
 
 
-def _step(ops: Ops[A], pair: tuple[Any, Any], x: A, times: Callable[[Any], A], text: Text[A] | None, out: Slot) -> A:
+def _step(ops: Ops[A], pair: tuple[Any, Any], x: A, times: Times, text: Text | None, out: Slot) -> A:
     """A residual block, and the transformer behind it, if there is one."""
     block, attention_ = pair
     if attention_ is None:
-        return resnet(ops, block, x, times(block), out)
+        y: A = resnet(ops, block, x, times(block), out)
+        return y
     x = resnet(ops, block, x, times(block))
     return transformer(ops, attention_, x, text, out)
 
 
 def _end(
-    ops: Ops[A], unet: Any, h: A, skips: list[A], joints: Sequence[tuple[Slot, Slot]], times: Callable[[Any], A],
-    text: Text[A] | None,
+    ops: Ops[A], unet: Any, h: A, skips: list[A], joints: Sequence[tuple[Slot, Slot]], times: Times,
+    text: Text | None,
 ) -> tuple[A, A]:  # fmt: skip
     """The last up block from where so many skips are left, and the head; and the last residual block's input."""
     last = h
@@ -152,7 +178,7 @@ def _end(
     return ops.conv(h, unet.conv_out), last
 
 
-def _times(ops: Ops[A], unet: Any, time: A, added: A) -> Callable[[Any], A]:
+def embed_times(ops: Ops[A], unet: Any, time: A, added: A) -> Times:
     """What each residual block adds of time, size and pooled text: all blocks' projections are one product."""
     first, second = unet.time_embedding, getattr(unet, "add_embedding", None)
     hidden = ops.linear(time, first.linear_1, act="silu")
@@ -168,7 +194,7 @@ def _times(ops: Ops[A], unet: Any, time: A, added: A) -> Callable[[Any], A]:
     return lambda block: ops.columns(whole, starts[id(block)], block.out_channels)
 
 
-def _text(ops: Ops[A], unet: Any, kv: A) -> Text[A]:
+def read_text(ops: Ops[A], unet: Any, kv: A) -> Text:
     starts, at = {}, 0
     for attn in cross_attentions(unet):
         starts[id(attn)] = at
@@ -182,8 +208,9 @@ def _text(ops: Ops[A], unet: Any, kv: A) -> Text[A]:
 
 
 def resnets(unet: Any) -> list[Any]:
-    """All residual blocks, in the order in which they run."""
-    return [r for block in (*unet.down_blocks, unet.mid_block, *unet.up_blocks) for r in block.resnets]
+    """All residual blocks, in the order in which they run; a ControlNet has no up blocks."""
+    blocks = (*unet.down_blocks, unet.mid_block, *getattr(unet, "up_blocks", ()))
+    return [r for block in blocks for r in block.resnets]
 
 
 def _pairs(block: Any) -> Iterator[tuple[Any, Any]]:

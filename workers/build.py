@@ -23,6 +23,7 @@ from pipeline import lora, plans
 from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
+from pipeline.control import ControlFolder
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
@@ -170,11 +171,12 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel) -> int:
+def memory_bytes(settings: Settings, model: ImageModel, controls: ControlFolder | None = None) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now."""
     if settings.memory_mib:
         return settings.memory_mib * 2**20
     beside = settings.lora_mib * 2**20 if settings.lora_dir else 0
+    beside += 0 if controls is None else controls.size_bytes()
     return int(_SHARE * max(0, _free_bytes(model.device) - beside))
 
 
@@ -211,6 +213,15 @@ def _embeddings(settings: Settings, model: ImageModel) -> EmbeddingFolder | None
         return None
     most = model.family.text_encoder(model).tokens - 2  # of one chunk, without its start and end
     return EmbeddingFolder(Path(settings.embeddings_dir), widths, most)
+
+
+def _controls(settings: Settings, backend: ImageBackend, *, release: bool) -> ControlFolder | None:
+    """The control networks that requests may use; None if no folder is set, or the model's family has none."""
+    model = backend.model
+    if not settings.control_dir or not model.family.controls:
+        return None
+    capacity = settings.control_mib * 2**20
+    return ControlFolder(Path(settings.control_dir), model, backend.beside, capacity, release=release)
 
 
 def text_lane(settings: Settings) -> Lane | None:
@@ -322,15 +333,17 @@ def build(
     release = model.family.language_model not in kept
     drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
     backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
+    controls = _controls(settings, backend, release=True)
     images = ImageRunner(
         backend,
         _loras(settings, model, backend),
         _embeddings(settings, model),
         UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None,
+        controls,
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,
-        memory_bytes=memory_bytes(settings, model),
+        memory_bytes=memory_bytes(settings, model, controls),
     )
     if texts is not None and measure_s:
         say("measuring what tokens cost")

@@ -9,6 +9,7 @@ from typing import Any
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
+from pipeline import control_costs
 from pipeline.backends.backend import BatchGroup
 from pipeline.phases import DECODES, DEEP, ENCODE, SHALLOW, UPSCALE, VAE_ROWS
 from pipeline.runner import ImageRunner
@@ -33,11 +34,7 @@ def image_card(
     model = runner.model
     recorded, wanted = runner.backend.graphs.counts
     native = (model.native, model.native)
-    # Only measured sizes of those listed, and always the native one: clients estimate others by area.
-    known: dict[str, set[tuple[int, int]]] = {DEEP: {native}}
-    for phase, size, _ in runner.backend.costs.measured():
-        if size in runner.sizes:
-            known.setdefault(phase, set()).add(size)
+    known = _known_sizes(runner, native)
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
@@ -68,6 +65,7 @@ def image_card(
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
+            control_row_step_s=_controls(runner, known[DEEP]),
         ),
         capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),
@@ -81,8 +79,22 @@ def image_card(
 
 def _files(runner: ImageRunner) -> dict[str, Any]:
     """The names of files that requests may use, by the card's field."""
-    folders = {"loras": runner.adapters, "embeddings": runner.embeddings, "upscalers": runner.upscalers}
+    folders = {
+        "loras": runner.adapters,
+        "embeddings": runner.embeddings,
+        "upscalers": runner.upscalers,
+        "controls": runner.controls,
+    }
     return {name: () if folder is None else tuple(folder.names()) for name, folder in folders.items()}
+
+
+def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:
+    """By phase, only measured sizes of those listed, and always the native one: clients estimate others by area."""
+    known = {DEEP: {native}}
+    for phase, size, _ in runner.backend.costs.measured():
+        if size in runner.sizes:
+            known.setdefault(phase, set()).add(size)
+    return known
 
 
 def _steps(
@@ -103,6 +115,16 @@ def _upscaling(runner: ImageRunner) -> float:
         (1e6 * s * len(corners(width, height, device)) / (width * height) for (width, height), s in tiles.items()),
         default=0.0,
     )
+
+
+def _controls(runner: ImageRunner, sizes: Iterable[tuple[int, int]]) -> dict[str, float]:
+    """Seconds by size of one row of a control network at the cheapest batch width; empty without any network."""
+    if runner.controls is None:
+        return {}
+    return {
+        _named(size): min(control_costs.seconds(runner.backend, size, rows) / rows for rows in _WIDTHS)
+        for size in sizes
+    }
 
 
 def _named(size: tuple[int, int]) -> str:

@@ -142,11 +142,12 @@ def pictures(
 
     `deepcache` and `fetch` are as for the handler. Raises `ArtifactError` if `fetch` does.
     """
-    if job.source is None:
+    if job.source is None and not job.control:
         return job.pictures(deepcache)
     if fetch is None:
         raise Invalid("image", "cannot be fetched here")
-    return job.pictures(deepcache, sources.read(job.source, fetch))
+    edit = None if job.source is None else sources.read(job.source, fetch)
+    return job.pictures(deepcache, edit, sources.read_controls(job.control, job.size, fetch))
 
 
 def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, metadata: bool) -> dict[str, Any]:

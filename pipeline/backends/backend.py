@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from core.cuda_graphs import GraphCache
 from core.ops.branches import LowRank, PackedBranches
+from core.ops.reference import TorchLowering
 from pipeline.adapters import ScaledAdapter
 from pipeline.backends.timing import PhaseCosts
 from pipeline.families.family import ImageModel, Network
 from pipeline.fingerprint import KernelIdentity
 from pipeline.phases import Phases
 from pipeline.recording import GraphSet
+
+if TYPE_CHECKING:
+    from core.ops.ops import Lowering
 
 MAIN = ""  # the backend of all requests
 LORA = "lora"  # of prompts, and unless `MAIN` packs adapters of steps, of requests with their own LoRAs
@@ -85,13 +89,19 @@ class ImageBackend(Protocol):
         """
         ...
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
+    def deterministic_mode(
+        self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
+    ) -> str:
         """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
 
         `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it, `chunks` are those
-        of its text.
+        of its text. `controlled`: its steps are launched directly, with the residuals of control networks.
         """
         ...
+
+    def beside(self, network: Any) -> Lowering:
+        """A lowering like the denoiser's, for a network that runs beside it."""
+        return TorchLowering(self.model.dtype)
 
     def executable(self, mode: str) -> str:
         """What a request of this mode may have run on, for its fingerprint."""

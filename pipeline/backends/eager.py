@@ -53,11 +53,15 @@ class TorchBackend(ImageBackend):
             break
         return best
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
-        """Compiled, if all that it needs is compiled by now; of longer texts nothing is."""
+    def deterministic_mode(
+        self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
+    ) -> str:
+        """Compiled, if all that it needs is compiled by now; of longer texts, and with controls, nothing is."""
         phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = [ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases]
-        return EAGER if chunks > 1 or any(self._executables.find(key) is None for key in keys) else COMPILED
+        return (
+            EAGER if controlled or chunks > 1 or any(self._executables.find(key) is None for key in keys) else COMPILED
+        )
 
     def executable(self, mode: str) -> str:
         return mode or (f"{EAGER} or {COMPILED}" if self._executables.enabled else EAGER)

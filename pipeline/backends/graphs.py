@@ -11,6 +11,8 @@ import torch
 
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import ExecutableKey
+from core.ops.cuda import CudaLowering
+from core.ops.ops import Lowering
 from core.transfers import to_device
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
@@ -99,15 +101,20 @@ class GraphBackend(ImageBackend):
             return planned(self, group, wider.rows, self._function(wider), True)
         return ExecutionPlan(self._function(key), False, width, seconds)
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
-        """Graphs, if all that it needs are recorded by now; of longer texts none are taken.
+    def beside(self, network: Any) -> Lowering:
+        return CudaLowering(self.model.dtype, self.widths.descending[0])
+
+    def deterministic_mode(
+        self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
+    ) -> str:
+        """Graphs, if all that it needs are recorded by now; of longer texts, and with controls, none are taken.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
         kernels launched one by one.
         """
         phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = (ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases)
-        return GRAPHS if chunks == 1 and all(self.graphs.has(key) for key in keys) else LAYERS
+        return GRAPHS if chunks == 1 and not controlled and all(self.graphs.has(key) for key in keys) else LAYERS
 
     def executable(self, mode: str) -> str:
         return LAYERS if mode == LAYERS else GRAPHS

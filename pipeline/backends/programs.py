@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from core.ops.branches import LowRank, PackedBranches
 from core.ops.cpu import CpuLowering
@@ -37,6 +38,7 @@ class ProgramBackend(ImageBackend):
         they are packed. Raises `ModelError` for a model that the kernels do not support.
         """
         self.model = model
+        self._library = kernels
         made = on_kernels(model, kernels)
         self.denoiser, self.phases = made.denoiser, made.phases
         self.kernels = KernelIdentity.on_cpu(kernels)
@@ -56,7 +58,12 @@ class ProgramBackend(ImageBackend):
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         return planned(self, group, rows, self.phases[group.phase])
 
-    def deterministic_mode(self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1) -> str:
+    def beside(self, network: Any) -> CpuLowering:
+        return CpuLowering(self._library, network, half=self.model.precision != "fp32")
+
+    def deterministic_mode(
+        self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
+    ) -> str:
         return KERNELS
 
     def executable(self, mode: str) -> str:

@@ -215,6 +215,7 @@ class Family(Protocol):
     calibration: what is different from `unet_opt.calibrate.CalibrationSettings`.
     language_model: the part that is a decoder-only language model, whose states before the last layer are a prompt's
         embedding; None: the text encoders are of other kinds.
+    controls: whether control networks may run beside its denoiser.
     """
 
     label: str
@@ -230,6 +231,7 @@ class Family(Protocol):
     calibration: Mapping[str, Any]
     language_model: str | None
     adapters: Adapters
+    controls: bool
 
     # -- loading ----------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
+from contract.control import ControlSource
 from contract.errors import Invalid
-from contract.image import Edit, ImageJob, ImageParameters, Source, check, image_job
+from contract.image import Edit, ImageJob, ImageParameters, Source, check
 from contract.image_fields import EditFields, ImageFields
+from contract.image_job import image_job
 from contract.upscale import Upscale
 from pipeline.sizes import sizes
 
@@ -163,12 +165,13 @@ CHANGED: dict[str, Any] = {
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,
     "output_format": "jpeg", "output_compression": 7,
+    "control": (ControlSource(model="edges", strength=0.5, start=0.25, end=0.75, preprocessor="canny", image="key"),),
 }  # fmt: skip
 
 
 def test_a_record_carries_every_field() -> None:
     """A field that is added is carried without a word about it; this test then asks for its value here."""
-    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit"}
+    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit", "control"}
     assert named == CHANGED.keys() and {one.name for one in dataclasses.fields(ImageJob)} - {"picture"} == BESIDE.keys()
     picture = dataclasses.replace(GOOD, **CHANGED)
     for job in (ImageJob(GOOD), ImageJob(picture), ImageJob(GOOD, **BESIDE), ImageJob(picture, **BESIDE)):
@@ -182,8 +185,12 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
     }  # fmt: skip
     whole = ImageJob(dataclasses.replace(GOOD, **CHANGED), **BESIDE).to_dict()
     assert whole["edit"] == {"strength": 0.5, "image": "image", "mask": "mask", "soft_mask": True}
-    assert {name: whole[name] for name in BESIDE if name != "source"} == {
-        name: value for name, value in BESIDE.items() if name != "source"
+    assert whole["control"] == [
+        {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75, "preprocessor": "canny", "image": "key"}
+    ]
+    apart = ("source", "control")
+    assert {name: whole[name] for name in BESIDE if name not in apart} == {
+        name: value for name, value in BESIDE.items() if name not in apart
     }
 
 

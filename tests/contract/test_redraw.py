@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from contract.card import MAX_SEED, ImageDefaults, ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageJob, ImageParameters, Source, image_job
+from contract.image import ImageJob, ImageParameters, Source
 from contract.image_fields import ImageFields
+from contract.image_job import image_job
 from contract.plan import DeepCache, to_field
 from contract.redraw import redraw
 

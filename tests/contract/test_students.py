@@ -10,8 +10,8 @@ import pytest
 from contract import students
 from contract.card import MAX_GUIDANCE, ImageDefaults, ImageOffer
 from contract.errors import Invalid
-from contract.image import image_job
 from contract.image_fields import ImageFields
+from contract.image_job import image_job
 
 BASE: dict[str, Any] = {
     "_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon", "timestep_spacing": "leading",

@@ -9,8 +9,8 @@ import pytest
 from contract import tuned
 from contract.card import ImageOffer
 from contract.errors import Invalid
-from contract.image import image_job
 from contract.image_fields import EditFields, ImageFields
+from contract.image_job import image_job
 
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {

@@ -38,6 +38,25 @@ def checkpoint(pipeline: Any) -> dict[str, torch.Tensor]:
     return _with_upsamplers_placed({key: value.contiguous() for key, value in found.items()})
 
 
+def original_controlnet(net: Any) -> dict[str, torch.Tensor]:
+    """All weights of a ControlNet of diffusers as its authors' code names them (Zhang et al., 2023)."""
+    layers, found = int(net.config.layers_per_block), {}
+    for key, value in net.state_dict().items():
+        hint = re.fullmatch(r"controlnet_cond_embedding\.(conv_in|conv_out|blocks\.(\d+))\.(\w+)", key)
+        zero = re.fullmatch(r"controlnet_down_blocks\.(\d+)\.(\w+)", key)
+        if hint is not None:
+            at = {"conv_in": 0, "conv_out": 14}[hint[1]] if hint[2] is None else 2 * int(hint[2]) + 2
+            name = f"input_hint_block.{at}.{hint[3]}"
+        elif zero is not None:
+            name = f"zero_convs.{zero[1]}.0.{zero[2]}"
+        elif key.startswith("controlnet_mid_block."):
+            name = key.replace("controlnet_mid_block", "middle_block_out.0")
+        else:
+            name = _unet(key, layers)
+        found[f"control_model.{name}"] = value.contiguous()
+    return found
+
+
 def _unet(key: str, layers: int) -> str:
     for theirs, ours in _UNET.items():
         if key.startswith(f"{theirs}."):

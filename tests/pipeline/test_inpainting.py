@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 
 from contract.card import ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageParameters, image_job
+from contract.image import ImageParameters
 from contract.image_fields import ImageFields
+from contract.image_job import image_job
 from contract.plan import DeepCache
 from core.batching.runner import Lane
 from pipeline import lora, quantized, samplers, tiny

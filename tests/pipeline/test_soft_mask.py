@@ -15,8 +15,9 @@ from PIL import Image
 
 from contract.card import ImageOffer
 from contract.errors import Invalid
-from contract.image import Edit, ImageParameters, image_job
+from contract.image import Edit, ImageParameters
 from contract.image_fields import EditFields
+from contract.image_job import image_job
 from pipeline import samplers, tiny
 from pipeline.denoise import InpaintMask
 from tests.pipeline import worlds

@@ -31,6 +31,7 @@ from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.programs import ProgramBackend
+from pipeline.control import ControlFolder
 from pipeline.families.family import TinyVae
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
@@ -151,11 +152,14 @@ class Watching(ImageRunner):
         max_requests: int = 32,
         memory_bytes: int | None = None,
         upscalers: UpscalerFolder | None = None,
+        controls: Path | None = None,
+        control_bytes: int = 2**30,
         **options: Any,
     ) -> None:
         """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads.
 
-        `loras` is the folder of those that requests may use, within `lora_bytes`.
+        `loras` is the folder of those that requests may use, within `lora_bytes`, `controls` that of control networks,
+        within `control_bytes`.
         """
         if frugal:
             packed = loras is None or options.get("kernels") is not None
@@ -166,8 +170,17 @@ class Watching(ImageRunner):
             cache = AdapterCache(loras, model, lora_bytes, backend.pack_adapter if backend.packs else None)
             packs = backend.packs
             made = LoraPrompts(backend.model, cache) if packs else LoraBackend(model, cache, backend.widths)
+        folder = None
+        if controls is not None:
+            folder = ControlFolder(controls, model, backend.beside, control_bytes, release=frugal)
         super().__init__(
-            backend, made, upscalers=upscalers, lane=lane, max_requests=max_requests, memory_bytes=memory_bytes
+            backend,
+            made,
+            upscalers=upscalers,
+            controls=folder,
+            lane=lane,
+            max_requests=max_requests,
+            memory_bytes=memory_bytes,
         )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
 

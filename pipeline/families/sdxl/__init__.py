@@ -42,6 +42,7 @@ class SDXL:
     calibration: Mapping[str, Any] = {}
     language_model: str | None = None
     adapters: Adapters = SDXLAdapters()
+    controls = True
 
     def seeded(self, name: str) -> Seeded | None:
         if name == sdxl.NAME:

@@ -45,6 +45,7 @@ class ZImage:
     calibration: Mapping[str, Any] = {"steps": 8, "watched_steps": 8, "guidance": 0.0}
     language_model: str | None = "text_encoder"
     adapters: Adapters = ZImageAdapters()
+    controls = False
 
     def seeded(self, name: str) -> Seeded | None:
         if name not in tiny_zimage.SHAPES:

@@ -1,0 +1,88 @@
+"""Options of `diptych generate` for pictures that images follow, and the files that they name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.arguments import UsageError
+from contract.control import MAX_CONTROLS, PREPROCESSORS
+
+if TYPE_CHECKING:
+    from contract.control import Control, ControlChoice
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--control", action="append", default=[], type=Path, metavar="IMAGE",
+        help=f"a picture of edges, a pose, … that the pictures follow; up to {MAX_CONTROLS} times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--control-model", dest="control_models", action="append", default=[], metavar="NAME",
+        help="the network that reads it, of the folder; one for each --control, or one for all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--control-strength", dest="control_strengths", action="append", default=[], type=float, metavar="FACTOR",
+        help="of what it adds; one for each --control, or one for all; default: 1.0",
+    )  # fmt: skip
+    parser.add_argument(
+        "--control-preprocessor", choices=PREPROCESSORS, help="canny: IMAGE is a picture, of which the edges are taken"
+    )
+    parser.add_argument("--control-dir", metavar="DIR", help="where the networks lie, as folders or NAME.safetensors")
+
+
+def check_choices(options: argparse.Namespace) -> tuple[ControlChoice, ...]:
+    """What the options say of each control. Raises `UsageError`."""
+    from contract import control
+    from contract.errors import Invalid
+
+    count = len(options.control)
+    given = {"--control-model": options.control_models, "--control-strength": options.control_strengths}
+    for flag, values in given.items():
+        if values and not count:
+            raise UsageError(f"{flag}: is of a --control, and there is none")
+        if len(values) not in (0, 1, count):
+            raise UsageError(f"{flag}: is given {len(values)} times, for {count} of --control")
+    if count and not options.control_models:
+        raise UsageError("--control-model: must name the network that reads --control")
+    models = options.control_models * (count if len(options.control_models) == 1 else 1)
+    strengths = options.control_strengths or [1.0]
+    strengths = strengths * (count if len(strengths) == 1 else 1)
+    choices = tuple(
+        control.ControlChoice(model=model, strength=strength, preprocessor=options.control_preprocessor or "")
+        for model, strength in zip(models, strengths, strict=bool(count))
+    )
+    try:
+        control.check(choices, None)
+    except Invalid as error:
+        flags = {"control": "--control", "control.model": "--control-model", "control.strength": "--control-strength"}
+        raise UsageError(f"{flags.get(error.field or '', '--control')}: {error.message}") from error
+    return choices
+
+
+def read_controls(
+    options: argparse.Namespace, choices: tuple[ControlChoice, ...], size: tuple[int, int]
+) -> tuple[Control, ...]:
+    """The controls, with their pictures at this size. Raises `UsageError`, naming the file."""
+    from contract.control import Control
+    from workers.sources import prepare
+
+    return tuple(
+        Control.of(choice, prepare(choice, _pixels(path, size), size))
+        for choice, path in zip(choices, options.control, strict=True)
+    )
+
+
+def _pixels(path: Path, size: tuple[int, int]) -> bytes:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as opened:
+            picture = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UsageError(f"--control: {path} cannot be read as a picture ({error})") from error
+    (width, height), (w, h) = picture.size, size
+    if abs(width * h - height * w) > 0.1 * min(width * h, height * w):
+        raise UsageError(f"--control: {path} is {width}x{height}, and the picture {w}x{h}; give one of that shape")
+    return picture.resize(size, Image.Resampling.LANCZOS).tobytes()

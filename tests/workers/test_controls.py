@@ -1,0 +1,128 @@
+"""Control networks in a worker: what its card offers and costs, what jobs get, and what their mistakes are told as."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from contract.errors import Invalid
+from contract.image import ImageJob
+from core.artifacts import NoArtifact
+from core.batching.request import Request
+from core.config import Settings
+from pipeline import canny
+from pipeline.load import load
+from pipeline.tiny import TINY
+from tests.pipeline.controls import controlnet, save
+from tests.pipeline.test_edit import photograph
+from workers import sources
+from workers.build import Runtime, build
+from workers.handlers import ImageJobHandler, pictures
+
+SIDE = 32
+JOB: dict[str, Any] = {
+    "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": SIDE, "height": SIDE,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("controls")
+    save(controlnet(load(TINY)), folder, "edges")
+    (folder / "damaged.safetensors").write_bytes(b"none")
+    (folder / "notes").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    settings = Settings(
+        model=TINY, control_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32",
+        cache_dir=tmp_path_factory.mktemp("cache"),
+    )  # fmt: skip
+    with build(settings) as works:
+        yield works
+
+
+def fetch(key: str) -> bytes:
+    """A store of one picture, of a text and of nothing else."""
+    if key == "text":
+        return b"text"
+    if key != "photograph":
+        raise NoArtifact(key)
+    stream = io.BytesIO()
+    photograph(SIDE).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def asked(**control: Any) -> ImageJob:
+    return ImageJob.read({**JOB, "control": [{"model": "edges", "image": "photograph", **control}]})
+
+
+def drawn(works: Runtime, job: ImageJob) -> list[Any]:
+    futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(pictures(job, None, fetch))]
+    return [future.result(60) for future in futures]
+
+
+def test_a_job_of_several_pictures_draws_each_by_its_control(works: Runtime) -> None:
+    plain, controlled = drawn(works, ImageJob.read(JOB)), drawn(works, asked())
+    for one, other in zip(plain, controlled, strict=True):
+        assert one.image.tobytes() != other.image.tobytes()
+        assert set(other.fingerprint["control"]) == {"edges"} and "control" not in one.fingerprint
+        told = other.parameters.to_dict()["control"]
+        assert [set(each) for each in told] == [{"model", "image"}] and len(told[0]["image"]) == 64
+    again = drawn(works, ImageJob.read(JOB))
+    assert [one.image.tobytes() for one in again] == [one.image.tobytes() for one in plain]
+
+
+def test_the_card_offers_what_lies_in_the_folder_and_its_cost(works: Runtime) -> None:
+    drawn(works, asked())
+    card = ImageJobHandler(works.images).card()
+    assert card.controls == ("damaged", "edges") == tuple(card.offer.controls or ())
+    assert card.costs.control_row_step_s[f"{SIDE}x{SIDE}"] > 0
+
+
+def test_without_a_folder_none_is_offered(tmp_path: Path) -> None:
+    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=tmp_path)) as works:
+        card = ImageJobHandler(works.images).card()
+        assert card.controls == () and card.costs.control_row_step_s == {}
+        with pytest.raises(Invalid, match="DIPTYCH_CONTROL_DIR"):
+            works.images.check(Request("x", "image", pictures(asked(), None, fetch)[0]))
+
+
+def test_canny_is_taken_of_what_was_stored() -> None:
+    (one, _) = pictures(asked(preprocessor="canny"), None, fetch)
+    expected = canny.edges(np.asarray(photograph(SIDE)))
+    assert one.control[0].image == expected.tobytes() and expected.any()
+    (plain, _) = pictures(asked(), None, fetch)
+    assert plain.control[0].image == photograph(SIDE).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [(None, "is missing"), ("gone", "is no longer there"), ("text", "cannot be decoded")]
+)
+def test_pictures_that_cannot_be_read_are_named(key: str | None, words: str) -> None:
+    job = ImageJob.read({**JOB, "control": [{"model": "edges"} | ({} if key is None else {"image": key})]})
+    with pytest.raises(Invalid, match=words) as caught:
+        pictures(job, None, fetch)
+    assert caught.value.field == "control.image"
+
+
+def test_a_picture_of_another_size_is_refused() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "PNG")
+    with pytest.raises(Invalid, match="must have the image's size"):
+        sources.read_controls(asked().control, (SIDE, SIDE), lambda _: stream.getvalue())
+
+
+def test_a_damaged_network_fails_its_job_alone(works: Runtime) -> None:
+    with pytest.raises(Invalid, match=r"damaged\.safetensors: is no whole safetensors file") as caught:
+        works.images.check(Request("x", "image", pictures(asked(model="damaged"), None, fetch)[0]))
+    assert caught.value.field == "control.model"
+    assert len(drawn(works, asked())) == 2
