@@ -45,11 +45,27 @@ def groups(run: TrainingRun, composer: Composer, count: int) -> dict[str, list[P
     }
 
 
-def write_prompts(run: TrainingRun, count: int, path: Path) -> None:
-    """All groups' captions as a table that `diptych evaluate --prompts` reads; ids are NAME-NUMBER."""
+def write_prompts(run: TrainingRun, count: int, path: Path, real: Path | None, *, unseen: bool = False) -> None:
+    """The groups' captions as a table that `diptych evaluate --prompts` reads; ids are NAME-NUMBER.
+
+    `unseen` leaves out what training saw. `real` gets two folders of true pictures of each caption's truth, `own` and
+    `other`, which differ in all that captions leave open: FID between them is that of two halves of the real pictures.
+    """
+    world = World.read(run)
+    renderer = Renderer(world.images, run.device)
     lines = ["id\tcaption"]
-    for name, prompts in groups(run, World.read(run).composer, count).items():
+    for name, prompts in groups(run, world.composer, count).items():
+        if unseen and name.endswith("_seen"):
+            continue
         lines += [f"{name}-{number}\t{prompt.caption}" for number, prompt in enumerate(prompts)]
+        if real is not None:
+            size = (run.size, run.size)
+            draws = [random.Random(f"other {name} {number}") for number in range(len(prompts))]
+            others = [world.composer.show(p.truth, draw, size) for p, draw in zip(prompts, draws, strict=True)]
+            for folder, found in (("own", [prompt.scene for prompt in prompts]), ("other", others)):
+                (real / folder).mkdir(parents=True, exist_ok=True)
+                for number, image in enumerate(pictures.to_images(renderer.draw(pack(found)).cpu())):
+                    image.save(real / folder / f"{name}-{number}.png")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -156,6 +172,8 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
     options.add_argument("--write", type=Path, metavar="FILE", help="write the prompts to this .tsv, and judge nothing")
+    options.add_argument("--unseen", action="store_true", help="write only prompts of families that training never saw")
+    options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of their true pictures")
     options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
     options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
     options.add_argument("--model", default="emoji-xl", help="without --drawn: draw with this model's stock pipeline")
@@ -164,7 +182,7 @@ def main() -> None:
     found = options.parse_args()
     run = from_options(found)
     if found.write:
-        write_prompts(run, found.count, found.write)
+        write_prompts(run, found.count, found.write, found.real, unseen=found.unseen)
     elif found.drawn:
         again = drawn_by_run(found.again) if found.again else None
         judge(run, found.count, drawn_by_run(found.drawn), {"name": found.drawn.resolve().name}, again)
