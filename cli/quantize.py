@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli.arguments import Commands, StartupProgress, UsageError, model_errors, read_settings
 from contract.precision import SCHEMES, is_calibrated
+
+if TYPE_CHECKING:
+    from core.config import Settings
+    from core.quant.convert import QuantizationReport
+    from pipeline.load import ImageModel
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
 model's own folder, and else with `--unet DIR/unet-int8`. Without -o it goes into the cache, where `--precision int8`
@@ -33,6 +41,11 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8 (model-fp8)"
     )
+    quantize.add_argument(
+        "--control", metavar="NAME",
+        help="a control network of the folder instead, of this model: NAME-int8 (NAME-fp8) is written beside it",
+    )  # fmt: skip
+    quantize.add_argument("--control-dir", metavar="DIR", help="where NAME lies, as a folder or NAME.safetensors")
     quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
     quantize.add_argument("--scheme", choices=SCHEMES, default="int8", help="default: %(default)s")
     quantize.add_argument(
@@ -62,6 +75,8 @@ def _quantize(options: argparse.Namespace) -> int:
         raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
+    if options.control is not None:
+        return _quantize_control(options, _prompts(options))
     if options.out is None:
         return _into_cache(options)
     return _into_folder(options, _prompts(options))
@@ -69,7 +84,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
     """The same for a model's folder, where `--precision int8` finds the variant."""
-    given = {"limit": limit, "variant": variant, "threads": threads, "prompts": None, "alpha": None}
+    given = {"limit": limit, "variant": variant, "threads": threads, "prompts": None, "alpha": None, "control": None}
     options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, plain=False, scales_only=False, **given)
     return _into_folder(options, _prompts(options))
 
@@ -121,39 +136,75 @@ def _into_cache(options: argparse.Namespace) -> int:
 
 
 def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
+    settings = read_settings(options)
+    with _quantizing(options.scheme, options.out, len(prompts)) as tell:
+        from pipeline.quantized import make
+        from workers.devices import kernels
+
+        model = _unquantized(settings)
+        made = make(
+            model, prompts, options.out, scheme=options.scheme,
+            alpha=options.alpha, plain=options.plain,
+            weights=not options.scales_only, kernels=kernels(settings, model)[0], tell=tell,
+        )  # fmt: skip
+    for part, (report, size_bytes) in made.items():
+        _print(part, options.scheme, report, size_bytes)
+    return 0
+
+
+def _quantize_control(options: argparse.Namespace, prompts: list[str]) -> int:
+    """Quantize a control network of the model."""
+    settings = read_settings(options)
+    if not settings.control_dir:
+        raise UsageError("--control-dir: must name the folder of --control")
+    folder = Path(settings.control_dir).expanduser()
+    out = options.out or folder
+    with _quantizing(options.scheme, out, len(prompts)) as tell:
+        from pipeline import control_file
+        from pipeline.control_quantized import make
+        from workers.devices import kernels
+
+        path = control_file.find(folder, options.control)
+        model = _unquantized(settings)
+        report, size_bytes = make(
+            model, options.control, path, prompts, out, scheme=options.scheme,
+            alpha=options.alpha, plain=options.plain,
+            weights=not options.scales_only, kernels=kernels(settings, model)[0], tell=tell,
+        )  # fmt: skip
+    _print(options.control, options.scheme, report, size_bytes)
+    return 0
+
+
+def _unquantized(settings: Settings) -> ImageModel:
+    """The model in the precision stored in its folder: the environment's settings for serving do not apply."""
+    from contract.precision import unquantized
+    from workers.build import device_of, load_model
+
+    precision = unquantized(device_of(settings))
+    return load_model(settings.model_copy(update={"precision": precision, "unet": ""}))
+
+
+def _print(what: str, scheme: str, report: QuantizationReport, size_bytes: int) -> None:
+    left = len(report.skipped)
+    print(f"{what}: {len(report.changed)} layers in {scheme}, {left} left as they were, {size_bytes} bytes")
+
+
+@contextmanager
+def _quantizing(scheme: str, out: Path, count: int) -> Iterator[Callable[[int], None]]:
+    """Shows the progress of a calibration on `count` prompts; errors become the command line's."""
     from rich.console import Console
 
     from core.quant.convert import RecipeError
     from core.quant.statistics import StatisticsError
     from core.quant.store import QuantizedStoreError
 
-    settings = read_settings(options)
-    doing = f"quantizing to {options.scheme}"
     try:
         with model_errors(), StartupProgress(Console(stderr=True)) as starting:
-            from contract.precision import unquantized
-            from pipeline.quantized import make
-            from workers.build import device_of, load_model
-            from workers.devices import kernels
-
-            # In the precision stored in the folder: the environment's settings for serving do not apply.
-            precision = unquantized(device_of(settings))
-            settings = settings.model_copy(update={"precision": precision, "unet": ""})
-            model = load_model(settings)
-            made = make(
-                model, prompts, options.out, scheme=options.scheme,
-                alpha=options.alpha, plain=options.plain,
-                weights=not options.scales_only, kernels=kernels(settings, model)[0],
-                tell=lambda done: starting.count(doing, done, len(prompts)),
-            )  # fmt: skip
+            yield lambda done: starting.count(f"quantizing to {scheme}", done, count)
     except (StatisticsError, RecipeError, QuantizedStoreError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"--out: {options.out} cannot be written ({error.strerror})") from error
-    for part, (report, size_bytes) in made.items():
-        left = len(report.skipped)
-        print(f"{part}: {len(report.changed)} layers in {options.scheme}, {left} left as they were, {size_bytes} bytes")
-    return 0
+        raise UsageError(f"--out: {out} cannot be written ({error.strerror})") from error
 
 
 def _quantize_text(options: argparse.Namespace, prompts: list[str]) -> int:

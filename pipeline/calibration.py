@@ -62,7 +62,7 @@ def collect(
     """
     settings = settings or settings_of(model.family, model.defaults)
     until = settings.steps if "vae" in layers else settings.watched_steps
-    networks, observe = _observed(model, kernels)
+    networks, observe = observed(model, kernels)
     denoiser = model.family.denoiser
     drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
 
@@ -87,7 +87,7 @@ def seed(prompt: str) -> int:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
 
 
-def _observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[str, Observe]]:
+def observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[str, Observe]]:
     """The model's networks, and how the layers of each are observed."""
     name = model.family.denoiser
     if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":

@@ -15,7 +15,7 @@ import torch
 from contract.control import FIELD, Control
 from contract.errors import Invalid
 from core.ops.cpu import CpuLowering
-from pipeline import control_file
+from pipeline import control_file, control_variant
 from pipeline.denoise import Conditioning
 from pipeline.folder import ModelError
 from unet_opt.control import ControlBranch
@@ -164,7 +164,7 @@ class ControlFolder:
         """The network's current content, read if it has changed or was evicted."""
         with self._reading:
             path = control_file.find(self.folder, name)
-            stamp = _stamp(path)
+            stamp = _stamp(path, control_variant.variant_of(path, name, self._model.precision))
             with self._lock:
                 known = self._networks.get(name)
                 if known is not None and known.stamp == stamp and known.branch is not None:
@@ -184,7 +184,7 @@ class ControlFolder:
 
     def _read(self, name: str, path: Path) -> tuple[ControlBranch, str, int]:
         self.reads += 1
-        found = control_file.read(name, path, self._model, self._model.dtype)
+        found = control_variant.read(name, path, self._model)
         network = found.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         try:
@@ -223,9 +223,12 @@ class ControlFolder:
                 held -= network.size_bytes
 
 
-def _stamp(path: Path) -> tuple[Any, ...]:
-    """Changes when any file of the network does."""
-    files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())
+def _stamp(path: Path, variant: Path | None) -> tuple[Any, ...]:
+    """Changes when any file of the network does, or of its variant in 8 bits."""
+    places = [path] if variant is None else [path, variant]
+    files = [
+        one for place in places for one in ([place] if place.is_file() else sorted(place.iterdir())) if one.is_file()
+    ]
     found = ((file.name, file.stat()) for file in files)
     return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns) for name, about in found)
 

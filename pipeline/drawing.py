@@ -12,7 +12,7 @@ from torch import Tensor
 from contract.image import ImageParameters
 from contract.schedule import NoiseSchedule
 from pipeline import denoise, edit, samplers, vae
-from pipeline.conditioning import Conditioner
+from pipeline.conditioning import Conditioner, Told
 from pipeline.encode import Encoder
 from pipeline.families.family import ImageModel, Network
 
@@ -69,8 +69,7 @@ class Denoiser:
         riders = []
         for prompt, generator in zip(prompts, generators, strict=True):
             x = (draw(generator) * self._table.init_noise_sigma).to(model.device)
-            wanted = ImageParameters(prompt, 0, model.native, model.native, guidance_scale=self._guidance)
-            (told,) = self._conditioner.conditions([wanted])
+            told = self._conditioned(prompt)
             riders.append(
                 denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), told.conditioning, masked=masked)
             )
@@ -83,3 +82,13 @@ class Denoiser:
             noise = [draw(generator).to(model.device) if noisy else None for generator in generators]
             riders = denoise.advance(riders, output, noise)
         return torch.cat([rider.x for rider in riders])
+
+    @torch.inference_mode()
+    def embeddings(self, prompts: Sequence[str]) -> Tensor:
+        """The text's embeddings of all rows of these prompts, [rows, T, D], in the order of `latents`."""
+        return torch.cat([self._conditioned(prompt).hidden for prompt in prompts])
+
+    def _conditioned(self, prompt: str) -> Told:
+        side = self.model.native
+        (told,) = self._conditioner.conditions([ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)])
+        return told

@@ -41,6 +41,28 @@ def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
     )
 
 
+def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
+    """The recipe for a ControlNet: as for the UNet whose down path and mid block it has."""
+    return Recipe(
+        name="sdxl-control-plain" if alpha is None else f"sdxl-control-alpha{alpha:g}",
+        rules=(
+            Rule(r"conv_in", reason="4 channels: nothing to gain, and every error spreads through all that follows"),
+            Rule(r"controlnet_cond_embedding\..*", reason="computed once a picture"),
+            Rule(r"controlnet_(down_blocks\.\d+|mid_block)", reason="reads what was never normalized"),
+            Rule(r"(time|add)_embedding\..*", reason="one row a picture: nothing to gain, and all layers read it"),
+            Rule(r".*\.time_emb_proj", reason="one row a picture: nothing to gain"),
+            Rule(r".*\.conv_shortcut", reason="reads what was never normalized", required=False),
+            Rule(r".*\.attn2\.to_[kv]", reason="computed once a request"),
+            Rule(r".*\.(conv1|conv2)", alpha=None),
+            Rule(r".*\.downsamplers\.\d+\.conv", alpha=None, required=False),
+            Rule(r".*\.proj_(in|out)", alpha=alpha),
+            Rule(r".*\.attn[12]\.to_(q|k|v|out\.0)", alpha=alpha),
+            Rule(r".*\.ff\.net\.(0\.proj|2)", alpha=alpha),
+        ),
+        shares=lambda name: re.sub(r"\.attn1\.to_[qkv]$", ".attn1.to_qkv", name),
+    )
+
+
 def decoder(model: nn.Module) -> Recipe:
     """The recipe for a VAE, of which only the decoder is used here: convolutions of all but the first up block."""
     first = r"decoder\.up_blocks\.0\..*"

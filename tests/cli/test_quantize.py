@@ -12,10 +12,12 @@ from PIL import Image
 
 from llm import tiny
 from llm.load import load
+from pipeline import tiny as tiny_image
 from pipeline.load import load as load_image_model
 from pipeline.tiny import TINY
 from tests.cli.shell import Shell
 from tests.core.quant import stage
+from tests.pipeline.controls import controlnet, save
 
 
 @pytest.fixture
@@ -158,3 +160,27 @@ def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
     assert said.code == 2 and "--out: is needed with --text-model" in said.err
     said = shell("quantize", "--text-model", str(model), "--limit", "2", "-o", str(model))
     assert said.code == 0 and load(str(model), precision="int8").precision == "int8", said.err
+
+
+def test_a_control_network_is_quantized_beside_itself(shell: Shell, tmp_path: Path) -> None:
+    model = tiny_image.save(tmp_path / "model", tiny_image.SHAPES[TINY])
+    save(controlnet(load_image_model(str(model))), tmp_path / "controls", "edges")
+    asked = [
+        "quantize",
+        "--model",
+        str(model),
+        "--limit",
+        "2",
+        "--control-dir",
+        str(tmp_path / "controls"),
+        "--control",
+    ]
+    done = shell(*asked, "edges")
+    assert done.code == 0 and done.out.startswith("edges: ") and "layers in int8" in done.out
+    assert (tmp_path / "controls" / "edges-int8" / "quantization.json").is_file()
+    for wrong, words in (
+        ([*asked, "gone"], "there is no folder gone"),
+        ([*asked[:3], "--control", "x"], "--control-dir"),
+    ):
+        said = shell(*wrong)
+        assert said.code == 2 and words in said.err
