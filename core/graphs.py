@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from core.threads import UninterruptibleThread
+from core.threads import UninterruptibleThread, lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +124,7 @@ class CompiledCache:
         return dict(self._failed)
 
     def _run(self) -> None:
-        if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
-            try:  # on Linux priorities are per thread; the compiler processes inherit this one
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
-            except OSError as error:
-                log.debug("compiling at normal priority: %s", error)
+        lower_priority("compiling")  # which the compiler's processes inherit
         while True:
             with self._idle:
                 if not self._jobs:

@@ -1,8 +1,23 @@
-"""Tracks threads that cannot be interrupted, such as a compiler's: an exiting process must not wait for them."""
+"""Threads in the background: at a low priority, and such as cannot be interrupted, for which an exit must not wait."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+
+log = logging.getLogger(__name__)
+
+_NICE = 15
+
+
+def lower_priority(what: str) -> None:
+    """Run the calling thread, and threads and processes that it starts, behind all others. `what` is for the log."""
+    if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
+        try:  # on Linux priorities are per thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        except OSError as error:
+            log.debug("%s at normal priority: %s", what, error)
 
 
 class UninterruptibleThread(threading.Thread):

@@ -1,4 +1,4 @@
-"""Per-request LoRAs: files of one folder, read when first requested and cached by last use.
+"""Per-request LoRAs: files of one folder, read in the background when first requested and cached by last use.
 
 As in S-LoRA (Sheng et al., 2023): only the small factors are kept, within a budget, and the model's own weights are
 unchanged. `pipeline.adapted` applies them.
@@ -11,6 +11,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from contract import loras as names
 from contract.errors import Invalid
 from contract.precision import PRECISIONS, is_quantized
 from core.ops.branches import LowRank, PackedBranches
+from core.threads import lower_priority
 from pipeline import lora, lora_file
 from pipeline.folder import ModelError, first_line
 from pipeline.lora_file import Factors
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
 
 T = TypeVar("T")
+_LOADS = 2  # files that are read at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +67,9 @@ class _File:
     digest: str
     size_bytes: int  # of its factors in the model's precision, or as they are packed
     content: _Content | None  # None: evicted
-    ready: bool = False  # on the model's device, in its precision, and checked to be finite
+    ready: bool  # on the model's device, in its precision, and checked to be finite
     pins: int = 0  # requests that use it
+    error: ModelError | None = None  # of the last attempt to read it again
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +90,9 @@ def refused(model: ImageModel, *, packs: bool) -> str | None:
 class AdapterCache:
     """The LoRAs of one folder for one model. Thread-safe.
 
-    Files are read by the caller that checks a request, before it reaches the engine; a file evicted before the request
-    runs is read again. A changed file is read anew: running requests keep the old version.
+    Files are read by threads of low priority, so that iterations of other requests go on: when a request is checked,
+    before it reaches the engine, and, if it was evicted meanwhile, before it joins others. A changed file is read anew:
+    running requests keep the old version.
     """
 
     def __init__(self, folder: Path, model: ImageModel, capacity_bytes: int, pack: Pack | None = None) -> None:
@@ -101,9 +106,11 @@ class AdapterCache:
         self._model = model
         self._pack = pack
         self._files: OrderedDict[str, _File] = OrderedDict()
+        self._loads: dict[tuple[str, tuple[int, ...]], Future[_File]] = {}  # under way
+        self._awaited: list[_File] = []  # of the request that is admitted next
         self._pinned_bytes = 0
         self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._places = threading.Semaphore(_LOADS)
 
     def names(self) -> list[str]:
         """The names that requests may use now."""
@@ -116,15 +123,25 @@ class AdapterCache:
         if needed > self.capacity_bytes:
             with self._lock:
                 self._evict()
-            named, room = " and ".join(file.name for file in files), self.capacity_bytes
-            raise ModelError(f"lora {named}: needs {needed} bytes, and there is room for {room} (DIPTYCH_LORA_MIB)")
+            raise self._too_large(" and ".join(file.name for file in files), needed)
 
-    def take(self, text: str) -> AdapterLease | None:
-        """Reserve a checked request's LoRAs; None means not yet: other requests' fill the memory. Reads no file."""
+    def take(self, text: str, *, wait: bool = False) -> AdapterLease | None:
+        """Reserve a checked request's LoRAs; None means not yet: other requests' fill the memory.
+
+        Reads no file itself. With `wait` None may also mean that one is read again, which was evicted; without,
+        `uses` waits for it.
+        """
         with self._lock:
             wanted = [(self._files[named.name], named.scale) for named in names.read(text)]
+            self._awaited = []
             more = sum(file.size_bytes for file, _ in wanted if not file.pins)
             if self._pinned_bytes and self._pinned_bytes + more > self.capacity_bytes:
+                return None
+            gone = [file for file, _ in wanted if file.content is None and file.error is None]
+            for file in gone:
+                self._load(file.name, file.stamp)
+            if gone and wait:
+                self._awaited = [file for file, _ in wanted]
                 return None
             self._pinned_bytes += more
             for file, _ in wanted:
@@ -153,36 +170,74 @@ class AdapterCache:
 
     def _find(self, name: str) -> _File:
         """The file's current content, read if it has changed or was evicted."""
-        path = self.folder / f"{name}{lora.SUFFIX}"
-        with self._reading:
-            try:
-                found = path.stat()
-            except OSError:
-                found = None
-            if found is None or not stat.S_ISREG(found.st_mode):  # reading a special file might never end
-                raise ModelError(f"lora {name}: there is no {path.name} in the LoRA folder")
-            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
-            with self._lock:
-                known = self._files.get(name)
-                if known is not None and known.stamp == stamp and known.content is not None:
-                    self._files.move_to_end(name)
-                    return known
-            digest, content = self._read(name, path)
-            with self._lock:
-                if known is not None and (known.stamp, known.digest) == (stamp, digest):
-                    if known.content is None:
-                        known.content, known.ready = content, self._pack is not None
-                else:
-                    own = _File(name, stamp, digest, content.size_bytes, content, ready=self._pack is not None)
-                    known = self._files[name] = own
+        stamp = self._stamp(name)
+        with self._lock:
+            known = self._files.get(name)
+            if known is not None and known.stamp == stamp and known.content is not None:
                 self._files.move_to_end(name)
-                self._evict(but=known)
                 return known
+            load = self._load(name, stamp)
+        return load.result()
 
-    def _read(self, name: str, path: Path) -> tuple[str, _Content]:
+    def _stamp(self, name: str) -> tuple[int, ...]:
+        """What changes with the file."""
+        path = self.folder / f"{name}{lora.SUFFIX}"
+        try:
+            found = path.stat()
+        except OSError:
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode):  # reading a special file might never end
+            raise ModelError(f"lora {name}: there is no {path.name} in the LoRA folder")
+        if found.st_size > 2 * self.capacity_bytes:  # factors are rounded to half their size at most
+            raise self._too_large(name, found.st_size // 2)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _too_large(self, named: str, needed: int) -> ModelError:
+        room = self.capacity_bytes
+        return ModelError(f"lora {named}: needs {needed} bytes, and there is room for {room} (DIPTYCH_LORA_MIB)")
+
+    def _load(self, name: str, stamp: tuple[int, ...]) -> Future[_File]:
+        """Begin to read a file unless that is under way. Under the lock."""
+        key = (name, stamp)
+        if key not in self._loads:
+            self._loads[key] = load = Future[_File]()
+            # Ends rather than waits for the next: a thread that computed keeps a team of OpenMP threads (see Lane).
+            threading.Thread(target=self._run, args=(key, load), name=f"lora {name}", daemon=True).start()
+        return self._loads[key]
+
+    def _run(self, key: tuple[str, tuple[int, ...]], load: Future[_File]) -> None:
+        lower_priority("reading LoRAs")
+        name, stamp = key
+        try:
+            with self._places:
+                digest, content = self._read(name)
+            with self._lock:
+                made = self._keep(name, stamp, digest, content)
+        except BaseException as error:
+            with self._lock:
+                del self._loads[key]
+                if (known := self._files.get(name)) is not None and known.content is None:
+                    known.error = error if isinstance(error, ModelError) else ModelError(f"lora {name}: {error}")
+            load.set_exception(error)
+        else:
+            load.set_result(made)
+
+    def _keep(self, name: str, stamp: tuple[int, ...], digest: str, content: _Content) -> _File:
+        """The file with this content. Under the lock."""
+        del self._loads[name, stamp]
+        file = self._files.get(name)
+        if file is None or (file.stamp, file.digest) != (stamp, digest):
+            file = self._files[name] = _File(name, stamp, digest, content.size_bytes, None, ready=False)
+        if file.content is None:
+            file.content, file.ready, file.error = content, self._pack is not None, None
+        self._files.move_to_end(name)
+        self._evict(but=file)
+        return file
+
+    def _read(self, name: str) -> tuple[str, _Content]:
         self.reads += 1
         try:
-            data = path.read_bytes()
+            data = (self.folder / f"{name}{lora.SUFFIX}").read_bytes()
         except OSError as error:
             raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
         most = self.capacity_bytes // self._model.dtype.itemsize
@@ -205,20 +260,19 @@ class AdapterCache:
 
     def _ready(self, file: _File) -> _Content:
         with self._lock:
-            found, ready = file.content, file.ready
+            load = self._load(file.name, file.stamp) if file.content is None and file.error is None else None
+        if load is not None:
+            load.result()
+        with self._lock:
+            found, ready, error = file.content, file.ready, file.error
         if found is None:
-            digest, found = self._read(file.name, self.folder / f"{file.name}{lora.SUFFIX}")
-            if digest != file.digest:
-                raise ModelError(f"lora {file.name}: its file changed before it was used; ask again")
-            ready = self._pack is not None
+            raise error or ModelError(f"lora {file.name}: its file changed before it was used; ask again")
         if not ready:
             factors = lora_file.moved(found.factors, self._model.device, self._model.dtype)
             lora_file.check_finite(file.name, factors)
             found = found._replace(factors=factors)
-        with self._lock:
-            if file.content is None or not file.ready:
+            with self._lock:
                 file.content, file.ready = found, True
-                self._evict(but=file)
         return found
 
     def _evict(self, but: _File | None = None) -> None:
@@ -227,7 +281,8 @@ class AdapterCache:
         for file in list(self._files.values()):
             if held <= self.capacity_bytes:
                 return
-            if file.content is not None and not file.pins and file is not but:
+            unused = file.content is not None and not file.pins and file not in self._awaited
+            if unused and file is not but:
                 file.content, file.ready = None, False
                 held -= file.size_bytes
 

@@ -19,7 +19,7 @@ from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline import lycoris
 from pipeline.families.family import Adapters
-from pipeline.folder import ModelError
+from pipeline.folder import ModelError, first_line
 
 _KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Parts of keys, to which a dot is added, of adapters that are no product of two matrices beside a layer's weight.
@@ -107,7 +107,12 @@ def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
     from safetensors.torch import load
 
-    state = load(data)
+    try:
+        state = load(data)
+    except Exception as error:  # of another library: damaged, or of another kind
+        if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
+            raise ValueError("it is a pickle, which could run code; convert it to safetensors") from error
+        raise ValueError(f"it is damaged or cut short: {first_line(error)}") from error
     for key in state:
         for mark, kind in _UNKNOWN.items():
             if mark in f"{key}.":

@@ -139,7 +139,7 @@ class MemoryLedger:
         try:
             if wanted.lora:
                 assert self._adapters is not None
-                taken = self._adapters.take(wanted.lora)
+                taken = self._adapters.take(wanted.lora, wait=self.slots.taken > 1)
             if wanted.control:
                 assert self._controls is not None
                 networks = self._controls.take(wanted.control)

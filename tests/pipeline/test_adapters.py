@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.image import ImageParameters
-from pipeline import tiny
+from core.batching.request import Request
+from pipeline import lora_file, tiny
 from pipeline.adapters import AdapterCache, AdapterLease
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from tests.pipeline import loras
-from tests.pipeline.worlds import Crank, Watching, levels
+from tests.pipeline.worlds import Crank, Watching, levels, solo
 
 LAYERS = {"unet": loras.UNET[:2]}
 NAMES = ("a", "b", "c", "d")
@@ -193,3 +197,83 @@ def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, mo
     assert wide.keys() == narrow.keys() == wanted.keys()
     for name in wanted:
         assert abs(levels(wide[name]) - levels(narrow[name])).max() <= 1
+
+
+class Gate:
+    """Holds the reading of one file until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.niceness = 0
+        real = lora_file.read
+
+        def read(asked: str, *given: Any) -> Any:
+            if asked == name:
+                self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+                self.reached.set()
+                assert self.opened.wait(60)
+            return real(asked, *given)
+
+        monkeypatch.setattr(lora_file, "read", read)
+
+
+def test_while_one_file_is_read_others_are_there(
+    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once for all who ask, in the background, at a low priority."""
+    adapters = AdapterCache(folder, model, 9 * one)
+    adapters.check("a")
+    gate = Gate(monkeypatch, "b")
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(adapters.check, "b") for _ in range(3)]
+        assert gate.reached.wait(60)
+        adapters.check("a")
+        adapters.check("c")
+        lease = adapters.take("a")
+        assert lease is not None and adapters.uses(lease)
+        assert not any(one_asked.done() for one_asked in asked)
+        gate.opened.set()
+        for one_asked in asked:
+            one_asked.result(60)
+    assert adapters.reads == 3 and gate.niceness > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_steps_of_others_go_on_while_a_lora_is_read(
+    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its request comes, and when it was evicted before its request was admitted."""
+    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=4, lora=name) for name in ("a", "b")}
+    expected = {name: solo(Watching(model, loras=folder), asked) for name, asked in wanted.items()}
+    runner = Watching(model, loras=folder, lora_bytes=2 * one)
+    crank = Crank(runner)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        gate = Gate(patch, "b")
+        checked = pool.submit(runner.check, Request("early", "image", wanted["b"]))
+        assert gate.reached.wait(60)
+        crank.submit("a", wanted["a"])
+        assert np.array_equal(levels(crank.pictures()["a"]), levels(expected["a"])) and not checked.done()
+        gate.opened.set()
+        checked.result(60)
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, "b")
+        assert runner.adapters is not None
+        crank = Crank(runner)
+        crank.submit("a", wanted["a"])
+        crank.turn()
+        crank.submit("b", wanted["b"])
+        runner.adapters._files["b"].content = None  # as if others had needed the room
+        while "a" not in crank.ended:
+            crank.turn()
+        assert gate.reached.wait(60)
+        gate.opened.set()
+        drawn = crank.pictures()
+    assert all(np.array_equal(levels(drawn[name]), levels(expected[name])) for name in wanted)
+
+
+def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, one: int) -> None:
+    with (tmp_path / "huge.safetensors").open("wb") as file:
+        file.truncate(2**40)
+    adapters = AdapterCache(tmp_path, model, one)
+    with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
+        adapters.check("huge")
+    assert adapters.reads == 0

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -217,7 +218,10 @@ class Crank:
         """One iteration; False once nothing is live. `alter` may break a ticket, or act while it is under way."""
         self.now += 1
         assert self.now < 10_000, "something never ends"
-        for batch in self.scheduler.schedule(self.now):
+        batches = self.scheduler.schedule(self.now)
+        if not batches:
+            time.sleep(0.001)  # a file is read in the background
+        for batch in batches:
             try:
                 outcomes = alter(batch, self.runner.launch(batch.requests)).outcome()
             except Exception as error:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from contract.errors import Invalid
 from contract.image import ImageJob
@@ -35,6 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("ink", "oil")):
         loras.write(model, folder, name, seed)
     (folder / "damaged.safetensors").write_bytes(b"none")
+    whole = (folder / "ink.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(whole[:-1000])
+    torch.save({"x": torch.ones(2)}, folder / "pickle.safetensors")
+    other = {"transformer.single_transformer_blocks.0.attn.to_k.lora_A.weight": torch.ones(2, 2)}
+    save_file(other, folder / "flux.safetensors")
+    save_file({f"unet.conv_in.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}, folder / "wide.safetensors")
+    small = {f"lora_unet_conv_in.hada_w{n}_{side}": torch.ones(2, 2) for n in (1, 2) for side in "ab"}
+    save_file({**small, "lora_unet_conv_in.hada_w2_b": torch.ones(2, 4)}, folder / "uneven.safetensors")
     (folder / "notes.txt").write_text("none")
     return folder
 
@@ -62,10 +72,11 @@ def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Path) -> None:
     card = handlers_of(works)["image"].card
-    assert card().loras == ("damaged", "ink", "oil")
+    there = card().loras
+    assert {"damaged", "ink", "oil"} <= {*there} and "notes" not in there
     late = folder / "late.safetensors"
     late.write_bytes((folder / "ink.safetensors").read_bytes())
-    assert card().loras == ("damaged", "ink", "late", "oil")
+    assert card().loras == tuple(sorted([*there, "late"]))
     late.unlink()
 
 
@@ -83,10 +94,31 @@ def test_jobs_with_and_without_are_drawn_side_by_side(works: Runtime) -> None:
     assert all(np.asarray(one.image).std() > 5 for one in ink + oil)
 
 
-@pytest.mark.parametrize("name", ["damaged", "gone"])
-def test_a_job_that_names_a_bad_one_is_refused_with_its_name(works: Runtime, name: str) -> None:
-    with pytest.raises(Invalid, match=f"^lora: {name}: "):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("damaged", "it is damaged or cut short"),
+        ("cut", "it is damaged or cut short"),
+        ("pickle", "it is a pickle, which could run code; convert it to safetensors"),
+        ("flux", "'transformer.single_transformer_blocks.0.attn.to_k.lora_A.weight' is for no part of an SDXL"),
+        ("wide", "'conv_in' has"),
+        ("uneven", "the factors of LoHa 'lora_unet_conv_in' do not fit each other"),
+        ("gone", "there is no gone.safetensors in the LoRA folder"),
+    ],
+)
+def test_a_job_that_names_a_bad_one_is_refused_and_others_are_drawn(works: Runtime, name: str, said: str) -> None:
+    """Also those that are under way meanwhile."""
+    (wanted, *_) = handlers_of(works)["image"].requests(ImageJob.read({**JOB, "lora": "ink", "steps": 20}))
+    under_way = works.engine.submit(Request("other", "image", wanted))
+    with pytest.raises(Invalid, match=f"^lora: {name}: ") as caught:
         drawn(works, lora=f"ink,{name}")
+    assert said in str(caught.value)
+    assert under_way.result(60).png() and len(drawn(works, lora="ink")) == 2
+
+
+def test_fifty_in_one_job_are_refused_and_others_are_drawn(works: Runtime) -> None:
+    with pytest.raises(Invalid, match=r"^lora: at most 8 can be named"):
+        drawn(works, lora=",".join(f"ink{number}" for number in range(50)))
     assert len(drawn(works, lora="ink")) == 2
 
 
