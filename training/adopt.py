@@ -1,6 +1,6 @@
 """Stage `adopt`: fills the work folder with an exported emoji-xl, so that students can be distilled of it alone.
 
-Distillation needs no pictures: what the teacher draws is all that its students learn.
+What the teacher draws is all that its students learn; of the data set they need the captions of scenes.
 """
 
 from __future__ import annotations

@@ -69,12 +69,21 @@ def write_prompts(run: TrainingRun, count: int, path: Path, real: Path | None, *
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def judge(run: TrainingRun, count: int, draw: Draw, about: dict[str, Any], again: Draw | None = None) -> dict[str, Any]:
+def judge(
+    run: TrainingRun,
+    count: int,
+    draw: Draw,
+    about: dict[str, Any],
+    again: Draw | None = None,
+    *,
+    truth: bool = True,
+) -> dict[str, Any]:
     """Figures by group, of `count` prompts each; `about` says what was drawn how.
 
     Written after each group, so that a judge that is ended early leaves what it has. Each figure
-    is (value, low, high). `drawn_by_renderer` are the same checks of true scenes: the checker's own errors. `again`
-    draws the same prompts from other seeds: its pairs, both right, tell how much the pictures of one prompt differ.
+    is (value, low, high). With `truth`, `drawn_by_renderer` are the same checks of true scenes: the checker's own
+    errors. `again` draws the same prompts from other seeds: its pairs, both right, tell how much the pictures of one
+    prompt differ.
     """
     world = World.read(run)
     composer = world.composer
@@ -85,13 +94,17 @@ def judge(run: TrainingRun, count: int, draw: Draw, about: dict[str, Any], again
     folder = run.folder("judge")
     for name, prompts in groups(run, composer, count).items():
         made = draw(name, prompts)
-        true = ((renderer.draw(pack([prompt.scene for prompt in prompts])) + 1) / 2).cpu()
         verdicts = _checked(checker, made, prompts)
         figures[name] = summary(verdicts)
-        figures[f"{name}_drawn_by_renderer"] = summary(_checked(checker, true, prompts))
         if reader is not None:
             figures[name]["clip_prefers_caption"] = _preferred(reader, composer, made, prompts)
-            figures[f"{name}_drawn_by_renderer"]["clip_prefers_caption"] = _preferred(reader, composer, true, prompts)
+        if truth:
+            true = ((renderer.draw(pack([prompt.scene for prompt in prompts])) + 1) / 2).cpu()
+            figures[f"{name}_drawn_by_renderer"] = summary(_checked(checker, true, prompts))
+            if reader is not None:
+                figures[f"{name}_drawn_by_renderer"]["clip_prefers_caption"] = _preferred(
+                    reader, composer, true, prompts
+                )
         if again is not None:
             other = again(name, prompts)
             right = [v.right and w.right for v, w in zip(verdicts, _checked(checker, other, prompts), strict=True)]
@@ -177,6 +190,9 @@ def main() -> None:
     options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
     options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
     options.add_argument("--model", default="emoji-xl", help="without --drawn: draw with this model's stock pipeline")
+    options.add_argument(
+        "--no-truth", action="store_true", help="leave out the checks of true scenes, half of the work"
+    )
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
     found = options.parse_args()
@@ -185,10 +201,17 @@ def main() -> None:
         write_prompts(run, found.count, found.write, found.real, unseen=found.unseen)
     elif found.drawn:
         again = drawn_by_run(found.again) if found.again else None
-        judge(run, found.count, drawn_by_run(found.drawn), {"name": found.drawn.resolve().name}, again)
+        about = {"name": found.drawn.resolve().name}
+        judge(run, found.count, drawn_by_run(found.drawn), about, again, truth=not found.no_truth)
     else:
         about = {"name": found.model, "steps": found.steps, "guidance": found.guidance}
-        judge(run, found.count, drawn_by_pipeline(run, found.model, found.steps, found.guidance), about)
+        judge(
+            run,
+            found.count,
+            drawn_by_pipeline(run, found.model, found.steps, found.guidance),
+            about,
+            truth=not found.no_truth,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stage `teacher`: what emoji-xl draws of random captions, from which its students are distilled."""
+"""Stage `teacher`: what emoji-xl draws of the captions of scenes, from which its students are distilled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pipeline import sigmas
-from training import captions, checkpoint, pictures, tokens, unet
+from training import checkpoint, tokens, unet
 from training.run import TrainingRun, from_options, parser
+from training.stream import SceneStream
 
 GUIDANCE = 5.0  # the family's default
 STEPS = 12  # of Euler's method
@@ -63,33 +64,18 @@ class Teacher(nn.Module):
         return found
 
 
-def draw_captions(
-    run: TrainingRun, table: torch.Tensor, odds: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
-    """Ids [CHUNK, L] of captions of `tokens.caption_table`, half of them with a background, without hidden rows."""
-    count = CHUNK if run.on_gpu else (run.batch or 32)
-    given: Any = {"generator": generator, "device": run.device}
-    index = torch.multinomial(odds, count, replacement=True, generator=generator)
-    variant = torch.randint(table.shape[1], (count,), **given)
-    colour = torch.randint(1, table.shape[2], (count,), **given)
-    colour = torch.where(torch.rand(count, **given) < 0.5, 0, colour)
-    return table[index, variant, colour].long()
-
-
 @torch.no_grad()
 def train(run: TrainingRun) -> None:
     """Draws for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
-    rows = pictures.read_rows(run.data)
-    hidden = captions.held_out(rows, run.held_out)
-    odds = torch.tensor([0.0 if index in hidden else 1.0 for index in range(len(rows))], device=run.device)
-    table = tokens.caption_table(run, rows).to(run.device)
+    stream = SceneStream(run, CHUNK if run.on_gpu else (run.batch or 32), native=True)
     teacher = Teacher(run)
     denoise: Any = torch.compile(teacher) if run.compile else teacher
     plan = sigmas.table(run.picture.sampling() | {"_class_name": "EulerDiscreteScheduler"}, "euler", STEPS)
     generator = torch.Generator(device=run.device).manual_seed(run.seed)
-    side, kept, begun = run.size // 8, [], time.monotonic()
+    side, begun = run.size // 8, time.monotonic()
+    kept: list[Pairs] = []
     while True:
-        ids = draw_captions(run, table, odds, generator)
+        ids = stream.at(len(kept)).ids
         noise = torch.randn(len(ids), 4, side, side, generator=generator, device=run.device)
         with run.autocast():
             states, pooled = teacher.read(ids)

@@ -62,26 +62,6 @@ def pad_ids(run: TrainingRun) -> tuple[int, int]:
     return clip_tokenizer(run).pad_token_id, clip_tokenizer(run, second=True).pad_token_id
 
 
-def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Tensor:
-    """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, TOKENS], END-padded.
-
-    Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Drawn once, so that
-    a step costs an index and no tokenizing; kept in `tokens/table.pt`.
-    """
-    path = run.folder("tokens") / f"table-{run.variants}-{run.seed}.pt"
-    if path.exists():
-        kept: torch.Tensor = torch.load(path, weights_only=True)
-        if len(kept) == len(rows):
-            return kept
-    tokenizer = clip_tokenizer(run)
-    table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), TOKENS, dtype=torch.int16)
-    for index, found in enumerate(captions.wordings(rows, run.variants, run.seed)):
-        texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
-        table[index] = encode(tokenizer, texts).view(run.variants, -1, TOKENS).to(torch.int16)
-    torch.save(table, path)
-    return table
-
-
 def encode(tokenizer: Any, texts: list[str]) -> torch.Tensor:
     """Texts to ids, int64 [B, TOKENS], padded and truncated as the pipeline does."""
     found = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt")
