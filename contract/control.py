@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from contract.bounds import check_number
+from contract.bounds import check_number, check_whole
 from contract.errors import Invalid
 from contract.loras import is_name
 
 FIELD = "control"
 MAX_CONTROLS = 4  # per request
 MAX_STRENGTH = 10.0
+MAX_MODE = 63
 SHARE = 0.5  # of a deep row of the denoiser: what a row of a control network costs until one was measured
 CANNY = "canny"
 PREPROCESSORS = (CANNY,)
@@ -25,7 +26,8 @@ class ControlChoice:
 
     `model` is the network's name in the folder of controls. What it adds to the denoiser is multiplied by `strength`,
     in the steps from the share `start` of all steps to `end`, as diffusers has them (`acts`). `preprocessor` is what
-    makes the network's picture of the given one, of `PREPROCESSORS`; "": it is read as given.
+    makes the network's picture of the given one, of `PREPROCESSORS`; "": it is read as given. `mode` is
+    the kind of the picture, for networks that read several (ControlNet-Union), by its number.
     """
 
     model: str
@@ -33,6 +35,7 @@ class ControlChoice:
     start: float = 0.0
     end: float = 1.0
     preprocessor: str = ""
+    mode: int | None = None
 
     def acts(self, steps: int) -> tuple[bool, ...]:
         """In which of so many steps it acts."""
@@ -46,6 +49,8 @@ class ControlChoice:
         start = check_number(f"{FIELD}.start", self.start, 0, 1)
         if check_number(f"{FIELD}.end", self.end, 0, 1) <= start:
             raise Invalid(f"{FIELD}.end", "must be greater than start")
+        if self.mode is not None:
+            check_whole(f"{FIELD}.mode", self.mode, 0, MAX_MODE)
         if self.preprocessor and self.preprocessor not in PREPROCESSORS:
             raise Invalid(f"{FIELD}.preprocessor", f"must be one of {', '.join(PREPROCESSORS)}")
 

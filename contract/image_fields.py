@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from contract.bounds import FLAG, MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
 from contract.card import MAX_IMAGES, MAX_STEPS, Size
-from contract.control import MAX_CONTROLS, MAX_STRENGTH, ControlSource
+from contract.control import MAX_CONTROLS, MAX_MODE, MAX_STRENGTH, ControlSource
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
 from contract.schedule import ScheduleType
@@ -36,7 +36,7 @@ class ControlFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Control")
 
-    model: str = Field(description="of the model's controls: a ControlNet")
+    model: str = Field(description="of the model's controls: a ControlNet, a ControlNet-Union or a T2I-Adapter")
     image: ImageReference | None = Field(
         default=None, description="edges, a pose, …; of the shape of the picture that is drawn; in a form a file"
     )
@@ -52,6 +52,10 @@ class ControlFields(BaseModel):
     preprocessor: Literal["canny"] | None = Field(
         default=None,
         description="canny: image is a picture, of which the edges are taken; default: it is read as given",
+    )
+
+    mode: int | None = Field(
+        default=None, ge=0, le=MAX_MODE, description="the kind of the image, for a ControlNet-Union: 0 is a pose, …"
     )
 
     @property

@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,14 +18,31 @@ from core.ops.cpu import CpuLowering
 from pipeline import control_file, control_variant
 from pipeline.denoise import Conditioning
 from pipeline.folder import ModelError
-from unet_opt.control import ControlBranch
+from unet_opt.adapter import AdapterBranch
+from unet_opt.control import Condition, ControlBranch, UnionBranch
 
 if TYPE_CHECKING:
     from core.ops.ops import Lowering
     from pipeline.families.family import ImageModel
 
+_BRANCHES: Mapping[str, type[ControlBranch | AdapterBranch]] = {
+    control_file.CONTROLNET: ControlBranch, control_file.UNION: UnionBranch, control_file.ADAPTER: AdapterBranch,
+}  # fmt: skip
 LowerBeside = Callable[[Any], "Lowering"]
 """Makes the lowering of a network beside the model: `ImageBackend.beside`."""
+
+
+class NetworkShape(NamedTuple):
+    """What requests need to know of a network while it is not in memory.
+
+    `maps` are those that a picture becomes: channels, and how many times the latents' sides are halved. `kinds` is how
+    many kinds of pictures it tells apart; 0: it does not. Pictures' sides are multiples of `multiple` pixels.
+    """
+
+    text_width: int
+    maps: tuple[tuple[int, int], ...]
+    kinds: int
+    multiple: int
 
 
 @dataclass(slots=True, eq=False)
@@ -36,22 +53,48 @@ class ControlNetwork:
     stamp: tuple[Any, ...]
     digest: str
     size_bytes: int
-    text_width: int
-    branch: ControlBranch | None
+    shape: NetworkShape
+    branch: ControlBranch | AdapterBranch | None
     pins: int = 0  # requests that use it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestControl:
-    """A request's control: its network, its rows' inputs, and what it adds in which of the request's steps.
-
-    `conditionings` by their rows: `kv` [R, T, width] and `hint` [R, h, w, C].
+    """What a ControlNet reads for a request: its pictures, one or for a Union several, each with the steps in which it
+    acts, and keys and values of the text by the request's rows.
     """
 
     network: ControlNetwork
-    conditionings: Mapping[int, Conditioning]
+    pictures: tuple[tuple[Condition, tuple[bool, ...]], ...]
+    texts: Mapping[int, Conditioning]  # `kv` [R, T, width]
+
+    def conditions(self, step: int) -> list[Condition]:
+        """Those that act in this step."""
+        return [condition for condition, acts in self.pictures if acts[step]]
+
+    @property
+    def branch(self) -> ControlBranch:
+        assert isinstance(self.network.branch, ControlBranch)
+        return self.network.branch
+
+
+class RequestAdapter(NamedTuple):
+    """What a T2I-Adapter made of a request's picture, [1, h, w, C] each, and in which steps it is added."""
+
+    features: Sequence[torch.Tensor]
     strength: float
     acts: tuple[bool, ...]
+
+
+class RequestControls(NamedTuple):
+    """A request's controls by kind."""
+
+    networks: tuple[RequestControl, ...] = ()
+    adapters: tuple[RequestAdapter, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.networks or self.adapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +131,8 @@ class ControlFolder:
         """The names that requests may use now."""
         return control_file.offered(self.folder)
 
-    def check(self, controls: Sequence[Control]) -> None:
-        """Check that the networks exist and fit, and read them. Raises `Invalid`."""
+    def check(self, controls: Sequence[Control], size: tuple[int, int]) -> None:
+        """Check that the networks exist and fit, and read them; `size` is that of the pictures. Raises `Invalid`."""
         try:
             found = {control.model: self._find(control.model) for control in controls}
             needed = sum(network.size_bytes for network in found.values())
@@ -100,6 +143,8 @@ class ControlFolder:
                 )
         except ModelError as error:
             raise Invalid(f"{FIELD}.model", str(error).removeprefix("control ")) from error
+        for control in controls:
+            _check_picture(control, found[control.model].shape, size)
 
     def take(self, controls: Sequence[Control]) -> ControlLease | None:
         """Reserve a checked request's networks; None means not yet: others' fill the memory. Reads no file."""
@@ -121,33 +166,46 @@ class ControlFolder:
             self._evict()
 
     def request_bytes(self, controls: Sequence[Control], size: tuple[int, int], rows: int, tokens: int) -> int:
-        """That a request of checked controls holds: each one's hint and keys and values, and each row's first residual
-        of the last deep step.
+        """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's
+        first residual of the last deep step.
         """
         if not controls:
             return 0
-        scale = self._model.vae_scale
-        hint = (size[0] // scale) * (size[1] // scale) * int(self._model.denoiser.config.block_out_channels[0])
+        height, width = (side // self._model.vae_scale for side in (size[1], size[0]))
         with self._lock:
-            widths = [self._networks[control.model].text_width for control in controls]
-        return self._model.dtype.itemsize * (hint * (rows + len(controls)) + rows * tokens * sum(widths))
-
-    def prepare(
-        self, lease: ControlLease, controls: Sequence[Control], size: tuple[int, int], hidden: torch.Tensor, steps: int
-    ) -> list[RequestControl]:
-        """The inputs of each control, for embeddings [R, T, D]. On the thread that computes. Raises `Invalid`."""
-        named = {network.name: network for network in lease.networks}
-        return [self._prepared(named[control.model], control, size, hidden, steps) for control in controls]
+            shapes = [self._networks[control.model].shape for control in controls]
+        kept = rows * height * width * int(self._model.denoiser.config.block_out_channels[0])
+        for shape in shapes:
+            kept += rows * tokens * shape.text_width
+            kept += sum(c * -(-height // 2**halved) * -(-width // 2**halved) for c, halved in shape.maps)
+        return self._model.dtype.itemsize * kept
 
     @torch.inference_mode()
-    def _prepared(
-        self, network: ControlNetwork, control: Control, size: tuple[int, int], hidden: torch.Tensor, steps: int
-    ) -> RequestControl:
-        branch = self._ready(network)
-        pixels = torch.frombuffer(bytearray(control.image), dtype=torch.uint8).view(1, size[1], size[0], 3)
-        hint = branch.hint(pixels).expand(len(hidden), -1, -1, -1)
-        whole = Conditioning({"kv": branch.prepare_text(hidden), "hint": hint}, 0.0)
-        return RequestControl(network, {1: whole.unguided(), whole.rows: whole}, control.strength, control.acts(steps))
+    def prepare(
+        self, lease: ControlLease, controls: Sequence[Control], size: tuple[int, int], hidden: torch.Tensor, steps: int
+    ) -> RequestControls:
+        """The inputs of all controls, for embeddings [R, T, D]. On the thread that computes. Raises `Invalid`.
+
+        The pictures of one Union are read together.
+        """
+        named = {network.name: network for network in lease.networks}
+        networks: list[RequestControl] = []
+        adapters: list[RequestAdapter] = []
+        for control in controls:
+            network = named[control.model]
+            branch, acts = self._ready(network), control.acts(steps)
+            pixels = torch.frombuffer(bytearray(control.image), dtype=torch.uint8).view(1, size[1], size[0], 3)
+            if isinstance(branch, AdapterBranch):
+                adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
+                continue
+            picture = Condition(branch.hint(pixels), control.strength, control.mode or 0), acts
+            own = next((n for n, one in enumerate(networks) if branch.kinds and one.network is network), None)
+            if own is not None:
+                networks[own] = replace(networks[own], pictures=(*networks[own].pictures, picture))
+                continue
+            whole = Conditioning({"kv": branch.prepare_text(hidden)}, 0.0)
+            networks.append(RequestControl(network, (picture,), {1: whole.unguided(), whole.rows: whole}))
+        return RequestControls(tuple(networks), tuple(adapters))
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -177,26 +235,28 @@ class ControlFolder:
                 if known is not None and (known.stamp, known.digest) == (stamp, digest):
                     known.branch = branch
                 else:
-                    known = self._networks[name] = ControlNetwork(name, stamp, digest, size, branch.text_width, branch)
+                    shape = _shape(branch, self._model.vae_scale)
+                    known = self._networks[name] = ControlNetwork(name, stamp, digest, size, shape, branch)
                 self._networks.move_to_end(name)
                 self._evict(but=known)
                 return known
 
-    def _read(self, name: str, path: Path) -> tuple[ControlBranch, str, int]:
+    def _read(self, name: str, path: Path) -> tuple[ControlBranch | AdapterBranch, str, int]:
         self.reads += 1
         found = control_variant.read(name, path, self._model)
         network = found.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+        kind = _BRANCHES[type(network).__name__]
         try:
             with torch.inference_mode(False):
-                branch = ControlBranch(self._lower(network), network, self._model.denoiser, self._model.vae_scale)
+                branch = kind(self._lower(network), network, self._model.denoiser, self._model.vae_scale)
         except ValueError as error:
             raise ModelError(f"control {name}: is of another model: {error}") from error
         if self._release and isinstance(branch.lowering, CpuLowering):
             branch.lowering.layers.release()
         return branch, found.digest, size
 
-    def _ready(self, network: ControlNetwork) -> ControlBranch:
+    def _ready(self, network: ControlNetwork) -> ControlBranch | AdapterBranch:
         with self._lock:
             branch = network.branch
         if branch is not None:
@@ -233,10 +293,29 @@ def _stamp(path: Path, variant: Path | None) -> tuple[Any, ...]:
     return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns) for name, about in found)
 
 
-def check_controls(folder: ControlFolder | None, model: ImageModel, controls: Sequence[Control]) -> None:
+def _shape(branch: ControlBranch | AdapterBranch, scale: int) -> NetworkShape:
+    multiple = branch.multiple if isinstance(branch, AdapterBranch) else scale
+    return NetworkShape(branch.text_width, tuple(branch.maps), branch.kinds, multiple)
+
+
+def _check_picture(control: Control, shape: NetworkShape, size: tuple[int, int]) -> None:
+    """Raise `Invalid` for a picture of a kind or size that the network does not read."""
+    if shape.kinds and (control.mode is None or control.mode >= shape.kinds):
+        words = f"{control.model} reads {shape.kinds} kinds of pictures: it must be from 0 to {shape.kinds - 1}"
+        raise Invalid(f"{FIELD}.mode", words)
+    if not shape.kinds and control.mode is not None:
+        raise Invalid(f"{FIELD}.mode", f"is for ControlNet-Unions, and {control.model} reads one kind of pictures")
+    if any(side % shape.multiple for side in size):
+        words = f"{control.model} reads pictures whose sides are multiples of {shape.multiple}"
+        raise Invalid("size", f"{words}, not {size[0]}x{size[1]}")
+
+
+def check_controls(
+    folder: ControlFolder | None, model: ImageModel, controls: Sequence[Control], size: tuple[int, int]
+) -> None:
     """Raise `Invalid` for controls that this model does not offer; None: no folder is configured."""
     if not model.family.controls:
         raise Invalid(FIELD, f"is not supported by {model.family.label}")
     if folder is None:
         raise Invalid(FIELD, "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)")
-    folder.check(controls)
+    folder.check(controls, size)

@@ -25,7 +25,7 @@ def seconds(backend: ImageBackend, size: Size, rows: int) -> float:
 
 def acting_rows(works: Sequence[ImageState]) -> int:
     """Rows of control networks in the next step of these requests, if it is deep."""
-    return sum(work.rows * sum(control.acts[work.step] for control in work.controls) for work in works)
+    return sum(work.rows * sum(bool(one.conditions(work.step)) for one in work.controls.networks) for work in works)
 
 
 def left(backend: ImageBackend, size: Size, controls: Sequence[Control], work: ImageState) -> float:

@@ -21,18 +21,22 @@ if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
 
 SUFFIX = ".safetensors"
+_UNSHUFFLED = 16  # pixels along a side that an adapter of SDXL reads as channels of one
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth")
-CONTROLNET = "ControlNetModel"
-_MODULES = {CONTROLNET: "diffusers.models.controlnets.controlnet"}
+CONTROLNET, UNION, ADAPTER = "ControlNetModel", "ControlNetUnionModel", "T2IAdapter"
+_MODULES = {
+    CONTROLNET: "diffusers.models.controlnets.controlnet", UNION: "diffusers.models.controlnets.controlnet_union",
+    ADAPTER: "diffusers.models.adapter",
+}  # fmt: skip
+_KINDS = "task_embedding"  # which only Unions have, whatever their config calls them
 _EMBEDDING = "controlnet_cond_embedding"
 _OWN = f"{_EMBEDDING}.conv_in.weight"  # in diffusers' layout
+_ADAPTER_OWN = "adapter.conv_in.weight"
 _ORIGINAL = re.compile(r"(control_model\.)?(input_hint_block|zero_convs)\.")
 # What other files are, by a pattern that a key has; the first that any key has decides.
 _OTHERS = (
     (r"^lora_controlnet$|^(input_blocks|middle_block).*\.(up|down)$", "is a Control-LoRA"),
     (r"^lllite_", "is a ControlNet-LLLite"),
-    (r"^(task_embedding|control_add_embedding\.)", "is a ControlNet-Union"),
-    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", "is a T2I-Adapter"),
     (r"^(ip_adapter|image_proj)\.", "is an IP-Adapter"),
     (r"lora_(unet|te\d?)_|[._]lora(_[AB]|_down|_up|\.(up|down))[._]", "is a LoRA"),
     (r"^(model\.diffusion_model|conditioner|first_stage_model)\.", "is a checkpoint"),
@@ -93,14 +97,17 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> ControlFile:
     from pipeline.load import load_part
 
     kind = folders.read_json(folder / "config.json").get("_class_name")
-    if kind not in _MODULES:
-        known = " or ".join(sorted(_MODULES))
-        raise ModelError(f"{folder}/config.json: is of class {kind}, and a control is a {known}")
-    part = Part("network", (kind,), _MODULES[kind], strict=True)
-    variants = [path.name.split(".")[1] for path in folder.glob(f"{part.stem}.*{SUFFIX}")]
-    whole = (folder / f"{part.stem}{SUFFIX}").exists() or any(folder.glob("*.index.json"))
+    if kind not in _MODULES and kind != "ControlNetModel_Union":
+        known = ", ".join(sorted(_MODULES))
+        raise ModelError(f"{folder}/config.json: is of class {kind}, and a control is one of {known}")
+    plain = Part("network", strict=True)
+    variants = [path.name.split(".")[1] for path in folder.glob(f"{plain.stem}.*{SUFFIX}")]
+    whole = (folder / f"{plain.stem}{SUFFIX}").exists() or any(folder.glob("*.index.json"))
     variant = variants[0] if variants and not whole else None
-    files = folders.check_part(folder, "control", part, variant)
+    files = folders.check_part(folder, "control", plain, variant)
+    if any(_KINDS in read_header(file).shapes for file in files):
+        kind = UNION
+    part = Part("network", (kind,), _MODULES[kind], strict=True)
     network = load_part(folder.parent, folder.name, part, dtype, variant)
     return ControlFile(network, folders.digest_of(folder, [folder / "config.json", *files]))
 
@@ -111,11 +118,12 @@ def _read_file(name: str, file: Path, model: ImageModel, dtype: torch.dtype) -> 
 
     header = read_header(file, file.name)
     _check_kind(file.name, header)
-    config = _config(model, header)
-    cls = getattr(importlib.import_module(_MODULES[CONTROLNET]), CONTROLNET)
+    kind = ADAPTER if _ADAPTER_OWN in header.shapes else UNION if _KINDS in header.shapes else CONTROLNET
+    config = _adapter_config(header) if kind == ADAPTER else _config(model, header)
+    cls = getattr(importlib.import_module(_MODULES[kind]), kind)
     with torch.device("meta"):
         network = cls.from_config(config)
-    weights = _renamed(load_file(file), config)
+    weights = load_file(file) if kind == ADAPTER else _renamed(load_file(file), config)
     _check_fit(file.name, weights, network)
     network.load_state_dict({key: tensor.to(dtype) for key, tensor in weights.items()}, strict=True, assign=True)
     return ControlFile(network, folders.digest_of(file.parent, [file]))
@@ -127,9 +135,10 @@ def _check_kind(name: str, header: Header) -> None:
         found = next((key for key in header.shapes if re.search(pattern, key)), None)
         if found is not None:
             raise ModelError(f"{name}: {what}, which is not supported as a file (it has {found})")
-    if _OWN not in header.shapes and not any(map(_ORIGINAL.match, header.shapes)):
+    known = _OWN in header.shapes or _ADAPTER_OWN in header.shapes
+    if not known and not any(map(_ORIGINAL.match, header.shapes)):
         first = min(header.shapes, default="no key at all")
-        raise ModelError(f"{name}: is no ControlNet: it has no {_OWN}; its first key is {first}")
+        raise ModelError(f"{name}: is no ControlNet or T2I-Adapter of SDXL: its first key is {first}")
 
 
 def _config(model: ImageModel, header: Header) -> dict[str, Any]:
@@ -150,8 +159,33 @@ def _config(model: ImageModel, header: Header) -> dict[str, Any]:
     )  # fmt: skip
     return {
         **{key: own[key] for key in taken if own.get(key) is not None},
+        **_union_config(header),
         "in_channels": model.latent_channels,
         "conditioning_embedding_out_channels": channels,
+    }
+
+
+def _union_config(header: Header) -> dict[str, Any]:
+    """What a Union's config has more; nothing for another ControlNet."""
+    if _KINDS not in header.shapes:
+        return {}
+    kinds, width = header.shapes[_KINDS]
+    layers = {key.split(".")[1] for key in header.shapes if key.startswith("transformer_layes.")}
+    return {"num_control_type": kinds, "num_trans_channel": width, "num_proj_channel": width,
+            "num_trans_layer": len(layers)}  # fmt: skip
+
+
+def _adapter_config(header: Header) -> dict[str, Any]:
+    """The config of an adapter of SDXL's kind."""
+    shapes, first = header.shapes, r"adapter\.body\.(\d+)\.resnets\.(\d+)\.block1\.weight"
+    found = {(int(match[1]), int(match[2])): shapes[key][0] for key in shapes if (match := re.fullmatch(first, key))}
+    channels = [found[at, 0] for at in range(len(found)) if (at, 0) in found]
+    return {
+        "in_channels": shapes[_ADAPTER_OWN][1] // _UNSHUFFLED**2,
+        "channels": channels,
+        "num_res_blocks": 1 + max((layer for _, layer in found), default=0),
+        "downscale_factor": _UNSHUFFLED,
+        "adapter_type": "full_adapter_xl",
     }
 
 

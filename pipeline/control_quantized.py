@@ -33,12 +33,13 @@ from unet_opt.calibrate import (
     observe_modules,
     observe_programs,
 )
-from unet_opt.control import ControlBranch
+from unet_opt.control import Condition, ControlBranch, UnionBranch
 
 if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
 
 _PART = "control"
+_EDGES = 3  # the kind of picture that edges are, of the published ControlNet-Unions
 
 
 def make(
@@ -62,6 +63,8 @@ def make(
     """
     settings = settings_of(model.family, model.defaults)
     found = control_file.read(name, path, model, model.dtype)
+    if type(found.network).__name__ == control_file.ADAPTER:
+        raise ModelError(f"control {name}: is a T2I-Adapter, which runs once a picture: there is nothing to gain")
     net = found.network.to(model.device).eval().requires_grad_(False)
     strength = None if plain or not is_calibrated(scheme) else model.family.alpha if alpha is None else alpha
     recipe = recipes.control(net, alpha=strength)
@@ -94,7 +97,8 @@ def _collect(
     on_programs = isinstance(networks.denoiser.lowering, CpuLowering) and kernels is not None
     lowering = CpuLowering(kernels, found.network) if on_programs and kernels else TorchLowering(model.dtype)
     try:
-        branch = ControlBranch(lowering, found.network, model.denoiser, model.vae_scale)
+        kind = UnionBranch if type(found.network).__name__ == control_file.UNION else ControlBranch
+        branch = kind(lowering, found.network, model.denoiser, model.vae_scale)
     except ValueError as error:
         raise ModelError(f"control: is of another model: {error}") from error
     observe = observe_programs(lowering) if isinstance(lowering, CpuLowering) else observe_modules(found.network)
@@ -105,10 +109,14 @@ def _collect(
         hints = _hints(model, branch, networks.decoder, drawing.latents(batch, seeds))
         hidden = drawing.embeddings(batch)
         rows = len(hidden) // len(batch)
-        given = {"kv": branch.prepare_text(hidden), "hint": hints.repeat_interleave(rows, dim=0)}
+        kv, kind = branch.prepare_text(hidden), min(_EDGES, branch.kinds - 1) if branch.kinds else 0
 
         def forward(sample: Tensor, timestep: Tensor, added_cond_kwargs: Any = None, **rest: Any) -> Any:
-            made = branch(sample[:, : model.latent_channels], timestep, added_cond_kwargs, given)
+            read = sample[:, : model.latent_channels]
+            each = zip(read.split(rows), hints.split(1), strict=True)
+            moving = [branch.moving(own, [Condition(hint, 1.0, kind)]) for own, hint in each]
+            given = {name: torch.cat([one[name] for one in moving]) for name in moving[0]}
+            made = branch(read, timestep, added_cond_kwargs, {**given, "kv": kv})
             rest["added_cond_kwargs"] = added_cond_kwargs
             return networks.denoiser.deep(sample, timestep, residuals=[part.clone() for part in made], **rest)
 

@@ -11,16 +11,24 @@ from torch import Tensor
 
 from core.transfers import to_device
 from pipeline.control import ControlNetwork, RequestControl
-from pipeline.denoise import BatchGatherer, DenoiserInputs
+from pipeline.denoise import BatchGatherer, DenoiserInputs, gather
 from pipeline.request_state import ImageState
+from unet_opt.control import Condition
+
+
+class _Span(NamedTuple):
+    """A request's rows of the denoiser's batch: so many from `first` on."""
+
+    first: int
+    rows: int
 
 
 class _Rows(NamedTuple):
-    """The rows of one control of a request: those from `first` on of the denoiser's batch."""
+    """The rows of one network for a request, and the pictures that act."""
 
     control: RequestControl
-    first: int
-    rows: int
+    span: _Span
+    conditions: Sequence[Condition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,13 @@ class RowLimits:
     fixed: int | None
 
 
+class Controlled(NamedTuple):
+    """What is added in a deep step, [B, h, w, C] each for all rows, as `unet_opt.unet.deep` has it."""
+
+    residuals: list[Tensor]
+    adapters: list[Tensor]
+
+
 class ControlRows:
     """Evaluates all controls of a deep step, each network once for all of its rows."""
 
@@ -39,29 +54,28 @@ class ControlRows:
         self._dtype, self._padded, self._channels = dtype, padded, channels
         self._gatherers: dict[ControlNetwork, list[BatchGatherer]] = {}
 
-    def residuals(self, works: Sequence[ImageState], inputs: DenoiserInputs, limits: RowLimits) -> list[Tensor]:
-        """What is added to each skip and to the middle, [B, h, w, C] each for all rows; empty without any control.
+    def evaluate(self, works: Sequence[ImageState], inputs: DenoiserInputs, limits: RowLimits) -> Controlled | None:
+        """What is added for these requests; None without any control that acts.
 
         Rows without a control get zeros, which change no bit.
         """
-        entries, first = [], 0
+        entries: list[_Rows] = []
+        features: list[tuple[_Span, list[Tensor]]] = []
+        first = 0
         for work in works:
-            acting = [control for control in work.controls if control.acts[work.step]]
-            entries += [_Rows(control, first, work.rows) for control in acting]
+            span, step = _Span(first, work.rows), work.step
+            for control in work.controls.networks:
+                if conditions := control.conditions(step):
+                    entries.append(_Rows(control, span, conditions))
+            for adapter in work.controls.adapters:
+                if adapter.acts[step]:
+                    features.append((span, [part * adapter.strength for part in adapter.features]))
             first += work.rows
-        if not entries:
-            return []
-        made = self._evaluated(entries, inputs, limits)
-        total: list[Tensor] = []
-        filled: set[int] = set()
-        for entry in entries:  # in each request's own order, so that sums do not depend on the batch
-            parts = made[id(entry.control)]
-            total = total or [part.new_zeros((len(inputs.sample), *part.shape[1:])) for part in parts]
-            for whole, part in zip(total, parts, strict=True):
-                rows = whole[entry.first : entry.first + entry.rows]
-                rows.add_(part) if entry.first in filled else rows.copy_(part)
-            filled.add(entry.first)
-        return total
+        if not entries and not features:
+            return None
+        count, made = len(inputs.sample), self._evaluated(entries, inputs, limits)
+        return Controlled(_summed(count, [(entry.span, made[id(entry.control)]) for entry in entries]),
+                          _summed(count, features))  # fmt: skip
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
@@ -81,8 +95,9 @@ class ControlRows:
                 found = self._forward(network, number, chunk, inputs, limits.fixed)
                 start = 0
                 for entry in chunk:
-                    end = start + entry.rows
-                    made[id(entry.control)] = [part[start:end] * entry.control.strength for part in found]
+                    end = start + entry.span.rows
+                    factor = entry.control.branch.scale(entry.conditions)
+                    made[id(entry.control)] = [part[start:end] * factor for part in found]
                     start = end
         return made
 
@@ -92,19 +107,20 @@ class ControlRows:
         gatherers = self._gatherers[network]
         if number == len(gatherers):
             gatherers.append(BatchGatherer(self._dtype, self._padded))
-        index = [row for entry in chunk for row in range(entry.first, entry.first + entry.rows)]
+        index = [row for entry in chunk for row in range(entry.span.first, entry.span.first + entry.span.rows)]
         padding = 0 if fixed is None else fixed - len(index)
         rows = to_device(torch.tensor(index + index[:1] * padding), inputs.sample.device)
-        given = gatherers[number].conditioning([e.control.conditionings[e.rows] for e in chunk], padding)
+        texts = gatherers[number].conditioning([entry.control.texts[entry.span.rows] for entry in chunk], padding)
+        sample = inputs.sample[:, : self._channels]
+        moving = [
+            entry.control.branch.moving(sample[entry.span.first :][: entry.span.rows], entry.conditions)
+            for entry in chunk
+        ]
+        own = {name: gather([each[name] for each in moving], padding, None) for name in moving[0]}
         names = {"pooled": "text_embeds", "time_ids": "time_ids"}
         added = {new: inputs.conditioning[own] for own, new in names.items() if own in inputs.conditioning}
-        assert network.branch is not None
-        return network.branch(
-            inputs.sample[rows, : self._channels],
-            inputs.timestep[rows],
-            {name: tensor[rows] for name, tensor in added.items()},
-            given,
-        )
+        picked = {name: tensor[rows] for name, tensor in added.items()}
+        return chunk[0].control.branch(sample[rows], inputs.timestep[rows], picked, {**texts, **own})
 
 
 def _chunks(entries: Sequence[_Rows], most: int) -> list[list[_Rows]]:
@@ -112,9 +128,22 @@ def _chunks(entries: Sequence[_Rows], most: int) -> list[list[_Rows]]:
     found: list[list[_Rows]] = []
     count = most
     for entry in entries:
-        if count + entry.rows > most:
+        if count + entry.span.rows > most:
             found.append([])
             count = 0
         found[-1].append(entry)
-        count += entry.rows
+        count += entry.span.rows
     return found
+
+
+def _summed(count: int, parts: Sequence[tuple[_Span, Sequence[Tensor]]]) -> list[Tensor]:
+    """The sums over all rows; nothing without any part. Each row's are added in the order given, whatever the batch."""
+    total: list[Tensor] = []
+    filled: set[int] = set()
+    for span, own in parts:
+        total = total or [part.new_zeros((count, *part.shape[1:])) for part in own]
+        for whole, part in zip(total, own, strict=True):
+            rows = whole[span.first : span.first + span.rows]
+            rows.add_(part) if span.first in filled else rows.copy_(part)
+        filled.add(span.first)
+    return total

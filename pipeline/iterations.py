@@ -212,7 +212,7 @@ class IterationBuilder:
                     outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    field = "lora" if work.uses else "control" if work.controls else None
+                    field = "lora" if work.uses else "control" if work.controls.any else None
                     error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
                     outcomes[request.id] = Outcome(error=error)
             return outcomes
@@ -250,10 +250,10 @@ class IterationBuilder:
         call, function, direct = self._model.family.call, way.function, backend.phases[group.phase]
         if group.phase == DEEP:
             limits = RowLimits(way.rows, backend.widths.deterministic_rows if group.mode else None)
-            residuals = self._control_rows.residuals(works, inputs, limits)
-            output, *features = call(partial(direct, residuals=residuals) if residuals else function, inputs)
+            added = self._control_rows.evaluate(works, inputs, limits)
+            output, *features = call(partial(direct, **added._asdict()) if added else function, inputs)
             keep(backend.denoiser, features, works)
-            keep_residual(works, residuals)
+            keep_residual(works, added.residuals if added else [])
         else:
             residual = gather_residual(works, way.rows)
             function = function if residual is None else partial(direct, residual=residual)
@@ -263,7 +263,7 @@ class IterationBuilder:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _prepare_controls(self, wanted: ImageParameters, work: ImageState, told: Told) -> None:
-        if work.networks is not None and not work.controls:
+        if work.networks is not None and not work.controls.any:
             assert self._controls is not None
             size = (wanted.width, wanted.height)
             given = (work.networks, wanted.control, size, told.hidden, work.table.steps)

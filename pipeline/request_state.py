@@ -18,7 +18,7 @@ from core.batching.slots import Budget, Slots
 from pipeline import denoise, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
-from pipeline.control import ControlFolder, ControlLease, RequestControl
+from pipeline.control import ControlFolder, ControlLease, RequestControls
 from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
@@ -56,7 +56,7 @@ class ImageState:
     upscaler: Upscaler | None = None  # of its finished image
     upscaling: Upscaling | None = None  # its tiles, once it is finished
     networks: ControlLease | None = None  # its control networks
-    controls: Sequence[RequestControl] = ()  # once its prompts are encoded
+    controls: RequestControls = RequestControls()  # noqa: RUF009  # once its prompts are encoded
     residual: torch.Tensor | None = None  # [rows, h, w, C]: the first of the last deep step, for shallow ones
 
     @property
@@ -279,7 +279,7 @@ def keep_residual(works: Sequence[ImageState], residuals: Sequence[torch.Tensor]
     start = 0
     for work in works:
         end, following = start + work.rows, work.step + 1
-        own = residuals and work.controls and following < len(work.plan) and not work.plan[following]
+        own = residuals and work.controls.networks and following < len(work.plan) and not work.plan[following]
         work.residual = residuals[0][start:end].clone() if own else None
         start = end
 

@@ -114,7 +114,7 @@ class ImageRunner:
         if wanted.upscale is not None:
             self._check_upscaler(wanted)
         if wanted.control:
-            check_controls(self.controls, self.model, wanted.control)
+            check_controls(self.controls, self.model, wanted.control, (wanted.width, wanted.height))
         self.holdings.check(wanted, prompts.chunks)
         request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
 

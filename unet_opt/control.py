@@ -6,8 +6,9 @@ path and mid block, which read a picture's embedding beside the sample and end i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,20 +22,36 @@ A = TypeVar("A")
 CHANNELS = 3  # of the picture that it reads
 
 
-def residuals(ops: Ops[A], net: Any, sample: A, time: A, added: A, kv: A, hint: A) -> tuple[A, ...]:
+def residuals(
+    ops: Ops[A], net: Any, sample: A, time: A, added: A, kv: A, hint: A, kind: A | None = None
+) -> tuple[A, ...]:  # fmt: skip
     """What is added to each skip, in the order in which the down path makes them, and then to the mid block's output.
 
-    `hint` [B, h, w, C] is added to what `conv_in` makes of the sample; the others are as for `unet.deep`.
+    `hint` [B, h, w, C] is added to what `conv_in` makes of the sample, `kind` [B, C'] of a Union to the time's
+    embedding; the others are as for `unet.deep`.
     """
-    times, text = network.embed_times(ops, net, time, added), network.read_text(ops, net, kv)
+    times, text = network.embed_times(ops, net, time, added, kind), network.read_text(ops, net, kv)
     skips = network.down(ops, net, ops.conv(sample, net.conv_in, residual=hint), times, text)
     h = network.middle(ops, net, skips[-1], times, text)
     made = zip(skips, net.controlnet_down_blocks, strict=True)
     return (*(ops.linear(skip, layer) for skip, layer in made), ops.linear(h, net.controlnet_mid_block))
 
 
+class Condition(NamedTuple):
+    """A picture that a network follows: its embedding [1, h, w, C], its strength, and of a Union its kind."""
+
+    hint: Tensor
+    strength: float
+    kind: int = 0
+
+
 class ControlBranch:
-    """A ControlNet on a lowering. Keys and values of cross-attention are packed once for each prompt, as the UNet's."""
+    """A ControlNet on a lowering. Keys and values of cross-attention are packed once for each prompt, as the UNet's.
+
+    `kinds` is how many kinds of pictures it tells apart; 0: it does not.
+    """
+
+    kinds = 0
 
     def __init__(self, lowering: Lowering, net: Any, unet: Any, scale: int) -> None:
         """For this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what does not
@@ -47,10 +64,15 @@ class ControlBranch:
         walk, keys = bind(residuals, net), bind(network.text_keys, attentions)
         side = 2 ** (len(net.config.block_out_channels) - 1)
         hint = (1, side, side, net.conv_in.out_channels)
-        lowering.prepare(walk, *input_shapes(net, side, side), hint, bound=3)
+        lowering.prepare(walk, *input_shapes(net, side, side), hint, *self._more_shapes(), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._run = lowering.lower(walk, "control", bound=3)
         self._keys = lowering.lower(keys, "control, keys")
+
+    @property
+    def maps(self) -> list[tuple[int, int]]:
+        """Of each tensor that a picture becomes: its channels, and how many times the latents' sides are halved."""
+        return [(self.net.conv_in.out_channels, 0)]
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width]."""
@@ -66,15 +88,74 @@ class ControlBranch:
         made: Tensor = self.net.controlnet_cond_embedding(shown)
         return map_of(self.lowering, made)
 
+    def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+        """What the inputs of one request's rows are at this step, beside its keys and values: `hint` [R, h, w, C].
+
+        `sample` [R, C, h, w] are the rows.
+        """
+        (condition,) = conditions
+        return {"hint": condition.hint.expand(len(sample), -1, -1, -1)}
+
+    def scale(self, conditions: Sequence[Condition]) -> float:
+        """By what a request's residuals are multiplied."""
+        return conditions[0].strength
+
+    def _more_shapes(self) -> list[tuple[int, ...]]:
+        """Of inputs behind the hint, for one row."""
+        return []
+
     def __call__(
         self, sample: Tensor, timestep: Tensor, added: Mapping[str, Tensor], given: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """`residuals` for rows of a UNet's step, [B, h, w, channels] each, which the next call may overwrite.
 
         `sample` [B, C, h, w] and `added` are as for the UNet. `given`: `kv` [B, T, width], with `kv_lengths` where
-        their texts differ in length, and `hint` [B, h, w, C].
+        their texts differ in length, and what `moving` makes.
         """
         time = self.net.time_proj(timestep).to(self.lowering.dtype)
         wide = added_of(self.lowering, self.net, sample, added)
         lengths = lengths_of(given.get("kv_lengths"))
-        return self._run(map_of(self.lowering, sample), time, wide, given["kv"], given["hint"], **lengths)
+        more = [given[name] for name in ("hint", "kind") if name in given]
+        return self._run(map_of(self.lowering, sample), time, wide, given["kv"], *more, **lengths)
+
+
+class UnionBranch(ControlBranch):
+    """A ControlNet-Union (diffusers' ControlNetUnionModel), which reads several kinds of pictures, also at once.
+
+    Its picture's embedding depends on the sample: by torch, for the rows of one request at a time, since rows attend to
+    one another there.
+    """
+
+    def __init__(self, lowering: Lowering, net: Any, unet: Any, scale: int) -> None:
+        # Layers that are packed may lose their own weights.
+        self._conv_in = copy.deepcopy(net.conv_in)
+        self.kinds = int(net.config.num_control_type)
+        super().__init__(lowering, net, unet, scale)
+
+    @torch.inference_mode()
+    def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+        net, rows = self.net, len(sample)
+        x = self._conv_in(sample.to(self._conv_in.weight.dtype))  # [R, C, h, w]
+        inside = [one.strength if len(conditions) > 1 else 1.0 for one in conditions]
+        maps = [one.hint.permute(0, 3, 1, 2) for one in conditions]
+        means = [
+            (shown.mean((2, 3)) + net.task_embedding[one.kind]) * factor
+            for shown, one, factor in zip(maps, conditions, inside, strict=True)
+        ]
+        tokens = torch.stack([*(mean.expand(rows, -1) for mean in means), x.mean((2, 3))], dim=1)
+        for layer in net.transformer_layes:
+            tokens = layer(tokens)
+        hint = torch.zeros_like(x)
+        for index, (shown, factor) in enumerate(zip(maps, inside, strict=True)):
+            hint += shown * factor + net.spatial_ch_projs(tokens[:, index])[:, :, None, None] * factor
+        chosen = torch.zeros(1, self.kinds, device=x.device)
+        chosen[:, [one.kind for one in conditions]] = 1
+        shares = net.control_type_proj(chosen.flatten()).reshape(1, -1).to(x.dtype)
+        kind = net.control_add_embedding(shares).to(self.lowering.dtype)
+        return {"hint": map_of(self.lowering, hint), "kind": kind.expand(rows, -1).contiguous()}
+
+    def scale(self, conditions: Sequence[Condition]) -> float:
+        return conditions[0].strength if len(conditions) == 1 else 1.0
+
+    def _more_shapes(self) -> list[tuple[int, ...]]:
+        return [(1, self.net.control_add_embedding.linear_2.out_features)]

@@ -60,10 +60,7 @@ class SplitUNet:
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._deep = lowering.lower(deep, "deep", bound=3)
-        self._controlled = lowering.lower(
-            lambda ops, sample, time, added, kv, *more: network.deep(ops, unet, sample, time, added, kv, more),
-            "deep, controlled", bound=3,
-        )  # fmt: skip
+        self._controlled: dict[int, Callable[..., tuple[Tensor, ...]]] = {}  # by how many residuals
         self._keys = lowering.lower(keys, "keys")
         self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         self._shallow: dict[tuple[str, bool], Callable[..., tuple[Tensor, ...]]] = {}
@@ -80,18 +77,19 @@ class SplitUNet:
         return_dict: bool = False,
         text_lengths: Tensor | None = None,
         residuals: Sequence[Tensor] = (),
+        adapters: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
         `encoder_hidden_states` [B, T, width] are of `prepare_text`. `text_lengths`, int32 [B], are how many of each
-        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. `residuals` [B, h, w,
-        channels] are as for `unet.deep`. Raises ValueError for shapes that do not fit.
+        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. `residuals` and
+        `adapters` [B, h, w, channels] are as for `unet.deep`. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
         self._check_keys(sample, encoder_hidden_states)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        run = self._controlled if residuals else self._deep
-        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *residuals)
+        run = self._lower_controlled(len(residuals)) if residuals or adapters else self._deep
+        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *residuals, *adapters)
         out, *features = run(*given, **lengths_of(text_lengths))
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
@@ -143,6 +141,18 @@ class SplitUNet:
         rows, width = sample.shape[0], self.text_width
         if kv.dim() != 3 or (kv.shape[0], kv.shape[2]) != (rows, width):
             raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
+
+    def _lower_controlled(self, count: int) -> Callable[..., tuple[Tensor, ...]]:
+        """`deep` with so many residuals, and as adapters what follows them."""
+        unet = self.unet
+
+        def walk(ops: Any, sample: Any, time: Any, added: Any, kv: Any, *more: Any) -> Any:
+            return network.deep(ops, unet, sample, time, added, kv, more[:count], more[count:])
+
+        if count not in self._controlled:
+            name = "deep, controlled" if count else "deep, adapted"
+            self._controlled[count] = self.lowering.lower(walk, name, bound=3)
+        return self._controlled[count]
 
     def _lower_shallow(self, depth: str, controlled: bool) -> Callable[..., tuple[Tensor, ...]]:
         unet, reads_text = self.unet, self.shallow_reads_text

@@ -48,6 +48,11 @@ def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
         rules=(
             Rule(r"conv_in", reason="4 channels: nothing to gain, and every error spreads through all that follows"),
             Rule(r"controlnet_cond_embedding\..*", reason="computed once a picture"),
+            Rule(
+                r"transformer_layes\..*|spatial_ch_projs|control_add_embedding\..*",
+                reason="of a Union: a few tokens a request",
+                required=False,
+            ),
             Rule(r"controlnet_(down_blocks\.\d+|mid_block)", reason="reads what was never normalized"),
             Rule(r"(time|add)_embedding\..*", reason="one row a picture: nothing to gain, and all layers read it"),
             Rule(r".*\.time_emb_proj", reason="one row a picture: nothing to gain"),

@@ -18,20 +18,23 @@ Slot = Any  # of `Ops.joint`
 
 
 def deep(
-    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = ()
+    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (), adapters: Sequence[A] = ()
 ) -> tuple[A, ...]:  # fmt: skip
     """The model's output, then the features: what each residual block of the last up block reads.
 
     `sample` [B, h, w, C]; `time` [B, T] and `added` [B, P]: what the time and the added embedding read; `kv` [B, T, n]:
     `text_keys`. The features are the last up block's input, the skips of all its blocks but the last, and the input of
     its last residual block. `residuals` are what a ControlNet (Zhang et al., 2023) adds to each skip, in the order in
-    which the down path makes them, and to the mid block's output.
+    which the down path makes them, and to the mid block's output; `adapters` what a T2I-Adapter (Mou et al., 2023) adds
+    within the down path, and behind the mid block (`adapted`).
     """
     times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv)
     joints = list(_joints(ops, unet, sample))
     slots = [skip for _, skip in reversed(joints)]
-    skips = down(ops, unet, ops.conv(sample, unet.conv_in, out=slots[0]), times, text, slots[1:])
+    skips = down(ops, unet, ops.conv(sample, unet.conv_in, out=slots[0]), times, text, slots[1:], adapters)
     h = middle(ops, unet, skips[-1], times, text, joints[0][0])
+    for more in adapters[len(unet.down_blocks) :]:
+        h = ops.place(ops.add(h, more), joints[0][0])
     if residuals:
         given = zip(skips, residuals[:-1], slots, strict=True)
         skips = [ops.place(ops.add(skip, more), slot) for skip, more, slot in given]
@@ -90,17 +93,37 @@ Text = Callable[[Any], tuple[Any, Any]]
 """Keys and values of a cross-attention layer."""
 
 
-def down(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, slots: Sequence[Slot] = ()) -> list[A]:
-    """The skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others."""
-    at, skips = iter(slots), [h]
+def down(
+    ops: Ops[A], unet: Any, h: A, times: Times, text: Text, slots: Sequence[Slot] = (), adapters: Sequence[A] = ()
+) -> list[A]:  # fmt: skip
+    """The skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others; `adapters`
+    are added to what the blocks make, before a block with attention halves it (as diffusers has it).
+    """
+    at, skips, more = iter(slots), [h], iter(adapters)
     for block in unet.down_blocks:
+        own, slot, added = next(more, None), None, hasattr(block, "attentions")
         for pair in _pairs(block):
-            h = _step(ops, pair, h, times, text, next(at, None))
+            slot = next(at, None)
+            h = _step(ops, pair, h, times, text, slot)
             skips.append(h)
+        if own is not None and added:
+            h = skips[-1] = ops.place(ops.add(h, own), slot)
         for sampler in block.downsamplers or ():
-            h = ops.conv(h, sampler.conv, out=next(at, None))
+            slot = next(at, None)
+            h = ops.conv(h, sampler.conv, out=slot)
             skips.append(h)
+        if own is not None and not added:
+            h = skips[-1] = ops.place(ops.add(h, own), slot)
     return skips
+
+
+def adapted(unet: Any) -> list[tuple[int, int]]:
+    """Of each map that an adapter may add: its channels, and how many times its sides are halved."""
+    found = []
+    for level, block in enumerate(unet.down_blocks):
+        halved = not hasattr(block, "attentions") and bool(block.downsamplers)
+        found.append((block.resnets[-1].out_channels, level + halved))
+    return [*found, (unet.mid_block.resnets[-1].out_channels, len(unet.down_blocks) - 1)]
 
 
 def middle(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, out: Slot = None) -> A:
@@ -178,11 +201,15 @@ def _end(
     return ops.conv(h, unet.conv_out), last
 
 
-def embed_times(ops: Ops[A], unet: Any, time: A, added: A) -> Times:
-    """What each residual block adds of time, size and pooled text: all blocks' projections are one product."""
+def embed_times(ops: Ops[A], unet: Any, time: A, added: A, kind: A | None = None) -> Times:
+    """What each residual block adds of time, size and pooled text: all blocks' projections are one product.
+
+    `kind` [B, C] is added to the embedding of the time (ControlNet-Union).
+    """
     first, second = unet.time_embedding, getattr(unet, "add_embedding", None)
     hidden = ops.linear(time, first.linear_1, act="silu")
     emb = ops.linear(hidden, first.linear_2, act=None if second else "silu")
+    emb = emb if kind is None else ops.add(emb, kind)
     if second is not None:
         hidden = ops.linear(added, second.linear_1, act="silu")
         emb = ops.linear(hidden, second.linear_2, residual=emb, act="silu")

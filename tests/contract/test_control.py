@@ -36,7 +36,7 @@ def test_rows_are_counted_in_deep_steps_that_it_acts_in() -> None:
     [({"model": "a/b"}, "model"), ({"model": 3}, "model"), ({"strength": -1}, "strength"),
      ({"strength": 11}, "strength"),
      ({"strength": float("nan")}, "strength"), ({"start": 1.5}, "start"), ({"end": 0.0}, "end"),
-     ({"start": 0.5, "end": 0.5}, "end"), ({"preprocessor": "pose"}, "preprocessor")],
+     ({"start": 0.5, "end": 0.5}, "end"), ({"preprocessor": "pose"}, "preprocessor"), ({"mode": -1}, "mode")],
 )  # fmt: skip
 def test_values_beyond_bounds_are_named(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
@@ -54,8 +54,18 @@ def test_what_a_model_does_not_have_is_refused() -> None:
         control.check([choice] * 5, None)
 
 
-@given(st.builds(ControlSource, model=st.just("a"), strength=SHARES, start=SHARES, end=SHARES,
-                 preprocessor=st.sampled_from(["", "canny"]), image=st.none() | st.just("key")))  # fmt: skip
+@given(
+    st.builds(
+        ControlSource,
+        model=st.just("a"),
+        strength=SHARES,
+        start=SHARES,
+        end=SHARES,
+        preprocessor=st.sampled_from(["", "canny"]),
+        mode=st.none() | st.integers(0, 7),
+        image=st.none() | st.just("key"),
+    )
+)
 def test_a_record_reads_what_it_wrote(source: ControlSource) -> None:
     assert ControlSource.read(json.loads(json.dumps(source.to_dict()))) == source
 

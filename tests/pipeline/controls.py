@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,32 @@ def controlnet(model: ImageModel, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     net = ControlNetModel(**{**config, "conditioning_embedding_out_channels": _EMBEDDING, **changes}).eval()
     return filled(net)
+
+
+def union(model: ImageModel, seed: int = 0, **changes: Any) -> Any:
+    """A ControlNet-Union of the model's shape."""
+    from diffusers import ControlNetUnionModel
+
+    width = model.denoiser.config.block_out_channels[0]
+    config = dict(controlnet(model).config) | {
+        "conditioning_embedding_out_channels": _EMBEDDING, "num_control_type": 4, "num_trans_channel": width,
+        "num_proj_channel": width, "num_trans_head": 4,
+    }  # fmt: skip
+    known = inspect.signature(ControlNetUnionModel).parameters
+    torch.manual_seed(seed)
+    made = ControlNetUnionModel(**{name: value for name, value in config.items() if name in known} | changes)
+    return filled(made.eval())
+
+
+def adapter(model: ImageModel, seed: int = 0, **changes: Any) -> Any:
+    """A T2I-Adapter of the model's shape, whose maps are as large as those that they are added to."""
+    from diffusers import T2IAdapter
+
+    channels = [*model.denoiser.config.block_out_channels]
+    channels += channels[-1:] if len(channels) > 2 else []
+    config = {"channels": channels, "num_res_blocks": 1, "downscale_factor": 16, "adapter_type": "full_adapter_xl"}
+    torch.manual_seed(seed)
+    return T2IAdapter(**{**config, **changes}).eval()
 
 
 def filled(net: Any) -> Any:
@@ -72,6 +99,46 @@ def _pipeline(kind: str, shape: str, nets: tuple[Any, ...]) -> Any:
     return made
 
 
+def stock_union(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
+    """What diffusers draws of it with this ControlNet-Union, which reads all of its controls, [H, W, 3] in levels."""
+    made = _pipeline("StableDiffusionXLControlNetUnionPipeline", shape, (net,))(
+        **_drawn(one),
+        control_image=[Image.frombytes("RGB", (one.width, one.height), control.image) for control in one.control],
+        control_mode=[control.mode for control in one.control],
+        controlnet_conditioning_scale=[control.strength for control in one.control],
+        control_guidance_start=[control.start for control in one.control],
+        control_guidance_end=[control.end for control in one.control],
+    ).images[0]
+    return np.asarray(made).astype(int)
+
+
+def stock_adapted(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
+    """What diffusers draws of it with this T2I-Adapter and its only control, [H, W, 3] in levels."""
+    import diffusers
+
+    (control,) = one.control
+    parts = {k: v for k, v in stock(shape).components.items() if k not in ("image_encoder", "feature_extractor")}
+    force = stock(shape).config.force_zeros_for_empty_prompt
+    kind = diffusers.StableDiffusionXLAdapterPipeline
+    pipeline = kind(**parts, adapter=net, force_zeros_for_empty_prompt=force)
+    pipeline.set_progress_bar_config(disable=True)
+    made = pipeline(
+        **_drawn(one),
+        image=Image.frombytes("RGB", (one.width, one.height), control.image),
+        adapter_conditioning_scale=control.strength,
+        adapter_conditioning_factor=control.end,
+    ).images[0]
+    return np.asarray(made).astype(int)
+
+
+def _drawn(one: ImageParameters) -> dict[str, Any]:
+    return {
+        "prompt": one.prompt, "negative_prompt": one.negative_prompt, "width": one.width, "height": one.height,
+        "num_inference_steps": one.steps, "guidance_scale": one.guidance_scale,
+        "generator": torch.Generator().manual_seed(one.seed),
+    }  # fmt: skip
+
+
 def stock_controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with these ControlNets, one for each control, [H, W, 3] in levels."""
     size = (one.width, one.height)
@@ -92,13 +159,7 @@ def stock_controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters) ->
         return values[0] if len(nets) == 1 else values
 
     made = _pipeline(kind, shape, nets)(
-        one.prompt,
-        negative_prompt=one.negative_prompt,
-        width=one.width,
-        height=one.height,
-        num_inference_steps=one.steps,
-        guidance_scale=one.guidance_scale,
-        generator=torch.Generator().manual_seed(one.seed),
+        **_drawn(one),
         controlnet_conditioning_scale=each("strength"),
         control_guidance_start=each("start"),
         control_guidance_end=each("end"),

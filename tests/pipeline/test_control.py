@@ -228,10 +228,10 @@ def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: 
     request = crank.submit("one", wanted("plain", 0))
     crank.turn()
     work = request.work
-    (held,) = work.controls
-    own = sum(tensor[:1].nbytes for tensor in (held.conditionings[1].tensors["hint"],))
-    own += held.conditionings[work.rows].tensors["kv"].nbytes
+    (held,) = work.controls.networks
+    ((condition, _),) = held.pictures
+    own = condition.hint.nbytes + held.texts[work.rows].tensors["kv"].nbytes
     without = runner.holdings.size_bytes(wanted("plain"))
-    assert work.size_bytes == without + own + 2 * held.conditionings[1].tensors["hint"].nbytes
+    assert work.size_bytes == without + own + 2 * condition.hint.nbytes
     crank.run()
     assert runner.holdings.memory.taken == 0

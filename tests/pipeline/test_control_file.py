@@ -21,7 +21,7 @@ from pipeline import control_file
 from pipeline.folder import ModelError
 from pipeline.tiny import SDXLShape
 from tests.pipeline import worlds
-from tests.pipeline.controls import control, controlnet, save
+from tests.pipeline.controls import adapter, control, controlnet, save, union
 from tests.pipeline.original_layout import original_controlnet
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo
 
@@ -75,6 +75,25 @@ def test_a_file_is_read_as_the_folder(folder: Path) -> None:
     assert len(digests) == 4
 
 
+@pytest.mark.parametrize("make", [union, adapter])
+def test_other_kinds_are_read_as_folders_and_files(make: Any, tmp_path: Path) -> None:
+    made = make(model(SHAPE))
+    save(made, tmp_path, "folder")
+    save_file({name: tensor.clone() for name, tensor in made.state_dict().items()}, tmp_path / "single.safetensors")
+    for name in ("folder", "single"):
+        found = read(tmp_path, name).network
+        assert type(found) is type(made)
+        assert all(torch.equal(found.state_dict()[key], value) for key, value in made.state_dict().items()), name
+
+
+def test_a_union_is_known_by_its_weights_whatever_its_config_says(tmp_path: Path) -> None:
+    config = save(union(model(SHAPE)), tmp_path, "folder") / "config.json"
+    given = json.loads(config.read_text())
+    for kind in ("ControlNetModel", "ControlNetModel_Union"):
+        config.write_text(json.dumps({**given, "_class_name": kind}))
+        assert type(read(tmp_path, "folder").network).__name__ == "ControlNetUnionModel"
+
+
 def test_weights_of_a_variant_are_found(folder: Path) -> None:
     stem = folder / "folder" / "diffusion_pytorch_model"
     stem.with_suffix(".safetensors").rename(f"{stem}.fp16.safetensors")
@@ -84,13 +103,12 @@ def test_weights_of_a_variant_are_found(folder: Path) -> None:
 OTHERS = {
     "lora_controlnet": "is a Control-LoRA",
     "lllite_unet_input_blocks_1_0.down.0.weight": "is a ControlNet-LLLite",
-    "task_embedding": "is a ControlNet-Union",
-    "body.0.in_conv.weight": "is a T2I-Adapter",
+    "body.0.in_conv.weight": "is no ControlNet or T2I-Adapter of SDXL",
     "image_proj.proj.weight": "is an IP-Adapter",
     "lora_unet_down_blocks_0.lora_up.weight": "is a LoRA",
     "model.diffusion_model.input_blocks.0.0.weight": "is a checkpoint",
     "up_blocks.0.resnets.0.conv1.weight": "is a UNet",
-    "anything.weight": "is no ControlNet",
+    "anything.weight": "is no ControlNet or T2I-Adapter of SDXL",
 }
 
 

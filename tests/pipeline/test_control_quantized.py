@@ -20,9 +20,10 @@ from core.batching.runner import Lane
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.store import MANIFEST
 from pipeline import control_file, control_quantized, control_variant, quantized, tiny
+from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from pipeline.tiny import SDXLShape
-from tests.pipeline.controls import control, controlnet, save
+from tests.pipeline.controls import adapter, control, controlnet, save, union
 from tests.pipeline.worlds import Crank, Watching, levels, solo, together
 
 LANE = Lane("tests")
@@ -119,6 +120,20 @@ def test_calibration_on_torch_agrees(folder: Path, tmp_path: Path) -> None:
     one, other = read_tensors(before), read_tensors(after)
     for name in report.changed:
         torch.testing.assert_close(one[f"{name}.inverse"], other[f"{name}.inverse"], rtol=1e-3, atol=0)
+
+
+def test_a_union_is_quantized_and_an_adapter_is_not(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    model = load(str(tmp_path / "model"))
+    for name, made in (("one", union(model)), ("two", union(model)), ("adapter", adapter(model))):
+        save(made, tmp_path / "controls", name)
+    report, _ = make(tmp_path, "one", kernels)
+    assert not any(name.startswith(("transformer_layes", "control_add")) for name in report.changed)
+    runner = Watching(model_of(tmp_path, "int8"), lane=LANE, controls=tmp_path / "controls", kernels=kernels)
+    asked = [replace(wanted(name), control=(control(name, 32, 1, mode=3),)) for name in ("one", "two")]
+    assert decibels(*(solo(runner, one) for one in asked)) > 25
+    with pytest.raises(ModelError, match="is a T2I-Adapter, which runs once a picture"):
+        make(tmp_path, "adapter", kernels)
 
 
 def test_a_variant_of_other_weights_is_refused_by_name(folder: Path, kernels: ctypes.CDLL, tmp_path: Path) -> None:
