@@ -45,7 +45,7 @@ def test_what_was_left_out_is_told_without_the_template(excess: int) -> None:
     head = len(tokenizer("<|im_start|>user\n").input_ids)
     prompt = "p" * (512 - head) + "q" * excess
     wanted = ImageParameters(prompt, 0, 32, 32, guidance_scale=0.0)
-    ((_, warnings),) = Conditioner(
+    ((_, warnings, _),) = Conditioner(
         model("tiny"), encoder("tiny"), FAMILY.network(TorchLowering(torch.float32), model("tiny")).prepare_text
     ).conditions([wanted])
     left_out = f"prompt: only the first 512 tokens were read; left out: {'q' * excess!r}"
@@ -57,7 +57,7 @@ def test_guidance_has_two_rows_above_zero_and_the_usual_form(scale: float, negat
     """diffusers: positive + s · (positive - negative)."""
     one = model("tiny")
     wanted = ImageParameters("a red cat", 0, 32, 32, guidance_scale=scale, negative_prompt=negative)
-    ((made, _),) = Conditioner(one, encoder("tiny"), lambda hidden: hidden).conditions([wanted])
+    ((made, _, _),) = Conditioner(one, encoder("tiny"), lambda hidden: hidden).conditions([wanted])
     assert made.rows == FAMILY.rows(one, wanted) == (2 if scale else 1)
     expected, others = stock("tiny").encode_prompt(
         "a red cat", negative_prompt=negative, device="cpu", do_classifier_free_guidance=scale > 0
