@@ -31,6 +31,7 @@ _JSON = {
     "deepcache": "{",
     "outpaint": "{",
     "upscale": "{",
+    "refiner": "{",
     FIELD: "[",
 }  # fields that are JSON in a form too, and how that begins
 _WHOLE = re.compile(r"-?[0-9]{1,20}")

@@ -177,16 +177,42 @@ def add_upscaling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--upscalers-dir", metavar="DIR", help="where NAME.safetensors of ESRGAN networks lies")
 
 
+def add_refining(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--refiner", metavar="NAME", help="an SDXL refiner's folder or hub id, for the last steps")
+    parser.add_argument(
+        "--refine-from", type=float, metavar="SHARE", help="of the noise schedule before the refiner; default: 0.8"
+    )
+
+
+def read_refining(options: argparse.Namespace) -> dict[str, Any]:
+    """The field `refiner` of `ImageParameters`, if a refiner is named, until it is loaded by the name "refiner".
+
+    Raises `UsageError`.
+    """
+    from contract.errors import Invalid
+    from contract.refining import FIELD, Refining
+
+    if options.refiner is None:
+        if options.refine_from is not None:
+            raise UsageError("--refine-from: needs a --refiner")
+        return {}
+    start = {} if options.refine_from is None else {"from": options.refine_from}
+    try:
+        return {FIELD: Refining.read(FIELD, {"model": FIELD, **start})}
+    except Invalid:
+        raise UsageError(f"--refine-from: must be more than 0 and less than 1, not {options.refine_from:g}") from None
+
+
 def read_upscaling(options: argparse.Namespace) -> dict[str, Any]:
     """The field `upscale` of `ImageParameters`, if it is given. Raises `UsageError`."""
     from contract.errors import Invalid
-    from contract.upscale import read_upscale
+    from contract.upscale import FIELD, Upscale
 
     if options.upscale is None:
         return {}
     name, colon, scale = options.upscale.partition(":")
     try:
-        return {"upscale": read_upscale({"model": name, **({"scale": float(scale)} if colon else {})})}
+        return {FIELD: Upscale.read(FIELD, {"model": name, **({"scale": float(scale)} if colon else {})})}
     except (ValueError, Invalid):
         raise UsageError(f"--upscale: must look like NAME or NAME:2, not {options.upscale!r}") from None
 

@@ -16,11 +16,13 @@ from cli.arguments import (
     add_out,
     add_plan,
     add_prompting,
+    add_refining,
     add_sampling,
     add_upscaling,
     make_cache,
     model_errors,
     open_runtime,
+    read_refining,
     read_sampling,
     read_settings,
     read_size,
@@ -42,6 +44,10 @@ _FLAGS = {
     "prompt": "PROMPT",
     "negative_prompt_2": "--negative-2",
     "prompt_weighting": "--syntax",
+    "upscale.model": "--upscale",
+    "upscale.scale": "--upscale",
+    "refiner.model": "--refiner",
+    "refiner.from": "--refine-from",
     "control": "--control",
     "control.image": "--control",
     "control.model": "--control-model",
@@ -98,6 +104,7 @@ def add(commands: Commands) -> None:
     add_control(generate)
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_upscaling(generate)
+    add_refining(generate)
     add_model(generate)
     add_plan(generate)
     generate.set_defaults(run=_generate, compile=None)
@@ -130,6 +137,7 @@ def _generate(options: argparse.Namespace) -> int:
         {name: value for name, value in asked.items() if value is not None}
         | read_sampling(options)
         | read_upscaling(options)
+        | read_refining(options)
     )
     draft = replace(draft, **given)
     choices = check_choices(options)
@@ -146,6 +154,9 @@ def _generate(options: argparse.Namespace) -> int:
         if size is None:
             draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
         draft = _completed(draft, given, options, settings, works.images.model)
+        if draft.refiner is not None and works.images.refiner is not None:
+            named = draft.refiner.model_copy(update={"model": works.images.refiner.model.name})
+            draft = replace(draft, refiner=named)
         draft = replace(draft, control=read_controls(options, choices, (draft.width, draft.height)))
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)

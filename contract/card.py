@@ -92,8 +92,8 @@ class ImageOffer(ImageLimits):
     `plans` are its tuned plans (`contract.tuned`), and `plan` the one of requests that say none; "": none. `vaes` are
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
     `inpaint_only`: every request needs a source image and a mask. `upscalers` are the networks that may enlarge a
-    finished image; None: only the syntax is checked. `controls` are the control networks that a request may use; None:
-    not checked.
+    finished image, `refiners` the models that may take its last steps; None: only the syntax is checked. `controls` are
+    the control networks that a request may use; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -111,6 +111,7 @@ class ImageOffer(ImageLimits):
     size_range: SizeRange | None = None
     upscalers: Collection[str] | None = None
     controls: Collection[str] | None = None
+    refiners: Collection[str] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -274,7 +275,7 @@ class ImageCard(_Card):
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
-    offer, and so are `upscalers` and `controls`.
+    offer, and so are `upscalers`, `refiners` and `controls`.
     """
 
     modality: Literal["image"] = "image"
@@ -297,6 +298,7 @@ class ImageCard(_Card):
     size_range: SizeRange | None = None
     upscalers: tuple[StrictStr, ...] = ()
     controls: tuple[StrictStr, ...] = ()
+    refiners: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:
@@ -318,6 +320,7 @@ class ImageCard(_Card):
             size_range=self.size_range,
             upscalers=self.upscalers,
             controls=self.controls,
+            refiners=self.refiners,
             **limits,
         )
 

@@ -17,10 +17,12 @@ from contract.bounds import MAX_SEED, check_flag, check_number, check_whole, nex
 from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.control import Control, ControlSource
 from contract.errors import Invalid
+from contract.nested import Nested
 from contract.plan import GUIDANCE_FIELDS, DeepCache, GuidanceSchedule
 from contract.prompts import Prompting
+from contract.refining import Refining
 from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule
-from contract.upscale import Upscale, read_upscale
+from contract.upscale import Upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 
@@ -52,7 +54,7 @@ class ImageParameters:
     `prompt_2` and `negative_prompt_2` are read by the second text encoder; None: the same text as by the first.
     `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
     the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
-    `upscale` enlarges the finished image. `control` are pictures that it follows.
+    `upscale` enlarges the finished image, `refiner` takes its last steps. `control` are pictures that it follows.
     """
 
     prompt: str
@@ -81,10 +83,12 @@ class ImageParameters:
     clip_skip: int | None = None
     upscale: Upscale | None = None
     control: tuple[Control, ...] = ()
+    refiner: Refining | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.upscale, Mapping):
-            object.__setattr__(self, "upscale", read_upscale(self.upscale))
+        for name, kind in _OBJECTS.items():
+            if isinstance(told := getattr(self, name), Mapping):  # from JSON
+                object.__setattr__(self, name, kind.read(name, told))
         for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
@@ -141,11 +145,11 @@ class ImageParameters:
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
-        told["upscale"] = None if self.upscale is None else self.upscale.model_dump(exclude_none=True)
+        told |= _objects(self)
         del told["control"]
         if self.control:
             told["control"] = control.hashes(self.control)
-        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", "upscale"):
+        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", *_OBJECTS):
             if told[name] == FIELDS[name].default:
                 del told[name]
         if self.edit is None:
@@ -158,6 +162,14 @@ class ImageParameters:
             soft = {"soft_mask": True} if self.edit.soft_mask else {}
             told["edit"] = {**hashes, "strength": self.edit.strength, **soft}
         return told
+
+
+_OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
+
+
+def _objects(parameters: ImageParameters) -> dict[str, Any]:
+    """Of the fields that are objects those that are given, as JSON."""
+    return {name: found.to_dict() for name in _OBJECTS if (found := getattr(parameters, name)) is not None}
 
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
@@ -174,6 +186,9 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     offer.check_vae(parameters.vae)
     if parameters.upscale is not None:
         parameters.upscale.check(offer.upscalers)
+    if parameters.refiner is not None:
+        edited, controlled = parameters.edit is not None, bool(parameters.control)
+        parameters.refiner.check(offer.refiners, edited=edited, controlled=controlled)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
     parameters.guidance.check(parameters.made)
@@ -245,7 +260,7 @@ class ImageJob:
         """As JSON. Default values are left out, except those that the first version wrote."""
         one = {name: getattr(self.picture, name) for name in FIELDS}
         told = {name: value for name, value in one.items() if name in _ALWAYS or value != FIELDS[name].default}
-        told |= {} if self.picture.upscale is None else {"upscale": self.picture.upscale.model_dump(exclude_none=True)}
+        told |= _objects(self.picture)
         told["n"] = self.n
         if self.source is not None:
             told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}

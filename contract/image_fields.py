@@ -14,6 +14,7 @@ from contract.card import MAX_IMAGES, MAX_STEPS, Size
 from contract.control import MAX_CONTROLS, MAX_MODE, MAX_STRENGTH, ControlSource
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
+from contract.refining import Refining
 from contract.schedule import ScheduleType
 from contract.upscale import Upscale
 
@@ -177,6 +178,9 @@ class ImageFields(BaseModel):
     )
     control: list[ControlFields] | None = Field(
         default=None, description=f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them"
+    )
+    refiner: Refining | None = Field(
+        default=None, description="a second model, one of the model's refiners, takes the last steps"
     )
     expand_prompt: bool | None = Field(
         default=None, description="a fuller prompt is written first, by the text model, and told as revised_prompt"

@@ -33,6 +33,7 @@ def image_job(
     """
     offer.check_source(edited=edited is not None, masked=masked, soft=bool(getattr(fields, "soft_mask", None)))
     controls = _controls(fields, offer)
+    _check_refiner(fields, offer, edited=edited is not None)
     _check_limits(fields, offer)
     offer.check_loras(fields.lora or "")
     student = students.of_loras(fields.lora or "", offer.schedulers)
@@ -110,6 +111,12 @@ def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usu
     if fields.vae is None and found.get("vae", FULL) not in offer.vaes:
         del found["vae"]
     return fields.model_copy(update=found)
+
+
+def _check_refiner(fields: ImageFields, offer: ImageOffer, *, edited: bool) -> None:
+    """Raise `Invalid` for a refiner that is not offered, or not for this request."""
+    if fields.refiner is not None:
+        fields.refiner.check(offer.refiners, edited=edited, controlled=bool(fields.control))
 
 
 def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:

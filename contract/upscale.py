@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from contract.errors import Invalid
 from contract.loras import is_name
+from contract.nested import Nested
 
 FIELD = "upscale"
 MAX_SCALE = 8  # times width and height
 MAX_PIXELS = 2**25  # of what a network makes
 
 
-class Upscale(BaseModel):
+class Upscale(Nested):
     """Which network enlarges the finished image, and how much.
 
     An image is enlarged by the network's own factor, and then reduced where `scale` is less.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="Upscale")
+    model_config = ConfigDict(title="Upscale")
 
     model: str = Field(description="of the model's upscalers")
     scale: float | None = Field(
@@ -48,11 +48,3 @@ class Upscale(BaseModel):
             raise Invalid(f"{FIELD}.scale", f"must be at most {factor}, the factor of {self.model}")
         if width * height * factor**2 > MAX_PIXELS:
             raise Invalid(FIELD, f"{factor} times {width}x{height} is more than {MAX_PIXELS} pixels")
-
-
-def read_upscale(told: Mapping[str, Any]) -> Upscale:
-    """Parse a record's. Raises `Invalid`."""
-    try:
-        return Upscale(**told)
-    except (ValidationError, TypeError):
-        raise Invalid(FIELD, "has another form") from None

@@ -79,6 +79,10 @@ class Settings(BaseSettings):
         description="where the control networks lie that requests may use, folders or name.safetensors; empty: none",
     )
     control_mib: int = Field(default=8192, ge=1, description="that these networks may take, once read")
+    refiner: str = Field(
+        default="",
+        description="an SDXL refiner's folder, name or hub id, for the last steps of requests that say so; empty: none",
+    )
     deepcache: str = Field(
         default="off", description="of requests that do not say: off, auto, or an interval such as 3 or 3:resnet"
     )

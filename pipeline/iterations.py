@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
 from core.transfers import to_device
 from pipeline import control_costs, denoise, edit, tiling, vae
-from pipeline.adapters import named
+from pipeline.adapters import ScaledAdapter, named
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
@@ -26,6 +26,7 @@ from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.picture import Picture
+from pipeline.refining import REFINER
 from pipeline.request_state import (
     ImageState,
     MemoryLedger,
@@ -75,6 +76,9 @@ class IterationBuilder:
         self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
         self._controls = controls
         self._control_rows = ControlRows(self._model.dtype, lengths, self._model.latent_channels)
+        self._refined: denoise.BatchGatherer | None = None
+        if (refiner := backends.get(REFINER)) is not None:
+            self._refined = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
         self._previews: vae.LinearPreview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
 
@@ -88,6 +92,8 @@ class IterationBuilder:
         """Release what is kept of the last batch."""
         self._gatherer.clear_cache()
         self._control_rows.clear_cache()
+        if self._refined is not None:
+            self._refined.clear_cache()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class IterationBuilder:
         wanted = [request.parameters for request in requests]
         works: list[ImageState] = [request.work for request in requests]
 
-        def compute() -> list[Told]:
+        def compute() -> tuple[list[Told], list[denoise.Conditioning | None]]:
             conditioner = self._conditioners[group.backend]
             rows, before = sum(work.most_rows for work in works), conditioner.encoder.misses
             marked = any(isinstance(prompt, MarkedPrompt) for work in works for prompt in work.prompts.prompts)
@@ -125,18 +131,19 @@ class IterationBuilder:
 
             with self._run_ahead.iteration(expected_s, observe_new):
                 made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
+                refined = self._refined_conditions(wanted, _ENCODE_BUCKET if group.mode else 0)
                 for w, work, told in zip(wanted, works, made, strict=True):
                     self._prepare_controls(w, work, told)
                     if work.x is None:  # a retry must not draw again
                         work.x, work.kept = self._prepare_latents(w, work)
                 new = conditioner.encoder.misses > before
-            return made
+            return made, refined
 
-        def commit(made: list[Told]) -> dict[str, Outcome]:
+        def commit(made: tuple[list[Told], list[denoise.Conditioning | None]]) -> dict[str, Outcome]:
             outcomes = {}
-            for request, work, told in zip(requests, works, made, strict=True):
+            for request, work, told, refined in zip(requests, works, *made, strict=True):
                 assert work.x is not None
-                first = work.take_conditioning(told.conditioning)
+                first = work.take_conditioning(told.conditioning, refined)
                 work.trajectory = denoise.DenoisingState(
                     work.table,
                     0,
@@ -159,8 +166,8 @@ class IterationBuilder:
         riders = [work.trajectory for work in works]
         assert all(rider is not None for rider in riders)
         present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
-        backend = self._backends[group.backend]
-        owners = [work.uses for work in works for _ in range(work.rows)]
+        backend, gatherer = self._backends[group.backend], self._gatherer_of(group)
+        owners = _owners(group, works)
 
         def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
@@ -168,7 +175,7 @@ class IterationBuilder:
             expected_s = way.seconds + control_costs.seconds(backend, group.size, beside)
             iteration = self._run_ahead.iteration(expected_s, self._step_observer(group, way, works, beside))
             with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)), iteration:
-                inputs = self._gatherer.inputs(present, way.rows)
+                inputs = gatherer.inputs(present, way.rows)
                 output = self._forward(group, backend, way, works, inputs)
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
@@ -247,7 +254,7 @@ class IterationBuilder:
         """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks add goes into
         phases that are launched directly.
         """
-        call, function, direct = self._model.family.call, way.function, backend.phases[group.phase]
+        call, function, direct = backend.model.family.call, way.function, backend.phases[group.phase]
         if group.phase == DEEP:
             limits = RowLimits(way.rows, backend.widths.deterministic_rows if group.mode else None)
             added = self._control_rows.evaluate(works, inputs, limits)
@@ -284,6 +291,18 @@ class IterationBuilder:
         if work.source is None:
             return to_device(noise * work.table.init_noise_sigma, self._model.device), None
         return edit.begin(wanted, work.table, work.source, noise.to(self._model.device), work.generator)
+
+    def _gatherer_of(self, group: BatchGroup) -> denoise.BatchGatherer:
+        if group.backend != REFINER:
+            return self._gatherer
+        assert self._refined is not None
+        return self._refined
+
+    def _refined_conditions(self, wanted: list[ImageParameters], bucket: int) -> list[denoise.Conditioning | None]:
+        """What the refiner reads of each request's prompts; None of those without one."""
+        own = [one for one in wanted if one.refiner is not None]
+        found = iter(self._conditioners[REFINER].conditions(own, bucket) if own else ())
+        return [None if one.refiner is None else next(found).conditioning for one in wanted]
 
     def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:
         """Updates the costs of the group's backend with the seconds of an iteration."""
@@ -349,6 +368,18 @@ class IterationBuilder:
             printed["tiles"] = side
         if self.fixed_latent is not None:
             printed["latent"] = self.fixed_latent[1]
+        if work.refinement is not None:
+            second = self._backends[REFINER]
+            told = executables(work.refinement.mode, (second,))
+            printed["refiner"] = {
+                "model": second.model.name, "weights": second.model.digest, "precision": second.model.precision,
+                "executable": told,
+            }  # fmt: skip
         if work.upscaler is not None:
             printed["upscaler"] = {work.upscaler.name: work.upscaler.digest}
         return Picture(image, request.parameters, printed, tuple(work.warnings), work.sampler)
+
+
+def _owners(group: BatchGroup, works: Sequence[ImageState]) -> list[tuple[ScaledAdapter, ...]]:
+    """The LoRAs of each row; none on a refiner, since they are the model's own."""
+    return [() if group.backend == REFINER else work.uses for work in works for _ in range(work.rows)]

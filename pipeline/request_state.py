@@ -15,7 +15,7 @@ from contract import students
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.slots import Budget, Slots
-from pipeline import denoise, sigmas
+from pipeline import denoise, refining, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
 from pipeline.control import ControlFolder, ControlLease, RequestControls
@@ -23,6 +23,7 @@ from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
 from pipeline.phases import DECODES, DEEP, SHALLOW
+from pipeline.refining import REFINER, Refinement
 from pipeline.upscaling import Upscaler, UpscalerFolder, Upscaling
 
 
@@ -58,6 +59,7 @@ class ImageState:
     networks: ControlLease | None = None  # its control networks
     controls: RequestControls = RequestControls()  # noqa: RUF009  # once its prompts are encoded
     residual: torch.Tensor | None = None  # [rows, h, w, C]: the first of the last deep step, for shallow ones
+    refinement: Refinement | None = None  # of its last steps
 
     @property
     def step(self) -> int:
@@ -73,19 +75,38 @@ class ImageState:
     def most_rows(self) -> int:
         return max(self.widths)
 
-    def take_conditioning(self, conditioning: denoise.Conditioning) -> denoise.Conditioning:
-        """Keep the conditioning of all rows; returns that of the first step."""
+    def refines(self, step: int) -> bool:
+        """Whether this step runs on the refiner."""
+        return self.refinement is not None and step >= self.refinement.at
+
+    def backend_at(self, step: int) -> str:
+        """The backend that takes this step."""
+        return REFINER if self.refines(step) else self.backend
+
+    def take_conditioning(
+        self, conditioning: denoise.Conditioning, refined: denoise.Conditioning | None
+    ) -> denoise.Conditioning:
+        """Keep the conditioning of all rows, and of the refiner; returns that of the first step."""
         self.conditionings = {1: conditioning.unguided(), conditioning.rows: conditioning}
+        if refined is not None and self.refinement is not None:
+            self.refinement.conditionings = {1: refined.unguided(), refined.rows: refined}
         return self.conditionings[self.widths[0]]
 
     def with_conditioning(self, trajectory: denoise.DenoisingState) -> denoise.DenoisingState:
-        """The same with the conditioning of the step that comes next: of two rows or of one."""
-        if not trajectory.left or self.widths[trajectory.step] == trajectory.conditioning.rows:
+        """The same with the conditioning of the step that comes next: of two rows or of one, and of its model."""
+        if not trajectory.left:
             return trajectory
-        return replace(trajectory, conditioning=self.conditionings[self.widths[trajectory.step]])
+        found = self.conditionings
+        if self.refinement is not None and self.refines(trajectory.step):
+            found = self.refinement.conditionings
+        elif self.widths[trajectory.step] == trajectory.conditioning.rows:
+            return trajectory
+        return replace(trajectory, conditioning=found[self.widths[trajectory.step]])
 
     def narrows(self, step: int) -> bool:
-        """Whether no step from this one on is guided, but the one before was."""
+        """Whether no step from this one on is guided, but the one before was; never of requests with a refiner."""
+        if self.refinement is not None:
+            return False
         return step < len(self.widths) and self.widths[step - 1] == 2 and max(self.widths[step:]) == 1
 
     def phase(self, step: int) -> str:
@@ -184,22 +205,24 @@ class MemoryLedger:
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         rows = self._rows(wanted)
-        narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1]
+        narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1] and wanted.refiner is None
         enlarged = 0 if self._upscalers is None else self._upscalers.size_bytes(wanted)
+        refined = 0 if wanted.refiner is None else rows * self._row_bytes(chunks, REFINER)
         beside = 0
         if wanted.control and self._controls is not None:
             tokens = self._tokens * chunks
             beside = self._controls.request_bytes(wanted.control, (wanted.width, wanted.height), rows, tokens)
-        return latents + enlarged + beside + (rows + narrows) * self._bytes_of_row(wanted, chunks)
+        return latents + enlarged + refined + beside + (rows + narrows) * self._bytes_of_row(wanted, chunks)
 
     def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
         features = sum(math.prod(shape) for shape in self._features(wanted))
         return self._row_bytes(chunks) + self._model.dtype.itemsize * features
 
-    def _bytes_of_conditioning(self, chunks: int) -> int:
-        """Of one row of the longest prompt of so many chunks."""
-        model, generator = self._model, torch.Generator(self._model.device)
-        row = model.family.example(model, self._denoiser.text_width, 1, generator, chunks)
+    def _bytes_of_conditioning(self, chunks: int, name: str = MAIN) -> int:
+        """Of one row of the longest prompt of so many chunks, of this backend's model."""
+        backend = self._backends[name]
+        model, generator = backend.model, torch.Generator(self._model.device)
+        row = model.family.example(model, backend.denoiser.text_width, 1, generator, chunks)
         return sum(tensor.nbytes for tensor in row.values())
 
     def _rows(self, wanted: ImageParameters) -> int:
@@ -217,10 +240,12 @@ class MemoryLedger:
         taken: AdapterLease | None,
     ) -> ImageState:  # fmt: skip
         size = (wanted.width, wanted.height)
-        table = self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule)
+        table, at = self._table(wanted, scheduler)
         cached, rows = wanted.deepcache, self._rows(wanted)
         steps = plans.rows_and_depths(cached, wanted.guidance, table.steps, rows)
-        widths, plan = tuple(width for width, _ in steps), tuple(deep for _, deep in steps)
+        widths = tuple(width for width, _ in steps)
+        last = table.steps if at is None else at  # the refiner's are deep
+        plan = tuple(deep or step >= last for step, (_, deep) in enumerate(steps))
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
         # Steps of requests with LoRAs share forwards with all others where the same backend takes both.
@@ -241,9 +266,23 @@ class MemoryLedger:
             slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
             generator, plan, depth, prompts, scheduler, decode, features, taken=taken, warnings=warnings,
         )  # fmt: skip
+        if at is not None:
+            state.refinement = self._refinement(wanted, at, decode, prompts)
         if wanted.upscale is not None and self._upscalers is not None:
             state.upscaler = self._upscalers.find(wanted.upscale.model)
         return state
+
+    def _table(self, wanted: ImageParameters, scheduler: str) -> tuple[sigmas.SamplerTable, int | None]:
+        """The sampler's table, and the first step of the refiner, if there is one."""
+        if wanted.refiner is not None:
+            return refining.table(self._model, self._backends[REFINER].model, wanted, scheduler)
+        size = (wanted.width, wanted.height)
+        return self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule), None
+
+    def _refinement(self, wanted: ImageParameters, at: int, decode: str, prompts: RequestPrompts) -> Refinement:
+        find = self._backends[REFINER].deterministic_mode
+        size = (wanted.width, wanted.height)
+        return Refinement(at, find(size, "", decode, prompts.chunks) if wanted.deterministic else "")
 
 
 class NarrowedState(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from contract.image import ImageParameters, check
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket
 from core.failures import translate_device_errors
-from pipeline import control_costs, samplers
+from pipeline import control_costs, refining, samplers
 from pipeline.adapters import check_loras, refused
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
@@ -27,6 +28,7 @@ from pipeline.folder import ModelError
 from pipeline.iterations import IterationBuilder
 from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
+from pipeline.refining import REFINER
 from pipeline.request_state import ImageState, MemoryLedger
 from pipeline.sizes import size_range
 from pipeline.textual_inversion import EmbeddingFolder
@@ -48,6 +50,7 @@ class ImageRunner:
         upscalers: UpscalerFolder | None = None,
         controls: ControlFolder | None = None,
         *,
+        refiner: ImageBackend | None = None,
         lane: Lane | None = None,
         max_requests: int = 32,
         patience_s: float = 20.0,
@@ -55,8 +58,9 @@ class ImageRunner:
     ) -> None:
         """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
         without it they are rejected. `embeddings` are the textual inversions that prompts may name, `upscalers` the
-        networks that may enlarge images, `controls` the control networks that requests may use. `max_requests` limits
-        admitted requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
+        networks that may enlarge images, `controls` the control networks that requests may use, `refiner` the backend
+        of a second model that may take last steps. `max_requests` limits admitted requests, and `memory_bytes` what
+        they hold together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
@@ -64,6 +68,7 @@ class ImageRunner:
         self.embeddings = embeddings
         self.upscalers = upscalers
         self.controls = controls
+        self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes
         self.schedulers = model.samplers
@@ -73,13 +78,17 @@ class ImageRunner:
         self._backends: dict[str, ImageBackend] = {MAIN: backend}
         encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
         self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], embeddings)
-        conditioners = {MAIN: self._conditioner}
+        self._conditioners = conditioners = {MAIN: self._conditioner}
+        if refiner is not None:
+            self._backends[REFINER] = refiner
+            second = Encoder(refiner.model.family.text_encoder(refiner.model, refiner.phases[TEXT]))
+            conditioners[REFINER] = Conditioner(refiner.model, second, refiner.phases[KEYS], embeddings)
         if loras is not None:
             beside = loras if isinstance(loras, LoraBackend) else backend
             self._backends[LORA] = beside
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
         code_digest()  # of the sources as they are now; they may change before an image is done
-        self.recording = BackgroundRecorder(self._lane, backend.graphs.record_next, lambda: self.held() > 0)
+        self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.held() > 0)
         self.holdings = MemoryLedger(
             self._backends, max_requests, memory_bytes, self.adapters, upscalers=upscalers, controls=controls
         )
@@ -94,20 +103,13 @@ class ImageRunner:
         offer = ImageOffer(
             self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints,
             size_range=self.model.size_range,
+            refiners=None if self.refiner is None else (self.refiner.model.name,),
         )  # fmt: skip
         edit = wanted.edit
         masked, soft = edit is not None and edit.mask is not None, edit is not None and edit.soft_mask
         offer.check_source(edited=edit is not None, masked=masked, soft=soft)
         check(wanted, offer)
-        try:
-            name = wanted.scheduler or self.default_scheduler
-            size = (wanted.width, wanted.height)
-            self.model.sampler_table(name, wanted.steps, size, wanted.skipped, wanted.schedule)
-        except Invalid:
-            raise
-        except ValueError as error:
-            own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
-            raise Invalid(next(own, "scheduler"), str(error)) from error
+        self._check_schedule(wanted)
         prompts = self._conditioner.read(wanted)
         if wanted.lora:
             check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
@@ -117,6 +119,23 @@ class ImageRunner:
             check_controls(self.controls, self.model, wanted.control, (wanted.width, wanted.height))
         self.holdings.check(wanted, prompts.chunks)
         request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
+
+    def _check_schedule(self, wanted: ImageParameters) -> None:
+        """Raise `Invalid` for steps that the sampler, or the refiner, does not make."""
+        if wanted.refiner is not None and self.refiner is None:
+            raise Invalid("refiner", "there is none (DIPTYCH_REFINER)")
+        try:
+            name = wanted.scheduler or self.default_scheduler
+            size = (wanted.width, wanted.height)
+            self.model.sampler_table(name, wanted.steps, size, wanted.skipped, wanted.schedule)
+            if wanted.refiner is not None and self.refiner is not None:
+                refining.table(self.model, self.refiner.model, wanted, name)
+                self._conditioners[REFINER].read(wanted)
+        except Invalid:
+            raise
+        except ValueError as error:
+            own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
+            raise Invalid(next(own, "scheduler"), str(error)) from error
 
     def _check_upscaler(self, wanted: ImageParameters) -> None:
         if self.upscalers is None:
@@ -132,6 +151,8 @@ class ImageRunner:
         work = self.holdings.take(request.parameters, name, prompts)
         if work is None:
             return False
+        if work.refinement is not None:
+            work.refinement.chunks = self._conditioners[REFINER].read(request.parameters).chunks
         request.work = work
         request.phase = ENCODE if request.parameters.edit is None else IMAGE
         return True
@@ -150,16 +171,19 @@ class ImageRunner:
     def group(self, request: Request) -> BatchGroup:
         return self._group(request, request.phase)
 
-    def _group(self, request: Request, phase: str) -> BatchGroup:
+    def _group(self, request: Request, phase: str, step: int | None = None) -> BatchGroup:
+        """Of this phase; of the step that comes next, unless it is another `step`."""
         wanted, work = request.parameters, request.work
-        name = work.backend if phase in STEPS else MAIN
+        step = work.step if step is None else step
+        name = work.backend_at(step) if phase in STEPS else MAIN
+        refined = work.refinement if name == REFINER else None
         if phase == ENCODE:
             return BatchGroup(ENCODE, (0, 0), work.mode, LORA if wanted.lora else MAIN)
         # Where bits do not depend on the batch, deterministic requests share it with all others, and so do texts of
         # different lengths.
         invariant = self._backends[name].batch_invariant
-        mode = "" if invariant else work.mode
-        chunks = 1 if invariant or phase not in STEPS else work.prompts.chunks
+        mode = "" if invariant else (refined or work).mode
+        chunks = 1 if invariant or phase not in STEPS else (refined or work.prompts).chunks
         return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks)
 
     def rows(self, request: Request) -> int:
@@ -178,8 +202,11 @@ class ImageRunner:
             return self.iterations(request) * self.cost(self.group(request), rows)
         work: ImageState = request.work
         others = rows - work.rows
-        left = Counter((work.phase(step), work.widths[step]) for step in range(work.step, len(work.plan)))
-        steps_s = sum(n * self.cost(self._group(request, phase), others + own) for (phase, own), n in left.items())
+        left = Counter(
+            (self._group(request, work.phase(step), step), work.widths[step])
+            for step in range(work.step, len(work.plan))
+        )
+        steps_s = sum(n * self.cost(group, others + own) for (group, own), n in left.items())
         group = self.group(request)
         backend = self._backends[group.backend]
         return steps_s + control_costs.left(backend, group.size, request.parameters.control, work)
@@ -192,7 +219,8 @@ class ImageRunner:
             return self.group(request) if self.iterations(request) > 1 else None
         if request.phase == IMAGE:
             return self._group(request, ENCODE)
-        return self._group(request, work.phase(work.step + (request.phase in STEPS)))
+        step = work.step + (request.phase in STEPS)
+        return self._group(request, work.phase(step), step)
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, BatchGroup)
@@ -226,8 +254,7 @@ class ImageRunner:
 
         def iteration() -> Any:
             made = translate_device_errors(compute)
-            if self.backend.graphs.pending:
-                self.recording.start()
+            self._record()
             return made
 
         return self._lane.start(iteration, commit)
@@ -247,9 +274,22 @@ class ImageRunner:
         """`ImageBackend.prepare` at the native size, on the lane's thread; remaining graphs are recorded in the
         background.
         """
-        self._lane.call(lambda: self.backend.prepare(measure_s=measure_s))
-        if self.backend.graphs.pending:
+        for backend in self._own:
+            self._lane.call(partial(backend.prepare, measure_s=measure_s))
+        self._record()
+
+    def _record(self) -> None:
+        """Begin to record what is missing, if anything is."""
+        if any(backend.graphs.pending for backend in self._own):
             self.recording.start()
+
+    def _record_next(self) -> bool:
+        return any(backend.graphs.record_next() for backend in self._own)
+
+    @property
+    def _own(self) -> tuple[ImageBackend, ...]:
+        """The backends of both models."""
+        return (self.backend,) if self.refiner is None else (self.backend, self.refiner)
 
     def close(self) -> None:
         """Stop compiling and recording, and the lane if it is the runner's own."""

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from contract.precision import runs, unquantized
+from contract.precision import is_quantized, runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
-from pipeline import lora, plans
+from pipeline import lora, plans, refining
 from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.control import ControlFolder
+from pipeline.families import sdxl_refiner
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
@@ -224,6 +225,24 @@ def _controls(settings: Settings, backend: ImageBackend, *, release: bool) -> Co
     return ControlFolder(Path(settings.control_dir), model, backend.beside, capacity, release=release)
 
 
+def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None) -> ImageBackend | None:
+    """The backend of the settings' refiner; None if none is set. Raises `ModelError` for one that is not the base's.
+
+    It runs in the settings' precision, or, where that is one of 8 bits, in it if it has such a variant.
+    """
+    if not settings.refiner:
+        return None
+    say(f"loading {settings.refiner}")
+    asked = "auto" if is_quantized(settings.precision) else settings.precision
+    own = settings.model_copy(
+        update={"model": settings.refiner, "precision": asked, "unet": "", "lora": "", "tiny_vae": "", "plans": ""}
+    )
+    model = load_model(own, say, count)
+    refining.check_pair(model, base)
+    name, why_torch = backends.select(own, model)
+    return backends.make(name, own, model, release=(model.family.denoiser, "vae"), why_torch=why_torch)[0]
+
+
 def text_lane(settings: Settings) -> Lane | None:
     """A separate lane for text if the device runs several streams at once; None if it alternates with images."""
     import torch
@@ -327,6 +346,8 @@ def build(
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings, say, count))
+    if model.family is sdxl_refiner.FAMILY:
+        raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
     name, why_torch = lane.call(lambda: backends.select(settings, model))
     kept = _kept_parts(settings, model, name)
     released = tuple({model.family.denoiser, "vae"} - kept)
@@ -334,12 +355,14 @@ def build(
     drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
     backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
     controls = _controls(settings, backend, release=True)
+    refiner = lane.call(lambda: _refiner(settings, model, say, count))
     images = ImageRunner(
         backend,
         _loras(settings, model, backend),
         _embeddings(settings, model),
         UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None,
         controls,
+        refiner=refiner,
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,

@@ -72,6 +72,7 @@ def image_card(
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         **_files(runner),
+        refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )

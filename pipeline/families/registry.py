@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from pipeline.families import sd15, sdxl, zimage
+from pipeline.families import sd15, sdxl, sdxl_refiner, zimage
 from pipeline.families.family import Family, Seeded
 from pipeline.folder import ModelError, first_line, read_json
 
@@ -19,7 +19,10 @@ GROUP = "diptych.families"
 
 def read(folder: Path) -> Family:
     """The family of the model in this folder, by its model_index.json. Raises `ModelError`."""
-    found = read_json(folder / "model_index.json").get("_class_name")
+    index = read_json(folder / "model_index.json")
+    if sdxl_refiner.FAMILY.reads(index):
+        return sdxl_refiner.FAMILY
+    found = index.get("_class_name")
     for family in BUILT_IN:
         if found in family.pipelines:
             return family

@@ -93,6 +93,7 @@ def test_the_offer_has_the_cards_limits() -> None:
         precision="w8a8",
         loras=("ink",),
         upscalers=(),
+        refiners=(),
         controls=(),
         max_steps=4,
         max_seed=MAX_SEED,

@@ -18,6 +18,7 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageJob, ImageParameters, Source, check
 from contract.image_fields import EditFields, ImageFields
 from contract.image_job import image_job
+from contract.refining import Refining
 from contract.upscale import Upscale
 from pipeline.sizes import sizes
 
@@ -160,7 +161,7 @@ CHANGED: dict[str, Any] = {
     "scheduler": "lcm", "deterministic": True, "preview_every": 2, "prompt_weighting": True, "lora": "ink:0.5",
     "guidance_interval": (0.25, 0.75), "schedule_type": "karras", "timesteps": (999, 500, 1), "sigmas": (2.5, 0.5, 0),
     "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2), "prompt_2": "a moor", "negative_prompt_2": "fog", "clip_skip": 1,
-    "upscale": Upscale(model="x4", scale=2.5),
+    "upscale": Upscale(model="x4", scale=2.5), "refiner": Refining(model="refiner"),
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,

@@ -47,6 +47,7 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "timesteps": st.just([900, 500, 100]), "sigmas": st.just([10.0, 3.0, 0.0]), "eta": st.just(0.3),
         "output_format": st.sampled_from(["png", "webp"]), "output_compression": st.integers(0, 100),
         "prompt_weighting": st.booleans(), "expand_prompt": st.booleans(),
+        "refiner": st.sampled_from([{"model": "refiner"}, {"model": "refiner", "from": 0.5}]),
         "upscale": st.sampled_from([{"model": "x4"}, {"model": "x4", "scale": 2.5}]),
     },
 )  # fmt: skip

@@ -155,6 +155,7 @@ class Watching(ImageRunner):
         upscalers: UpscalerFolder | None = None,
         controls: Path | None = None,
         control_bytes: int = 2**30,
+        refiner: ImageModel | None = None,
         **options: Any,
     ) -> None:
         """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads.
@@ -174,11 +175,13 @@ class Watching(ImageRunner):
         folder = None
         if controls is not None:
             folder = ControlFolder(controls, model, backend.beside, control_bytes, release=frugal)
+        second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
             backend,
             made,
             upscalers=upscalers,
             controls=folder,
+            refiner=second,
             lane=lane,
             max_requests=max_requests,
             memory_bytes=memory_bytes,

@@ -105,8 +105,8 @@ class SDXL:
     def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
         from pipeline.families.sdxl.conditioning import KEYS
 
-        widths = (encoder.config.hidden_size for encoder in text_encoders(model))
-        return dict(zip(KEYS, widths, strict=True))
+        encoders = text_encoders(model)
+        return {key: encoder.config.hidden_size for key, encoder in zip(KEYS[-len(encoders) :], encoders, strict=True)}
 
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         return "" if wanted.negative_prompt is None and not model.options["force_zeros"] else wanted.negative_prompt

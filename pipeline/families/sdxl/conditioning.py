@@ -52,16 +52,16 @@ def embed(model: ImageModel, ids: Sequence[torch.Tensor], how: Reading = _USUAL)
     masks = [None] * len(ids) if how.seen is None else [mask.to(model.device) for mask in how.seen]
     encoders = text_encoders(model)
     with ExitStack() as stack:
-        for encoder, vectors in zip(encoders, how.vectors, strict=True):
+        for encoder, vectors in zip(encoders, how.vectors, strict=False):
             if vectors:
                 handle = encoder.get_input_embeddings().register_forward_hook(partial(_place, vectors))
                 stack.callback(handle.remove)
-        first, second = (
+        made = [
             encoder(part.to(model.device), attention_mask=mask, output_hidden_states=True)
             for encoder, part, mask in zip(encoders, ids, masks, strict=True)
-        )
+        ]
     layer = -(how.clip_skip + 2)
-    return torch.cat([first.hidden_states[layer], second.hidden_states[layer]], dim=-1), second[0]
+    return torch.cat([one.hidden_states[layer] for one in made], dim=-1), made[-1][0]
 
 
 def _place(
@@ -75,7 +75,7 @@ def _place(
 
 
 class CLIPPair:
-    """`TextEncoder` of SDXL.
+    """`TextEncoder` of SDXL, and of its refiner, which has the second encoder only and reads the first one's texts.
 
     Follows SDXL (Podell et al., 2023, section 2.1) as diffusers implements it: penultimate hidden states of both
     encoders concatenated, pooled output of the second. Longer prompts are read in chunks, whose hidden states follow
@@ -87,6 +87,7 @@ class CLIPPair:
         self._model = model
         self._compute = compute or partial(embed, model)
         self._tokenizers = tokenizers(model)
+        self._keys = KEYS[-len(self._tokenizers) :]
         self.tokens = int(self._tokenizers[0].model_max_length)
         for tokenizer in self._tokenizers:
             split(tokenizer, "")  # forgets the padding and truncation of its file, before other threads use it
@@ -104,7 +105,7 @@ class CLIPPair:
     def _chunks(self, fields: PromptFields, name: str) -> int:
         """The chunks of a prompt, over both encoders. Raises `Invalid`."""
         most = 1
-        for field, text, tokenizer, key in zip(*_texts(fields, name), self._tokenizers, KEYS, strict=True):
+        for field, text, tokenizer, key in zip(*self._texts(fields, name), self._tokenizers, self._keys, strict=True):
             found = split(tokenizer, text, 1, fields.embeddings, key)
             if len(found.ids) > MAX_CHUNKS:
                 each = self.tokens - 2
@@ -117,12 +118,17 @@ class CLIPPair:
         return most
 
     def _prompt(self, fields: PromptFields, name: str, chunks: int, clip_skip: int) -> Prompt:
-        _, texts = _texts(fields, name)
-        first, second = texts
+        _, texts = self._texts(fields, name)
+        first = texts[0]
         own = tuple(one for one in fields.embeddings if any(_names(one, text) for text in texts))
-        if isinstance(first, str) and first == second and chunks == 1 and not clip_skip and not own:
+        if isinstance(first, str) and {*texts} == {first} and chunks == 1 and not clip_skip and not own:
             return first
         return MarkedPrompt(texts, chunks, clip_skip, own)
+
+    def _texts(self, fields: PromptFields, name: str) -> tuple[tuple[str, ...], tuple[str | WeightedPrompt, ...]]:
+        """As `_texts`, for as many encoders as there are."""
+        names, texts = _texts(fields, name)
+        return names[: len(self._keys)], texts[: len(self._keys)]
 
     @torch.inference_mode()
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
@@ -138,10 +144,10 @@ class CLIPPair:
         """One forward of all chunks, and of an empty one for compel's weights; another of these without some parts."""
         read = [
             split(tokenizer, text, prompt.chunks, prompt.embeddings, key)
-            for tokenizer, text, key in zip(self._tokenizers, prompt.texts, KEYS, strict=True)
+            for tokenizer, text, key in zip(self._tokenizers, prompt.texts, self._keys, strict=True)
         ]
         count = len(read[0].ids)
-        how = Reading(None, prompt.clip_skip, (read[0].vectors, read[1].vectors))
+        how = Reading(None, prompt.clip_skip, tuple(one.vectors for one in read))
         syntaxes = {text.syntax for text in prompt.texts if isinstance(text, WeightedPrompt)}
         ids = [one.ids for one in read]
         if COMPEL in syntaxes:
@@ -237,7 +243,7 @@ def example(
 ) -> dict[str, torch.Tensor]:
     """Random conditioning of `rows` rows of so many chunks, as `condition` makes it."""
     config = model.denoiser.config
-    pooled = text_encoders(model)[1].config.projection_dim
+    pooled = text_encoders(model)[-1].config.projection_dim
     shapes = {"kv": (chunks * tokenizers(model)[0].model_max_length, width), "pooled": (pooled,), "time_ids": (6,)}
     if config.time_cond_proj_dim is not None:
         shapes["time_cond"] = (config.time_cond_proj_dim,)

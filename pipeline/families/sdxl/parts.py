@@ -24,13 +24,14 @@ PARTS = {
 _SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
 
 
-def tokenizers(model: ImageModel) -> tuple[Any, Any]:
-    """The tokenizers of both text encoders."""
-    return model.parts["tokenizer"], model.parts["tokenizer_2"]
+def tokenizers(model: ImageModel) -> tuple[Any, ...]:
+    """The tokenizers of both text encoders; of a refiner, that of the second, which is its only one."""
+    return tuple(model.parts[name] for name in ("tokenizer", "tokenizer_2") if name in model.parts)
 
 
-def text_encoders(model: ImageModel) -> tuple[Any, Any]:
-    return model.parts["text_encoder"], model.parts["text_encoder_2"]
+def text_encoders(model: ImageModel) -> tuple[Any, ...]:
+    """As `tokenizers`."""
+    return tuple(model.parts[name] for name in ("text_encoder", "text_encoder_2") if name in model.parts)
 
 
 def native(model: ImageModel) -> int:

@@ -1,0 +1,40 @@
+"""A second model for the last steps of an image: the field of a request, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import ConfigDict, Field
+
+from contract.errors import Invalid
+from contract.loras import is_name
+from contract.nested import Nested
+
+FIELD = "refiner"
+FROM = 0.8
+
+
+class Refining(Nested):
+    """Which model takes the last steps, and from where on."""
+
+    model_config = ConfigDict(title="Refiner")
+
+    model: str = Field(description="of the model's refiners")
+    start: float = Field(
+        default=FROM, gt=0, lt=1, allow_inf_nan=False, alias="from",
+        description="the share of the noise schedule that the model itself runs, as diffusers' denoising_end; 0.8 by "
+        "default",
+    )  # fmt: skip
+
+    def check(self, offered: Collection[str] | None, *, edited: bool, controlled: bool) -> None:
+        """Raise `Invalid` for a model that is not offered; None: only the syntax is checked.
+
+        Also for an edit, and for a request with control networks.
+        """
+        if edited or controlled:
+            raise Invalid(FIELD, f"is not supported {'for edits' if edited else 'together with control'}")
+        if not is_name(self.model):
+            raise Invalid(f"{FIELD}.model", "must be a name: letters, digits, _, . and -")
+        if offered is not None and self.model not in offered:
+            known = f"there is no {self.model}; it has {', '.join(offered)}" if offered else "it has none"
+            raise Invalid(f"{FIELD}.model", f"is not offered by this model: {known}")

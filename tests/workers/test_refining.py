@@ -1,0 +1,86 @@
+"""The settings' refiner: loaded beside the model, in a precision of its own, and refused where it is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.card import read_card, to_data
+from contract.image import ImageParameters
+from contract.refining import Refining
+from core.batching.request import Request
+from core.config import Settings
+from pipeline import quantized, tiny
+from pipeline.folder import ModelError
+from pipeline.load import load
+from pipeline.tiny import TINY
+from tests.pipeline.refiners import second
+from workers.build import Runtime, build
+from workers.cards import image_card
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("models") / "tiny-refiner"
+    second(tiny.SHAPES[TINY]).save_pretrained(where)
+    return where
+
+
+def settings(folder: Path, **more: Any) -> Settings:
+    given = {"model": TINY, "compile": False, "threads": 1, "data_dir": folder, "cache_dir": folder / "cache"}
+    return Settings(**{**given, "refiner": str(folder), **more})
+
+
+def drawn(works: Runtime, one: ImageParameters) -> Any:
+    return works.engine.submit(Request("it", "image", one)).result(120)
+
+
+WANTED = ImageParameters("a hat", 1, 32, 32, steps=4, refiner=Refining(model="tiny-refiner"))
+
+
+@pytest.fixture(scope="module")
+def works(folder: Path) -> Iterator[Runtime]:
+    with build(settings(folder, precision="fp32")) as works:
+        yield works
+
+
+def test_it_takes_the_last_steps_of_requests_that_say_so(works: Runtime) -> None:
+    refined, plain = drawn(works, WANTED), drawn(works, replace(WANTED, refiner=None))
+    assert refined.image.tobytes() != plain.image.tobytes()
+    assert refined.fingerprint["refiner"]["model"] == "tiny-refiner" and "refiner" not in plain.fingerprint
+    card = image_card(works.images)
+    assert card.refiners == ("tiny-refiner",) and read_card(to_data(card)) == card
+
+
+def test_beside_a_model_in_int8_it_is_whole_unless_it_has_such_a_variant(
+    folder: Path, tmp_path: Path, works: Runtime
+) -> None:
+    base = tiny.save(tmp_path / "base", tiny.SHAPES[TINY])
+    quantized.make(load(str(base)), ["a hat"], base)
+    if works.images.backend.kernels.name == "torch":
+        pytest.skip("INT8 needs the CPU kernels")
+    with build(settings(folder, model=str(base), precision="int8")) as mixed:
+        printed = drawn(mixed, WANTED).fingerprint
+        assert (printed["precision"], printed["refiner"]["precision"]) == ("int8", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"refiner": "random:emoji-xl"}, "emoji-xl: is no SDXL refiner, and cannot take the last steps"),
+        ({"refiner": "gone"}, "gone: no such folder"),
+        ({"model": "random:emoji-z"}, "tiny-refiner: refines SDXL's pictures, and .* is no SDXL that draws any"),
+    ],
+)
+def test_what_is_no_refiner_of_this_model_is_refused(folder: Path, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        build(settings(folder, precision="fp32", kernels=False, **more))
+
+
+def test_a_refiner_draws_nothing_alone(folder: Path) -> None:
+    with pytest.raises(ModelError, match="tiny-refiner: is a refiner, which draws nothing alone"):
+        build(settings(folder, model=str(folder), refiner="", precision="fp32", kernels=False))
