@@ -23,12 +23,14 @@ inline void sum_levels(const Product& p, const Branch& b, int64_t group, int t, 
   if constexpr (WIDEST > 1) {
     Int8::Sum sums[MR][2];
     multiply<Int8, MR, 2>(a + t * MR, taps, steps, w + t * tap * 2, offset, 0, sums);
-    for (int i = 0; i < MR; ++i) made[i] = fma(Int8::value(sums[i][1]), all(FINE), Int8::value(sums[i][0]));
+    for (int i = 0, rows = opaque(MR); i < rows; ++i)
+      made[i] = fma(Int8::value(sums[i][1]), all(FINE), Int8::value(sums[i][0]));
   } else {
     Int8::Sum whole[MR][1], fine[MR][1];
     multiply<Int8, MR, 1>(a + t * MR, taps, steps, w + t * tap, offset, 0, whole);
     multiply<Int8, MR, 1>(a + t * MR, taps, steps, w + (p.taps + t) * tap, offset, LANES, fine);
-    for (int i = 0; i < MR; ++i) made[i] = fma(Int8::value(fine[i][0]), all(FINE), Int8::value(whole[i][0]));
+    for (int i = 0, rows = opaque(MR); i < rows; ++i)
+      made[i] = fma(Int8::value(fine[i][0]), all(FINE), Int8::value(whole[i][0]));
   }
 }
 
@@ -43,7 +45,7 @@ void project(const Product& p, const Branch& b, float scale, const typename Kind
       for (int i = 0; i < MR; ++i) made[i] = zero();
       for (int t = 0; t < p.taps; ++t) {
         Vec part[MR];
-        sum_levels<MR>(p, b, group, t, 1, a, b.offset + (group * p.taps + t) * 2 * LANES, part);
+        sum_levels<MR>(p, b, group, t, opaque(1), a, b.offset + (group * p.taps + t) * 2 * LANES, part);
         for (int i = 0; i < MR; ++i) made[i] = fma(part[i], all(by[t * MR + i]), made[i]);
       }
     } else if constexpr (LEVELS<Kind>) {
@@ -52,7 +54,7 @@ void project(const Product& p, const Branch& b, float scale, const typename Kind
       Fp32::Sum sums[MR][1];
       const char* w = static_cast<const char*>(b.down) + group * p.taps * p.channels * Fp32::BYTES;
       multiply<Fp32, MR, 1>(a, p.taps, p.channels, w, nullptr, 0, sums);
-      for (int i = 0; i < MR; ++i) made[i] = sums[i][0];
+      for (int i = 0, rows = opaque(MR); i < rows; ++i) made[i] = sums[i][0];
     }
     const Vec factor = LEVELS<Kind> ? load(b.scale + group * LANES) * all(scale) : all(scale);
     for (int i = 0; i < MR; ++i) save(low + i * stride, made[i] * factor);

@@ -15,6 +15,13 @@ struct Int8ByRow : Int8 {
   static Vec value(Vec sum) { return sum; }
 };
 
+// A number that the compiler does not know. Loops over the rows of sums end at it: if all their indices were constants, GCC
+// would hold each sum as a variable of its own, and spill half of them to memory at every step of `multiply`.
+inline int opaque(int count) {
+  asm volatile("" : "+r"(count));
+  return count;
+}
+
 template <class Kind, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const typename Kind::Element* const* a, int taps, int64_t steps,
                                                     const char* b, const int32_t* offset, int64_t n,

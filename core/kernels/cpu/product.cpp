@@ -33,12 +33,13 @@ inline __attribute__((always_inline)) void multiply(const Product& p, const type
                                                     typename Kind::Sum (&sums)[MR][NV]) {
   if constexpr (std::is_same_v<Kind, Int8ByRow>) {
     const int64_t columns = (p.n + LANES - 1) / LANES * LANES;
-    for (int i = 0; i < MR; ++i)
+    const int rows = opaque(MR);
+    for (int i = 0; i < rows; ++i)
       for (int j = 0; j < NV; ++j) sums[i][j] = zero();
     for (int t = 0; t < p.taps; ++t, a += MR, by += MR, b += steps * NV * Kind::BYTES) {
       Int8::Sum parts[MR][NV];
-      multiply<Int8, MR, NV>(a, 1, steps, b, p.offset + t * columns, n, parts);
-      for (int i = 0; i < MR; ++i)
+      multiply<Int8, MR, NV>(a, opaque(1), steps, b, p.offset + t * columns, n, parts);
+      for (int i = 0; i < rows; ++i)
         for (int j = 0; j < NV; ++j) sums[i][j] = fma(Int8::value(parts[i][j]), all(by[i]), sums[i][j]);
     }
   } else {
@@ -73,6 +74,17 @@ inline Vec scaled(const Product& p, typename Kind::Sum sum, int64_t n) {
   return p.scale ? fma(raw, load(p.scale + n), bias) : raw + bias;
 }
 
+// Scaled sums of a tile, with the bias.
+template <class Kind, int MR, int NV>
+inline __attribute__((always_inline)) void sum(const Product& p, const typename Kind::Element* const* a,
+                                               const float* by, int64_t steps, const char* b, int64_t n,
+                                               Vec (&values)[MR][NV]) {
+  typename Kind::Sum sums[MR][NV];
+  multiply<Kind, MR, NV>(p, a, by, steps, b, n, sums);
+  for (int i = 0, rows = opaque(MR); i < rows; ++i)
+    for (int j = 0; j < NV; ++j) values[i][j] = scaled<Kind>(p, sums[i][j], n + j * LANES);
+}
+
 // Whether GEGLU's hidden and gate columns are in alternate blocks (tiles one vector wide) or within one tile.
 template <int NV>
 constexpr bool APART = NV == 1 && WIDEST == 1;
@@ -81,19 +93,13 @@ template <class Kind, int MR, int NV>
 void tile(const Product& p, const Geometry& g, const typename Kind::Element* const* a, const float* by,
           const LowRank<Kind, MR>& branches, int64_t first, int count, int64_t n0, const char* b, int64_t depth) {
   const int64_t steps = p.channels / Kind::DEPTH;
-  typename Kind::Sum sums[MR][NV];
-  Vec values[MR][NV], gates[APART<NV> ? MR : 1][1];
-  const auto finished = [&](int64_t n, auto& made) {
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < static_cast<int>(std::size(made[0])); ++j) made[i][j] = scaled<Kind>(p, sums[i][j], n + j * LANES);
-    if (branches.any()) branches.add(first, count, n, made);
-  };
-  multiply<Kind, MR, NV>(p, a, by, steps, b, n0, sums);
-  finished(n0, values);
+  Vec values[MR][NV], gates[APART<NV> ? MR : 1][NV];
+  sum<Kind, MR, NV>(p, a, by, steps, b, n0, values);
+  if (branches.any()) branches.add(first, count, n0, values);
   if constexpr (APART<NV>)
     if (p.geglu) {
-      multiply<Kind, MR, NV>(p, a, by, steps, b + depth, n0 + LANES, sums);
-      finished(n0 + LANES, gates);
+      sum<Kind, MR, NV>(p, a, by, steps, b + depth, n0 + LANES, gates);
+      if (branches.any()) branches.add(first, count, n0 + LANES, gates);
     }
   for (int i = 0; i < count; ++i) {
     const int64_t m = first + i;
