@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contract.control import CANNY, Control, ControlChoice, ControlSource
 from contract.errors import Invalid
 from contract.image import Edit, Source
-from core.artifacts import NoArtifact
 
 
 def read(source: Source, fetch: Callable[[str], bytes]) -> Edit:
@@ -51,6 +50,8 @@ def prepare(choice: ControlChoice, pixels: bytes, size: tuple[int, int]) -> byte
 
 def _pixels(field: str, key: str, mode: str, fetch: Callable[[str], bytes]) -> bytes:
     from PIL import Image
+
+    from core.artifacts import NoArtifact  # which `prepare` does without: the base install has no obstore
 
     try:
         image = Image.open(io.BytesIO(fetch(key)), formats=("PNG",))
