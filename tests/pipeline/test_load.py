@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Damage, str]] = {
         edit("model_index.json", _class_name="StableDiffusionPipeline"),
         "not a text-to-image Stable Diffusion 1: unet addition_embed_type is text_time",
     ),
-    "refiner": (edit("model_index.json", **REFINER), "names no tokenizer"),
+    "refiner": (edit("model_index.json", **REFINER), "not an SDXL refiner: unet cross_attention_dim"),
     "part not listed": (edit("model_index.json", text_encoder_2=None), "names no text_encoder_2"),
     "part null": (edit("model_index.json", unet=[None, None]), "names no unet"),
     "part of another class": (
