@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOW, HIGH = 100, 200  # of the gradient's L1 norm: weak edges, which count beside strong ones
-_TAN_22 = int(0.4142135623730950488016887242097 * (1 << 15) + 0.5)
+TAN_22 = int(0.4142135623730950488016887242097 * (1 << 15) + 0.5)
 
 
 def edges(pixels: NDArray[np.uint8], low: int = LOW, high: int = HIGH) -> NDArray[np.uint8]:
@@ -41,7 +41,7 @@ def _peaks(dx: NDArray[np.int32], dy: NDArray[np.int32], norm: NDArray[np.int32]
         return wide[1 + row : 1 + row + height, 1 + column : 1 + column + width]
 
     x, y = np.abs(dx).astype(np.int64), np.abs(dy).astype(np.int64) << 15
-    flat = x * _TAN_22
+    flat = x * TAN_22
     steep = flat + (x << 16)
     across = (norm > at(0, -1)) & (norm >= at(0, 1))
     along = (norm > at(-1, 0)) & (norm >= at(1, 0))

@@ -1,0 +1,158 @@
+"""Stage `control`: trains a ControlNet by which emoji-xl follows edges, on the pictures that the denoiser learned.
+
+The denoiser, the text towers and the codec are frozen (Zhang et al., 2023). The network begins as a copy of the
+denoiser's down path and middle, as far as it has them: without attention in its lowest block, and with one layer of it
+in the middle, it fits into 12 MB. Edges are those of the preprocessor `canny`.
+
+    python -m training.adopt --data DATA --work WORK --models models
+    python -m training.control --data DATA --work WORK --models models --minutes 20
+    python -m training.control --data DATA --work WORK --models models --export
+
+The folder `models/emoji-xl-controls`, with `edges` in it, is then one for DIPTYCH_CONTROL_DIR.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.tiny import TIMESTEPS
+from training import latents, loop, tokens, unet
+from training.edges import edges
+from training.run import TrainingRun, from_options, parser
+from training.stream import PerSize, SceneStream
+
+DROP_TEXT = 0.3  # of rows: the network learns to read the edges, and not only what the text says already
+FOLDER, NAME = "emoji-xl-controls", "edges"
+MOST_BYTES = 12_000_000
+_EMBEDDING = (8, 16, 32, 64)  # channels of the picture's embedding
+_SHARED = (
+    "block_out_channels", "layers_per_block", "attention_head_dim", "cross_attention_dim", "use_linear_projection",
+    "addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim", "norm_num_groups",
+)  # fmt: skip
+
+
+def build(run: TrainingRun, denoiser: Any) -> Any:
+    """The network before training, with the weights of the denoiser where both have the same layer."""
+    from diffusers import ControlNetModel
+
+    own = run.picture.unet()
+    types = own["down_block_types"]
+    torch.manual_seed(run.seed)
+    net: Any = ControlNetModel(
+        **{name: own[name] for name in _SHARED},
+        down_block_types=(*types[:-1], "DownBlock2D"),
+        transformer_layers_per_block=(1,) * len(types),
+        conditioning_embedding_out_channels=_EMBEDDING,
+    )
+    given, wanted = denoiser.state_dict(), net.state_dict()
+    net.load_state_dict({name: given[name] for name in wanted if name in given}, strict=False)
+    return net.to(run.device)
+
+
+class Controlled(nn.Module):
+    """The denoiser, which reads what the network adds."""
+
+    def __init__(self, denoiser: Any, net: Any) -> None:
+        super().__init__()
+        self.denoiser, self.net = denoiser, net
+
+    def forward(
+        self, noisy: Tensor, step: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, shown: Tensor
+    ) -> Tensor:
+        """The noise in `noisy` [B, 4, h, w] at timesteps [B], of a picture with the edges `shown` [B, 3, H, W]."""
+        told: Any = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}, "return_dict": False}
+        down, middle = self.net(noisy, step, states, controlnet_cond=shown, **told)
+        found: Tensor = self.denoiser(
+            noisy, step, states, down_block_additional_residuals=down, mid_block_additional_residual=middle, **told
+        )[0]
+        return found
+
+
+class Losses:
+    """Epsilon's error on noisy pictures whose edges the network sees."""
+
+    def __init__(self, run: TrainingRun, net: Any, parts: unet.TrainedModules) -> None:
+        self._run, self._parts = run, parts
+        self._model = PerSize(run, Controlled(parts.unet, net))
+        self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32))
+        self._codec = latents.load_codec(run)
+        self._end, self._pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
+        self._signal = unet.alphas_bar(run.device)
+        self._weight = unet.weights(self._signal)
+
+    def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        run = self._run
+        given: Any = {"generator": generator, "device": run.device}
+        drawn = self._stream.at(iteration)
+        pixels = self._stream.draw(drawn)
+        clean = latents.encode(run, self._codec, pixels) * self._codec.config.scaling_factor
+        batch = len(clean)
+        order = torch.randperm(batch, **given)
+        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
+        noise = torch.randn(clean.shape, **given)
+        share = self._signal[step][:, None, None, None]
+        noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
+        keep = (torch.rand(batch, **given) >= DROP_TEXT).float()
+        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
+        with run.autocast():
+            with torch.no_grad():
+                ids_2 = tokens.repad(drawn.ids, self._end, self._pad_2)
+                states, pooled = unet.read_text(self._parts, drawn.ids, ids_2)
+            states, pooled = states * keep[:, None, None], pooled * keep[:, None]
+            guess = self._model.at(drawn.scenes.size)(noisy, step, states, pooled, time_ids, edges(pixels))
+        square = (guess.float() - noise).square().mean(dim=(1, 2, 3))
+        late = step >= 600
+        return (self._weight[step] * square).mean(), {
+            "eps": square.detach().mean(),
+            "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
+        }
+
+
+def train(run: TrainingRun) -> loop.Outcome:
+    """Trains the network on the trained denoiser (or the one that the stage `adopt` took)."""
+    parts = unet.load(run)
+    net = build(run, parts.unet)
+    stage = loop.Stage(
+        "control",
+        {"control": net},
+        Losses(run, net, parts),
+        rate=1e-3,
+        warmup=100,
+        average=0.9995 if run.on_gpu else 0.99,
+    )
+    return loop.train(stage, run)
+
+
+def load(run: TrainingRun) -> Any:
+    """The trained network with averaged weights; raises `FileNotFoundError` when it is not trained."""
+    net = build(run, unet.load(run).unet)
+    loop.load_average("control", {"control": net}, run)
+    return net
+
+
+def export(run: TrainingRun) -> Path:
+    """Writes the network in diffusers' format, in float16. Raises ValueError for one of more than `MOST_BYTES`."""
+    folder = run.models / FOLDER / NAME
+    net = load(run).half()
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    if size > MOST_BYTES:
+        raise ValueError(f"{folder}: has {size} bytes, more than {MOST_BYTES}")
+    net.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def main() -> None:
+    """`python -m training.control [--export]`."""
+    options = parser(__doc__ or "")
+    options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
+    found = options.parse_args()
+    run = from_options(found)
+    print(export(run) if found.export else train(run))
+
+
+if __name__ == "__main__":
+    main()

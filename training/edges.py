@@ -1,0 +1,57 @@
+"""Canny's edges of whole batches on the training device: those that `pipeline.canny` finds, pixel by pixel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.canny import HIGH, LOW, TAN_22
+
+_EVERY = 8  # rounds of growing between two looks at whether anything still grows, for which the host waits
+
+
+@torch.no_grad()
+def edges(pixels: Tensor) -> Tensor:
+    """Edges, 1.0 or 0.0, float32 [B, 3, H, W], of pixels [B, 3, H, W] in -1..1."""
+    levels = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
+    wide = F.pad(levels, (1, 1, 1, 1), mode="replicate").long()
+    rows = wide[..., :-2, :] + 2 * wide[..., 1:-1, :] + wide[..., 2:, :]
+    columns = wide[..., :-2] + 2 * wide[..., 1:-1] + wide[..., 2:]
+    dx, dy = rows[..., 2:] - rows[..., :-2], columns[..., 2:, :] - columns[..., :-2, :]
+    norms = dx.abs() + dy.abs()
+    # The first of the largest, as numpy's argmax: on a GPU torch's own may be any.
+    channel = (norms * 4 + torch.tensor([3, 2, 1], device=norms.device)[:, None, None]).argmax(dim=1, keepdim=True)
+    dx, dy, norm = (one.gather(1, channel)[:, 0] for one in (dx, dy, norms))
+    weak = _peaks(dx, dy, norm) & (norm > LOW)
+    return _grown(weak & (norm > HIGH), weak).float()[:, None].expand(-1, 3, -1, -1)
+
+
+def _peaks(dx: Tensor, dy: Tensor, norm: Tensor) -> Tensor:
+    """Where the norm [B, H, W] is largest along the gradient; beyond the picture it is 0."""
+    wide = F.pad(norm, (1, 1, 1, 1))
+    height, width = norm.shape[1:]
+
+    def at(row: int, column: int) -> Tensor:
+        return wide[:, 1 + row : 1 + row + height, 1 + column : 1 + column + width]
+
+    x, y = dx.abs(), dy.abs() << 15
+    flat = x * TAN_22
+    across = (norm > at(0, -1)) & (norm >= at(0, 1))
+    along = (norm > at(-1, 0)) & (norm >= at(1, 0))
+    rising = (norm > at(-1, 1)) & (norm > at(1, -1))
+    falling = (norm > at(-1, -1)) & (norm > at(1, 1))
+    diagonal = torch.where((dx ^ dy) < 0, rising, falling)
+    return torch.where(y < flat, across, torch.where(y > flat + (x << 16), along, diagonal))
+
+
+def _grown(strong: Tensor, weak: Tensor) -> Tensor:
+    """The strong pixels [B, H, W], and the weak ones that a chain of neighbours connects with them."""
+    found, allowed = strong.float()[:, None], weak.float()[:, None]
+    while True:
+        before = found
+        for _ in range(_EVERY):
+            found = F.max_pool2d(found, 3, stride=1, padding=1) * allowed
+        found = torch.maximum(found, before)
+        if torch.equal(found, before):
+            return found[:, 0] > 0
