@@ -121,6 +121,7 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "loras": card.loras,
         "embeddings": card.embeddings,
         "upscalers": card.upscalers,
+        "controls": card.controls,
         "refiners": card.refiners,
         "prompt_fields": card.prompt_fields,
         "graphs": card.graphs,

@@ -27,6 +27,10 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         help="of what it adds; one for each --control, or one for all; default: 1.0",
     )  # fmt: skip
     parser.add_argument(
+        "--control-mode", dest="control_modes", action="append", default=[], type=int, metavar="N",
+        help="the kind of picture that it is, for a ControlNet-Union; one for each --control, or one for all",
+    )  # fmt: skip
+    parser.add_argument(
         "--control-preprocessor", choices=PREPROCESSORS, help="canny: IMAGE is a picture, of which the edges are taken"
     )
     parser.add_argument("--control-dir", metavar="DIR", help="where the networks lie, as folders or NAME.safetensors")
@@ -38,7 +42,10 @@ def check_choices(options: argparse.Namespace) -> tuple[ControlChoice, ...]:
     from contract.errors import Invalid
 
     count = len(options.control)
-    given = {"--control-model": options.control_models, "--control-strength": options.control_strengths}
+    given = {
+        "--control-model": options.control_models, "--control-strength": options.control_strengths,
+        "--control-mode": options.control_modes,
+    }  # fmt: skip
     for flag, values in given.items():
         if values and not count:
             raise UsageError(f"{flag}: is of a --control, and there is none")
@@ -46,18 +53,21 @@ def check_choices(options: argparse.Namespace) -> tuple[ControlChoice, ...]:
             raise UsageError(f"{flag}: is given {len(values)} times, for {count} of --control")
     if count and not options.control_models:
         raise UsageError("--control-model: must name the network that reads --control")
-    models = options.control_models * (count if len(options.control_models) == 1 else 1)
-    strengths = options.control_strengths or [1.0]
-    strengths = strengths * (count if len(strengths) == 1 else 1)
+    models, strengths, modes = ([*values] * (count if len(values) == 1 else 1) for values in given.values())
     choices = tuple(
-        control.ControlChoice(model=model, strength=strength, preprocessor=options.control_preprocessor or "")
-        for model, strength in zip(models, strengths, strict=bool(count))
+        control.ControlChoice(
+            model=models[n],
+            strength=strengths[n] if strengths else 1.0,
+            mode=modes[n] if modes else None,
+            preprocessor=options.control_preprocessor or "",
+        )
+        for n in range(count)
     )
     try:
         control.check(choices, None)
     except Invalid as error:
-        flags = {"control": "--control", "control.model": "--control-model", "control.strength": "--control-strength"}
-        raise UsageError(f"{flags.get(error.field or '', '--control')}: {error.message}") from error
+        flag = f"--{(error.field or 'control').replace('.', '-')}"
+        raise UsageError(f"{flag}: {error.message}") from error
     return choices
 
 

@@ -52,6 +52,7 @@ _FLAGS = {
     "control.image": "--control",
     "control.model": "--control-model",
     "control.strength": "--control-strength",
+    "control.mode": "--control-mode",
 }  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"

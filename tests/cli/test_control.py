@@ -69,6 +69,7 @@ def test_pictures_follow_it_and_say_so(shell: Shell, folder: Path) -> None:
             ("--control", "lines.png", "--control-model", "edges", "--control-strength", "99"),
             "--control-strength: must",
         ),
+        (("--control", "lines.png", "--control-model", "edges", "--control-mode", "1"), "--control-mode: is for"),
         (("--control", "lines.png", *("--control-model", "edges") * 2), "is given 2 times, for 1 of --control"),
         (("--control", "lines.png") * 5 + ("--control-model", "edges"), "--control: must be at most 4, not 5"),
     ],
