@@ -49,6 +49,42 @@ def add(commands: Commands) -> None:
     _add_text(benches)
     _add_cohost(benches)
     _add_simulate(benches)
+    _add_loras(benches)
+
+
+def _add_loras(benches: Commands) -> None:
+    text = "a deep step of rows with different LoRAs on a CPU's kernels, against the same without any"
+    one = benches.add_parser("loras", help=text, description=text[0].upper() + text[1:] + ".")
+    for name, default, of in (
+        ("rows", 16, "of the step"), ("loras", 8, "different ones among the rows"), ("rank", 8, "of each"),
+        ("rounds", 10, "of one step without and one with"),
+    ):  # fmt: skip
+        one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{of}; default: %(default)s")
+    layers = ("attention", "linear", "all")
+    one.add_argument(
+        "--layers", choices=layers, default="linear", help="that they have shares in; default: %(default)s"
+    )
+    one.add_argument(
+        "--sdxl", action="store_true", help="a UNet of SDXL's widths with random weights in INT8, instead of a model's"
+    )
+    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    add_model(one)
+    one.set_defaults(run=_loras)
+
+
+def _loras(options: argparse.Namespace) -> int:
+    from benchmarks import loras
+    from benchmarks.record import BenchError
+
+    chosen = read_settings(options)
+    make_cache(chosen)
+    wanted = loras.Wanted(options.rows, options.loras, options.rank, options.layers, options.rounds)
+    try:
+        with model_errors():
+            loras.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
+    except BenchError as error:
+        raise UsageError(str(error)) from error
+    return 0
 
 
 def _add_simulate(benches: Commands) -> None:
