@@ -24,29 +24,30 @@ ABOUT: dict[str, dict[str, Any]] = {
         "library": "diffusers",
         "what": """\
 A complete, small Stable Diffusion XL that draws emoji: two tokenizers, two CLIP text towers, a
-`text_time`-conditioned UNet whose transformer depth rises towards the bottom, an autoencoder with factor 8,
-and SDXL's Euler scheduler. It loads with `StableDiffusionXLPipeline.from_pretrained`. Captions are CLDR
-names, alone or with keywords, and may end with "on a COLOUR background"; without one the background is white.
-20 steps and a guidance of 3 to 5 suit it.""",
-        "stages": ("vae", "clip", "unet"),
+`text_time`-conditioned UNet whose transformer depth rises towards the bottom, an autoencoder with factor 8, and
+SDXL's Euler scheduler. It loads with `StableDiffusionXLPipeline.from_pretrained`. Captions are CLDR names,
+alone or with keywords, which may end with "on a COLOUR background" and otherwise stand on white; and scenes of
+about 500 subjects, one to four of them: counts up to five ("three red apples"), eight hue words, places ("a cat
+left of a dog"), backgrounds and gradients, stickers. A scene whose caption names no background has any. 20
+steps and a guidance of 3 to 5 suit it.""",
+        "stages": ("vae", "clip", "unet", "tiny_vae"),
         "limits": """\
-It knows some 3,200 emoji by heart and little else; words outside their names and keywords are guesses. It
-knows no counts, no colours of objects and no relations between them.
-Captions end at 77 tokens. It was trained with crop (0, 0) and equal original and target sizes only. Faces and
-families of small figures are its weakest subjects.""",
+Words outside emoji's names and keywords and the captions of scenes are guesses. Five of a thing often come out
+as six, letters and faces are rough, and families of small figures are its weakest subjects. It was trained on
+pictures of 128 and 192 pixels, 64 pixels and rectangles between; captions end at 77 tokens.""",
     },
     "emoji-xl-turbo": {
         "tags": "[text-to-image, stable-diffusion-xl, lcm, emoji]",
         "library": "diffusers",
         "what": """\
-A student of emoji-xl that draws the same emoji in one to four steps without guidance, by a smaller UNet that
-predicts v and the sampler of latent consistency models. Text towers, tokenizers and autoencoder are emoji-xl's,
-beside which the folder must lie. It loads with `StableDiffusionXLPipeline.from_pretrained`; call it with
-`num_inference_steps=4, guidance_scale=1.0`.""",
+A student of an earlier emoji-xl that draws emoji in one to four steps without guidance, by a smaller UNet that
+predicts v and the sampler of latent consistency models. Text towers, tokenizers and autoencoder are that
+emoji-xl's. It loads with `StableDiffusionXLPipeline.from_pretrained`; call it with `num_inference_steps=4,
+guidance_scale=1.0`.""",
         "stages": ("turbo",),
         "limits": """\
-It learned what emoji-xl draws of captions in its own language, and no other. It knows no guidance scale, and negative
-prompts do nothing. Emoji-xl's own limits are its.""",
+It learned what the emoji-xl of before scenes drew of CLDR names, keywords and backgrounds, and knows no counts,
+colours of objects or relations. It knows no guidance scale, and negative prompts do nothing.""",
     },
     "emoji-z": {
         "tags": "[text-to-image, z-image, flow-matching, emoji]",
@@ -67,8 +68,9 @@ at eight steps' noise levels above all, and on captions of at most 64 tokens, ch
         "tags": "[clip, emoji]",
         "library": "transformers",
         "what": """\
-A small `CLIPModel` trained on the same pictures and captions: it scores how well a picture fits a caption,
-and its image features stand in for Inception's where those are not at hand.""",
+A small `CLIPModel` trained on the scenes and emoji that emoji-xl learns, and against captions with one thing
+wrong: it scores how well a picture fits a caption, and its image features stand in for Inception's where those
+are not at hand. Like emoji-xl it saw none of the held-out families (`training/scenes.py`).""",
         "stages": ("clip",),
         "limits": "Its scores compare emoji with emoji captions; on photographs they mean nothing.",
     },
@@ -123,9 +125,9 @@ def write(folder: Path, run: TrainingRun) -> None:
         "",
         "## Measured",
         "",
-        f"By `python -m training.judge --only {folder.name}` when the model was made; no commit is recorded.",
+        f"By `{_judge(folder.name, figures)}` when the model was made; no commit is recorded.",
         "",
-        *(_table(figures) or ["Not measured yet: `python -m training.judge`."]),
+        *(_table(figures) or _composition(run, folder.name) or ["Not measured yet: `python -m training.judge`."]),
         "",
         "## Limits",
         "",
@@ -169,6 +171,31 @@ def _trained(stage: str, run: TrainingRun) -> str:
     return (
         f"- `{stage}`: {end['iteration']:,} iterations in {end['minutes']:.0f} minutes, last loss {end['smooth']:.4g}"
     )
+
+
+def _judge(name: str, figures: dict[str, Any]) -> str:
+    scenes = name in ("emoji-xl", "emoji-clip") and not figures
+    return "python -m training.judge_scenes" if scenes else f"python -m training.judge --only {name}"
+
+
+def _composition(run: TrainingRun, name: str) -> list[str]:
+    """Shares in per cent, with intervals, of what `training.judge_scenes` found right, by group."""
+    path = run.work / "judge" / "scenes-emoji-xl.json"
+    if not path.exists() or name not in ("emoji-xl", "emoji-clip"):
+        return []
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    columns = ("subject", "colour", "count", "place", "all") if name == "emoji-xl" else ("clip_prefers_caption",)
+    groups = {key: value for key, value in found.items() if isinstance(value, dict)}
+    head = ["prompts", *(column.replace("_", " ") for column in columns)]
+    rows = [
+        [key.replace("_", " "), *(_share(value.get(column)) for column in columns)] for key, value in groups.items()
+    ]
+    table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return [f"{found['prompts']} prompts of each kind, % right (95% interval):", "", *table]
+
+
+def _share(found: list[float] | None) -> str:
+    return "" if found is None else f"{found[0]:.1%} ({found[1]:.1%} to {found[2]:.1%})".replace("%", "")
 
 
 def _figures(run: TrainingRun) -> dict[str, Any]:

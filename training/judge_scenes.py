@@ -36,12 +36,12 @@ Draw = Callable[[str, list[Prompt]], torch.Tensor]
 _FOILS = 8  # captions with one thing wrong for each prompt
 
 
-def groups(run: TrainingRun, composer: Composer, count: int) -> dict[str, list[Prompt]]:
-    """`count` prompts of each kind of family, held out and trained on, by the groups' names."""
+def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[Prompt]]:
+    """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names."""
     return {
         f"{kind}_{'seen' if seen else 'held_out'}": composer.prompts(kind, count, seen=seen, size=(run.size, run.size))
         for kind in HELD_SHARES
-        for seen in (False, True)
+        for seen in ((False,) if unseen else (False, True))
     }
 
 
@@ -54,9 +54,7 @@ def write_prompts(run: TrainingRun, count: int, path: Path, real: Path | None, *
     world = World.read(run)
     renderer = Renderer(world.images, run.device)
     lines = ["id\tcaption"]
-    for name, prompts in groups(run, world.composer, count).items():
-        if unseen and name.endswith("_seen"):
-            continue
+    for name, prompts in groups(run, world.composer, count, unseen=unseen).items():
         lines += [f"{name}-{number}\t{prompt.caption}" for number, prompt in enumerate(prompts)]
         if real is not None:
             size = (run.size, run.size)
@@ -77,6 +75,7 @@ def judge(
     again: Draw | None = None,
     *,
     truth: bool = True,
+    unseen: bool = False,
 ) -> dict[str, Any]:
     """Figures by group, of `count` prompts each; `about` says what was drawn how.
 
@@ -92,7 +91,7 @@ def judge(
     reader = FeatureExtractor(run) if (run.models / "emoji-clip" / "config.json").exists() else None
     figures: dict[str, Any] = {**about, "prompts": count}
     folder = run.folder("judge")
-    for name, prompts in groups(run, composer, count).items():
+    for name, prompts in groups(run, composer, count, unseen=unseen).items():
         made = draw(name, prompts)
         verdicts = _checked(checker, made, prompts)
         figures[name] = summary(verdicts)
@@ -185,7 +184,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
     options.add_argument("--write", type=Path, metavar="FILE", help="write the prompts to this .tsv, and judge nothing")
-    options.add_argument("--unseen", action="store_true", help="write only prompts of families that training never saw")
+    options.add_argument("--unseen", action="store_true", help="only prompts of families that training never saw")
     options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of their true pictures")
     options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
     options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
@@ -202,7 +201,7 @@ def main() -> None:
     elif found.drawn:
         again = drawn_by_run(found.again) if found.again else None
         about = {"name": found.drawn.resolve().name}
-        judge(run, found.count, drawn_by_run(found.drawn), about, again, truth=not found.no_truth)
+        judge(run, found.count, drawn_by_run(found.drawn), about, again, truth=not found.no_truth, unseen=found.unseen)
     else:
         about = {"name": found.model, "steps": found.steps, "guidance": found.guidance}
         judge(
