@@ -69,32 +69,18 @@ def train(stage: Stage, run: TrainingRun) -> Outcome:
     """
     if run.minutes is None and run.iterations is None:
         raise ValueError(f"stage {stage.name}: give --minutes or --iterations")
-    folder = run.folder(stage.name)
     state = _State(stage, run)
-    state.restore(checkpoint.load(folder / "state.pt"), run)
-    curve = folder / "curve.jsonl"
-    writes = run.rank == 0
-    if writes:
-        checkpoint.trim_lines(curve, state.iteration)
+    state.restore(checkpoint.load(run.folder(stage.name) / "state.pt"), run)
+    log = _Log(stage, run, state)
     pause = run.work / "PAUSE"
-    last_saved = time.monotonic()
-    before = state.seconds
     while state.goes_on(run):
         while pause.exists():
             time.sleep(1)
         started = _clock(run)
         logged = state.step(stage, run)
         state.seconds += _clock(run) - started
-        if writes and logged is not None:
-            record = {"iteration": state.iteration, "minutes": round(state.seconds / 60, 3), **logged}
-            checkpoint.append_line(curve, record)
-            if state.iteration % 200 == 0 or state.iteration == 20:
-                print(stage.name, *(f"{key}={value:.5g}" for key, value in record.items()), flush=True)
-        if writes and time.monotonic() - last_saved >= run.checkpoint_s:
-            checkpoint.save(folder / "state.pt", state.packed(stage))
-            last_saved = time.monotonic()
-    if writes and (state.seconds > before or not (folder / "state.pt").exists()):
-        checkpoint.save(folder / "state.pt", state.packed(stage))
+        log.stepped(logged)
+    log.ended()
     for name, module in stage.modules.items():
         module.load_state_dict(state.averaged[name].state_dict())
     return Outcome(state.iteration, state.seconds / 60, state.smooth, state.progress(run) >= 1)
@@ -254,3 +240,36 @@ class _State:
         self.smooth = float(state["smooth"])
         if run.rank > 0:  # the checkpoint has the first process's randomness
             self.generator.manual_seed(_seed(run) + self.iteration)
+
+
+class _Log:
+    """Writes a stage's curve and checkpoints; of several processes the first does."""
+
+    def __init__(self, stage: Stage, run: TrainingRun, state: _State) -> None:
+        self._stage, self._run, self._state = stage, run, state
+        self._writes = run.rank == 0
+        self._curve = run.folder(stage.name) / "curve.jsonl"
+        self._checkpoint = run.folder(stage.name) / "state.pt"
+        self._began = state.seconds
+        self._saved = time.monotonic()
+        if self._writes:
+            checkpoint.trim_lines(self._curve, state.iteration)
+
+    def stepped(self, logged: dict[str, float] | None) -> None:
+        """Notes what a step logged, if anything, and saves a checkpoint where one is due."""
+        if not self._writes:
+            return
+        state = self._state
+        if logged is not None:
+            record = {"iteration": state.iteration, "minutes": round(state.seconds / 60, 3), **logged}
+            checkpoint.append_line(self._curve, record)
+            if state.iteration % 200 == 0 or state.iteration == 20:
+                print(self._stage.name, *(f"{key}={value:.5g}" for key, value in record.items()), flush=True)
+        if time.monotonic() - self._saved >= self._run.checkpoint_s:
+            checkpoint.save(self._checkpoint, state.packed(self._stage))
+            self._saved = time.monotonic()
+
+    def ended(self) -> None:
+        """Saves the last checkpoint, unless nothing was trained."""
+        if self._writes and (self._state.seconds > self._began or not self._checkpoint.exists()):
+            checkpoint.save(self._checkpoint, self._state.packed(self._stage))
