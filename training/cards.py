@@ -94,6 +94,9 @@ The draft for `emoji-lm` in speculative decoding: same vocabulary, trained on th
 }
 
 
+_WAY = {"precision": "precision", "steps": "steps", "guidance": "guidance"}
+
+
 def write(folder: Path, run: TrainingRun) -> None:
     """Writes `README.md` into an exported model's folder; figures come from `judge/figures.json` where it exists."""
     about = ABOUT[folder.name]
@@ -191,7 +194,12 @@ def _composition(run: TrainingRun, name: str) -> list[str]:
         [key.replace("_", " "), *(_share(value.get(column)) for column in columns)] for key, value in groups.items()
     ]
     table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    return [f"{found['prompts']} prompts of each kind, % right (95% interval):", "", *table]
+    return [f"{found['prompts']} prompts of each kind{_way(found)}, % right (95% interval):", "", *table]
+
+
+def _way(figures: dict[str, Any]) -> str:
+    said = [f"{figures[key]} {unit}".strip() for key, unit in _WAY.items() if key in figures]
+    return f", drawn with {', '.join(said)}" if said else ""
 
 
 def _share(found: list[float] | None) -> str:
