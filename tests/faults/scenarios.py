@@ -29,7 +29,7 @@ from tests.faults.parts import wait_for
 from tests.faults.rounds import Round, clear
 from tests.faults.stack import FINAL, Stack
 
-TEXTS = 50
+TEXTS = 25
 MAX_STEPS, MAX_IMAGES = 1000, 10  # of one picture, of one job
 _STEPS = 400  # of one picture where possible: a stream keeps a thousand events, over all attempts of its job
 
@@ -367,7 +367,7 @@ def poison(round: Round, load: Load) -> None:
 
 
 def texts_start(round: Round, load: Load) -> None:
-    """Every image slot is taken; 50 text tasks (a stand-in's) come. Figures: until they start, by Redis's clock."""
+    """Every image slot is taken; 25 text tasks (a stand-in's) come. Figures: until they start, by Redis's clock."""
     stack = round.stack
     slots = sum(card.limits["image"] for card in stack.cards())
     endless = Order("a very long panorama", 8, MAX_STEPS, deterministic=False, n=MAX_IMAGES)

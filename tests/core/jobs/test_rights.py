@@ -59,7 +59,9 @@ def test_it_serves_with_them(limited: str, tmp_path: Path, client: redis.Redis) 
         assert keyring.revoke(key.id) and keyring.unlock()
         keyring.close()
     assert missing(limited) == []
-    assert list(client.execute_command("ACL", "LOG")) == [], "nothing was refused"
+    refused = [entry["object"] for entry in client.acl_log()]
+    # Redis 6.2 knows no right to a subcommand that it lacks: that connections may not say their library harms nothing.
+    assert [object for object in refused if object != "client"] == [], "nothing that is needed was refused"
 
 
 @pytest.mark.parametrize("other", [["SET", "elsewhere", "1"], ["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "LIST"]])
