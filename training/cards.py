@@ -94,7 +94,7 @@ The draft for `emoji-lm` in speculative decoding: same vocabulary, trained on th
 }
 
 
-_WAY = {"precision": "precision", "steps": "steps", "guidance": "guidance"}
+_WAY = ("precision", "steps", "guidance_scale")
 
 
 def write(folder: Path, run: TrainingRun) -> None:
@@ -198,7 +198,7 @@ def _composition(run: TrainingRun, name: str) -> list[str]:
 
 
 def _way(figures: dict[str, Any]) -> str:
-    said = [f"{figures[key]} {unit}".strip() for key, unit in _WAY.items() if key in figures]
+    said = [f"{key.replace('_', ' ')} {figures[key]}" for key in _WAY if key in figures]
     return f", drawn with {', '.join(said)}" if said else ""
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.tiny import TIMESTEPS
 from training import latents, loop, tokens, unet
 from training.edges import edges
 from training.run import TrainingRun, from_options, parser
@@ -72,7 +71,7 @@ class Controlled(nn.Module):
         return found
 
 
-class Losses:
+class ControlLoss:
     """Epsilon's error on noisy pictures whose edges the network sees."""
 
     def __init__(self, run: TrainingRun, net: Any, parts: unet.TrainedModules) -> None:
@@ -81,35 +80,24 @@ class Losses:
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32))
         self._codec = latents.load_codec(run)
         self._end, self._pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
-        self._signal = unet.alphas_bar(run.device)
-        self._weight = unet.weights(self._signal)
+        self._objective = unet.EpsilonObjective(run.device)
 
     def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         run = self._run
-        given: Any = {"generator": generator, "device": run.device}
         drawn = self._stream.at(iteration)
         pixels = self._stream.draw(drawn)
         clean = latents.encode(run, self._codec, pixels) * self._codec.config.scaling_factor
-        batch = len(clean)
-        order = torch.randperm(batch, **given)
-        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
-        noise = torch.randn(clean.shape, **given)
-        share = self._signal[step][:, None, None, None]
-        noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
-        keep = (torch.rand(batch, **given) >= DROP_TEXT).float()
+        noised = self._objective.noised(clean, generator)
+        keep = (torch.rand(len(clean), generator=generator, device=run.device) >= DROP_TEXT).float()
         time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
         with run.autocast():
             with torch.no_grad():
                 ids_2 = tokens.repad(drawn.ids, self._end, self._pad_2)
                 states, pooled = unet.read_text(self._parts, drawn.ids, ids_2)
             states, pooled = states * keep[:, None, None], pooled * keep[:, None]
-            guess = self._model.at(drawn.scenes.size)(noisy, step, states, pooled, time_ids, edges(pixels))
-        square = (guess.float() - noise).square().mean(dim=(1, 2, 3))
-        late = step >= 600
-        return (self._weight[step] * square).mean(), {
-            "eps": square.detach().mean(),
-            "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
-        }
+            model = self._model.at(drawn.scenes.size)
+            guess = model(noised.latents, noised.step, states, pooled, time_ids, edges(pixels))
+        return self._objective.loss(guess, noised)
 
 
 def train(run: TrainingRun) -> loop.Outcome:
@@ -119,7 +107,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     stage = loop.Stage(
         "control",
         {"control": net},
-        Losses(run, net, parts),
+        ControlLoss(run, net, parts),
         rate=1e-3,
         warmup=100,
         average=0.9995 if run.on_gpu else 0.99,

@@ -3,9 +3,9 @@
 Two judges: `evaluation.composition`, which matches sprites, and `emoji-clip`, which must prefer the caption to captions
 with one thing wrong. Writes `judge/scenes-NAME.json` and contact sheets. To judge what ships:
 
-    python -m training.judge_scenes --data DATA --work WORK --count 300 --write scenes.tsv
+    python -m training.scene_prompts --data DATA --work WORK --count 150 --out scenes.tsv
     diptych evaluate --prompts scenes.tsv --precision int8 --out RUN
-    python -m training.judge_scenes --data DATA --work WORK --count 300 --drawn RUN
+    python -m training.judge_scenes --data DATA --work WORK --count 150 --drawn RUN
 """
 
 from __future__ import annotations
@@ -22,49 +22,21 @@ from PIL import Image
 
 from evaluation import bootstrap
 from evaluation.composition import Checker, Sprite, Verdict, summary
+from evaluation.pairs import psnr
 from evaluation.run import EvaluationRun
 from training import pictures, sheet
 from training.judge_pictures import FeatureExtractor, PictureGenerator
 from training.render import Renderer, pack
 from training.run import TrainingRun, from_options, parser
-from training.scenes import HELD_SHARES, Composer, Prompt
+from training.scene_prompts import groups
+from training.scenes import Composer, Prompt
 from training.stream import World
 
 Draw = Callable[[str, list[Prompt]], torch.Tensor]
 """Pictures [N, 3, H, W] in 0..1 of a group's name and its prompts."""
 
+_SETTINGS = ("precision", "steps", "guidance_scale")  # of a run, that its figures name
 _FOILS = 8  # captions with one thing wrong for each prompt
-
-
-def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[Prompt]]:
-    """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names."""
-    return {
-        f"{kind}_{'seen' if seen else 'held_out'}": composer.prompts(kind, count, seen=seen, size=(run.size, run.size))
-        for kind in HELD_SHARES
-        for seen in ((False,) if unseen else (False, True))
-    }
-
-
-def write_prompts(run: TrainingRun, count: int, path: Path, real: Path | None, *, unseen: bool = False) -> None:
-    """The groups' captions as a table that `diptych evaluate --prompts` reads; ids are NAME-NUMBER.
-
-    `unseen` leaves out what training saw. `real` gets two folders of true pictures of each caption's truth, `own` and
-    `other`, which differ in all that captions leave open: FID between them is that of two halves of the real pictures.
-    """
-    world = World.read(run)
-    renderer = Renderer(world.images, run.device)
-    lines = ["id\tcaption"]
-    for name, prompts in groups(run, world.composer, count, unseen=unseen).items():
-        lines += [f"{name}-{number}\t{prompt.caption}" for number, prompt in enumerate(prompts)]
-        if real is not None:
-            size = (run.size, run.size)
-            draws = [random.Random(f"other {name} {number}") for number in range(len(prompts))]
-            others = [world.composer.show(p.truth, draw, size) for p, draw in zip(prompts, draws, strict=True)]
-            for folder, found in (("own", [prompt.scene for prompt in prompts]), ("other", others)):
-                (real / folder).mkdir(parents=True, exist_ok=True)
-                for number, image in enumerate(pictures.to_images(renderer.draw(pack(found)).cpu())):
-                    image.save(real / folder / f"{name}-{number}.png")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def judge(
@@ -118,9 +90,8 @@ def judge(
     return figures
 
 
-def drawn_by_run(folder: Path) -> Draw:
-    """Takes the pictures from a finished run of `diptych evaluate` on the table of `write_prompts`."""
-    found = EvaluationRun.read(folder)
+def drawn_by(found: EvaluationRun) -> Draw:
+    """Takes the pictures from a finished run of `diptych evaluate` on a table of `training.scene_prompts`."""
     files = {caption.id: file for caption, file in zip(found.captions, found.files(), strict=True)}
 
     def draw(name: str, prompts: list[Prompt]) -> torch.Tensor:
@@ -145,15 +116,12 @@ def drawn_by_pipeline(run: TrainingRun, model: str, steps: int, guidance: float)
 
 def _difference(made: torch.Tensor, other: torch.Tensor, right: list[bool]) -> dict[str, Any]:
     """How far the pictures of two seeds are from one another, PSNR in dB, where both are right."""
-    square = (made - other).square().mean(dim=(1, 2, 3)).clamp(min=1e-10)
-    chosen = (-10 * square.log10())[torch.tensor(right)]
-    if not len(chosen):
+    levels = [[np.asarray(image) for image in pictures.to_images(each * 2 - 1)] for each in (made, other)]
+    found = [psnr(a, b) for a, b, both in zip(*levels, right, strict=True) if both]
+    if not found:
         return {"pairs": 0}
-    return {
-        "pairs": len(chosen),
-        "psnr_db": float(chosen.mean()),
-        "share_under_30_db": bootstrap.share(int((chosen < 30).sum()), len(chosen)),
-    }
+    under = bootstrap.share(sum(db < 30 for db in found), len(found))
+    return {"pairs": len(found), "psnr_db": sum(found) / len(found), "share_under_30_db": under}
 
 
 def checker_of(world: World, device: torch.device | str = "cpu") -> Checker:
@@ -180,12 +148,10 @@ def _preferred(
 
 
 def main() -> None:
-    """`python -m training.judge_scenes [--count N] [--write FILE | --drawn RUN [--again RUN] | --model NAME]`."""
+    """`python -m training.judge_scenes [--count N] [--drawn RUN [--again RUN] | --model NAME]`."""
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
-    options.add_argument("--write", type=Path, metavar="FILE", help="write the prompts to this .tsv, and judge nothing")
     options.add_argument("--unseen", action="store_true", help="only prompts of families that training never saw")
-    options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of their true pictures")
     options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
     options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
     options.add_argument("--model", default="emoji-xl", help="without --drawn: draw with this model's stock pipeline")
@@ -195,22 +161,16 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
     found = options.parse_args()
-    run = from_options(found)
-    if found.write:
-        write_prompts(run, found.count, found.write, found.real, unseen=found.unseen)
-    elif found.drawn:
-        again = drawn_by_run(found.again) if found.again else None
-        about = {"name": found.drawn.resolve().name}
-        judge(run, found.count, drawn_by_run(found.drawn), about, again, truth=not found.no_truth, unseen=found.unseen)
+    run, again = from_options(found), None
+    if found.drawn:
+        own = EvaluationRun.read(found.drawn)
+        about = {"name": own.name, **{key: own.settings[key] for key in _SETTINGS}}
+        draw = drawn_by(own)
+        again = drawn_by(EvaluationRun.read(found.again)) if found.again else None
     else:
-        about = {"name": found.model, "steps": found.steps, "guidance": found.guidance}
-        judge(
-            run,
-            found.count,
-            drawn_by_pipeline(run, found.model, found.steps, found.guidance),
-            about,
-            truth=not found.no_truth,
-        )
+        about = {"name": found.model, "steps": found.steps, "guidance_scale": found.guidance}
+        draw = drawn_by_pipeline(run, found.model, found.steps, found.guidance)
+    judge(run, found.count, draw, about, again, truth=not found.no_truth, unseen=found.unseen)
 
 
 if __name__ == "__main__":

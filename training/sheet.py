@@ -1,11 +1,20 @@
-"""Contact sheets: images in a grid with a line of text under each."""
+"""Contact sheets: images in a grid with a line of text under each.
+
+The README's, of the first 64 prompts of families that training never saw:
+
+    diptych evaluate --prompts models/emoji-xl/unseen.tsv --limit 64 --precision int8 --out RUN
+    python -m training.sheet RUN docs/emoji-xl.png
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
+
+from evaluation.run import EvaluationRun
 
 CELL = 128
 LINE = 13
@@ -36,3 +45,18 @@ def _wrap(pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.Ima
         else:
             lines.append(word)
     return lines
+
+
+def main() -> None:
+    """`python -m training.sheet RUN FILE`: of the pictures of a finished run of `diptych evaluate`."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("run", type=Path)
+    options.add_argument("file", type=Path)
+    given = options.parse_args()
+    run = EvaluationRun.read(given.run)
+    images = [Image.open(file).convert("RGB") for file in run.files()]
+    save(given.file, images, [caption.text for caption in run.captions])
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ told as SDXL tells them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -75,6 +75,41 @@ def weights(alpha_bar: torch.Tensor) -> torch.Tensor:
     return (5 * variance).clamp(max=1) * (1 + variance) ** 0.25
 
 
+class Noised(NamedTuple):
+    """Latents [B, C, h, w] with noise in them, the noise, and their timesteps [B]."""
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    step: torch.Tensor
+
+
+class EpsilonObjective:
+    """What a network must find in noised latents, and how its errors count, by `weights`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._signal = alphas_bar(device)
+        self._weight = weights(self._signal)
+
+    def noised(self, clean: torch.Tensor, generator: torch.Generator) -> Noised:
+        """One timestep out of each of B equal intervals: less variance than independent draws."""
+        given: Any = {"generator": generator, "device": clean.device}
+        batch = len(clean)
+        order = torch.randperm(batch, **given)
+        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
+        noise = torch.randn(clean.shape, **given)
+        share = self._signal[step][:, None, None, None]
+        return Noised(share.sqrt() * clean + (1 - share).sqrt() * noise, noise, step)
+
+    def loss(self, guess: torch.Tensor, given: Noised) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The weighted error of a guess at the noise, and the plain one over all rows and over the noisiest."""
+        square = (guess.float() - given.noise).square().mean(dim=(1, 2, 3))
+        late = given.step >= 600
+        return (self._weight[given.step] * square).mean(), {
+            "eps": square.detach().mean(),
+            "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
+        }
+
+
 def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both tokenizers' ids [B, L] to states [B, L, C1 + C2], of the layers before the last, and pooled [B, P]."""
     first = parts.text(input_ids=ids, output_hidden_states=True)
@@ -121,32 +156,19 @@ def train(run: TrainingRun) -> loop.Outcome:
         adopt_(parts, clip.load(run))
     unet = PerSize(run, parts.unet)
     repeats = batches.repeats
-    signal = alphas_bar(run.device)
-    weight = weights(signal)
+    objective = EpsilonObjective(run.device)
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
         ids, clean, time_ids, size = batches.draw(iteration, generator)
-        batch = len(clean)
-        # One timestep out of each of `batch` equal intervals: less variance than independent draws.
-        order = torch.randperm(batch, **given)
-        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
-        noise = torch.randn(clean.shape, **given)
-        share = signal[step][:, None, None, None]
-        noisy = share.sqrt() * clean + (1 - share).sqrt() * noise
-        keep = (torch.rand(batch, **given) >= DROP_ALL).float()
+        noised = objective.noised(clean, generator)
+        keep = (torch.rand(len(clean), generator=generator, device=run.device) >= DROP_ALL).float()
         with run.autocast():
             states, pooled = read_text(parts, ids, tokens.repad(ids, end, pad_2))
             states = states.repeat_interleave(repeats, 0) * keep[:, None, None]
             pooled = pooled.repeat_interleave(repeats, 0) * keep[:, None]
             told = {"text_embeds": pooled, "time_ids": time_ids}
-            guess = unet.at(size)(noisy, step, states, added_cond_kwargs=told, return_dict=False)[0]
-        square = (guess.float() - noise).square().mean(dim=(1, 2, 3))
-        late = step >= 600
-        return (weight[step] * square).mean(), {
-            "eps": square.detach().mean(),
-            "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
-        }
+            guess = unet.at(size)(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
+        return objective.loss(guess, noised)
 
     stage = loop.Stage(
         "unet",

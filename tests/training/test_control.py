@@ -69,7 +69,7 @@ def test_it_learns_what_edges_tell_and_serves_it(trained: Trained, tmp_path: Pat
 
     def error(net: torch.nn.Module) -> float:
         """Over later batches than any that it is trained on."""
-        losses = control.Losses(run, net, parts)
+        losses = control.ControlLoss(run, net, parts)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             return float(np.mean([float(losses(10_000 + n, generator)[1]["eps_noisy"]) for n in range(6)]))
