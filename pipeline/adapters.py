@@ -21,7 +21,7 @@ from contract.errors import Invalid
 from contract.precision import PRECISIONS, is_quantized
 from core.ops.branches import LowRank, PackedBranches
 from core.threads import lower_priority
-from pipeline import lora, lora_file
+from pipeline import lora_file, weight_files
 from pipeline.folder import ModelError, first_line
 from pipeline.lora_file import Factors
 
@@ -114,7 +114,7 @@ class AdapterCache:
 
     def names(self) -> list[str]:
         """The names that requests may use now."""
-        return lora.offered(self.folder)
+        return weight_files.offered(self.folder)
 
     def check(self, text: str) -> None:
         """Check that the LoRAs in `name:scale,name` exist and fit. Raises `ModelError`, naming the LoRA."""
@@ -181,7 +181,7 @@ class AdapterCache:
 
     def _stamp(self, name: str) -> tuple[int, ...]:
         """What changes with the file."""
-        path = self.folder / f"{name}{lora.SUFFIX}"
+        path = self.folder / f"{name}{weight_files.SUFFIX}"
         try:
             found = path.stat()
         except OSError:
@@ -237,7 +237,7 @@ class AdapterCache:
     def _read(self, name: str) -> tuple[str, _Content]:
         self.reads += 1
         try:
-            data = (self.folder / f"{name}{lora.SUFFIX}").read_bytes()
+            data = (self.folder / f"{name}{weight_files.SUFFIX}").read_bytes()
         except OSError as error:
             raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
         most = self.capacity_bytes // self._model.dtype.itemsize

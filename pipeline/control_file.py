@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline import folder as folders
 from pipeline.checkpoint import Header, read_header
 from pipeline.folder import ModelError, Part
+from pipeline.weight_files import PICKLE, PICKLES, SUFFIX
 
 if TYPE_CHECKING:
     import torch
 
     from pipeline.families.family import ImageModel
 
-SUFFIX = ".safetensors"
 _UNSHUFFLED = 16  # pixels along a side that an adapter of SDXL reads as channels of one
-_PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 CONTROLNET, UNION, ADAPTER = "ControlNetModel", "ControlNetUnionModel", "T2IAdapter"
 _MODULES = {
     CONTROLNET: "diffusers.models.controlnets.controlnet", UNION: "diffusers.models.controlnets.controlnet_union",
@@ -71,8 +70,8 @@ def find(folder: Path, name: str) -> Path:
     file = folder / f"{name}{SUFFIX}"
     if file.is_file():
         return file
-    if any((folder / f"{name}{ending}").exists() for ending in _PICKLES):
-        raise ModelError(f"control {name}: is a pickle, which could run code; convert it to safetensors")
+    if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
+        raise ModelError(f"control {name}: {PICKLE}")
     raise ModelError(f"control {name}: there is no folder {name} and no {file.name} in the folder of controls")
 
 

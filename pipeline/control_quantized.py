@@ -22,7 +22,7 @@ from pipeline.calibration import observed, seed, settings_of
 from pipeline.control_file import ControlFile
 from pipeline.drawing import Denoiser
 from pipeline.folder import ModelError
-from pipeline.quantized import calibration_of
+from pipeline.quantized import calibration_of, manifest_of
 from pipeline.quantized_parts import folder
 from unet_opt import recipe as recipes
 from unet_opt.calibrate import (
@@ -75,14 +75,8 @@ def make(
         layers = recipe.targets(net)
         statistics = _collect(model, found, layers, prompts, settings, kernels, checkpoint, tell)
     report = quantize_(net, recipe, statistics, scheme=scheme, digest=found.digest)
-    manifest = store.Manifest(
-        scheme=scheme,
-        recipe=recipe.name,
-        source=found.digest,
-        layers={layer: type(net.get_submodule(layer)).__name__ for layer in report.changed},
-        skipped=report.skipped,
-        calibration=calibration_of(scheme, prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
-    )
+    calibration = calibration_of(scheme, prompts, settings)
+    manifest = manifest_of(net, report, recipe, scheme, found.digest, model.dtype, calibration)
     size_bytes = store.save(net, folder(out, name, scheme), manifest, weights=weights)
     checkpoint.unlink(missing_ok=True)
     return report, size_bytes

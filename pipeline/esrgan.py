@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contract.upscale import MAX_SCALE
-from pipeline.folder import ModelError, first_line
+from pipeline.folder import ModelError
+from pipeline.weight_files import tensors
 
 _COLOURS = 3
 _SLOPE = 0.2  # of the leaky ReLU; also what a residual is multiplied by
@@ -117,17 +118,8 @@ def read(name: str, data: bytes) -> RRDBNet:
 
     Raises `ModelError`, naming the upscaler and the key, for a file that is a pickle, damaged, or of another network.
     """
-    from safetensors.torch import load
-
     try:
-        state = load(data)
-    except Exception as error:  # of another library: damaged, or of another kind
-        if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
-            why = "is a pickle, which could run code; convert it to safetensors"
-            raise ModelError(f"upscaler {name}: {why}") from error
-        raise ModelError(f"upscaler {name}: is damaged ({first_line(error)[:200]})") from error
-    try:
-        return _network(_renamed(state))
+        return _network(_renamed(tensors(data)))
     except ValueError as error:
         raise ModelError(f"upscaler {name}: {error}") from error
 

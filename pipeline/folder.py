@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,10 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _HASH_WHOLE_BYTES = 256 * 2**20
 _HASH_BLOCK_BYTES = 4 * 2**20
 _HASH_SAMPLE_BYTES = 4096
+
+
+Fact = tuple[str, Any, Any]
+"""What is compared, what it is in a model, and what it must be."""
 
 
 class ModelError(ValueError):
@@ -283,3 +287,10 @@ def digest_of(folder: Path, files: Sequence[Path]) -> str:
                 stream.seek(start + first + (end - first - sample) // 2)
                 hashed.update(stream.read(sample))
     return hashed.hexdigest()[:16]
+
+
+def check_facts(which: str, facts: Iterable[Fact]) -> None:
+    """Raise `ModelError` for the first fact that differs; `which` begins the message: "sdxl: not an SDXL refiner"."""
+    for what, found, wanted in facts:
+        if found != wanted:
+            raise ModelError(f"{which}: {what} is {found}, not {wanted}")

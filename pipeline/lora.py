@@ -14,8 +14,7 @@ from typing import Any
 from contract import loras as names
 from pipeline.families.family import Adapters
 from pipeline.folder import ModelError
-
-SUFFIX = ".safetensors"
+from pipeline.weight_files import SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,6 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
             raise ModelError(f"lora {name}: there is no {path}")
         found.append(Lora(name, path, scale))
     return tuple(found)
-
-
-def offered(folder: Path) -> list[str]:
-    """The names of the folder's files, sorted; none if it cannot be read."""
-    try:
-        stems = [path.name.removesuffix(SUFFIX) for path in folder.iterdir() if path.name.endswith(SUFFIX)]
-    except OSError:
-        return []
-    return sorted(stem for stem in stems if names.is_name(stem))
 
 
 def digest(model: str, loras: Sequence[Lora]) -> str:

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from contract.precision import Scheme, is_calibrated
 from core.quant import store
 from core.quant.convert import QuantizationReport, Recipe, quantize_
@@ -84,18 +86,32 @@ def make(
         )
     for part, recipe in of.items():
         module, report = in_8_bits(model, part, found, scheme=scheme, recipe=recipe)
-        manifest = store.Manifest(
-            scheme=scheme,
-            recipe=recipe.name,
-            source=model.digest,
-            layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
-            skipped=report.skipped,
-            calibration=calibration_of(scheme, prompts, settings) | {"dtype": str(model.dtype).removeprefix("torch.")},
-        )
+        calibration = calibration_of(scheme, prompts, settings)
+        manifest = manifest_of(module, report, recipe, scheme, model.digest, model.dtype, calibration)
         made[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
     for checkpoint in checkpoints.values():
         checkpoint.unlink(missing_ok=True)
     return made
+
+
+def manifest_of(
+    module: Any,
+    report: QuantizationReport,
+    recipe: Recipe,
+    scheme: Scheme,
+    source: str,
+    dtype: torch.dtype,
+    calibration: dict[str, Any],
+) -> store.Manifest:
+    """The manifest of a part that `quantize_` changed; `source` is the digest of what it was, in this type."""
+    return store.Manifest(
+        scheme=scheme,
+        recipe=recipe.name,
+        source=source,
+        layers={name: type(module.get_submodule(name)).__name__ for name in report.changed},
+        skipped=report.skipped,
+        calibration=calibration | {"dtype": str(dtype).removeprefix("torch.")},
+    )
 
 
 def calibration_of(scheme: Scheme, prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-import stat
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +14,10 @@ from torch import Tensor
 
 from contract.errors import Invalid
 from contract.loras import is_name
-from pipeline.folder import ModelError, first_line
+from pipeline.folder import ModelError
+from pipeline.weight_files import PICKLES, SUFFIX, WeightFiles, offered, tensors
 
-_PICKLE = "is a pickle, which could run code; convert it to safetensors"
 _MAX_FILE_BYTES = 16 * 2**20
-_SUFFIX = ".safetensors"
-_PICKLES = (".pt", ".bin", ".pth", ".ckpt")
 _KEPT = 256  # files in memory
 
 
@@ -47,17 +43,20 @@ class EmbeddingFolder:
         self.folder = folder.expanduser()
         self._widths = widths
         self._most = most
-        self._files: OrderedDict[str, tuple[tuple[int, ...], TextualInversion]] = OrderedDict()
+        self._files = WeightFiles(
+            self.folder,
+            what="embedding",
+            missing="{} is no longer in the folder",
+            most_bytes=_MAX_FILE_BYTES,
+            kept=_KEPT,
+            read=self._read,
+        )
         self._listed: tuple[int, list[str], re.Pattern[str] | None] = (-1, [], None)
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
         """The names that prompts may use now."""
-        try:
-            found = [path for path in self.folder.iterdir() if path.suffix == _SUFFIX]
-        except OSError:
-            return []
-        return sorted(path.stem for path in found if is_name(path.stem))
+        return offered(self.folder)
 
     def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
         """Those that the texts of these fields name, by name. Raises `Invalid`, naming the field and the file."""
@@ -66,7 +65,7 @@ class EmbeddingFolder:
             pattern = self._pattern()
             for word in {match[1] for match in pattern.finditer(text)} if pattern else ():
                 try:
-                    found[word] = self._find(word)
+                    found[word] = self._files.find(word)
                 except ModelError as error:
                     raise Invalid(name, str(error)) from error
         return tuple(found[name] for name in sorted(found))
@@ -77,50 +76,22 @@ class EmbeddingFolder:
             stamp = self.folder.stat().st_mtime_ns
             with self._lock:
                 if self._listed[0] != stamp:
-                    files = (path for path in self.folder.iterdir() if path.suffix in (_SUFFIX, *_PICKLES))
+                    files = (path for path in self.folder.iterdir() if path.suffix in (SUFFIX, *PICKLES))
                     names = sorted({path.stem for path in files if is_name(path.stem)})
                     self._listed = stamp, names, words(names)
         except OSError:
             return None
         return self._listed[2]
 
-    def _find(self, name: str) -> TextualInversion:
-        """The file's current content."""
-        path = self.folder / f"{name}{_SUFFIX}"
-        try:
-            about = path.stat()
-        except OSError:
-            kind = next((suffix for suffix in _PICKLES if path.with_name(name + suffix).exists()), None)
-            if kind is not None:
-                raise _wrong(
-                    name, f"{name}{kind} is a pickle, which could run code; convert it to safetensors"
-                ) from None
-            raise _wrong(name, f"{path.name} is no longer in the folder") from None
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE_BYTES:
-            raise _wrong(name, f"{path.name} is no file of at most {_MAX_FILE_BYTES // 2**20} MiB")
-        stamp = (about.st_ino, about.st_size, about.st_mtime_ns)
-        with self._lock:
-            known = self._files.get(name)
-            if known is None or known[0] != stamp:
-                known = self._files[name] = stamp, self._read(name, path)
-            self._files.move_to_end(name)
-            while len(self._files) > _KEPT:
-                self._files.popitem(last=False)
-        return known[1]
-
     def _read(self, name: str, path: Path) -> TextualInversion:
-        from safetensors.torch import load
-
         try:
             data = path.read_bytes()
         except OSError as error:
             raise _wrong(name, f"{path.name} cannot be read ({error.strerror})") from error
         try:
-            state = load(data)
-        except Exception as error:  # of another library: damaged, or of another kind
-            if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
-                raise _wrong(name, f"{path.name} {_PICKLE}") from error
-            raise _wrong(name, f"{path.name} is damaged ({first_line(error)[:200]})") from error
+            state = tensors(data)
+        except ValueError as error:
+            raise _wrong(name, f"{path.name} {error}") from error
         vectors = {key: self._fitted(name, path.name, key, state.get(key)) for key in self._widths}
         return TextualInversion(name, hashlib.sha256(data).hexdigest(), vectors)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import stat
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from contract.loras import is_name
 from pipeline import esrgan
 from pipeline.esrgan import RRDBNet
 from pipeline.folder import ModelError
 from pipeline.vae import to_host
+from pipeline.weight_files import WeightFiles, offered
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from contract.image import ImageParameters
 
-_SUFFIX = ".safetensors"
-_PICKLES = (".pth", ".pt", ".ckpt", ".bin")
 _MAX_FILE_BYTES = 2**30
 _KEPT = 4  # networks in memory
 _TILES = {"cpu": 128}  # the side of a tile in pixels: one is an iteration, and others wait for it
@@ -51,39 +46,22 @@ class UpscalerFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
-        self._files: OrderedDict[str, tuple[tuple[int, ...], Upscaler]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._files = WeightFiles(
+            self.folder,
+            what="upscaler",
+            missing="there is no {} in the folder of upscalers",
+            most_bytes=_MAX_FILE_BYTES,
+            kept=_KEPT,
+            read=_read,
+        )
 
     def names(self) -> list[str]:
         """The names that requests may use now."""
-        try:
-            found = [path for path in self.folder.iterdir() if path.suffix == _SUFFIX]
-        except OSError:
-            return []
-        return sorted(path.stem for path in found if is_name(path.stem))
+        return offered(self.folder)
 
     def find(self, name: str) -> Upscaler:
         """The file's current content. Raises `ModelError`, naming the upscaler."""
-        path = self.folder / f"{name}{_SUFFIX}"
-        try:
-            about = path.stat()
-        except OSError:
-            kind = next((suffix for suffix in _PICKLES if path.with_name(name + suffix).exists()), None)
-            if kind is not None:
-                why = f"{name}{kind} is a pickle, which could run code; convert it to safetensors"
-                raise ModelError(f"upscaler {name}: {why}") from None
-            raise ModelError(f"upscaler {name}: there is no {path.name} in the folder of upscalers") from None
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE_BYTES:
-            raise ModelError(f"upscaler {name}: {path.name} is no file of at most {_MAX_FILE_BYTES // 2**20} MiB")
-        stamp = (about.st_ino, about.st_size, about.st_mtime_ns)
-        with self._lock:
-            known = self._files.get(name)
-            if known is None or known[0] != stamp:
-                known = self._files[name] = stamp, _read(name, path)
-            self._files.move_to_end(name)
-            while len(self._files) > _KEPT:
-                self._files.popitem(last=False)
-        return known[1]
+        return self._files.find(name)
 
     def check(self, wanted: ImageParameters) -> None:
         """Raise `ModelError` for a request whose network is missing or no network, and `Invalid` for its scale."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from pipeline import lora, tiny
+from pipeline import lora, tiny, weight_files
 from pipeline.load import ModelError, load
 from tests.pipeline.worlds import Watching, levels, solo
 
@@ -84,8 +84,8 @@ def test_what_a_folder_offers_is_its_files_with_plain_names(tmp_path: Path) -> N
     for name in ("b", "a.1", ".hidden", "-x", "ä"):
         written(tmp_path, name)
     (tmp_path / "notes.txt").write_text("none")
-    assert lora.offered(tmp_path) == ["a.1", "b"]
-    assert lora.offered(tmp_path / "gone") == []
+    assert weight_files.offered(tmp_path) == ["a.1", "b"]
+    assert weight_files.offered(tmp_path / "gone") == []
 
 
 def test_no_peft_is_needed(tmp_path: Path) -> None:

@@ -22,30 +22,10 @@ COUNT = 2
 
 
 SHADES = ((240, 140, 20), (90, 200, 110), (70, 130, 240), (150, 80, 40))
-NOUNS = iter(
-    [
-        "ball",
-        "crate",
-        "hoop",
-        "plank",
-        "sign",
-        "drum",
-        "tent",
-        "kite",
-        "bell",
-        "lamp",
-        "cup",
-        "boat",
-        "fan",
-        "gate",
-        "jar",
-        "key",
-        "mug",
-        "pan",
-        "rug",
-        "saw",
-    ]
-)
+NOUNS = iter((
+    "ball", "crate", "hoop", "plank", "sign", "drum", "tent", "kite", "bell", "lamp",
+    "cup", "boat", "fan", "gate", "jar", "key", "mug", "pan", "rug", "saw",
+))  # fmt: skip
 THINGS = {next(NOUNS): (form, shade) for shade in SHADES for form in data_set.FORMS}
 """Enough nouns for pairs that are held out."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.families.sdxl.adapters import SDXLAdapters
 from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
-from pipeline.folder import ModelError
+from pipeline.folder import Fact, check_facts
 
 if TYPE_CHECKING:
     pass
@@ -25,7 +25,7 @@ class SD15Adapters(SDXLAdapters):
 def check(name: str, loaded: Mapping[str, Any]) -> None:
     """Reject parts that load but do not form a text-to-image model together, before the first image fails."""
     unet, text, vae = (loaded[part].config for part in ("unet", "text_encoder", "vae"))
-    facts: list[tuple[str, Any, Any]] = [
+    facts: list[Fact] = [
         ("unet addition_embed_type", unet.addition_embed_type, None),
         ("unet cross_attention_dim (the text encoder's width)", unet.cross_attention_dim, text.hidden_size),
         ("unet class_embed_type", unet.class_embed_type, None),
@@ -33,6 +33,4 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
         ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
     ]
-    for what, found, wanted in facts:
-        if found != wanted:
-            raise ModelError(f"{name}: not a text-to-image Stable Diffusion 1: {what} is {found}, not {wanted}")
+    check_facts(f"{name}: not a text-to-image Stable Diffusion 1", facts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.families.family import ImageModel
-from pipeline.folder import ModelError, Part
+from pipeline.folder import Fact, ModelError, Part, check_facts
 
 _TOKENIZER = Part("tokenizer", ("CLIPTokenizer", "CLIPTokenizerFast"), "transformers.models.clip.tokenization_clip")
 _ENCODERS = "transformers.models.clip.modeling_clip"
@@ -50,7 +50,7 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
     unet, vae = loaded["unet"].config, loaded["vae"].config
     widths = [loaded[part].config.hidden_size for part in ("text_encoder", "text_encoder_2")]
     added = 6 * (unet.addition_time_embed_dim or 0) + loaded["text_encoder_2"].config.projection_dim
-    facts: list[tuple[str, Any, Any]] = [
+    facts: list[Fact] = [
         ("unet addition_embed_type", unet.addition_embed_type, "text_time"),
         ("unet cross_attention_dim (the text encoders' widths together)", unet.cross_attention_dim, sum(widths)),
         (
@@ -66,9 +66,7 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         facts.append(("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels))
     lengths = [loaded[part].model_max_length for part in ("tokenizer", "tokenizer_2")]
     facts.append(("tokenizer_2 model_max_length", lengths[1], lengths[0]))
-    for what, found, wanted in facts:
-        if found != wanted:
-            raise ModelError(f"{name}: not a text-to-image SDXL: {what} is {found}, not {wanted}")
+    check_facts(f"{name}: not a text-to-image SDXL", facts)
     for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
         config = loaded[encoder].config
         for what, found, most in (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
-from pipeline.folder import ModelError
+from pipeline.folder import Fact, check_facts
 
 PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer_2", "text_encoder_2", "unet", "vae", "scheduler")}
 
@@ -14,7 +14,7 @@ PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer_2", "text_encoder_2", "u
 def check(name: str, loaded: Mapping[str, Any]) -> None:
     """Reject parts that load but do not form a refiner together, before the first image fails."""
     unet, text, vae = (loaded[part].config for part in ("unet", "text_encoder_2", "vae"))
-    facts: list[tuple[str, Any, Any]] = [
+    facts: list[Fact] = [
         ("unet addition_embed_type", unet.addition_embed_type, "text_time"),
         ("unet cross_attention_dim (the text encoder's width)", unet.cross_attention_dim, text.hidden_size),
         (
@@ -28,6 +28,4 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         ("unet in_channels (the VAE's latent_channels)", unet.in_channels, vae.latent_channels),
         ("unet out_channels (the VAE's latent_channels)", unet.out_channels, vae.latent_channels),
     ]
-    for what, found, wanted in facts:
-        if found != wanted:
-            raise ModelError(f"{name}: not an SDXL refiner: {what} is {found}, not {wanted}")
+    check_facts(f"{name}: not an SDXL refiner", facts)

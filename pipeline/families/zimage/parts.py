@@ -7,7 +7,7 @@ from typing import Any
 
 from contract.card import Size
 from pipeline.families.family import ImageModel
-from pipeline.folder import ModelError, Part
+from pipeline.folder import Fact, ModelError, Part, check_facts
 
 PARTS = {
     "tokenizer": Part(
@@ -45,16 +45,14 @@ def image_tokens(model: ImageModel, size: Size) -> int:
 def check(name: str, loaded: Mapping[str, Any]) -> None:
     """Reject parts that load but do not form a Z-Image together, before the first image fails."""
     transformer, text, vae = (loaded[part].config for part in ("transformer", "text_encoder", "vae"))
-    facts: list[tuple[str, Any, Any]] = [
+    facts: list[Fact] = [
         ("transformer in_channels (the VAE's latent_channels)", transformer.in_channels, vae.latent_channels),
         ("transformer cap_feat_dim (the text encoder's width)", transformer.cap_feat_dim, text.hidden_size),
         ("transformer all_patch_size", list(transformer.all_patch_size), [PATCH]),
         ("transformer all_f_patch_size", list(transformer.all_f_patch_size), [1]),
         ("transformer siglip_feat_dim", transformer.siglip_feat_dim, None),
     ]
-    for what, found, wanted in facts:
-        if found != wanted:
-            raise ModelError(f"{name}: not a text-to-image Z-Image: {what} is {found}, not {wanted}")
+    check_facts(f"{name}: not a text-to-image Z-Image", facts)
     token = PATCH * 2 ** (len(vae.block_out_channels) - 1)  # pixels, along one side
     if vae.sample_size % token:
         raise ModelError(f"{name}: vae sample_size is {vae.sample_size}, no multiple of a token's {token} pixels")
