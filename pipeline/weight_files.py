@@ -7,12 +7,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from contract.loras import is_name
 from pipeline.folder import ModelError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
