@@ -11,7 +11,7 @@ from typing import Any
 
 from training.run import TrainingRun
 
-_DATA = """\
+DATA = """\
 Pictures: Noto Emoji, Copyright Google, Apache License 2.0. Names and keywords: Unicode CLDR, Copyright
 Unicode, Inc., Unicode License v3 (Unicode-DFS-2016)."""
 _COCO = """\
@@ -40,14 +40,14 @@ pictures of 128 and 192 pixels, 64 pixels and rectangles between; captions end a
         "tags": "[text-to-image, stable-diffusion-xl, lcm, emoji]",
         "library": "diffusers",
         "what": """\
-A student of an earlier emoji-xl that draws emoji in one to four steps without guidance, by a smaller UNet that
-predicts v and the sampler of latent consistency models. Text towers, tokenizers and autoencoder are that
-emoji-xl's. It loads with `StableDiffusionXLPipeline.from_pretrained`; call it with `num_inference_steps=4,
-guidance_scale=1.0`.""",
+A student of emoji-xl that draws emoji and scenes of them in one to four steps without guidance, by a smaller UNet
+that predicts v and the sampler of latent consistency models. Tokenizers and autoencoder are emoji-xl's; the text
+towers are those that emoji-xl had when the student was distilled. It loads with
+`StableDiffusionXLPipeline.from_pretrained`; call it with `num_inference_steps=4, guidance_scale=1.0`.""",
         "stages": ("turbo",),
         "limits": """\
-It learned what the emoji-xl of before scenes drew of CLDR names, keywords and backgrounds, and knows no counts,
-colours of objects or relations. It knows no guidance scale, and negative prompts do nothing.""",
+It learned from what emoji-xl draws, with its mistakes, and is softer. It knows no guidance scale, and negative
+prompts do nothing.""",
     },
     "emoji-z": {
         "tags": "[text-to-image, z-image, flow-matching, emoji]",
@@ -78,10 +78,13 @@ are not at hand. Like emoji-xl it saw none of the held-out families (`training/s
         "tags": "[text-generation, llama, emoji]",
         "library": "transformers",
         "what": """\
-A small Llama with grouped-query attention and a chat template, trained to expand a short prompt into a
-caption in the picture model's language, and on COCO captions for general wording.""",
+A small Llama with grouped-query attention and a chat template, trained to expand a short prompt, for one emoji
+or for a scene of several things, into a caption in the picture model's language, and on COCO captions for general
+wording. It saw no scene of the held-out families (`training/scenes.py`).""",
         "stages": ("lm",),
-        "limits": "It writes captions. It cannot converse, reason or be relied on for facts.",
+        "limits": """\
+It writes captions, and loses one of three or four things now and then. It cannot converse, reason or be relied on
+for facts.""",
     },
     "emoji-lm-draft": {
         "tags": "[text-generation, llama, speculative-decoding]",
@@ -101,7 +104,7 @@ def write(folder: Path, run: TrainingRun) -> None:
     """Writes `README.md` into an exported model's folder; figures come from `judge/figures.json` where it exists."""
     about = ABOUT[folder.name]
     figures = _figures(run).get(folder.name, {})
-    data = _DATA + (f"\n{_COCO}" if folder.name.startswith("emoji-lm") else "")
+    data = DATA + (f"\n{_COCO}" if folder.name.startswith("emoji-lm") else "")
     lines = [
         "---",
         "license: apache-2.0",
@@ -122,7 +125,7 @@ def write(folder: Path, run: TrainingRun) -> None:
         "",
         "## Training",
         "",
-        *(_trained(stage, run) for stage in about["stages"]),
+        *(trained(stage, run) for stage in about["stages"]),
         "",
         f"Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/`.",
         "",
@@ -165,15 +168,16 @@ def _parameters(folder: Path) -> list[str]:
     ]
 
 
-def _trained(stage: str, run: TrainingRun) -> str:
+def trained(stage: str, run: TrainingRun) -> str:
+    """A line of a list: how long a stage was trained, and its last loss."""
     path = run.work / stage / "curve.jsonl"
     last = path.read_text(encoding="utf-8").splitlines()[-1:] if path.exists() else []
     if not last:
         return f"- `{stage}`: not trained"
     end = json.loads(last[0])
-    return (
-        f"- `{stage}`: {end['iteration']:,} iterations in {end['minutes']:.0f} minutes, last loss {end['smooth']:.4g}"
-    )
+    begun = ", from weights exported before" if (run.work / "start" / f"{stage}.pt").exists() else ""
+    length = f"{end['iteration']:,} iterations in {end['minutes']:.0f} minutes"
+    return f"- `{stage}`: {length}{begun}, last loss {end['smooth']:.4g}"
 
 
 def _judge(name: str, figures: dict[str, Any]) -> str:
@@ -190,9 +194,7 @@ def _composition(run: TrainingRun, name: str) -> list[str]:
     columns = ("subject", "colour", "count", "place", "all") if name == "emoji-xl" else ("clip_prefers_caption",)
     groups = {key: value for key, value in found.items() if isinstance(value, dict)}
     head = ["prompts", *(column.replace("_", " ") for column in columns)]
-    rows = [
-        [key.replace("_", " "), *(_share(value.get(column)) for column in columns)] for key, value in groups.items()
-    ]
+    rows = [[key.replace("_", " "), *(share(value.get(column)) for column in columns)] for key, value in groups.items()]
     table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     return [f"{found['prompts']} prompts of each kind{_way(found)}, % right (95% interval):", "", *table]
 
@@ -202,7 +204,8 @@ def _way(figures: dict[str, Any]) -> str:
     return f", drawn with {', '.join(said)}" if said else ""
 
 
-def _share(found: list[float] | None) -> str:
+def share(found: list[float] | None) -> str:
+    """A share and its interval in per cent; nothing where none was measured."""
     return "" if found is None else f"{found[0]:.1%} ({found[1]:.1%} to {found[2]:.1%})".replace("%", "")
 
 

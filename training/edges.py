@@ -12,8 +12,11 @@ _EVERY = 8  # rounds of growing between two looks at whether anything still grow
 
 
 @torch.no_grad()
-def edges(pixels: Tensor) -> Tensor:
-    """Edges, 1.0 or 0.0, float32 [B, 3, H, W], of pixels [B, 3, H, W] in -1..1."""
+def edges(pixels: Tensor, rounds: int | None = None) -> Tensor:
+    """Edges, 1.0 or 0.0, float32 [B, 3, H, W], of pixels [B, 3, H, W] in -1..1.
+
+    With `rounds` a chain of weak pixels is followed so far and no farther, and the host never waits for the device.
+    """
     levels = ((pixels.float() + 1) * 127.5).round().clamp(0, 255)
     wide = F.pad(levels, (1, 1, 1, 1), mode="replicate").long()
     rows = wide[..., :-2, :] + 2 * wide[..., 1:-1, :] + wide[..., 2:, :]
@@ -21,10 +24,10 @@ def edges(pixels: Tensor) -> Tensor:
     dx, dy = rows[..., 2:] - rows[..., :-2], columns[..., 2:, :] - columns[..., :-2, :]
     norms = dx.abs() + dy.abs()
     # The first of the largest, as numpy's argmax: on a GPU torch's own may be any.
-    channel = (norms * 4 + torch.tensor([3, 2, 1], device=norms.device)[:, None, None]).argmax(dim=1, keepdim=True)
+    channel = (norms * 4 + torch.arange(3, 0, -1, device=norms.device)[:, None, None]).argmax(dim=1, keepdim=True)
     dx, dy, norm = (one.gather(1, channel)[:, 0] for one in (dx, dy, norms))
     weak = _peaks(dx, dy, norm) & (norm > LOW)
-    return _grown(weak & (norm > HIGH), weak).float()[:, None].expand(-1, 3, -1, -1)
+    return _grown(weak & (norm > HIGH), weak, rounds).float()[:, None].expand(-1, 3, -1, -1)
 
 
 def _peaks(dx: Tensor, dy: Tensor, norm: Tensor) -> Tensor:
@@ -45,13 +48,12 @@ def _peaks(dx: Tensor, dy: Tensor, norm: Tensor) -> Tensor:
     return torch.where(y < flat, across, torch.where(y > flat + (x << 16), along, diagonal))
 
 
-def _grown(strong: Tensor, weak: Tensor) -> Tensor:
+def _grown(strong: Tensor, weak: Tensor, rounds: int | None) -> Tensor:
     """The strong pixels [B, H, W], and the weak ones that a chain of neighbours connects with them."""
     found, allowed = strong.float()[:, None], weak.float()[:, None]
     while True:
         before = found
-        for _ in range(_EVERY):
+        for _ in range(_EVERY if rounds is None else rounds):
             found = F.max_pool2d(found, 3, stride=1, padding=1) * allowed
-        found = torch.maximum(found, before)
-        if torch.equal(found, before):
+        if rounds is not None or torch.equal(found, before):
             return found[:, 0] > 0

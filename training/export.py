@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from pipeline import sizes
 from training import (
     cards,
     clip,
     latents,
     lm,
     phrases,
+    stream,
     tiny_vae,
     tokens,
     turbo,
@@ -55,6 +57,7 @@ def export_pictures(run: TrainingRun) -> Path:
         _add_slow_files(run, folder / name, trained)
     with contextlib.suppress(FileNotFoundError):
         tiny_vae.load(run).half().save_pretrained(folder / "vae-tiny")
+    sizes.write(folder, stream.buckets(run))
     return folder
 
 

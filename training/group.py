@@ -7,6 +7,7 @@ machine, and says which is which.
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -21,6 +22,7 @@ def join(on_gpu: bool) -> tuple[int, int]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["RANK"]))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    atexit.register(distributed.destroy_process_group)  # gloo's threads, left running, abort an exiting interpreter
     return distributed.get_rank(), world
 
 

@@ -6,6 +6,8 @@ with one thing wrong. Writes `judge/scenes-NAME.json` and contact sheets. To jud
     python -m training.scene_prompts --data DATA --work WORK --count 150 --out scenes.tsv
     diptych evaluate --prompts scenes.tsv --precision int8 --out RUN
     python -m training.judge_scenes --data DATA --work WORK --count 150 --drawn RUN
+
+With `--again`, another run of the same prompts with other seeds, also how much two pictures of one prompt differ.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from evaluation import bootstrap
+from evaluation import bootstrap, pairs
 from evaluation.composition import Checker, Sprite, Verdict, summary
-from evaluation.pairs import psnr
+from evaluation.lpips import ClipLayers
+from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun
 from training import pictures, sheet
 from training.judge_pictures import FeatureExtractor, PictureGenerator
 from training.render import Renderer, pack
 from training.run import TrainingRun, from_options, parser
-from training.scene_prompts import groups
+from training.scene_prompts import groups, true_pictures
 from training.scenes import Composer, Prompt
 from training.stream import World
 
@@ -37,6 +40,19 @@ Draw = Callable[[str, list[Prompt]], torch.Tensor]
 
 _SETTINGS = ("precision", "steps", "guidance_scale")  # of a run, that its figures name
 _FOILS = 8  # captions with one thing wrong for each prompt
+
+
+class Known(NamedTuple):
+    """What a judge reads once: the world, and a checker that knows its subjects."""
+
+    world: World
+    checker: Checker
+
+    @classmethod
+    def read(cls, run: TrainingRun) -> Known:
+        """Of the run's data."""
+        world = World.read(run)
+        return cls(world, checker_of(world, run.device))
 
 
 def judge(
@@ -48,38 +64,44 @@ def judge(
     *,
     truth: bool = True,
     unseen: bool = False,
+    known: Known | None = None,
 ) -> dict[str, Any]:
     """Figures by group, of `count` prompts each; `about` says what was drawn how.
 
-    Written after each group, so that a judge that is ended early leaves what it has. Each figure
-    is (value, low, high). With `truth`, `drawn_by_renderer` are the same checks of true scenes: the checker's own
-    errors. `again` draws the same prompts from other seeds: its pairs, both right, tell how much the pictures of one
-    prompt differ.
+    Written after each group, so that a judge that is ended early leaves what it has. Each figure is (value, low, high),
+    and `right` tells of each prompt whether all is. With `truth`, `drawn_by_renderer` are the same checks of true
+    scenes: the checker's own errors. `again` draws the same prompts from other seeds: of its pairs, both right,
+    `two_seeds` tells how much the pictures of one prompt differ, beside `two_true`, the same of two true scenes of each
+    prompt. `known` serves several runs.
     """
-    world = World.read(run)
+    world, checker = known or Known.read(run)
     composer = world.composer
-    checker = checker_of(world, run.device)
     renderer = Renderer(world.images, run.device)
-    reader = FeatureExtractor(run) if (run.models / "emoji-clip" / "config.json").exists() else None
+    clip = run.models / "emoji-clip"
+    reader = FeatureExtractor(run) if (clip / "config.json").exists() else None
+    layers = ClipLayers(clip, device=run.device) if again is not None and reader is not None else None
     figures: dict[str, Any] = {**about, "prompts": count}
     folder = run.folder("judge")
+
+    def looked_at(made: torch.Tensor, prompts: list[Prompt]) -> tuple[list[Verdict], dict[str, Any]]:
+        verdicts = _checked(checker, made, prompts)
+        preferred = {} if reader is None else {"clip_prefers_caption": _preferred(reader, composer, made, prompts)}
+        return verdicts, {**summary(verdicts), **preferred}
+
     for name, prompts in groups(run, composer, count, unseen=unseen).items():
         made = draw(name, prompts)
-        verdicts = _checked(checker, made, prompts)
-        figures[name] = summary(verdicts)
-        if reader is not None:
-            figures[name]["clip_prefers_caption"] = _preferred(reader, composer, made, prompts)
+        verdicts, figures[name] = looked_at(made, prompts)
+        figures[name]["right"] = [verdict.right for verdict in verdicts]
         if truth:
             true = ((renderer.draw(pack([prompt.scene for prompt in prompts])) + 1) / 2).cpu()
-            figures[f"{name}_drawn_by_renderer"] = summary(_checked(checker, true, prompts))
-            if reader is not None:
-                figures[f"{name}_drawn_by_renderer"]["clip_prefers_caption"] = _preferred(
-                    reader, composer, true, prompts
-                )
+            figures[f"{name}_drawn_by_renderer"] = looked_at(true, prompts)[1]
         if again is not None:
             other = again(name, prompts)
             right = [v.right and w.right for v, w in zip(verdicts, _checked(checker, other, prompts), strict=True)]
-            figures[name]["two_seeds"] = _difference(made, other, right)
+            figures[name]["two_seeds"] = _difference(made, other, right, layers)
+            both = true_pictures(composer, renderer, name, prompts, (run.size, run.size))
+            own, others = ((both[half] + 1) / 2 for half in ("own", "other"))
+            figures[name]["two_true"] = _difference(own, others, [True] * len(prompts), layers)
         sheet.save(
             folder / f"{about['name']}-{name}.png",
             pictures.to_images(made[:64] * 2 - 1),
@@ -114,14 +136,32 @@ def drawn_by_pipeline(run: TrainingRun, model: str, steps: int, guidance: float)
     return draw
 
 
-def _difference(made: torch.Tensor, other: torch.Tensor, right: list[bool]) -> dict[str, Any]:
-    """How far the pictures of two seeds are from one another, PSNR in dB, where both are right."""
-    levels = [[np.asarray(image) for image in pictures.to_images(each * 2 - 1)] for each in (made, other)]
-    found = [psnr(a, b) for a, b, both in zip(*levels, right, strict=True) if both]
-    if not found:
+def _difference(
+    made: torch.Tensor, other: torch.Tensor, right: list[bool], layers: ClipLayers | None
+) -> dict[str, Any]:
+    """How far two pictures of a prompt are from one another where both are right: means, PSNR in dB."""
+    ours, theirs = (_levels(each, right) for each in (made, other))
+    if not ours:
         return {"pairs": 0}
-    under = bootstrap.share(sum(db < 30 for db in found), len(found))
-    return {"pairs": len(found), "psnr_db": sum(found) / len(found), "share_under_30_db": under}
+    counts = bootstrap.resamples(len(ours))
+
+    def told(values: list[float] | torch.Tensor) -> bootstrap.Interval:
+        return bootstrap.mean(torch.as_tensor(values), counts).interval
+
+    decibels = [pairs.psnr(a, b) for a, b in zip(ours, theirs, strict=True)]
+    found = {
+        "pairs": len(ours),
+        "psnr_db": told(decibels),
+        "share_under_30_db": bootstrap.share(sum(db < 30 for db in decibels), len(ours)),
+        "ssim": told([pairs.ssim(a, b) for a, b in zip(ours, theirs, strict=True)]),
+    }
+    return found if layers is None else found | {layers.figure: told(layers.between(ours, theirs))}
+
+
+def _levels(made: torch.Tensor, which: list[bool]) -> list[Pixels]:
+    """Those of [N, 3, H, W] in 0..1 that `which` says, as uint8 [H, W, 3]."""
+    images = pictures.to_images(made * 2 - 1)
+    return [np.asarray(image) for image, wanted in zip(images, which, strict=True) if wanted]
 
 
 def checker_of(world: World, device: torch.device | str = "cpu") -> Checker:
@@ -148,12 +188,20 @@ def _preferred(
 
 
 def main() -> None:
-    """`python -m training.judge_scenes [--count N] [--drawn RUN [--again RUN] | --model NAME]`."""
+    """`python -m training.judge_scenes [--count N] [--drawn RUN… [--again RUN] | --model NAME]`."""
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
     options.add_argument("--unseen", action="store_true", help="only prompts of families that training never saw")
-    options.add_argument("--drawn", type=Path, metavar="RUN", help="judge what `diptych evaluate` drew of them")
-    options.add_argument("--again", type=Path, metavar="RUN", help="of other seeds, to tell how much pictures differ")
+    options.add_argument(
+        "--drawn",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="judge what `diptych evaluate` drew of them, in several ways",
+    )
+    options.add_argument(
+        "--again", type=Path, metavar="RUN", help="the first of other seeds, to tell how pictures differ"
+    )
     options.add_argument("--model", default="emoji-xl", help="without --drawn: draw with this model's stock pipeline")
     options.add_argument(
         "--no-truth", action="store_true", help="leave out the checks of true scenes, half of the work"
@@ -161,16 +209,17 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
     found = options.parse_args()
-    run, again = from_options(found), None
-    if found.drawn:
-        own = EvaluationRun.read(found.drawn)
-        about = {"name": own.name, **{key: own.settings[key] for key in _SETTINGS}}
-        draw = drawn_by(own)
-        again = drawn_by(EvaluationRun.read(found.again)) if found.again else None
-    else:
+    run, how = from_options(found), {"truth": not found.no_truth, "unseen": found.unseen}
+    if not found.drawn:
         about = {"name": found.model, "steps": found.steps, "guidance_scale": found.guidance}
-        draw = drawn_by_pipeline(run, found.model, found.steps, found.guidance)
-    judge(run, found.count, draw, about, again, truth=not found.no_truth, unseen=found.unseen)
+        judge(run, found.count, drawn_by_pipeline(run, found.model, found.steps, found.guidance), about, **how)
+        return
+    known = Known.read(run)
+    for number, folder in enumerate(found.drawn):
+        own = EvaluationRun.read(folder)
+        about = {"name": own.name, **{key: own.settings[key] for key in _SETTINGS}, "pictures": own.digest()}
+        again = drawn_by(EvaluationRun.read(found.again)) if found.again and number == 0 else None
+        judge(run, found.count, drawn_by(own), about, again, known=known, **how)
 
 
 if __name__ == "__main__":

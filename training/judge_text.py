@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 
 from training import phrases, pictures
 from training.run import TrainingRun
+from training.scene_captions import Reader
+from training.scene_chats import SceneChat, SceneExpander, keeps
 
 MODELS = ("emoji-lm", "emoji-lm-draft")
 CHUNK = 64
@@ -55,7 +58,7 @@ class CaptionModel:
         return torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
 
     @torch.no_grad()
-    def answer(self, chats: list[phrases.Chat], longest: int = 40) -> list[list[int]]:
+    def answer(self, chats: list[phrases.Chat], longest: int = 48) -> list[list[int]]:
         """Greedy answers' token ids, without the prompt, up to and with the end token."""
         found = []
         for first in range(0, len(chats), CHUNK):
@@ -96,8 +99,25 @@ def held_out_chats(run: TrainingRun, count: int) -> list[phrases.Chat]:
     return list(found.values())
 
 
+def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], Reader]:
+    """Scene chats with prompts that training has not drawn, of families that it draws or never does; and what reads
+    their captions.
+    """
+    expander = SceneExpander.read(run.data, run.size)
+    seen = {scene.chat.prompt for scene in islice(expander.chats(run.seed), phrases.CHATS)}
+    found: dict[str, SceneChat] = {}
+    for scene in islice(expander.chats(SEED, held_out=held_out), 500 * count):
+        if scene.chat.prompt not in seen:
+            found.setdefault(scene.chat.prompt, scene)
+        if len(found) == count:
+            break
+    return list(found.values()), expander.composer.reader
+
+
 def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """Perplexity on held-out COCO captions and chats beside n-gram baselines; the share of good expansions."""
+    """Perplexity on held-out COCO captions and chats beside n-gram baselines; the share of good expansions: of single
+    emoji, of scenes, and of scenes of held-out families.
+    """
     rows = pictures.read_rows(run.data)
     writer = CaptionModel(run, "emoji-lm")
     chats = held_out_chats(run, expansions)
@@ -114,28 +134,51 @@ def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
     figures |= _perplexities("captions", writer, train, held, [1] * len(held), full, [len(p) for p in prompts])
     answers = [writer.tokenizer.decode(ids, skip_special_tokens=True) for ids in writer.answer(chats)]
     good = [phrases.names_the_subject(c.prompt, a, rows) for c, a in zip(chats, answers, strict=True)]
-    figures["expansions"] = len(good)
-    figures["expansions_good"] = sum(good) / len(good)
-    lines = [f"{'ok ' if g else 'BAD'} {c.prompt} -> {a}" for g, c, a in zip(good, chats, answers, strict=True)]
-    (run.folder("judge") / "expansions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    figures |= _written(run, "expansions", chats, answers, good)
+    for name, held_out in (("scene_expansions", False), ("held_out_scene_expansions", True)):
+        scenes, reader = scene_chats(run, expansions, held_out=held_out)
+        chats = [scene.chat for scene in scenes]
+        answers = [writer.tokenizer.decode(ids, skip_special_tokens=True) for ids in writer.answer(chats)]
+        good = [_keeps(scene, answer, reader) for scene, answer in zip(scenes, answers, strict=True)]
+        figures |= _written(run, name, chats, answers, good)
     return figures
 
 
+def _keeps(scene: SceneChat, answer: str, reader: Reader) -> bool:
+    """Whether the answer is a caption of the grammar of scenes that keeps what was asked."""
+    try:
+        return keeps(scene.asked, reader.read(answer))
+    except ValueError:
+        return False
+
+
+def _written(
+    run: TrainingRun, name: str, chats: list[phrases.Chat], answers: list[str], good: list[bool]
+) -> dict[str, Any]:
+    """The share of good answers; writes all of them to `judge/NAME.txt`."""
+    lines = [f"{'ok ' if g else 'BAD'} {c.prompt} -> {a}" for g, c, a in zip(good, chats, answers, strict=True)]
+    (run.folder("judge") / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {name: len(good), f"{name}_good": sum(good) / len(good)}
+
+
 def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """How often the draft's greedy token is the target's, along the target's own greedy answers."""
+    """How often the draft's greedy token is the target's along the target's greedy answers, about emoji and scenes."""
     target, draft = CaptionModel(run, "emoji-lm"), CaptionModel(run, "emoji-lm-draft")
-    chats = held_out_chats(run, expansions)
-    answers = target.answer(chats)
-    same = count = 0
-    with torch.no_grad():
-        for chat, answer in zip(chats, answers, strict=True):
-            prompt = target.prompt(chat)
-            ids = torch.tensor([prompt + answer], device=run.device)
-            guess = draft.model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-            same += sum(a == b for a, b in zip(guess, answer, strict=True))
-            count += len(answer)
+    figures: dict[str, Any] = {}
+    scenes, _ = scene_chats(run, expansions, held_out=False)
+    for name, chats in (("", held_out_chats(run, expansions)), ("scene_", [scene.chat for scene in scenes])):
+        answers = target.answer(chats)
+        same = count = 0
+        with torch.no_grad():
+            for chat, answer in zip(chats, answers, strict=True):
+                prompt = target.prompt(chat)
+                ids = torch.tensor([prompt + answer], device=run.device)
+                guess = draft.model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+                same += sum(a == b for a, b in zip(guess, answer, strict=True))
+                count += len(answer)
+        figures |= {f"{name}greedy_tokens": count, f"{name}greedy_agreement": same / count}
     cost = draft.model.num_parameters() / target.model.num_parameters()
-    return {"greedy_tokens": count, "greedy_agreement": same / count, "parameters_against_target": cost}
+    return figures | {"parameters_against_target": cost}
 
 
 def _perplexities(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 
 from training import loop, phrases, pictures, tokens
 from training.run import TrainingRun, from_options, parser
+from training.scene_chats import SceneExpander
 
-LENGTH = 56  # tokens in a row; longer rows are dropped, which is under one in a hundred
+LENGTH = 72  # tokens in a row; longer rows are dropped, which is under one in a hundred
 # 4,500 captions are soon known by heart: at a share of 0.3 they were read 230 times in four minutes of a GPU, and
 # held-out ones became less likely than by counting words. A few a step, with words missing, teach without that.
 COCO_SHARE = 1 / 64
@@ -48,11 +50,13 @@ def build(run: TrainingRun, draft: bool = False) -> Any:
 
 
 def corpus(run: TrainingRun, count: int) -> Corpus:
-    """Draws `count` chats and reads the training part of COCO, tokenized."""
+    """Draws `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
     rows = pictures.read_rows(run.data)
     tokenizer = tokens.lm_tokenizer(run)
     expander, draw = phrases.Expander(rows), random.Random(run.seed)
     chats = [expander.draw(draw) for _ in range(count)]
+    scenes = SceneExpander.read(run.data, run.size).chats(run.seed)
+    chats += [scene.chat for scene in islice(scenes, count)]
     heads = [
         tokenizer.apply_chat_template(c.messages(False), tokenize=False, add_generation_prompt=True) for c in chats
     ]
@@ -79,7 +83,9 @@ def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
     data = corpus(run, phrases.CHATS if run.shapes.lm_vocab > 1000 else 2000)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
     coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
+    name = "draft" if draft else "lm"
     model = build(run, draft)
+    loop.begin(name, {"lm": model}, run)
     teacher = load(run) if draft else None
     forward: Any = torch.compile(model) if run.compile else model
     batch = run.batch or (256 if run.on_gpu else 32)
@@ -122,8 +128,7 @@ def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
             total = divergence + 0.1 * total
         return total, logged
 
-    name = "draft" if draft else "lm"
-    stage = loop.Stage(name, {"lm": model}, loss, rate=2e-3, decay=0.05, warmup=50, average=0.998)
+    stage = loop.Stage(name, {"lm": model}, loss, rate=run.rate(2e-3, name), decay=0.05, warmup=50, average=0.998)
     return loop.train(stage, run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +136,17 @@ def from_options(found: argparse.Namespace) -> TrainingRun:
         rank=rank,
         world=world,
     )
+
+
+def train_or_export(
+    description: str, train: Callable[[TrainingRun], object], export: Callable[[TrainingRun], object]
+) -> None:
+    """The command of a stage that exports itself: it trains, or with `--export` writes what is trained."""
+    options = parser(description)
+    options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
+    found = options.parse_args()
+    run = from_options(found)
+    print(export(run) if found.export else train(run))
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

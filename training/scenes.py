@@ -125,7 +125,7 @@ class Composer:
     def compose(self, index: int, size: tuple[int, int] = (128, 128)) -> Scene:
         """The scene of this index, of no held-out family, for a picture of `size` (width, height)."""
         draw = random.Random(f"{self.seed} {index}")
-        truth = self._allowed(draw, size)
+        truth = self.draw_truth(draw, size)
         scene = self.show(truth, draw, size)
         foil = self._foil(truth, draw)
         chance = draw.random()
@@ -133,6 +133,17 @@ class Composer:
             scene = self._cropped(truth, draw, size) or scene
         enlarged = _CROPPED <= chance < _CROPPED + _ENLARGED
         return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
+
+    def draw_truth(self, draw: random.Random, size: tuple[int, int] = (128, 128), *, held_out: bool = False) -> Truth:
+        """What is true of a scene of no held-out family, or (`held_out`) of at least one."""
+        while True:
+            truth = self._truth(draw, size)
+            if any(map(held, self.families(truth))) is held_out:
+                return truth
+
+    def backgrounds(self, truth: Truth) -> list[str]:
+        """The colours that all things of the truth stand out from."""
+        return [name for name in captions.COLOUR_NAMES if self._stands_out(truth, _rgb(name))]
 
     def _cropped(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene | None:
         """A picture of `size` cut from a larger scene, in which enough of everything is seen that its caption is true.
@@ -215,12 +226,6 @@ class Composer:
             raise ValueError(f"kind {kind!r} is not one of {', '.join(HELD_SHARES)}")
         return [("pair", *pair) for pair in combinations(sorted(self.by_noun), 2)]
 
-    def _allowed(self, draw: random.Random, size: tuple[int, int]) -> Truth:
-        while True:
-            truth = self._truth(draw, size)
-            if not any(map(held, self.families(truth))):
-                return truth
-
     def _truth(self, draw: random.Random, size: tuple[int, int]) -> Truth:
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         pick = self._paintable if kind == "colour" else self.subjects
@@ -260,7 +265,7 @@ class Composer:
         """Colours that the caption names: none, one, or a gradient's two; the things stand out from all."""
         if draw.random() >= chance:
             return ()
-        names = [name for name in captions.COLOUR_NAMES if self._stands_out(truth, _rgb(name))]
+        names = self.backgrounds(truth)
         count = 2 if draw.random() < 0.25 else 1
         return tuple(draw.sample(names, count)) if len(names) >= count else ()
 

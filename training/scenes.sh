@@ -10,6 +10,7 @@
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl \
 #       diffusers==0.42.1 importlib_metadata==10.2.0 lazy-importer==0.1.0 \
 #       pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5
+# With --denoiser beside --pack codec and emoji-clip stay as they are, and all the time is the unet's.
 # Of the code contract/, core/, evaluation/, llm/, pipeline/, training/ and unet_opt/ are used, 2 MB, and no models/.
 # Then, on the GPU machine, in the repository's root, with OUT set to where answers are taken from:
 #   TRAIN_S=1530 training/scenes.sh begin    starts the training, which ends TRAIN_S seconds later
@@ -22,43 +23,30 @@
 # Seconds:    0      30                      270                                          TRAIN_S
 #   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
 #   GPU 1           | vae                     |  (first minutes beside it: tiny_vae)       |
-# With one GPU all lanes share it. The rehearsal compiles the unet and takes three steps: what would fail late fails early,
-# and the compiler's cache is filled when the unet begins.
+# With one GPU all lanes share it. The rehearsal takes three steps of the unet: what would fail late fails early. Processes
+# beside one another use a GPU better than one: extras.sh may run at the same time.
 set -euo pipefail
 
-CARRIED=${CARRIED:-.carry}
-WORK=${WORK:-/tmp/scenes}
-PYTHON=${PYTHON:-python3}
-OUT=${OUT:-/tmp/scenes-out}
-SITE=${SITE:-/tmp/site}
 VAE_MIN=${VAE_MIN:-3.8} CLIP_MIN=${CLIP_MIN:-3.8} TINY_MIN=${TINY_MIN:-1.8}
-TRAIN_S=${TRAIN_S:-1530} WATCH_S=${WATCH_S:-540} ROWS=${ROWS:-384}
-GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | wc -l)}
-export PYTHONPATH=$PWD:$SITE:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-read -ra MORE <<<"${EXTRA:-}" # more options for every stage, for a rehearsal elsewhere: EXTRA="--shape smoke --size 32"
-COMMON=(--data "$CARRIED" --work "$WORK" --models "$WORK/models" --checkpoint-s 60 --variants 24 "${MORE[@]}")
-
-# Says when it did what: a lane's log tells where the minutes went.
-said() { echo "$(date +%T) $*" && "$@"; }
+TRAIN_S=${TRAIN_S:-1530} ROWS=${ROWS:-1024}
+. "$(dirname "$0")/gpu.sh"
 
 setup() {
-    mkdir -p "$WORK" "$OUT"
-    [ ! -d .whl ] || [ -d "$SITE/diffusers" ] || "$PYTHON" -m pip install -q --no-index --no-deps --no-compile \
-        --no-cache-dir --upgrade --target "$SITE" .whl/*.whl
+    install
     [ ! -d "$CARRIED/tokens" ] || cp -r "$CARRIED/tokens" "$WORK/"
     [ -f "$WORK/tokens/lm/tokenizer.json" ] || said "$PYTHON" -m training.tokens "${COMMON[@]}"
     [ ! -f "$CARRIED/start.pt" ] || [ -f "$WORK/start/unet.pt" ] ||
         said "$PYTHON" -m training.start "${COMMON[@]}" --from "$CARRIED/start.pt"
 }
 
-# unet OPTION...: on all GPUs.
+# unet OPTION...: on all GPUs. A step of 384 rows keeps the host busy for 0.25 s, compiled or not (launches of 10 us each, a
+# third of them Muon's), and a GPU for 0.06 s: many rows are free, and compiling, which takes two minutes a size, is not.
 unet() {
     if [ "$GPUS" -gt 1 ]; then
         said "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" -m training.unet \
-            "${COMMON[@]}" --batch "$ROWS" "$@"
+            "${COMMON[@]}" --batch "$ROWS" --compile off "$@"
     else
-        said "$PYTHON" -m training.unet "${COMMON[@]}" --batch "$ROWS" "$@"
+        said "$PYTHON" -m training.unet "${COMMON[@]}" --batch "$ROWS" --compile off "$@"
     fi
 }
 
@@ -75,21 +63,22 @@ rehearse() {
         rm -rf "$WORK/rehearsal"
 }
 
-# stage NAME GPU OPTION...: trains it on one GPU. Fails where the stage does.
-stage() {
-    local name=$1
-    CUDA_VISIBLE_DEVICES=$2 said "$PYTHON" -m "training.$name" "${COMMON[@]}" "${@:3}" >>"$WORK/$name.log" 2>&1 ||
-        { echo "$name failed" && tail -n 30 "$WORK/$name.log" && return 1; }
-}
-
 # unet_until BEGUN: for all that is left of TRAIN_S.
 unet_until() {
     unet --minutes "$(awk "BEGIN { print ($1 + $TRAIN_S - $(date +%s) - 15) / 60 }")" >>"$WORK/unet.log" 2>&1
 }
 
+denoise() {
+    unet_until "$1" || { echo "unet failed, goes on with one GPU" && tail -n 30 "$WORK/unet.log" && GPUS=1 unet_until "$1"; }
+}
+
 # All lanes; `begun` is when this began, in seconds since the epoch.
 train() {
     local last=$((GPUS > 1 ? 1 : 0)) begun=$1 clip rehearsal vae=0
+    if [ -f "$WORK/latents/latents.pt" ]; then
+        denoise "$begun"
+        return
+    fi
     stage clip 0 --minutes "$CLIP_MIN" & clip=$!
     rehearse >"$WORK/rehearsal.log" 2>&1 & rehearsal=$!
     stage vae $last --minutes "$VAE_MIN" || vae=1
@@ -98,37 +87,15 @@ train() {
     [ $vae = 0 ] || return 1
     said "$PYTHON" -m training.latents "${COMMON[@]}" || return 1
     stage tiny_vae $last --minutes "$TINY_MIN" &
-    unet_until "$begun" || { echo "unet failed, goes on with one GPU" && tail -n 30 "$WORK/unet.log" && GPUS=1 unet_until "$begun"; }
+    denoise "$begun"
     wait
 }
 
-begin() {
-    local begun
-    begun=$(date +%s)
-    setup
-    rm -f "$WORK/all.done"
-    export begun
-    setsid --fork "$0" train >"$WORK/all.log" 2>&1 </dev/null
-}
-
-# Brings the averaged weights back with every command: the machine may be lost before the next one.
-watch() {
-    local until=$(($(date +%s) + WATCH_S))
-    while [ ! -f "$WORK/all.done" ] && [ "$(date +%s)" -lt $until ]; do sleep 2; done
-    cat "$WORK/all.log"
-    for curve in "$WORK"/*/curve.jsonl; do
-        [ ! -f "$curve" ] || { echo "$curve" && tail -n 1 "$curve"; }
-    done
+# The averaged weights.
+bring() {
     mkdir -p "$WORK/kept"
     said "$PYTHON" -m training.start "${COMMON[@]}" --keep "$WORK/kept"
     tar -C "$WORK/kept" -cf - . | split -b 15M -d - "$OUT/kept.tar.part-"
-    (cd "$WORK" && tar -czf "$OUT/report.tgz" ./*/curve.jsonl ./*.log)
-    [ ! -f "$WORK/all.done" ] || echo "all is trained"
 }
 
-case "${1:-}" in
-    begin) begin ;;
-    train) train "$begun" || echo "training failed"; touch "$WORK/all.done" ;;
-    watch) mkdir -p "$OUT"; watch ;;
-    *) echo "usage: $0 begin | watch" >&2; exit 2 ;;
-esac
+plan "$@"

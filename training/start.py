@@ -7,6 +7,11 @@ leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vo
     python -m training.start --data DATA --work WORK --models models --pack .carry/start.pt
     python -m training.start --data .carry --work WORK --from .carry/start.pt
 
+With `--denoiser` the file has no emoji-clip, and the codec as it is: it stays, and the denoiser alone is trained on.
+
+With `--text` training of the language models begins where emoji-lm and its draft ended, with their tokenizer: neither
+`tokens` nor a file comes before it.
+
 `--keep FOLDER` writes what the stages have trained so far, averaged weights alone and in 16 bits: a machine may be lost
 between two commands. Laid over another WORK, the folder's files are exported as the stages' own would be.
 """
@@ -28,20 +33,37 @@ _EMBEDDINGS = "token_embedding.weight"
 
 
 def train(run: TrainingRun, source: Path | None = None) -> None:
-    """Writes `start/unet.pt`, `start/vae.pt` and `start/clip.pt`; the stage `tokens` comes before it."""
+    """Writes `start/unet.pt`, `start/vae.pt` and `start/clip.pt`; of a file for the denoiser alone `start/unet.pt` and
+    `latents/latents.pt`. The stage `tokens` comes before it.
+    """
     parts = read(run) if source is None else unpack(source)
     old: dict[str, int] = json.loads(parts["vocab"])
     pieces = tokens.clip_tokenizer(run)
-    for name in ("text", "text_2", "clip"):
+    for name in [name for name in ("text", "text_2", "clip") if name in parts]:
         for key in [key for key in parts[name] if key.endswith(_EMBEDDINGS)]:
             parts[name][key] = moved(parts[name][key], old, pieces)
-    # Positions of the towers are a buffer of some versions of transformers.
-    towers = {f"clip.{key}": value for key, value in parts["clip"].items()}
-    towers |= {f"text.{key}": value for key, value in parts["text"].items()}
     folder = run.folder("start")
-    checkpoint.save(folder / "clip.pt", {"towers": towers})
-    checkpoint.save(folder / "vae.pt", {"vae": parts["vae"]})
+    if "clip" in parts:
+        # Positions of the towers are a buffer of some versions of transformers.
+        towers = {f"clip.{key}": value for key, value in parts["clip"].items()}
+        towers |= {f"text.{key}": value for key, value in parts["text"].items()}
+        checkpoint.save(folder / "clip.pt", {"towers": towers})
+        checkpoint.save(folder / "vae.pt", {"vae": parts["vae"]})
+    else:
+        state = {"scaling_factor": parts["scaling_factor"], "vae": parts["vae"]}
+        checkpoint.save(run.folder("latents") / "latents.pt", state)
     checkpoint.save(folder / "unet.pt", {name: parts[name] for name in ("unet", "text", "text_2")})
+
+
+def train_text(run: TrainingRun) -> None:
+    """Writes `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    for stage, name in (("lm", "emoji-lm"), ("draft", "emoji-lm-draft")):
+        model = AutoModelForCausalLM.from_pretrained(run.models / name, dtype=torch.float32, local_files_only=True)
+        checkpoint.save(run.folder("start") / f"{stage}.pt", {"lm": model.state_dict()})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.models / "emoji-lm", local_files_only=True)
+    tokenizer.save_pretrained(run.folder("tokens") / "lm")
 
 
 def read(run: TrainingRun) -> dict[str, Any]:
@@ -62,20 +84,27 @@ def read(run: TrainingRun) -> dict[str, Any]:
         for name, (cls, folder) in classes.items()
     }
     found["vocab"] = (source / "tokenizer" / "vocab.json").read_text(encoding="utf-8")
+    config = json.loads((source / "vae" / "config.json").read_text(encoding="utf-8"))
+    found["scaling_factor"] = float(config["scaling_factor"])
     return found
 
 
-def pack(parts: dict[str, Any], path: Path) -> None:
-    """Writes the parts: matrices as int8 with one scale a row, the rest as float16."""
+def pack(parts: dict[str, Any], path: Path, *, denoiser: bool = False) -> None:
+    """Writes the parts: matrices as int8 with one scale a row, the rest as float16. For the `denoiser` alone the codec
+    is in float16 as well, with its scale, and emoji-clip is left out.
+    """
     state: dict[str, Any] = {"vocab": parts["vocab"]}
+    if denoiser:
+        state["scaling_factor"] = parts["scaling_factor"]
     for name, weights in parts.items():
-        if name == "vocab":
+        if not isinstance(weights, dict) or (denoiser and name == "clip"):
             continue
+        exact = denoiser and name == "vae"
         state[name] = {}
         for key, value in weights.items():
             if not value.is_floating_point():
                 state[name][key] = (value, torch.ones(1))
-            elif value.ndim < 2 or value[0].numel() < 16:
+            elif exact or value.ndim < 2 or value[0].numel() < 16:
                 state[name][key] = (value.half(), torch.ones(1))
             else:
                 scale = value.flatten(1).abs().amax(1).clamp(min=1e-8) / 127
@@ -89,12 +118,16 @@ def unpack(path: Path) -> dict[str, Any]:
     state = checkpoint.load(path)
     if state is None:
         raise FileNotFoundError(f"{path}: write it with --pack first")
-    found: dict[str, Any] = {"vocab": state.pop("vocab")}
+    found: dict[str, Any] = {}
     for name, weights in state.items():
-        found[name] = {
-            key: value * scale.view(-1, *[1] * (value.ndim - 1)) if value.dtype == torch.int8 else _whole(value)
-            for key, (value, scale) in weights.items()
-        }
+        found[name] = (
+            weights
+            if not isinstance(weights, dict)
+            else {
+                key: value * scale.view(-1, *[1] * (value.ndim - 1)) if value.dtype == torch.int8 else _whole(value)
+                for key, (value, scale) in weights.items()
+            }
+        )
     return found
 
 
@@ -149,19 +182,24 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """`python -m training.start [--pack FILE | --from FILE | --keep FOLDER]`."""
+    """`python -m training.start [--pack FILE [--denoiser] | --from FILE | --text | --keep FOLDER]`."""
     options = parser(__doc__ or "")
     options.add_argument("--pack", type=Path, help="write the exported models' weights to this file")
+    options.add_argument("--denoiser", action="store_true", help="what only the denoiser's training reads")
     options.add_argument("--from", type=Path, dest="source", help="begin with such a file instead of with --models")
+    options.add_argument("--text", action="store_true", help="begin with the exported language models")
     options.add_argument("--keep", type=Path, help="write the averaged weights of what is trained into this folder")
     found = options.parse_args()
     run = from_options(found)
     if found.pack:
-        pack(read(run), found.pack)
+        pack(read(run), found.pack, denoiser=found.denoiser)
         print(f"{found.pack}: {found.pack.stat().st_size / 1e6:.1f} MB")
         return
     if found.keep:
         print(f"{found.keep}: {', '.join(keep(run, found.keep)) or 'nothing is trained'}")
+        return
+    if found.text:
+        train_text(run)
         return
     train(run, found.source)
 

@@ -21,12 +21,10 @@ from training.render import PackedScenes, Renderer, pack
 from training.run import TrainingRun
 from training.scenes import Composer, Scene
 
-SINGLES = 0.35  # share of single emoji in their own words, so that the model still draws what it is named after
+SINGLES = 0.30  # share of single emoji in their own words, so that the model still draws what it is named after
 TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
-NATIVE, LARGER = (
-    0.60,
-    0.18,
-)  # shares of batches at the native size, and at half as much again; the others share the rest
+NATIVE, LARGER = 0.68, 0.20
+"""Shares of batches at the native size, and at half as much again; the others share the rest."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class SceneStream:
 
 
 class PerSize:
-    """A module that is compiled for the native size and runs as it is at others: compiling takes a minute a size."""
+    """A module that is compiled for the native size and runs as it is at others: compiling takes minutes a size."""
 
     def __init__(self, run: TrainingRun, module: nn.Module) -> None:
         self._native = (run.size, run.size)

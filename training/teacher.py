@@ -72,22 +72,29 @@ def train(run: TrainingRun) -> None:
     denoise: Any = torch.compile(teacher) if run.compile else teacher
     plan = sigmas.table(run.picture.sampling() | {"_class_name": "EulerDiscreteScheduler"}, "euler", STEPS)
     generator = torch.Generator(device=run.device).manual_seed(run.seed)
+    steps = list(zip(plan.timesteps.to(run.device), plan.coefficients.tolist(), strict=True))
     side, begun = run.size // 8, time.monotonic()
     kept: list[Pairs] = []
+    ends: list[torch.cuda.Event] = []
     while True:
         ids = stream.at(len(kept)).ids
         noise = torch.randn(len(ids), 4, side, side, generator=generator, device=run.device)
         with run.autocast():
             states, pooled = teacher.read(ids)
             x = noise * plan.init_noise_sigma
-            for step, (c_in, a_x, a_m, b_x, b_0, *_) in zip(plan.timesteps, plan.coefficients.tolist(), strict=True):
-                guess = denoise(x * c_in, step.to(run.device).expand(len(x)), states, pooled)
+            for step, (c_in, a_x, a_m, b_x, b_0, *_) in steps:
+                guess = denoise(x * c_in, step.expand(len(x)), states, pooled)
                 x = b_x * x + b_0 * (a_x * x + a_m * guess)
-        kept.append(Pairs(ids.short().cpu(), noise.half().cpu(), x.half().cpu()))
+        kept.append(Pairs(ids.short(), noise.half(), x.half()))
+        if run.on_gpu:  # the next batch is queued while this one is drawn, and no more, for the clock's sake
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+            if len(ends) > 1:
+                ends[-2].synchronize()
         spent = (time.monotonic() - begun) / 60
         if (len(kept) >= run.iterations) if run.iterations is not None else (spent >= (run.minutes or 1.0)):
             break
-    state = {f.name: torch.cat([getattr(one, f.name) for one in kept]) for f in dataclasses.fields(Pairs)}
+    state = {f.name: torch.cat([getattr(one, f.name) for one in kept]).cpu() for f in dataclasses.fields(Pairs)}
     checkpoint.save(run.folder("teacher") / "pairs.pt", state)
     print(f"teacher pairs={len(state['ids'])} minutes={spent:.2f}", flush=True)
 

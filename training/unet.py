@@ -118,6 +118,35 @@ def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> 
     return states, second.text_embeds
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """The trained parts that stay as they are, for what is trained beside the denoiser: captions and pictures in."""
+
+    run: TrainingRun
+    parts: TrainedModules
+    codec: Any
+    objective: EpsilonObjective
+    end: int
+    pads: tuple[int, int]
+
+    @classmethod
+    def load(cls, run: TrainingRun, parts: TrainedModules) -> Frozen:
+        """With the run's codec and tokenizers."""
+        end = int(tokens.clip_tokenizer(run).eos_token_id)
+        return cls(run, parts, latents.load_codec(run), EpsilonObjective(run.device), end, tokens.pad_ids(run))
+
+    def noised(self, pixels: torch.Tensor, generator: torch.Generator) -> Noised:
+        """Latents of pixels [B, 3, H, W] in -1..1, with noise in them."""
+        clean = latents.encode(self.run, self.codec, pixels) * self.codec.config.scaling_factor
+        return self.objective.noised(clean, generator)
+
+    @torch.no_grad()
+    def read_text(self, ids: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [B, L, C] and pooled [B, P] of END-padded ids [B, L]; zeros where `keep` [B] is 0. Under autocast."""
+        states, pooled = read_text(self.parts, ids, tokens.repad(ids, self.end, self.pads[1]))
+        return states * keep[:, None, None], pooled * keep[:, None]
+
+
 class Batches:
     """Draws captions, clean latents and SDXL's time ids.
 

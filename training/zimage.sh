@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains emoji-z alone on one H200-class GPU in about 12 minutes, over a connection whose commands end after ten and whose
-# answers hold at most eight files of 16 MB. scenes.sh and students.sh train the other image models. Runs on the GPU machine.
+# answers hold at most eight files of 16 MB. scenes.sh and extras.sh train the other image models. Runs on the GPU machine.
 #
 # Before, on the machine with the network, beside the repository (neither folder is committed):
 #   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/ && cp -r training pipeline models/emoji-xl/vae .carry/

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training import world
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
 from training import export, judge, judge_pictures
@@ -39,3 +40,13 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     figures = judge.judge(run, extent)
     export.rewrite_cards(run)
     return Trained(run, figures)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """A run at 128 pixels, of many things: the checker's sprites need some."""
+    folder = tmp_path_factory.mktemp("large")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "THINGS", world.MANY_THINGS)
+        data = write_data(folder / "data")
+    return dataclasses.replace(tiny(data, folder), size=128)

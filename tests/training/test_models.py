@@ -208,7 +208,7 @@ def test_the_shipped_shapes_keep_to_their_sizes() -> None:
     assert 2 * (target + draft) + 0.7e6 <= 16e6
 
 
-@pytest.mark.parametrize("name", ["scenes", "students", "zimage"])
+@pytest.mark.parametrize("name", ["gpu", "scenes", "extras", "zimage"])
 def test_the_plans_for_the_gpu_parse(name: str) -> None:
     import subprocess
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.world import Trained
-from training import checkpoint, start, unet
+from training import checkpoint, latents, lm, loop, start, tokens, unet
 
 # LCMScheduler and Euler's convert tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -32,3 +32,38 @@ def test_kept_weights_are_the_averages_in_half_precision(trained: Trained, tmp_p
 
 def test_nothing_is_kept_of_what_is_not_trained(trained: Trained, tmp_path: Path) -> None:
     assert start.keep(dataclasses.replace(trained.run, work=tmp_path / "work"), tmp_path / "kept") == []
+
+
+def test_a_pack_for_the_denoiser_keeps_the_codec_and_begins_the_unet(trained: Trained, tmp_path: Path) -> None:
+    """Exactly the exported codec; the denoiser's matrices as int8 with a scale a row."""
+    start.pack(start.read(trained.run), tmp_path / "start.pt", denoiser=True)
+    run = dataclasses.replace(trained.run, work=tmp_path / "work")
+    shutil.copytree(trained.run.work / "tokens", run.work / "tokens")
+    start.train(run, tmp_path / "start.pt")
+    assert sorted(path.name for path in (run.work / "start").iterdir()) == ["unet.pt"]
+    codec, wanted = latents.load_codec(run), latents.load_codec(trained.run)
+    assert codec.config.scaling_factor == pytest.approx(wanted.config.scaling_factor)
+    for key, tensor in codec.state_dict().items():
+        assert torch.equal(tensor, wanted.state_dict()[key].half().float()), key
+    begun, exported = checkpoint.load(run.work / "start" / "unet.pt"), unet.load(trained.run).modules()
+    assert begun is not None
+    for name, module in exported.items():
+        for key, tensor in module.state_dict().items():
+            if tensor.ndim > 1:
+                limit = tensor.flatten(1).abs().amax(1).clamp(min=1e-6) / 127
+                far = (begun[name][key].float() - tensor).flatten(1).abs().amax(1)
+                assert (far <= 0.51 * limit + 1e-3 * limit * 127).all(), key
+
+
+def test_language_models_begin_where_the_exported_ones_ended(trained: Trained, tmp_path: Path) -> None:
+    """With the tokenizer that they were exported with, and a rate at which they forget less."""
+    run = dataclasses.replace(trained.run, work=tmp_path, iterations=1)
+    start.train_text(run)
+    mine, wanted = tokens.lm_tokenizer(run), tokens.lm_tokenizer(trained.run)
+    assert (mine.get_vocab(), mine.chat_template) == (wanted.get_vocab(), wanted.chat_template)
+    for stage, draft in (("lm", False), ("draft", True)):
+        model = lm.build(run, draft)
+        assert loop.begin(stage, {"lm": model}, run)
+        for key, tensor in lm.load(trained.run, draft).state_dict().items():
+            assert torch.equal(model.state_dict()[key], tensor.half().float()), key
+        assert lm.train(run, draft).done and run.rate(1.0, stage) == 0.6

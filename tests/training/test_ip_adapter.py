@@ -1,0 +1,134 @@
+"""The IP-Adapter begins where the text's layers are, learns from pictures, and is served as it was exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from contract.image import ImageParameters
+from contract.image_prompt import ImagePrompt
+from core.batching.runner import Lane
+from pipeline.load import load
+from tests.pipeline.worlds import Watching, levels, solo
+from tests.training.world import Trained
+from training import adopt, ip_adapter, judge_image_prompts, pictures
+from training.run import TrainingRun
+from training.shapes import EMOJI
+from unet_opt.unet import cross_attentions
+
+# EulerDiscreteScheduler converts tensors the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SCENE = 7
+
+
+def surely_less(one: list[float], other: list[float]) -> bool:
+    """Whether the mean of paired differences is more than three of its standard errors below zero."""
+    apart = np.subtract(other, one)
+    return bool(apart.mean() > 3 * apart.std(ddof=1) / len(apart) ** 0.5)
+
+
+def run_of(trained: Trained, folder: Path, iterations: int) -> TrainingRun:
+    """A run of its own on what was exported."""
+    for name in ("emoji-xl", "emoji-clip"):
+        shutil.copytree(trained.run.models / name, folder / "models" / name)
+    run = dataclasses.replace(
+        trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=16
+    )
+    adopt.train(run)
+    return run
+
+
+def test_the_shipped_adapter_fits() -> None:
+    from diffusers import UNet2DConditionModel
+
+    run = TrainingRun(Path(), Path(), Path(), shapes=EMOJI)
+    denoiser = UNet2DConditionModel(**run.picture.unet())
+    adapter = ip_adapter.adapt_(denoiser, run.picture.pooled_width)
+    found = adapter.exported()
+    assert sum(tensor.nbytes for tensor in found.values()) < ip_adapter.MOST_BYTES
+    for number, attn in enumerate(cross_attentions(denoiser)):
+        assert torch.equal(found[f"ip_adapter.{2 * number + 1}.to_k_ip.weight"], attn.to_k.weight.detach().half())
+
+
+def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Trained, tmp_path: Path) -> None:
+    """What the denoiser is told, of many rows."""
+    run = dataclasses.replace(run_of(trained, tmp_path, 1), batch=64)
+    _, loss = ip_adapter.begun(run)
+    told = []
+
+    def noted(
+        module: torch.nn.Module, given: tuple[torch.Tensor, ...], options: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        states, known = given[2], options["added_cond_kwargs"]
+        told.append(torch.stack([states.abs().amax((1, 2)) > 0, known["image_embeds"][0].abs().amax((1, 2)) > 0], 1))
+
+    loss._model.at((run.size, run.size)).register_forward_pre_hook(noted, with_kwargs=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for number in range(12):
+            loss(number, generator)
+    found = torch.cat(told)
+    rows = len(found)
+    for text, image, share in (
+        (0, 0, ip_adapter.DROP_BOTH),
+        (1, 0, ip_adapter.DROP_IMAGE),
+        (0, 1, ip_adapter.DROP_TEXT),
+    ):
+        seen = int(((found[:, 0] == bool(text)) & (found[:, 1] == bool(image))).sum())
+        assert abs(seen - share * rows) < 4 * (share * (1 - share) * rows) ** 0.5, (text, image)
+
+
+def test_it_learns_what_pictures_show_and_serves_it(trained: Trained, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path, 300)
+
+    def errors(loss: ip_adapter.ImagePromptLoss, shift: int = 0) -> list[float]:
+        """Of later batches than any that it is trained on."""
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            return [float(loss(10_000 + n, generator, shift)[1]["eps"]) for n in range(16)]
+
+    _, held_out = ip_adapter.begun(run)
+    alone = errors(held_out)
+    assert alone == errors(held_out, 1), "a fresh adapter adds something"
+    outcome = ip_adapter.train(run)
+    assert outcome.done and outcome.loss == outcome.loss
+    adapter, trained_loss = ip_adapter.load(run)
+    own, others = errors(trained_loss), errors(trained_loss, 1)
+    assert surely_less(own, alone) and surely_less(own, others), (np.mean(alone), np.mean(own), np.mean(others))
+
+    path = ip_adapter.export(run)
+    kept = load_file(path)
+    assert all(torch.equal(kept[key], tensor) for key, tensor in adapter.exported().items()) and len(kept) > 4
+    assert "`ip_adapter`: 300 iterations" in (path.parent / "README.md").read_text(encoding="utf-8")
+    check_served(run, held_out)
+
+
+def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
+    """The worker's path draws of the exported folder what diffusers draws, and something else of another picture."""
+    shown = loss._stream.draw(loss._stream.at(SCENE))[:2]
+    runner = Watching(
+        load(str(run.models / "emoji-xl")), lane=Lane("tests"), image_prompts=run.models / ip_adapter.FOLDER
+    )
+    stock = judge_image_prompts.ImagePrompted(run, 4, 3.0)
+    drawn = []
+    for image, row in zip(pictures.to_images(shown), shown, strict=True):
+        given = ImagePrompt(model=ip_adapter.NAME, image=image.tobytes(), width=run.size, height=run.size)
+        one = ImageParameters(
+            ip_adapter.PLAIN,
+            judge_image_prompts.SEED,
+            run.size,
+            run.size,
+            steps=4,
+            guidance_scale=3.0,
+            image_prompts=(given,),
+        )
+        drawn.append(levels(solo(runner, one)))
+        expected = np.asarray(pictures.to_images(stock.draw([ip_adapter.PLAIN], row[None], 1.0) * 2 - 1)[0]).astype(int)
+        assert np.abs(drawn[-1] - expected).max() <= 1
+    assert not np.array_equal(drawn[0], drawn[1])

@@ -1,0 +1,128 @@
+"""A style's LoRA begins as nothing, has peft's layout, learns the style, and is served as diffusers draws with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from contract.image import ImageParameters
+from core.batching.runner import Lane
+from pipeline import lora as served
+from pipeline import tiny
+from pipeline.load import load
+from tests.pipeline.worlds import Watching, levels, solo
+from tests.training.world import Trained
+from training import adopt, lora, unet
+from training.run import TrainingRun
+from training.shapes import EMOJI
+
+# EulerDiscreteScheduler converts tensors the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+STYLE = "pencil"
+
+
+def denoiser() -> torch.nn.Module:
+    model: torch.nn.Module = tiny.parts(tiny.SHAPES[tiny.TINY])["unet"]
+    return model.requires_grad_(False)
+
+
+def predicted(model: torch.nn.Module) -> torch.Tensor:
+    shape = tiny.SHAPES[tiny.TINY]
+    generator = torch.Generator().manual_seed(0)
+    x, states, pooled = (
+        torch.randn(size, generator=generator)
+        for size in ((2, 4, 4, 4), (2, 77, 2 * shape.text_width), (2, shape.pooled_width))
+    )
+    told = {"text_embeds": pooled, "time_ids": torch.tensor([[32.0, 32, 0, 0, 32, 32]] * 2)}
+    found: torch.Tensor = model(x, torch.tensor([10, 900]), states, added_cond_kwargs=told, return_dict=False)[0]
+    return found
+
+
+def test_fresh_pairs_change_nothing_and_are_all_that_is_trained() -> None:
+    plain = denoiser()
+    adapted = copy.deepcopy(plain)
+    pairs = lora.adapt_(adapted)
+    assert torch.equal(predicted(plain), predicted(adapted))
+    trained = {id(p) for p in adapted.parameters() if p.requires_grad}
+    assert trained == {id(p) for p in pairs.parameters()} and trained
+
+
+def test_the_layout_is_pefts() -> None:
+    peft = pytest.importorskip("peft")
+    own, theirs = denoiser(), denoiser()
+    exported = lora.adapt_(own).exported()
+    pattern = lora.ADAPTED.pattern
+    theirs.add_adapter(peft.LoraConfig(r=lora.RANK, lora_alpha=lora.RANK, target_modules=pattern))  # type: ignore[operator]
+    wanted = peft.get_peft_model_state_dict(theirs)
+    assert {key: value.shape for key, value in exported.items()} == {
+        f"unet.{key}": value.shape for key, value in wanted.items()
+    }
+    assert any("conv1" in key for key in exported) and any("attn2" in key for key in exported)
+
+
+def test_the_shipped_file_fits() -> None:
+    from diffusers import UNet2DConditionModel
+
+    run = TrainingRun(Path(), Path(), Path(), shapes=EMOJI)
+    pairs = lora.adapt_(UNet2DConditionModel(**run.picture.unet()))
+    assert len(save(pairs.exported())) < lora.MOST_BYTES - 1000
+
+
+def test_it_learns_a_style_and_is_drawn_as_diffusers_draws_it(trained: Trained, tmp_path: Path) -> None:
+    shutil.copytree(trained.run.models / "emoji-xl", tmp_path / "models" / "emoji-xl")
+    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=150, batch=16)
+    adopt.train(run)
+    parts = unet.load(run)
+
+    def error(model: torch.nn.Module) -> float:
+        """Over later batches than any that it is trained on."""
+        losses = lora.StyleLoss(run, STYLE, dataclasses.replace(parts, unet=model))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            return float(np.mean([float(losses(10_000 + n, generator)[0]) for n in range(6)]))
+
+    before = error(parts.unet)
+    outcome = lora.train(run, STYLE)
+    assert outcome.done and outcome.loss == outcome.loss
+    after = error(lora.load(run, STYLE)[0])
+    assert after < 0.97 * before, (before, after, outcome)
+    assert not (run.work / "lora-mosaic").exists(), "each style has its own checkpoint"
+
+    path = lora.export(run, STYLE)
+    assert "not trained" in (path.parent / "README.md").read_text() and path.stat().st_size < lora.MOST_BYTES
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["license"] == "apache-2.0" and file.metadata()["base_model"] == "emoji-xl"
+    model = str(run.models / "emoji-xl")
+    one = ImageParameters("red square", 1, 32, 32, steps=4)
+    lane = Lane("tests")
+    drawn = levels(solo(Watching(load(model, loras=served.find(STYLE, str(path.parent))), lane=lane), one))
+    plain = levels(solo(Watching(load(model), lane=lane), one))
+    each = Watching(load(model), lane=lane, loras=path.parent)
+    named = levels(solo(each, dataclasses.replace(one, lora=STYLE)))
+    lane.close()
+    assert np.abs(drawn - plain).max() > 3 and np.abs(named - drawn).max() <= 1
+    expected = stock(model, path, one)
+    assert np.abs(drawn - expected).max() <= 1
+
+
+def stock(model: str, path: Path, one: ImageParameters) -> np.ndarray:
+    """What diffusers draws with the file."""
+    pytest.importorskip("peft")
+    from diffusers import StableDiffusionXLPipeline
+
+    pipeline = StableDiffusionXLPipeline.from_pretrained(model, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
+    drawn = pipeline(
+        one.prompt, width=one.width, height=one.height, num_inference_steps=one.steps, guidance_scale=5.0,
+        generator=torch.Generator().manual_seed(one.seed),
+    ).images[0]  # fmt: skip
+    return np.asarray(drawn).astype(int)
