@@ -23,8 +23,8 @@ and `auto` find it; `--precision int8` does the same by itself with a model that
 was stopped goes on where it was, with the same model, prompts and DIR.
 """
 _LIMIT = 64
-_CALIBRATION = ("prompts", "limit", "alpha", "plain")
-_OWN = (*_CALIBRATION, "scales_only")  # of a variant that is looked for nowhere else than in DIR
+_CALIBRATION = ("prompts", "limit", "alpha", "plain", "search", "sensitivity", "gptq")
+_OWN = (*_CALIBRATION, "scales_only", "keep")  # of a variant that is looked for nowhere else than in DIR
 
 
 def add(commands: Commands) -> None:
@@ -61,6 +61,22 @@ def add(commands: Commands) -> None:
     quantize.add_argument(
         "--scales-only", action="store_true", help="write no weights: they are quantized anew whenever it is loaded"
     )
+    quantize.add_argument(
+        "--search", action="store_true",
+        help="choose each layer's smoothing by the error of its output; all steps are watched",
+    )  # fmt: skip
+    quantize.add_argument(
+        "--keep", metavar="PATTERN", help="layers to leave in floating point: a regular expression of whole names"
+    )
+    quantize.add_argument(
+        "--gptq",
+        action="store_true",
+        help="round int8 weights so that they make up for one another; all steps are watched",
+    )
+    quantize.add_argument(
+        "--sensitivity", action="store_true",
+        help="write no variant but a table: what 8 bits in each layer alone cost, on 8 of the prompts",
+    )  # fmt: skip
     quantize.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     quantize.set_defaults(run=_quantize)
 
@@ -73,19 +89,46 @@ def _quantize(options: argparse.Namespace) -> int:
     given = _given(options, _CALIBRATION)
     if given and not is_calibrated(options.scheme):
         raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")
+    _check_layerwise(options)
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
     if options.control is not None:
         return _quantize_control(options, _prompts(options))
     if options.out is None:
         return _into_cache(options)
+    if options.sensitivity:
+        return _sensitivity(options, _prompts(options))
     return _into_folder(options, _prompts(options))
+
+
+def _check_layerwise(options: argparse.Namespace) -> None:
+    """Reject options for a UNet's layers beside those that exclude them."""
+    for other in ("text_model", "control"):
+        given = _given(options, ("search", "keep", "sensitivity", "gptq"))
+        if given and getattr(options, other) is not None:
+            raise UsageError(f"{given[0]}: is for models that draw, not for --{other.replace('_', '-')}")
+    excluded = {"--scales-only": options.scales_only, "--sensitivity": options.sensitivity}
+    excluded[options.scheme] = options.scheme != "int8"
+    for other in (name for name, given in excluded.items() if given and options.gptq):
+        raise UsageError(f"--gptq: rounds int8 weights that are stored, and there are none with {other}")
+    if options.search and (options.plain or options.alpha is not None):
+        raise UsageError(
+            f"--search: chooses the smoothing itself; leave out {'--plain' if options.plain else '--alpha'}"
+        )
 
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
     """The same for a model's folder, where `--precision int8` finds the variant."""
-    given = {"limit": limit, "variant": variant, "threads": threads, "prompts": None, "alpha": None, "control": None}
-    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, plain=False, scales_only=False, **given)
+    given: dict[str, object] = {
+        "limit": limit,
+        "variant": variant,
+        "threads": threads,
+        "prompts": None,
+        "alpha": None,
+        "control": None,
+    }
+    given |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
+    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **given)
     return _into_folder(options, _prompts(options))
 
 
@@ -138,17 +181,35 @@ def _into_cache(options: argparse.Namespace) -> int:
 def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
     settings = read_settings(options)
     with _quantizing(options.scheme, options.out, len(prompts)) as tell:
-        from pipeline.quantized import make
+        from pipeline.quantized import Layerwise, make
         from workers.devices import kernels
 
         model = _unquantized(settings)
         made = make(
             model, prompts, options.out, scheme=options.scheme,
             alpha=options.alpha, plain=options.plain,
+            layerwise=Layerwise(options.search, options.keep, options.gptq),
             weights=not options.scales_only, kernels=kernels(settings, model)[0], tell=tell,
         )  # fmt: skip
     for part, (report, size_bytes) in made.items():
         _print(part, options.scheme, report, size_bytes)
+    return 0
+
+
+def _sensitivity(options: argparse.Namespace, prompts: list[str]) -> int:
+    """Print what 8 bits in each layer cost."""
+    settings = read_settings(options)
+    with _quantizing(options.scheme, options.out, len(prompts)) as tell:
+        from pipeline.quantized import Layerwise
+        from pipeline.sensitivity import report
+        from workers.devices import kernels
+
+        model = _unquantized(settings)
+        said = report(
+            model, prompts, options.out, scheme=options.scheme, alpha=options.alpha, plain=options.plain,
+            layerwise=Layerwise(options.search, options.keep), kernels=kernels(settings, model)[0], tell=tell,
+        )  # fmt: skip
+    print(said)
     return 0
 
 

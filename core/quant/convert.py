@@ -7,12 +7,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from contract.precision import Scheme
+from core.quant.gptq import compensate_
 from core.quant.schemes import SCHEMES
 from core.quant.smoothing import inverse_scales, smoothing
 from core.quant.statistics import Method, Statistics, StatisticsError
@@ -42,16 +43,33 @@ class Recipe:
     """Rules in order, for linear layers and convolutions.
 
     `shares` names layers' inputs: layers with the same name read one input and get equal scales. `halves` says where
-    the second part of a concatenated input begins, or None.
+    the second part of a concatenated input begins, or None. `chosen` has single layers' own rules, which come first.
     """
 
     name: str
     rules: tuple[Rule, ...]
     shares: Callable[[str], str] = lambda name: name
     halves: Callable[[str], int | None] = lambda name: None
+    chosen: Mapping[str, Rule] = field(default_factory=dict)
 
     def rule(self, layer: str) -> Rule:
         """The rule for a layer. Raises `RecipeError` if none matches."""
+        return self.chosen.get(layer) or self._by_pattern(layer)
+
+    def keeping(self, model: nn.Module, pattern: re.Pattern[str], reason: str) -> Recipe:
+        """The recipe that leaves all layers unquantized whose whole name matches, and those that share their inputs."""
+        left = [family for family in self.families(model) if any(pattern.fullmatch(name) for name in family)]
+        rules = {name: replace(self.rule(name), reason=reason) for family in left for name in family}
+        return replace(self, chosen={**self.chosen, **rules})
+
+    def families(self, model: nn.Module) -> list[list[str]]:
+        """The layers to be quantized, those that read one input together. Raises as `targets`."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.targets(model):
+            found[self.shares(name)].append(name)
+        return [*found.values()]
+
+    def _by_pattern(self, layer: str) -> Rule:
         for rule in self.rules:
             if re.fullmatch(rule.pattern, layer):
                 return rule
@@ -60,19 +78,20 @@ class Recipe:
     def targets(self, model: nn.Module) -> list[str]:
         """The layers to be quantized. Raises `RecipeError` if a required rule matches no layer."""
         layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-        decided = {name: self.rule(name) for name in layers}
+        decided = {name: self._by_pattern(name) for name in layers}
         for rule in self.rules:
             if rule.required and not any(found is rule for found in decided.values()):
                 raise RecipeError(f"{self.name}: the model has no layer for the rule {rule.pattern!r}")
-        return [name for name, rule in decided.items() if not rule.reason]
+        return [name for name, rule in decided.items() if not self.chosen.get(name, rule).reason]
 
 
 @dataclass
 class QuantizationReport:
-    """What `quantize_` changed, and what it left unquantized, with the reason."""
+    """What `quantize_` changed, what it left unquantized, with the reason, and which weights GPTQ rounded."""
 
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    compensated: list[str] = field(default_factory=list)
 
 
 def quantize_(
@@ -82,25 +101,26 @@ def quantize_(
     *,
     scheme: Scheme = "int8",
     digest: str | None = None,
+    gptq: bool = False,
 ) -> QuantizationReport:
     """Replace layers of `model` as `recipe` says, with scales from `statistics`. Works in place; returns a report.
 
-    Schemes without calibration read no statistics. `digest` of the model's weights, where given, must be the one that
-    the statistics were collected on. Raises `RecipeError` and `StatisticsError`, and then has changed nothing.
+    `gptq` rounds INT8 weights by the statistics' samples (`core.quant.gptq`). Schemes without calibration read no
+    statistics. `digest` of the model's weights, where given, must be the one that the statistics were collected on.
+    Raises `RecipeError` and `StatisticsError`, and then has changed nothing.
     """
     if SCHEMES[scheme].static:
         if statistics is not None and digest not in (None, statistics.model):
             raise StatisticsError("the statistics were collected on another model: their weights' digest differs")
         if statistics is None or not statistics.largest:
             raise StatisticsError("there are no statistics: calibration saw no data")
-    targets = recipe.targets(model)
-    families: dict[str, list[str]] = defaultdict(list)
-    for name in targets:
-        families[recipe.shares(name)].append(name)
+    families = recipe.families(model)
     made: dict[str, nn.Module] = {}
-    for family in families.values():
+    for family in families:
         made |= _family(model, family, recipe, statistics, scheme)
-    report = QuantizationReport(targets)
+    report = QuantizationReport(recipe.targets(model))
+    if gptq:
+        report.compensated = _compensate(model, families, made, statistics, scheme)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in made:
             report.skipped[name] = recipe.rule(name).reason
@@ -125,11 +145,11 @@ def _family(
     layers = {name: model.get_submodule(name) for name in family}
     if not family[0]:
         raise RecipeError(f"{recipe.name}: the model is itself a layer, and cannot be replaced in place")
-    largest = {name: _largest(name, layer) for name, layer in layers.items()}
+    largest = {name: largest_weights(name, layer) for name, layer in layers.items()}
     inverse = None
     if SCHEMES[scheme].static:
         assert statistics is not None
-        inverse = _inverse(largest, recipe, statistics)
+        inverse = inverse_of(largest, recipe, statistics)
     name = family[0]
     try:
         made: dict[str, nn.Module] = {}
@@ -140,14 +160,38 @@ def _family(
     return made
 
 
-def _inverse(largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics) -> Tensor:
-    """What multiplies the one input [K] of layers whose input channels' weights have these largest magnitudes [K]."""
+def _compensate(
+    model: nn.Module,
+    families: list[list[str]],
+    made: Mapping[str, nn.Module],
+    statistics: Statistics | None,
+    scheme: Scheme,
+) -> list[str]:
+    """Round the new layers' weights by GPTQ; the names of those that it made better."""
+    if scheme != "int8":
+        raise RecipeError(f"gptq: rounds weights of int8, not of {scheme}")
+    found = []
+    for family in families:
+        rows = None if statistics is None else statistics.rows(family)
+        if rows is None:
+            raise StatisticsError(f"{family[0]}: calibration kept no rows of its input, and GPTQ needs them")
+        found += [name for name in family if compensate_(made[name], model.get_submodule(name), rows)]
+    return found
+
+
+def inverse_of(
+    largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics, rule: Rule | None = None
+) -> Tensor:
+    """What multiplies the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
+
+    `rule` overrides that of the recipe. Raises `StatisticsError`, and `RecipeError` for layers that cannot share it.
+    """
     first, *_ = largest
-    rule = recipe.rule(first)
+    rule = rule or recipe.rule(first)
+    halves = recipe.halves(first)
     seen: list[Tensor] = []
     for name, weights in largest.items():
-        other = recipe.rule(name)
-        if (other.alpha, other.method, recipe.halves(name)) != (rule.alpha, rule.method, recipe.halves(first)):
+        if (_scaling(recipe.rule(name)), recipe.halves(name)) != (_scaling(recipe.rule(first)), halves):
             raise RecipeError(f"{recipe.name}: {first} and {name} share an input but have different rules")
         ranges = statistics.ranges(name, rule.method)
         if len(weights) != len(ranges):
@@ -159,12 +203,16 @@ def _inverse(largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statisti
         activations = torch.stack(seen).amax(0)
         weights = torch.stack([*largest.values()]).amax(0)
         smooth = None if rule.alpha is None else smoothing(activations, weights, rule.alpha)
-        return inverse_scales(activations, smooth, recipe.halves(first))
+        return inverse_scales(activations, smooth, halves)
     except ValueError as error:
         raise RecipeError(f"{first}: {error}") from error
 
 
-def _largest(name: str, layer: nn.Module) -> Tensor:
+def _scaling(rule: Rule) -> tuple[float | None, Method]:
+    return rule.alpha, rule.method
+
+
+def largest_weights(name: str, layer: nn.Module) -> Tensor:
     """Largest magnitude of the weights of each input channel, [K]. Raises `StatisticsError` for NaN and infinity."""
     assert isinstance(layer, (nn.Linear, nn.Conv2d))
     weight = layer.weight.detach().float().abs()

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from core.quant.samples import Samples
+
 Method = Literal["max", "percentile", "min-mean"]
 See = Callable[[Sequence[str], Tensor], None]
 """Takes the names of layers and the input [..., K] that all of them read."""
@@ -31,7 +33,8 @@ class Statistics:
     """Largest magnitudes of each input channel, by layer and step: [steps, K].
 
     `largest` is over all batches, `smallest` the least of the batches' largest, `typical` the mean over batches of a
-    high percentile. `model` is the digest of the observed weights, `data` of the inputs, where known.
+    high percentile. `model` is the digest of the observed weights, `data` of the inputs, where known. `samples`, where
+    given, gets rows of the inputs.
     """
 
     model: str
@@ -40,6 +43,7 @@ class Statistics:
     typical: dict[str, Tensor] = field(default_factory=dict)
     batches: list[int] = field(default_factory=list)  # for each step
     data: str = ""
+    samples: Samples | None = None
 
     def ranges(self, layer: str, method: Method = "max") -> Tensor:
         """The range of each input channel [K]. Raises `StatisticsError` for an unobserved layer, NaN or infinity.
@@ -57,6 +61,11 @@ class Statistics:
             return self.typical[layer].amax(0)
         smallest = self.smallest[layer]
         return smallest[torch.isfinite(smallest).all(1)].mean(0)  # without the steps that did not run this layer
+
+    def rows(self, layers: Sequence[str]) -> Tensor | None:
+        """The rows [n, K] that were kept of the one input of these layers; None: there are none."""
+        known = {} if self.samples is None else self.samples.rows
+        return next((known[name] for name in layers if name in known and len(known[name])), None)
 
     @contextmanager
     def observe(self, model: nn.Module, layers: Iterable[str], step: int) -> Iterator[None]:
@@ -94,15 +103,24 @@ class Statistics:
         Nothing is added if the body raises.
         """
         seen: dict[str, tuple[Tensor, Tensor]] = {}
+        picked: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        number = self.batches[step] if step < len(self.batches) else 0
 
         def see(layers: Sequence[str], x: Tensor) -> None:
             found = _extremes(x)
             for name in layers:
+                if self.samples is not None and name in self.samples.layers:
+                    calls = picked.setdefault(name, [])
+                    calls.append(self.samples.pick(name, x, (number, step, len(calls))))
                 before = seen.get(name, found)  # a layer may be called more than once a batch
                 seen[name] = torch.maximum(before[0], found[0]), torch.maximum(before[1], found[1])
 
         yield see
         self._add(seen, step)
+        if self.samples is not None:
+            for name, calls in picked.items():
+                for rows, keys in calls:
+                    self.samples.add(name, rows, keys)
 
     def _add(self, seen: Mapping[str, tuple[Tensor, Tensor]], step: int) -> None:
         while len(self.batches) <= step:
@@ -124,10 +142,14 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write everything into one safetensors file atomically. Raises `StatisticsError`."""
-        tensors = {f"{kind}/{name}": t.contiguous() for kind, table in self._tables() for name, t in table.items()}
+        tables = self._tables() + self._sampled()
+        tensors = {f"{kind}/{name}": t.contiguous() for kind, table in tables for name, t in table.items()}
+        about = {"model": self.model, "data": self.data, "batches": json.dumps(self.batches)}
+        if self.samples is not None:
+            about["sampled"] = json.dumps([self.samples.count, sorted(self.samples.layers)])
         partial = path.with_name(path.name + ".part")
         try:
-            save_file(tensors, partial, {"model": self.model, "data": self.data, "batches": json.dumps(self.batches)})
+            save_file(tensors, partial, about)
             partial.replace(path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -142,17 +164,26 @@ class Statistics:
                 if not {"model", "data", "batches"} <= about.keys():
                     raise ValueError("it does not say of which model")
                 made = cls(about["model"], batches=json.loads(about["batches"]), data=about["data"])
-                tables = dict(made._tables())
+                if "sampled" in about:
+                    count, layers = json.loads(about["sampled"])
+                    made.samples = Samples(layers, int(count))
+                tables = dict(made._tables() + made._sampled())
                 for key in list(file.keys()):
                     kind, _, name = key.partition("/")
                     tables[kind][name] = file.get_tensor(key)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise StatisticsError(f"{path}: holds no statistics ({error})") from error
         made._check(path)
         return made
 
     def _tables(self) -> list[tuple[str, dict[str, Tensor]]]:
         return [("largest", self.largest), ("smallest", self.smallest), ("typical", self.typical)]
+
+    def _sampled(self) -> list[tuple[str, dict[str, Tensor]]]:
+        return [] if self.samples is None else [("rows", self.samples.rows), ("keys", self.samples.keys)]
+
+    def _sampled_fit(self) -> bool:
+        return self.samples is None or self.samples.fit(self.largest)
 
     def _check(self, path: Path) -> None:
         """Reject tables that do not fit one another."""
@@ -163,7 +194,7 @@ class Statistics:
             shapes = {None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in found}
             channels = 0 if found[0] is None else found[0].shape[-1:].numel()
             sound = sound and shapes == {(torch.float32, len(steps), channels)}
-        if not sound:
+        if not (sound and self._sampled_fit()):
             raise StatisticsError(f"{path}: holds no statistics (its tables do not fit one another)")
 
 

@@ -140,7 +140,65 @@ def test_without_a_folder_it_goes_into_the_cache_where_auto_finds_it(shell: Shel
     assert precisions(shell) == {"int8"}
 
 
-@pytest.mark.parametrize("option", ["--limit 3", "--alpha 0.5", "--plain", "--scales-only", "--prompts prompts.txt"])
+@pytest.mark.usefixtures("cached")
+def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivities_suggests(shell: Shell) -> None:
+    given = ("quantize", "--model", TINY, "--limit", "8", "-o", "variant", "--search")
+    said = shell(*given, "--sensitivity")
+    assert said.code == 0, said.err
+    head, *rows = said.out.splitlines()
+    assert head.split()[-1] == "layers" and not (shell.folder / "variant" / "unet-int8").exists()
+    errors = [float(row.split()[0]) for row in rows]
+    assert len(rows) > 20 and errors == sorted(errors, reverse=True) and errors[0] > 0
+    assert shell(*given).code == 0  # goes on from what the table was calibrated on
+    worst = rows[0].split()[-1].replace(".", r"\.")
+    assert shell(*given[:-3], "-o", "other", "--search", "--keep", worst).code == 0
+    about = [json.loads((shell.folder / name / "unet-int8" / "quantization.json").read_text()) for name in
+             ("variant", "other")]  # fmt: skip
+    assert {*about[0]["layers"]} - {*about[1]["layers"]} == {*rows[0].split()[-1:]}
+    assert all(one["recipe"] == "sdxl-unet-alpha0.65-searched" for one in about)
+    drawn = shell.generate("a cat", "--precision", "int8", "--unet", "other/unet-int8")
+    assert drawn.code == 0 and precisions(shell) == {"int8"}, drawn.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--search --plain -o out", "--search: chooses the smoothing itself; leave out --plain"),
+        ("--search --alpha 0.5 -o out", "--search: chooses the smoothing itself; leave out --alpha"),
+        ("--search --scheme int8-dynamic -o out", "--search: is for calibration, and int8-dynamic needs none"),
+        ("--sensitivity --scheme int8-dynamic -o out", "--sensitivity: is for calibration"),
+        ("--search --text-model x -o out", "--search: is for models that draw, not for --text-model"),
+        ("--keep x --control canny -o out", "--keep: is for models that draw, not for --control"),
+        (
+            "--gptq --scales-only -o out",
+            "--gptq: rounds int8 weights that are stored, and there are none with --scales-only",
+        ),
+        ("--gptq --sensitivity -o out", "there are none with --sensitivity"),
+        ("--gptq --scheme fp8 -o out", "there are none with fp8"),
+        ("--keep [ -o out", "keep: '[' is no regular expression"),
+        ("--keep conv_in -o out", "keep: no layer that would be quantized has a name that matches 'conv_in'"),
+    ],
+)
+def test_options_for_layers_that_do_not_fit_are_refused(shell: Shell, cached: Path, options: str, said: str) -> None:
+    told = shell("quantize", "--model", TINY, *options.split())
+    assert told.code == 2 and said in told.err and cached.is_dir()
+    assert not [*shell.folder.glob("out/*")]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--limit 3",
+        "--alpha 0.5",
+        "--plain",
+        "--scales-only",
+        "--prompts prompts.txt",
+        "--search",
+        "--keep x",
+        "--sensitivity",
+        "--gptq",
+    ],
+)
 def test_what_the_cache_is_not_asked_for_needs_a_folder(shell: Shell, cached: Path, option: str) -> None:
     said = shell("quantize", "--model", TINY, *option.split())
     assert said.code == 2 and f"--out: is needed with {option.split()[0]}" in said.err
