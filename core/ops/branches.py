@@ -2,7 +2,7 @@
 
 Rows of one batch get different adapters, several, or none (Punica: Chen et al., 2023; S-LoRA: Sheng et al., 2023).
 Torch computes it behind a layer (`branch`); on the CPU kernels it is a part of the layer's product, and a walk's
-program is the same with it and without.
+program is the same with it and without; `core.ops.cuda_branches` has the GPU's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.cpu.branches import BranchPart, BranchTable, PackedBranch, pack_branch
+from core.kernels.branches import BranchPart
+from core.kernels.cpu.branches import BranchTable, PackedBranch, pack_branch
 from core.kernels.cpu.program import Weights
 from core.ops.packed import PackedLayer
 
@@ -43,6 +44,15 @@ def branch(layer: Any, x: Tensor, factor: LowRank, scale: float | Tensor) -> Ten
         return F.linear(F.linear(x, factor.down) * scale, factor.up)
     low = F.conv2d(x, factor.down, None, layer.stride, layer.padding, layer.dilation)
     return F.conv2d(low * scale, factor.up)
+
+
+class PackedAdapter(Protocol):
+    """One adapter's branches, packed for a lowering."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the memory for adapters."""
+        ...
 
 
 class PackedBranches:
@@ -99,12 +109,21 @@ def _pack(library: ctypes.CDLL, layer: PackedLayer, factors: Mapping[str, LowRan
 
 
 def _part(layer: PackedLayer, start: int, width: int, factor: LowRank) -> BranchPart:
-    weights, rank = layer.weights, factor.down.shape[0]
-    down = factor.down.detach().to("cpu", torch.float32)
-    if down.dim() == 4:
-        down = down.permute(0, 2, 3, 1)
-    down = down.reshape(rank, weights.taps, -1)[:, :, layer.first : layer.first + weights.channels]
+    weights = layer.weights
+    part = as_part(start, width, weights.taps, factor)
+    down = part.down[:, :, layer.first : layer.first + weights.channels]
     if down.shape[-1] != weights.channels:
         raise ValueError(f"it reads {down.shape[-1]} channels, not {weights.channels}")
+    return part._replace(down=down.contiguous())
+
+
+def as_part(start: int, width: int, taps: int, factor: LowRank) -> BranchPart:
+    """An adapter's share in `width` columns from `start` on, of a layer with so many taps, in fp32 on the CPU.
+
+    Raises ValueError or RuntimeError for matrices of other shapes.
+    """
+    rank, down = factor.down.shape[0], factor.down.detach().to("cpu", torch.float32)
+    if down.dim() == 4:
+        down = down.permute(0, 2, 3, 1)
     up = factor.up.detach().to("cpu", torch.float32).reshape(width, rank) * factor.scale
-    return BranchPart(start, down.contiguous(), up)
+    return BranchPart(start, down.reshape(rank, taps, -1), up)

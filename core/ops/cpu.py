@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -49,11 +50,12 @@ class CpuOps:
         act: Activation | None = None,
         residual: Array | None = None,
         out: Array | None = None,
+        within: Array | None = None,
     ) -> Array:
         if isinstance(x, Pair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
-        return self._product(x, packed, x.shape[:-1], residual=residual, act=act)
+        return self._product(x, packed, x.shape[:-1], residual=residual, within=within, act=act)
 
     def biases(self, x: Array, *layers: Layer) -> Array:
         return self.linear(x, *layers)
@@ -188,20 +190,19 @@ class CpuOps:
 
     def _product(
         self, x: Array, layer: PackedLayer, shape: tuple[int, ...], grid: tuple[int, int, int] | None = None, *,
-        residual: Array | None = None, **options: Any,
+        residual: Array | None = None, within: Array | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        if layer.weights.by_row:
-            quantized, scales = self.program.quantize_rows(x.x)
+        weights, inverse = layer.weights, layer.inverse
+        if weights.by_row or (within is not None and inverse is not None):
+            given = None if weights.by_row or inverse is None or within is None else (inverse, within.x)
+            quantized, scales = self.program.quantize_rows(x.x, given)
             x, by = self._own(quantized, x.shape[:-1]), Array(scales, scales.shape, self.program)
-            options["a_scale"] = by.x
-        elif layer.inverse is not None and x.x.dtype == torch.float32:
-            x = self._own(self.program.quantize(x.x, layer.inverse), x.shape[:-1])
+            weights, options["a_scale"] = replace(weights, by_row=True), by.x  # of one tap they are laid out alike
+        elif inverse is not None and x.x.dtype == torch.float32:
+            x = self._own(self.program.quantize(x.x, inverse), x.shape[:-1])
         _check_reader(x, layer)
         self._reads.append((len(self.program), layer, x.x))
-        made = self.program.product(
-            x.x, layer.weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual),
-            **options,
-        )  # fmt: skip
+        made = self.program.product(x.x, weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual), **options)
         self.products.append((self.program.last, layer))
         return self._own(made, shape)
 
@@ -364,8 +365,9 @@ class CpuLowering:
     def adapted(self, rows: Sequence[Sequence[tuple[PackedBranches, float]]]) -> Iterator[None]:
         """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""
         made = RowBranches(rows) if any(rows) else None
-        if made is not None and self._last is not None and made.key == self._last.key:
-            made = self._last  # which programs are bound to
+        last = self._last  # another thread may clear it
+        if made is not None and last is not None and made.key == last.key:
+            made = last  # which programs are bound to
         self._branches = self._last = made
         try:
             yield
@@ -373,7 +375,7 @@ class CpuLowering:
             self._branches = None
 
     def clear_branches(self) -> None:
-        """Let go of the last adapters."""
+        """Let go of the last adapters. Thread-safe."""
         self._last = None
 
     def _program(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:

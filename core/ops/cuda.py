@@ -6,13 +6,18 @@ kernels' references compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.kernels.cuda import rotary
+from core.kernels.cuda.low_rank import Window
+from core.ops.branches import LowRank
+from core.ops.cuda_branches import AdaptableLayers, BranchShape, CudaBranches, RowBranches, Uses
 from core.ops.fused import (
     Conv,
     FusedLayer,
@@ -27,8 +32,9 @@ from core.ops.fused import (
     for_layer,
 )
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
-from core.ops.reference import ACTIVATIONS
+from core.ops.reference import ACTIVATIONS, excess
 from core.ops.trace import trace
+from core.quant.linear import ScaledWeights
 
 F_ = TypeVar("F_", bound=FusedLayer)
 T = TypeVar("T")
@@ -45,6 +51,8 @@ class CudaOps:
     def __init__(self, base: torch.dtype, rows: int) -> None:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
+        self.layers: list[FusedLayer] = []
+        self.branches = RowBranches(rows)
         self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
@@ -60,10 +68,15 @@ class CudaOps:
         act: Activation | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        within: Tensor | None = None,
     ) -> Tensor:
-        layer = self._layer(Linear, *layers)
+        layer, scale = self._layer(Linear, *layers), None
+        if within is not None and isinstance(layers[0], ScaledWeights):
+            factor = excess(x, layers[0], within)
+            x, scale = (x / factor).to(x.dtype), factor.flatten()
         rows = self._for(x, layer).flatten(0, -2)
-        y = layer(rows, _flat(residual), _flat(out))
+        shares = self.branches.shares(layer, *_by_image(rows, len(x)), scale)
+        y = layer(rows, _flat(residual), _flat(out), row_scale=scale, shares=shares)
         y = y.view(*x.shape[:-1], -1) if out is None else out
         if act is None:
             return y
@@ -75,7 +88,8 @@ class CudaOps:
 
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
         layer = self._layer(Gated, *layers)
-        y = layer.gate(self._for(x, layer).flatten(0, -2), self._reader((to,)), act)
+        rows = self._for(x, layer).flatten(0, -2)
+        y = layer.gate(rows, self._reader((to,)), act, self.branches.shares(layer, *_by_image(rows, len(x))))
         return y.view(*x.shape[:-1], -1)
 
     def conv(
@@ -83,13 +97,16 @@ class CudaOps:
         residual: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         conv = self._layer(Conv, layer)
-        y = conv(self._for(x, conv), bias, residual, out, relu=act == "relu")
-        return y if act is None or act == "relu" else y.copy_(ACTIVATIONS[act](y))
+        x, relu = self._for(x, conv), act == "relu" and not self.branches.has(conv)
+        y = conv(x, bias, residual, out, relu=relu, shares=self.branches.shares(conv, x, conv.window(x)))
+        return y if act is None or relu else y.copy_(ACTIVATIONS[act](y))
 
     def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         conv = self._layer(UpConv, layer)
         height, width = doubled(x.shape[1:3], None if like is None else like.shape[1:3])
-        return conv.double(self._for(x, conv), height, width, out)
+        x = self._for(x, conv)
+        window = Window(height, width, (height, width), conv.taps, padding=1, doubled=True)
+        return conv.double(x, height, width, out, self.branches.shares(conv, x, window))
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
         return self._norm(norm, silu)(x, self._reader(to))
@@ -189,7 +206,13 @@ class CudaOps:
         return self._made(lambda: Reader.of(to) if to else Reader(None, None), Reader, *to)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        return self._made(lambda: kind(modules, self._base), kind, *modules)
+        def make() -> F_:
+            made = kind(modules, self._base)
+            made.number = len(self.layers)
+            self.layers.append(made)
+            return made
+
+        return self._made(make, kind, *modules)
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
         return self._made(lambda: Norm(module, self._base, silu), Norm, module, silu)
@@ -212,15 +235,24 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.flatten(0, -2)
 
 
+def _by_image(rows: Tensor, images: int) -> tuple[Tensor, Window]:
+    """Tokens [M, K] as maps of one row of pixels [B, 1, T, K], and how a linear layer reads these."""
+    count = len(rows) // images
+    return rows.unflatten(0, (images, 1, count)), Window(1, count, (1, count))
+
+
 class CudaLowering:
     """Walks as calls of fused kernels, by one thread at a time; calls may be recorded as CUDA graphs."""
 
     head_multiple = HEAD_MULTIPLE
 
-    def __init__(self, dtype: torch.dtype, rows: int) -> None:
-        """`rows` is the most images that one call may have."""
+    def __init__(self, dtype: torch.dtype, rows: int, model: nn.Module | None = None) -> None:
+        """`rows` is the most images that one call may have. `model` has the names that `pack_branches` takes."""
         self.dtype = dtype
         self._ops = CudaOps(dtype, rows)
+        self._model = model
+        self._adaptable: AdaptableLayers | None = None
+        self._lock = threading.Lock()  # adapters are packed on any thread
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
         """As `core.ops.ops.Lowering`: joined weights exist before anything is recorded."""
@@ -234,3 +266,44 @@ class CudaLowering:
             return found if isinstance(found, tuple) else (found,)
 
         return run
+
+    def pack_branches(self, factors: Mapping[str, LowRank]) -> CudaBranches:
+        """An adapter for `adapted`, by names of layers that prepared walks read. On any thread.
+
+        Raises ValueError, naming the layer, for a factor that does not fit it.
+        """
+        with self._lock:
+            if self._adaptable is None:
+                assert self._model is not None
+                self._adaptable = AdaptableLayers(self._ops.layers, self._model)
+        return self._adaptable.pack(factors)
+
+    def adapted(self, rows: Uses) -> AbstractContextManager[None]:
+        """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""
+        return self._ops.branches.adapted(rows, self._device)
+
+    def adapted_like(self, shape: BranchShape) -> AbstractContextManager[None]:
+        """Context: calls are launched as for adapters of this shape, and no row has any: for recording."""
+        return self._ops.branches.like(shape, self._device)
+
+    def clear_branches(self) -> None:
+        """Let go of the last adapters. Thread-safe."""
+        self._ops.branches.clear()
+
+    @property
+    def folds(self) -> bool:
+        """Whether products that can add adapters' shares themselves, instead of a kernel behind them."""
+        return self._ops.branches.folds
+
+    @folds.setter
+    def folds(self, folds: bool) -> None:
+        self._ops.branches.folds = folds
+
+    @property
+    def branch_shape(self) -> BranchShape | None:
+        """What fixes the launches of calls now, beside their own shapes; None for rows without adapters."""
+        return self._ops.branches.shape
+
+    @property
+    def _device(self) -> torch.device:
+        return self._ops.layers[0].weight.device

@@ -21,6 +21,7 @@ from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention
+from core.kernels.cuda.low_rank import Shares, Window
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
@@ -52,12 +53,15 @@ class FusedLayer:
     """Weights of one or several modules that read one input, concatenated by rows.
 
     `kind` is the 8-bit type of weights and input, or None for the base type. `inverse` [K] multiplies the input before
-    it is rounded to levels.
+    it is rounded to levels. `number` is its place among a lowering's layers.
     """
+
+    taps = 1  # along a side
+    number = -1
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         """Raises ValueError for modules that cannot be one layer."""
-        self.base = base
+        self.base, self.modules = base, tuple(modules)
         self.reads = Reader.of(modules)
         self.kind, self.inverse = self.reads
         self.weight = _joined(modules, "weight")
@@ -68,6 +72,11 @@ class FusedLayer:
     def plain_bias(self) -> Tensor | None:
         """In the base type, for torch's own products."""
         return None if self.bias is None else self.bias.to(self.base)
+
+    @property
+    def channels(self) -> int:
+        """Of the input."""
+        return int(self.weight.shape[1])
 
 
 def _biases(modules: Sequence[Any]) -> Tensor | None:
@@ -109,36 +118,47 @@ class Linear(FusedLayer):
         self._plain_bias = self.plain_bias
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None
-    ) -> Tensor:
-        """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`."""
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None, *,
+        row_scale: Tensor | None = None, shares: Shares | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`. `row_scale` [M]
+        multiplies the products of 8-bit rows. `shares` of adapters are added.
+        """
         if self.kind is None:
             y = F.linear(x, self.weight, self._plain_bias)
             if residual is not None:
                 y = residual.add_(y) if out is residual else y.add_(residual)
-            return y if out is None or out is residual else out.copy_(y)
+            y = y if out is None or out is residual else out.copy_(y)
+            return y if shares is None else shares.add(y)
         assert self.scale is not None
+        given = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
         if x.is_cuda:
-            given = (x, self.weight, self.scale, self.bias, None, residual, self.base)
-            return linears.linear_int8(*given, out=out, tile=tile)
-        y = linears.linear_int8_reference(x, self.weight, self.scale, self.bias, None, residual, self.base)
-        return y if out is None else out.copy_(y)
+            return linears.linear_int8(*given, out=out, tile=tile, shares=shares)
+        y = linears.linear_int8_reference(*given)
+        y = y if out is None else out.copy_(y)
+        return y if shares is None else shares.add(y)
 
 
 class Gated(Linear):
     """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: Reader, act: Activation) -> Tensor:
+    def gate(self, x: Tensor, then: Reader, act: Activation, shares: Shares | None = None) -> Tensor:
+        """`shares` of adapters are added to hidden and gate."""
         if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
-            hidden, gate = self(x).chunk(2, dim=-1)
+            hidden, gate = self(x, shares=shares).chunk(2, dim=-1)
             return for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
-        geglu = linears.linear_geglu_int8 if x.is_cuda else linears.linear_geglu_int8_reference
-        return geglu(x, self.weight, self.scale, self.bias, then.inverse, act=act)
+        given = (x, self.weight, self.scale, self.bias, then.inverse)
+        if x.is_cuda:
+            return linears.linear_geglu_int8(*given, act=act, shares=shares)
+        added = None if shares is None else shares.alone(len(self.weight))
+        return linears.linear_geglu_int8_reference(*given, act=act, added=added)
 
 
 class Conv(FusedLayer):
     """A 3×3 convolution over NHWC as `core.ops.ops.Ops.conv`, in the base type."""
+
+    taps = 3
 
     def __init__(self, modules: Sequence[Any], base: torch.dtype) -> None:
         super().__init__(modules, base)
@@ -153,11 +173,23 @@ class Conv(FusedLayer):
             module.weight.data = self.weight.contiguous(memory_format=torch.channels_last)
             self.weight = module.weight.detach()
 
+    @property
+    def channels(self) -> int:
+        return int(self.weight.shape[1 if self.kind is None else 3])
+
+    def window(self, x: Tensor) -> Window:
+        """What the result's pixels read of x [B, H, W, C]."""
+        ends = 2 * self.padding if self.padding else 1
+        height, width = ((side + ends - self.taps) // self.stride + 1 for side in x.shape[1:3])
+        return Window(height, width, (x.shape[1], x.shape[2]), self.taps, self.stride, self.padding)
+
     def __call__(
         self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None, *,
-        relu: bool = False,
+        relu: bool = False, shares: Shares | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image. `relu` acts last."""
+        """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image. `relu` acts last, and not together
+        with `shares`, which are added.
+        """
         if self.kind is None:
             x = x if self.padding else F.pad(x, (0, 0, 0, 1, 0, 1))
             y = F.conv2d(x.permute(0, 3, 1, 2), self.weight, self._plain_bias, self.stride, self.padding)
@@ -165,13 +197,15 @@ class Conv(FusedLayer):
             y = y if row_bias is None else y.add_(row_bias[:, None, None].to(y.dtype))
             y = y if residual is None else y.add_(residual)
             y = y.relu_() if relu else y
-            return y if out is None else out.copy_(y)
+            y = y if out is None else out.copy_(y)
+            return y if shares is None else shares.add(y)
         assert self.scale is not None
         given = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
         if x.is_cuda:
-            return convs.conv3x3_int8(*given, relu=relu, out=out)
+            return convs.conv3x3_int8(*given, relu=relu, out=out, shares=shares)
         y = convs.conv3x3_int8_reference(*given, relu=relu)
-        return y if out is None else out.copy_(y)
+        y = y if out is None else out.copy_(y)
+        return y if shares is None else shares.add(y)
 
 
 class UpConv(Conv):
@@ -191,22 +225,25 @@ class UpConv(Conv):
             self.summed = to_levels(sums / step[..., None, None, None], self.kind).contiguous()
             self.steps = step.contiguous()
 
-    def double(self, x: Tensor, height: int, width: int, out: Tensor | None = None) -> Tensor:
+    def double(
+        self, x: Tensor, height: int, width: int, out: Tensor | None = None, shares: Shares | None = None
+    ) -> Tensor:
         """x [B, H, W, C] → [B, height, width, N]: twice H and W, or one less.
 
         Less is not a part of the doubled map's result, whose last pixels read what is cut: the larger image is made.
         """
         if self.kind is None:
             up = F.interpolate(x.permute(0, 3, 1, 2), size=(height, width), mode="nearest").permute(0, 2, 3, 1)
-            return self(up, out=out)
+            return self(up, out=out, shares=shares)
         if (height, width) != (2 * x.shape[1], 2 * x.shape[2]):
             levels = x.view(torch.int8)  # E4M3 is not repeated by torch
             up = levels.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)[:, :height, :width]
-            return self(up.contiguous().view(x.dtype), out=out)
+            return self(up.contiguous().view(x.dtype), out=out, shares=shares)
         if x.is_cuda:
-            return convs.upsample_conv3x3_int8(x, self.summed, self.steps, self.bias, self.base, out=out)
+            return convs.upsample_conv3x3_int8(x, self.summed, self.steps, self.bias, self.base, out=out, shares=shares)
         y = convs.upsample_conv3x3_int8_reference(x, self.summed, self.steps, self.bias, self.base)
-        return y if out is None else out.copy_(y)
+        y = y if out is None else out.copy_(y)
+        return y if shares is None else shares.add(y)
 
 
 class Norm:
@@ -254,8 +291,12 @@ def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, then: Reader, lengths: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d]."""
-    if q.is_cuda and q.dtype == torch.bfloat16:
+    """Attention of q [B, Sq, H, d] to k, v [B, Sk, K, d] for the next layer: [B·Sq, H·d].
+
+    By torch where `lengths` are of other tokens than the queries: the kernels have them for self-attention only.
+    """
+    crossed = lengths is not None and q.shape[1] != k.shape[1]
+    if q.is_cuda and q.dtype == torch.bfloat16 and not crossed:
         made = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
         return made.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)

@@ -54,11 +54,14 @@ class Ops(Protocol[A]):
     """The operations. Each method is one entry of the vocabulary; a lowering implements those that its walks use."""
 
     def linear(
-        self, x: A, *layers: Layer, act: Activation | None = None, residual: A | None = None, out: A | None = None
-    ) -> A:
+        self, x: A, *layers: Layer, act: Activation | None = None, residual: A | None = None, out: A | None = None,
+        within: A | None = None,
+    ) -> A:  # fmt: skip
         """act(x · Wᵀ + b + residual): one layer, or several side by side that read the same input.
 
-        A 1×1 convolution is a linear layer. `act` is one of `Activation`. `out` is a slot of `joint`.
+        A 1×1 convolution is a linear layer. `act` is one of `Activation`. `out` is a slot of `joint`. Of images that
+        `within` [B] is not 0 for, tokens beyond the range of a quantized layer's static scales are scaled into it,
+        where those of others are cut off; x is then in floats, and there is one layer.
         """
 
     def biases(self, x: A, *layers: Layer) -> A:
@@ -104,8 +107,8 @@ class Ops(Protocol[A]):
     ) -> A:
         """softmax(q · kᵀ / √d) · v for the layers `to`. Maps count as tokens.
 
-        `lengths` [B]: of each image only so many of the first keys count. `causal`: to each token only itself and those
-        before.
+        `lengths` [B]: of each image only so many of the first keys count, at least one. `causal`: to each token only
+        itself and those before.
         """
 
     def columns(self, x: A, start: int, count: int) -> A:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.ops.ops import Activation, Layer, Walk, doubled
+from core.quant.linear import ScaledWeights
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -28,8 +29,12 @@ class TorchOps:
         act: Activation | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        within: Tensor | None = None,
     ) -> Tensor:
-        parts = [_on_map(layer, x) if _is_conv(layer) else layer(x) for layer in layers]
+        if within is not None and isinstance(layers[0], ScaledWeights) and layers[0].STATIC:
+            parts = [_within(layers[0], x, within)]
+        else:
+            parts = [_on_map(layer, x) if _is_conv(layer) else layer(x) for layer in layers]
         y: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         y = y if residual is None else y + residual
         return ACTIVATIONS[act](y) if act else y
@@ -100,7 +105,7 @@ class TorchOps:
         queries, keys = apart(q), apart(k)
         mask = None
         if lengths is not None:
-            mask = (torch.arange(keys.shape[2], device=q.device) < lengths[:, None])[:, None, None]
+            mask = (torch.arange(keys.shape[2], device=q.device) < lengths.clamp(min=1)[:, None])[:, None, None]
             if causal:
                 mask = mask & torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool, device=q.device).tril()
         y = F.scaled_dot_product_attention(
@@ -132,6 +137,24 @@ class TorchOps:
 
     def place(self, x: Tensor, out: Tensor | None) -> Tensor:
         return x
+
+
+def excess(x: Tensor, layer: ScaledWeights, within: Tensor) -> Tensor:
+    """By how much each token of x [B, …, K] exceeds the range of a layer's static scales, [B, …, 1]; at least 1.
+
+    Also 1 for images that `within` [B] is 0 for.
+    """
+    beyond = (x.float() * layer.inverse).abs().amax(dim=-1, keepdim=True) / layer.TOP
+    named = (within != 0).view(-1, *[1] * (x.dim() - 1))
+    return torch.where(named, beyond.clamp(min=1), torch.ones_like(beyond))
+
+
+def _within(layer: Any, x: Tensor, within: Tensor) -> Tensor:
+    """The layer's result on tokens that are scaled into the range of its static scales, which it is linear in."""
+    factor = excess(x, layer, within)
+    y: Tensor = layer((x / factor).to(x.dtype))
+    bias = 0 if layer.bias is None else layer.bias
+    return torch.where(factor > 1, ((y.float() - bias) * factor + bias).to(y.dtype), y)
 
 
 def _is_conv(layer: Any) -> bool:

@@ -47,6 +47,7 @@ class TraceOps:
         act: Activation | None = None,
         residual: Shape | None = None,
         out: Shape | None = None,
+        within: Shape | None = None,
     ) -> Shape:
         return self._call("linear", layers, x, (*x[:-1], sum(_width(layer) for layer in layers)))
 

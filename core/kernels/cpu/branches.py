@@ -5,25 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from core.kernels.branches import BranchPart, aligned
 from core.kernels.cpu import calls
 from core.kernels.cpu.arguments import check, pointer
 from core.kernels.cpu.program import INT8, Weights
 
 _LANES = 16
 _STATIC, _BY_ROW, _FLOATS = 0, 1, 2
-
-
-class BranchPart(NamedTuple):
-    """A branch of the columns from `start` on: `down` fp32 [rank, taps, channels], `up` fp32 [columns, rank]."""
-
-    start: int
-    down: Tensor
-    up: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +75,9 @@ def _packed_up(weights: Weights, parts: Sequence[BranchPart]) -> tuple[Tensor, T
     """`up` of all parts, [vectors, 16], and the spans int32 [vectors of columns, 3] that say where each lies."""
     vectors = -(-weights.n // _LANES)
     spans = torch.zeros(vectors, 3, dtype=torch.int32)
-    if any(part.start % _LANES or (_end(part) % _LANES and _end(part) < weights.n) for part in parts):
-        parts = [_whole(weights, parts)]  # vectors of columns that several parts share
     found: list[Tensor] = []
     rank = at = 0
-    for part in parts:
+    for part in aligned(parts, weights.n, _LANES):
         own, ranks = -(-part.up.shape[0] // _LANES), part.up.shape[1]
         padded = part.up
         if own * _LANES > part.up.shape[0]:
@@ -103,20 +93,6 @@ def _packed_up(weights: Weights, parts: Sequence[BranchPart]) -> tuple[Tensor, T
         ).int()  # fmt: skip
         rank, at = rank + ranks, at + own * ranks
     return torch.cat(found), spans
-
-
-def _end(part: BranchPart) -> int:
-    return part.start + part.up.shape[0]
-
-
-def _whole(weights: Weights, parts: Sequence[BranchPart]) -> BranchPart:
-    """All parts as one of all columns, whose `up` is zero where a part has no share. Its `down` is not read."""
-    up = torch.zeros(weights.n, sum(part.up.shape[1] for part in parts))
-    rank = 0
-    for part in parts:
-        up[part.start : _end(part), rank : rank + part.up.shape[1]] = part.up
-        rank += part.up.shape[1]
-    return BranchPart(0, parts[0].down, up)
 
 
 class BranchTable:

@@ -27,7 +27,7 @@ class Quantize(ctypes.Structure):
     """norm.h"""
 
     KIND: ClassVar[int] = 1
-    _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes scales", longs="rows channels")
+    _fields_: ClassVar[Any] = _fields(pointers="x inverse bytes scales within", longs="rows channels tokens")
 
 
 _MODULATION = _fields(pointers="row_scale residual", longs="tokens scale_stride")

@@ -24,6 +24,16 @@ float quantize_row(const float* x, uint8_t* bytes, int64_t channels) {
   return most / 127.0f + total(unbounded);
 }
 
+// By how much a row exceeds the range of bytes, at least 1. NaN is left to the bytes.
+float excess(const float* x, const float* inverse, int64_t channels) {
+  Vec largest = all(127.0f);
+  for (int64_t c = 0; c < channels; c += LANES) {
+    const Mask mask = lanes(channels - c);
+    largest = max(largest, abs(load(x + c, mask) * load(inverse + c, mask)));
+  }
+  return greatest(largest) / 127.0f;
+}
+
 }  // namespace
 
 void quantize(const Quantize& q) {
@@ -40,6 +50,18 @@ void quantize(const Quantize& q) {
       const Vec v = load(q.x + m * q.channels + c, mask);
       store(v, q.inverse, q.bytes, nullptr, m * q.channels + c, c, mask);
     }
+  if (!q.scales) return;
+#pragma omp parallel for schedule(static)
+  for (int64_t m = 0; m < q.rows; ++m) {
+    const float* row = q.x + m * q.channels;
+    q.scales[m] = q.within[m / q.tokens] ? excess(row, q.inverse, q.channels) : 1.0f;
+    if (q.scales[m] == 1.0f) continue;
+    const Vec share = all(1.0f / q.scales[m]);
+    for (int64_t c = 0; c < q.channels; c += LANES) {
+      const Mask mask = lanes(q.channels - c);
+      store(load(row + c, mask) * share, q.inverse, q.bytes, nullptr, m * q.channels + c, c, mask);
+    }
+  }
 }
 
 void layer_norm(const LayerNorm& l) {

@@ -7,13 +7,15 @@
 namespace diptych {
 
 // x [rows, channels] · inverse[channels] → bytes; without `inverse` each row by its own largest magnitude, with the scale
-// that its bytes then have in scales[row]: NaN for a row with NaN or infinity.
+// that its bytes then have in scales[row]: NaN for a row with NaN or infinity. With both, a row that is beyond the range
+// of bytes, and of an image of `tokens` rows that `within` names, is divided by scales[row]; all others have a scale of 1.
 struct Quantize {
   const float* x;
   const float* inverse;  // or null
   uint8_t* bytes;
-  float* scales;  // if `inverse` is null
-  int64_t rows, channels;
+  float* scales;          // or null with `inverse`
+  const int32_t* within;  // [images], 0 for one that is not named; with both
+  int64_t rows, channels, tokens;
 };
 
 // Follows the normalization of a row y: residual[m] + y · row_scale[m / tokens]. Either may be null; row_scale has one

@@ -41,15 +41,26 @@ class PagedLayer:
 class TokenProgram(Program):
     """A program whose rows are tokens. Positions, sequences and page numbers are not checked when it runs."""
 
-    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Floats [rows, channels] to bytes, each row by its own largest magnitude, and the scales [rows] of these."""
+    def quantize_rows(self, x: Tensor, within: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Floats [rows, channels] to bytes, each row by its own largest magnitude, and the scales [rows] of these.
+
+        `within` is (inverse [channels], images int32 [B]): bytes are as `quantize` makes them, with a scale of 1, but
+        for rows that are beyond their range and of an image that is not 0. These are divided by their scale, and fit.
+        """
         rows, channels = x.shape
+        inverse, images = (None, None) if within is None else within
+        count = 1 if images is None else images.shape[0]
         check("x", x, rows, channels)
+        check("inverse", inverse, channels)
+        check("within", images, count, dtype=torch.int32)
+        if rows % count:
+            raise ValueError(f"quantize_rows: {rows} rows are not those of {count} images")
         out, scales = self.buffer(rows, channels, dtype=torch.uint8), self.buffer(rows)
         call = calls.Quantize(
-            x=x.data_ptr(), bytes=out.data_ptr(), scales=scales.data_ptr(), rows=rows, channels=channels
-        )
-        self._add(call, x, out, scales)
+            x=x.data_ptr(), inverse=pointer(inverse), bytes=out.data_ptr(), scales=scales.data_ptr(),
+            within=pointer(images), rows=rows, channels=channels, tokens=rows // count,
+        )  # fmt: skip
+        self._add(call, x, inverse, images, out, scales)
         return out, scales
 
     def rms_norm(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.kernels.cuda import gemm, portable
 from core.kernels.cuda.language import evenly_spaced
+from core.kernels.cuda.low_rank import Shares, add_rest, folded
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import CONV, TRITON, UPSAMPLE, KernelChoice, say
 
@@ -30,19 +31,24 @@ def conv3x3_int8(
     relu: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout]; `relu` of it.
 
     x_q [B, H, W, Cin] and weight_q [Cout, 3, 3, Cin]: int8 or both E4M3, contiguous. scale, bias [Cout]: fp32; row_bias
     [B, Cout]: fp32, one per image (a time embedding), rows may be strided. residual [B, H', W', Cout] of the output's
     type; its pixels, and those of `out`, may be strided (channels of a wider tensor). H' = ceil(H / stride), stride 1
-    or 2. `tile` overrides the table. Raises `ValueError` for shapes that disagree.
+    or 2. `tile` overrides the table. `shares` of adapters are added, and not together with `relu`. Raises `ValueError`
+    for shapes that disagree.
     """
+    if shares is not None and relu:
+        raise ValueError("relu of a result that shares are added to is not the kernels' own")
     if stride not in (1, 2) or weight_q.shape[1:] != (3, 3, x_q.shape[3]) or scale.numel() != weight_q.shape[0]:
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, stride {stride}")
     images, height, width = x_q.shape[:3]
     shape = (images, (height + stride - 1) // stride, (width + stride - 1) // stride, weight_q.shape[0])
-    return _conv(x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
+    given = (x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
+    return _conv(*given, shares)
 
 
 def upsample_conv3x3_int8(
@@ -54,17 +60,19 @@ def upsample_conv3x3_int8(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """The 3×3 convolution of the image at twice its height and width (nearest neighbour): [B, 2H, 2W, Cout].
 
     weight_q [4, Cout, 2, 2, Cin]: `upsample_weight` of the 3×3 weight, quantized. scale [4, Cout], bias [Cout]: fp32.
+    `shares` of adapters are added.
     """
     if weight_q.shape[0] != 4 or weight_q.shape[2:] != (2, 2, x_q.shape[3]) or scale.numel() != 4 * weight_q.shape[1]:
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, scale {tuple(scale.shape)}")
     images, height, width = x_q.shape[:3]
     shape = (images, 2 * height, 2 * width, weight_q.shape[1])
     weight = weight_q.flatten(0, 1).flatten(1)
-    return _conv(x_q, weight, scale.flatten(), bias, None, None, dtype, out, shape, 2, 1, tile)
+    return _conv(x_q, weight, scale.flatten(), bias, None, None, dtype, out, shape, 2, 1, tile, False, shares)
 
 
 def _conv(
@@ -80,7 +88,8 @@ def _conv(
     taps: int,
     stride: int,
     tile: Tile | None,
-    relu: bool = False,
+    relu: bool,
+    shares: Shares | None,
 ) -> Tensor:
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, the output {dtype} {shape}")
@@ -89,7 +98,7 @@ def _conv(
     for tensor in (t for t in (out, residual) if t is not None):
         if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
-    extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual)
+    extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual, shares=folded(shares))
     if (why := gemm.lacks(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
@@ -101,7 +110,7 @@ def _conv(
         portable.conv(
             x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases, relu=relu
         )
-    return out
+    return add_rest(shares, out, able=why is None)
 
 
 def upsample_weight(weight: Tensor) -> Tensor:

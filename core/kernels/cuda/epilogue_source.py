@@ -6,7 +6,7 @@ residual's next columns in registers, so that no load waits behind the stores.
 
 from __future__ import annotations
 
-EPILOGUE = r"""
+ROWS = r"""
 // The product's fragment: thread t of a consumer holds rows 16·warp + lane/4 (+8) and, of every 8 columns, two. The
 // columns were permuted on their way in, so that its columns 32·g + 8·(lane%4) … +7 of the output are neighbours.
 struct Rows { int pixel[2 * WM]; bool valid[2 * WM]; };
@@ -23,6 +23,9 @@ __device__ __forceinline__ Rows rows_of(const Problem& p, const Where& t, int co
   }
   return r;
 }
+"""
+
+EPILOGUE = r"""
 // What belongs to a tile's columns is fetched while they are multiplied and waits in shared memory: read from global
 // memory behind the epilogue's stores, it cost a fifth of the time of a product with a short K.
 struct Columns { float scale[(BN + 127) / 128], bias[(BN + 127) / 128]; };
@@ -99,6 +102,23 @@ __device__ __forceinline__ u32 quantize4(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(x, y, 0x0040), __byte_perm(z, w, 0x0040), 0x5410);
 #endif
 }
+__device__ __forceinline__ void scale_sums(acc_t (&acc)[WM][BN / 2], const Problem&, const Rows&,
+                                           const float* columns) {
+  #pragma unroll
+  for (int g = 0; g < BN / 64; ++g) {
+    float sh[8], sg[8], bh[8], bg[8];
+    const float* from = columns + 32 * g + 8 * (threadIdx.x & 3);
+    read8(sh, from); read8(sg, from + BN / 2); read8(bh, from + BN); read8(bg, from + BN + BN / 2);
+    #pragma unroll
+    for (int i = 0; i < 2 * WM; ++i)
+      #pragma unroll
+      for (int b = 0; b < 8; ++b) {
+        int at = (8 * g + b) * 4 + 2 * (i & 1);
+        acc[i >> 1][at] = BITS(fmaf((float)acc[i >> 1][at], sh[b], bh[b]));
+        acc[i >> 1][at + 1] = BITS(fmaf((float)acc[i >> 1][at + 1], sg[b], bg[b]));
+      }
+  }
+}
 __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t (&acc)[WM][BN / 2], const Rows& r,
                                          const float* columns, Residual&) {
   int q = threadIdx.x & 3;
@@ -109,13 +129,37 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t
     float sh[8], sg[8], bh[8], bg[8];
     const float* from = columns + 32 * g + 8 * q;
     read8(sh, from); read8(sg, from + BN / 2); read8(bh, from + BN); read8(bg, from + BN + BN / 2);
+#if ADDED
+    float inverse[8];
+    #pragma unroll
+    for (int b = 0; b < 8; ++b) inverse[b] = p.out_inv_scale[p.inverse_step * (n + b)];
+#endif
     #pragma unroll
     for (int i = 0; i < 2 * WM; ++i) {
       float v[8];
+#if ADDED
+      float more_h[8] = {}, more_g[8] = {};
+      if (r.valid[i]) {
+        const u8* more = (const u8*)p.residual + (r.pixel[i] * p.residual_stride + n) * 2;
+        uint4 h = *(const uint4*)more, g4 = *(const uint4*)(more + (long long)p.columns * 2);
+        add_pair(more_h[0], more_h[1], h.x); add_pair(more_h[2], more_h[3], h.y);
+        add_pair(more_h[4], more_h[5], h.z); add_pair(more_h[6], more_h[7], h.w);
+        add_pair(more_g[0], more_g[1], g4.x); add_pair(more_g[2], more_g[3], g4.y);
+        add_pair(more_g[4], more_g[5], g4.z); add_pair(more_g[6], more_g[7], g4.w);
+      }
+#endif
       #pragma unroll
       for (int b = 0; b < 8; ++b) {
-        float hidden = fmaf((float)acc[i >> 1][(8 * g + b) * 4 + 2 * (i & 1)], sh[b], bh[b]);
-        float gate = fmaf((float)acc[i >> 1][(8 * g + b) * 4 + 2 * (i & 1) + 1], sg[b], bg[b]);
+        const acc_t* sums = acc[i >> 1] + (8 * g + b) * 4 + 2 * (i & 1);
+#if SHARES
+        float hidden = FLOAT(sums[0]), gate = FLOAT(sums[1]);
+#else
+        float hidden = fmaf((float)sums[0], sh[b], bh[b]), gate = fmaf((float)sums[1], sg[b], bg[b]);
+#endif
+#if ADDED
+        hidden = fmaf(more_h[b], inverse[b], hidden);  // of zeros nothing changes
+        gate += more_g[b];
+#endif
         v[b] = activate(hidden, gate);
       }
       uint2 packed = make_uint2(quantize4(v[0], v[1], v[2], v[3]), quantize4(v[4], v[5], v[6], v[7]));
@@ -124,6 +168,24 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t
   }
 }
 #else
+__device__ __forceinline__ void scale_sums(acc_t (&acc)[WM][BN / 2], const Problem& p, const Rows& r,
+                                           const float* columns) {
+  float row_scale[2 * WM];
+  #pragma unroll
+  for (int i = 0; i < 2 * WM; ++i) row_scale[i] = p.row_scale && r.valid[i] ? p.row_scale[r.pixel[i]] : 1.0f;
+  #pragma unroll
+  for (int g = 0; g < BN / 32; ++g) {
+    float scale[8], bias[8];
+    read8(scale, columns + 32 * g + 8 * (threadIdx.x & 3)); read8(bias, columns + BN + 32 * g + 8 * (threadIdx.x & 3));
+    #pragma unroll
+    for (int i = 0; i < 2 * WM; ++i)
+      #pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        int at = (4 * g + (j >> 1)) * 4 + 2 * (i & 1) + (j & 1);
+        acc[i >> 1][at] = BITS(fmaf((float)acc[i >> 1][at] * row_scale[i], scale[j], bias[j]));
+      }
+  }
+}
 __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t (&acc)[WM][BN / 2], const Rows& r,
                                          const float* columns, Residual& first) {
   int q = threadIdx.x & 3;
@@ -151,8 +213,12 @@ __device__ __forceinline__ void epilogue(const Problem& p, const Where& t, acc_t
       float v[8];
       #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float sum = (float)acc[i >> 1][(4 * g + (j >> 1)) * 4 + 2 * (i & 1) + (j & 1)];
-        v[j] = fmaf(sum * row_scale[i], scale[j], bias[j]);
+        acc_t sum = acc[i >> 1][(4 * g + (j >> 1)) * 4 + 2 * (i & 1) + (j & 1)];
+#if SHARES
+        v[j] = FLOAT(sum);
+#else
+        v[j] = fmaf((float)sum * row_scale[i], scale[j], bias[j]);
+#endif
       }
       if (p.residual) {
         add_pair(v[0], v[1], now.row[i].x); add_pair(v[2], v[3], now.row[i].y);

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from core.kernels.cuda import driver, tiles
-from core.kernels.cuda.gemm_source import GemmVariant, source
+from core.kernels.cuda.gemm_source import GemmVariant, share_bytes, source
 from core.kernels.cuda.language import pixel_stride
+from core.kernels.cuda.low_rank import Shares
 from core.kernels.cuda.tiles import Tile
 
 _SHARED_BYTES = 227 * 1024  # per block on Hopper
@@ -28,6 +29,7 @@ class GemmArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "residual", "scale", "bias", "row_bias", "row_scale", "inverse")),
+        *((name, ctypes.c_void_p) for name in ("adapters", "low")),
         *((name, ctypes.c_longlong) for name in ("out_stride", "residual_stride", "row_bias_stride")),
         *(
             (name, ctypes.c_int)
@@ -45,6 +47,7 @@ class GemmArguments(ctypes.Structure):
                 ),
                 *("channels", "taps", "tap_w", "stride", "pad_h", "pad_w", "height", "width", "up"),
                 "inverse_step",
+                *("uses", "ranks", "low_stride", "layer", "tokens"),
             )
         ),
     )
@@ -57,12 +60,13 @@ class EpilogueInputs:
     bias: Tensor | None = None  # fp32 [N]
     row_bias: Tensor | None = None  # fp32 [images, N]
     row_scale: Tensor | None = None  # fp32 [pixels]
-    residual: Tensor | None = None  # as the output
+    residual: Tensor | None = None  # as the output; of one that is gated bf16, to hidden and gate
     inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
     silu: bool = False  # it is gated with silu instead of gelu
+    shares: Shares | None = None  # of adapters
 
-    def arguments(self) -> dict[str, int | None]:
-        """These operands as fields of `GemmArguments`."""
+    def arguments(self, *, linear: bool) -> dict[str, int | None]:
+        """These operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""
         return {
             "residual": _pointer(self.residual),
             "bias": _pointer(self.bias),
@@ -72,7 +76,25 @@ class EpilogueInputs:
             "residual_stride": 0 if self.residual is None else pixel_stride(self.residual),
             "row_bias_stride": 0 if self.row_bias is None else self.row_bias.stride(0),
             "inverse_step": int(self.inverse is not None and self.inverse.numel() > 1),
+            **self._shares(linear),
         }
+
+    def lacks(self) -> str | None:
+        """Why the Hopper kernel does not support them, or None."""
+        if self.shares is not None and (self.shares.low is None or self.shares.dtype == torch.float32):
+            return "what adapters add is fp32"
+        if self.row_bias is not None and self.row_bias.stride(0) % 4:
+            return "rows of row_bias are not a multiple of 16 bytes apart"
+        return None
+
+    def _shares(self, linear: bool) -> dict[str, int | None]:
+        if self.shares is None or self.shares.low is None:
+            return {}
+        addresses, low = self.shares.rows.addresses, self.shares.low
+        return {
+            "adapters": addresses.data_ptr(), "low": low.data_ptr(), "uses": low.shape[1], "ranks": low.shape[2],
+            "low_stride": low.stride(0), "layer": self.shares.layer, "tokens": self.shares.pixels if linear else 0,
+        }  # fmt: skip
 
 
 @functools.cache
@@ -81,9 +103,18 @@ def _kernel(variant: GemmVariant, device: int) -> driver.Kernel:
         return driver.Kernel(source(variant), variant.name, threads=384, shared_bytes=variant.shared_bytes)
 
 
-def stages(rows: int, columns: int) -> int:
-    """The largest ring depth that fits."""
-    return min(8, (_SHARED_BYTES - 1024 - 16 * columns) // ((rows + columns) * 128 + 16))
+def stages(rows: int, columns: int, taken: int = 0) -> int:
+    """The largest ring depth that fits beside so many bytes."""
+    return min(8, (_SHARED_BYTES - 1024 - 16 * columns - taken) // ((rows + columns) * 128 + 16))
+
+
+def slots(tile: Tile) -> int:
+    """Slots for adapters' shares, of 16 ranks each: more than two only where the ring is as deep as beside two."""
+
+    def depth(count: int) -> int:
+        return stages(tile.rows, tile.columns, share_bytes(tile.columns, count, bool(tile.turns)))
+
+    return next(count for count in (4, 3, 2) if depth(count) == depth(2))
 
 
 def _pixels(rows: int, cluster: int, height: int, width: int) -> tuple[int, int]:
@@ -135,7 +166,7 @@ def product(
     arguments = GemmArguments(
         out=out.data_ptr(),
         scale=scale.data_ptr(),
-        **extras.arguments(),
+        **extras.arguments(linear=linear),
         out_stride=pixel_stride(out),
         columns=columns // 2 if gated else columns,
         column_tiles=column_tiles,
@@ -159,21 +190,25 @@ def product(
     maps = _activation_map(x, box_h, box_w, stride), _weight_map(weight, columns, tile.columns, gated=gated)
     total = images * arguments.tiles_h * arguments.tiles_w * (phases * column_tiles // cluster)
     blocks = min(total, driver.multiprocessors(device) // cluster) * cluster
-    _kernel(_variant(tile, x, out, gated=gated, silu=extras.silu), device).launch(blocks, *maps, arguments)
+    _kernel(_variant(tile, x, out, extras, gated=gated), device).launch(blocks, *maps, arguments)
 
 
-def _variant(tile: Tile, x: Tensor, out: Tensor, *, gated: bool, silu: bool) -> GemmVariant:
+def _variant(tile: Tile, x: Tensor, out: Tensor, extras: EpilogueInputs, *, gated: bool) -> GemmVariant:
+    low = None if extras.shares is None else extras.shares.low
+    shares = 0 if low is None else slots(tile)
     return GemmVariant(
         tile.blocks,
         tile.columns,
         tile.cluster,
-        stages(tile.rows, tile.columns),
+        stages(tile.rows, tile.columns, share_bytes(tile.columns, shares, bool(tile.turns))),
         fp8=x.dtype == torch.float8_e4m3fn,
         geglu=gated,
-        half=out.dtype == torch.float16,
+        half=torch.float16 in (out.dtype, None if low is None else low.dtype),
         turns=bool(tile.turns),
-        silu=silu,
+        silu=extras.silu,
         group=tile.group,
+        added=gated and extras.residual is not None,
+        shares=shares,
     )
 
 
@@ -219,6 +254,4 @@ def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: Epilogu
     strides = [pixel_stride(t) * t.element_size() for t in (out, extras.residual) if t is not None]
     if any(step % (8 if out.element_size() == 1 else 16) for step in strides):
         return "pixels are not a multiple of 16 bytes apart"
-    if extras.row_bias is not None and extras.row_bias.stride(0) % 4:
-        return "rows of row_bias are not a multiple of 16 bytes apart"
-    return None
+    return extras.lacks()

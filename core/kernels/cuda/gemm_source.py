@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.kernels.cuda.device_source import DEVICE
-from core.kernels.cuda.epilogue_source import EPILOGUE
+from core.kernels.cuda.epilogue_source import EPILOGUE, ROWS
+from core.kernels.cuda.share_source import SHARE, SHARERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,10 @@ class GemmVariant:
 
     `blocks`: 64-row products per consumer (tile rows: 128 × blocks). `columns`: of a tile. `cluster`: blocks that share
     A. `stages`: depth of the ring. `fp8`: E4M3 operands and fp32 accumulators instead of int8 and int32. `geglu`: gate
-    and quantize; with `silu`, SwiGLU. `half`: fp16 output instead of bf16. `turns`: each consumer has tiles of its own
-    (64 × blocks rows). `group`: so many rows of tiles are computed side by side, column after column.
+    and quantize; with `silu`, SwiGLU; with `added`, what the residual has is added to hidden and gate before. `half`:
+    fp16 output instead of bf16. `turns`: each consumer has tiles of its own (64 × blocks rows). `group`: so many rows
+    of tiles are computed side by side, column after column. `shares`: slots through which adapters' shares come, if
+    any are added.
     """
 
     blocks: int
@@ -40,6 +43,8 @@ class GemmVariant:
     turns: bool = False
     silu: bool = False
     group: int = 1
+    added: bool = False
+    shares: int = 0
 
     @property
     def rows(self) -> int:
@@ -49,13 +54,20 @@ class GemmVariant:
     def name(self) -> str:
         """The kernel's name, as profilers show it."""
         marks = "_fp8" * self.fp8 + ("_swiglu" if self.silu else "_geglu") * self.geglu + "_fp16" * self.half
+        marks += "_added" * self.added + "_shares" * (self.shares > 0)
         order = "_turns" * self.turns + f"_group{self.group}" * (self.group > 1)
         return f"product_{self.rows}x{self.columns}_cluster{self.cluster}{marks}{order}"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the ring, its barriers, two consumers' scales and biases, room to align it all."""
-        return self.stages * (self.rows + self.columns) * 128 + 16 * self.stages + 16 * self.columns + 1024
+        ring = self.stages * ((self.rows + self.columns) * 128 + 16)
+        return ring + share_bytes(self.columns, self.shares, self.turns) + 16 * self.columns + 1024
+
+
+def share_bytes(columns: int, slots: int, turns: bool) -> int:
+    """Shared memory of so many slots for adapters' shares, for each consumer that has tiles of its own."""
+    return slots * (1 + turns) * (columns * 32 + 32)
 
 
 def product(columns: int, fp8: bool) -> str:
@@ -84,21 +96,29 @@ def source(variant: GemmVariant) -> str:
         "FP8": int(variant.fp8),
         "GEGLU": int(variant.geglu),
         "SILU": int(variant.silu),
+        "ADDED": int(variant.added),
         "HALF": int(variant.half),
         "TURNS": int(variant.turns),
         "GROUP": variant.group,
+        "SHARES": variant.shares,
+        "SHARERS": SHARERS,
     }
     head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return head + DEVICE + TYPES + LOCATE + product(variant.columns, variant.fp8) + _DEVICE + EPILOGUE + _KERNEL
+    wgmma = product(variant.columns, variant.fp8)
+    return head + DEVICE + TYPES + LOCATE + wgmma + _DEVICE + ROWS + EPILOGUE + SHARE + _KERNEL
 
 
 TYPES = r"""
 #if FP8
 typedef float acc_t;
 #define FENCE_REG(x) asm volatile("" : "+f"(x) :: "memory")
+#define BITS(x) (x)
+#define FLOAT(x) (x)
 #else
 typedef int acc_t;
 #define FENCE_REG(x) asm volatile("" : "+r"(x) :: "memory")
+#define BITS(x) __float_as_int(x)  // fp32 in an accumulator's register, once the product is done
+#define FLOAT(x) __int_as_float(x)
 #endif
 #if TURNS
 #define CONSUMERS 1  // of one tile
@@ -108,11 +128,15 @@ typedef int acc_t;
 #define BM (64 * WM * CONSUMERS)
 #define A_BYTES (BM * 128)
 #define STAGE_BYTES ((BM + BN) * 128)
+#define RINGS (3 - CONSUMERS)  // of slots for adapters' shares: one for each tile under way
+#define SLOT_BYTES (BN * 32)
+#define PRODUCER_REGISTERS (SHARES ? 56 : 40)  // of 168 that a thread has at the start; consumers get what it leaves
 
 // The order and types of these fields are repeated in gemm.py.
 struct Problem {
   void* out; const void* residual;
   const float* scale; const float* bias; const float* row_bias; const float* row_scale; const float* out_inv_scale;
+  const u64* adapters; const void* low;       // adapters' shares: their tables' addresses, [images, uses]; down(x)
   long long out_stride, residual_stride, row_bias_stride;
   int columns, column_tiles, phases;          // output channels and tiles of them, per phase
   int images, tiles_h, tiles_w, log_tile_w;   // tiles of BM pixels: 2^log_tile_w wide
@@ -121,6 +145,8 @@ struct Problem {
   int stride, pad_h, pad_w;
   int height, width, up;                      // pixels that the tiles cover; the output is `up` times as large
   int inverse_step;                           // 0: out_inv_scale is one number, 1: one a column
+  int uses, ranks, low_stride, layer;         // of an image; of a use, and of a row, in down(x); in adapters' tables
+  int tokens;                                 // rows of each image where they follow one another; 0: maps
 };
 """
 
@@ -231,14 +257,23 @@ __cluster_dims__(CLUSTER, 1, 1)
 NAME(const __grid_constant__ Map map_a, const __grid_constant__ Map map_b, const __grid_constant__ Problem p) {
   extern __shared__ u8 memory[];
   u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+  u32 slots = ring + STAGES * STAGE_BYTES, full = slots + RINGS * SHARES * (SLOT_BYTES + 32), empty = full + 8 * STAGES;
   float* kept = (float*)(memory + (empty + 8 * STAGES - shared_address(memory)));
+#if SHARES
+  Ring shares = {memory + (slots - shared_address(memory)), RINGS > 1 && threadIdx.x >= 256 ? SHARES : 0, 0};
+#endif
   u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, CONSUMERS * CLUSTER);
     }
+#if SHARES
+    for (int s = 0; s < RINGS * SHARES; ++s) {
+      barrier_init(shares.full() + 8 * s, SHARERS);
+      barrier_init(shares.empty() + 8 * s, CONSUMERS * 4);  // a consumer's warps
+    }
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #if CLUSTER > 1
@@ -249,11 +284,14 @@ NAME(const __grid_constant__ Map map_a, const __grid_constant__ Map map_b, const
   int tiles = p.images * p.tiles_h * p.tiles_w * (p.phases * p.column_tiles / CLUSTER);
   int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
     if (threadIdx.x == 0) produce(p, &map_a, &map_b, ring, full, empty, first, step, tiles, rank);
+#if SHARES
+    if (threadIdx.x >= 128 - SHARERS) fill(p, shares.memory, first, step, tiles, rank);
+#endif
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((3 * 168 - PRODUCER_REGISTERS) / 2));
     // Taken from lane 0 so that the assembler sees one path for a whole warp: it serializes products on others.
     int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0), thread = threadIdx.x & 127;
     u32 stage = 0, parity = 0;
@@ -317,7 +355,10 @@ NAME(const __grid_constant__ Map map_a, const __grid_constant__ Map map_b, const
 #endif
       keep_columns(kept + group * 2 * BN, mine, group);
       Residual residual;
-#if AHEAD
+#if SHARES
+      Share share;
+      take(share, p, rows, shares);
+#elif AHEAD
       fetch(residual, p, t, rows, 0);
 #endif
       product_wait<0>();
@@ -326,6 +367,13 @@ NAME(const __grid_constant__ Map map_a, const __grid_constant__ Map map_b, const
         #pragma unroll
         for (int i = 0; i < BN / 2; ++i) FENCE_REG(acc[m][i]);
       if (thread < CLUSTER) barrier_arrive(empty + 8 * previous, thread);
+#if SHARES
+      scale_sums(acc, p, rows, kept + group * 2 * BN);
+      add_shares(acc, share, p, rows, shares);
+#if AHEAD
+      fetch(residual, p, t, rows, 0);
+#endif
+#endif
       epilogue(p, t, acc, rows, kept + group * 2 * BN, residual);
     }
   }

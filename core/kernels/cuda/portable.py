@@ -62,6 +62,7 @@ def _geglu(  # type: ignore[no-untyped-def]
     weight,
     scale,
     bias,
+    added,
     inverse,
     out,
     M,
@@ -92,9 +93,14 @@ def _geglu(  # type: ignore[no-untyped-def]
     if bias is not None:
         h += tl.load(bias + n, n < N, other=0.0)[None, :]
         g += tl.load(bias + N + n, n < N, other=0.0)[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if added is not None:
+        at = added + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
+        h += tl.load(at, inside, other=0.0).to(tl.float32)
+        g += tl.load(at + N, inside, other=0.0).to(tl.float32)
     y = h * (g / (1.0 + tl.exp(-g)) if SILU else 0.5 * g * (1.0 + tl.math.erf(g * 0.7071067811865476)))
     y *= tl.load(inverse + n * STEP, n < N, other=0.0)[None, :]
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], levels(y, not FP8), (m < M)[:, None] & (n < N)[None, :])
+    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], levels(y, not FP8), inside)
 
 
 @kernel
@@ -187,6 +193,7 @@ def geglu(
     weight: Tensor,
     scale: Tensor,
     bias: Tensor | None,
+    added: Tensor | None,
     inverse: Tensor,
     step: int,
     out: Tensor,
@@ -197,7 +204,7 @@ def geglu(
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     bm, bn = _rows(rows), 64
     _geglu[((rows + bm - 1) // bm * ((columns + bn - 1) // bn),)](
-        x, weight, scale, bias, inverse, out, rows, columns,
+        x, weight, scale, bias, added, inverse, out, rows, columns,
         depth, step, x.dtype.is_floating_point, silu, bm, bn, 64, num_warps=8, num_stages=3,
     )  # fmt: skip
 

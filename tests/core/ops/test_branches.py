@@ -304,3 +304,32 @@ def test_programs_do_not_keep_adapters() -> None:
     gc.collect()
     assert gone() is None
     assert torch.equal(bench.drawn(walk, x, [[], []])[0], plain[0])
+
+
+def test_adapters_stay_when_another_thread_lets_go_of_the_last() -> None:
+    class Raced(CpuLowering):
+        """What a release on the engine's thread does at the worst moment: the last ones are gone after each look."""
+
+        _kept: Any = None
+
+        @property
+        def _last(self) -> Any:
+            found, self._kept = self._kept, None
+            return found
+
+        @_last.setter
+        def _last(self, value: Any) -> None:
+            self._kept = value
+
+    bench = Bench({"a": linear(0, 32, 16)}, FLOATS, inverse(9, 32))
+    bench.lowering = Raced(kernels(), nn.ModuleDict(bench.layers))
+
+    def walk(ops: Any, x: Any) -> Any:
+        return ops.linear(x, bench.layers["a"])
+
+    x = normal(0, 2, 3, 32)
+    bench.lowering.prepare(walk, (1, 3, 32))
+    rows = [[(bench.lowering.pack_branches(bench.factors(1, 4, ["a"])), 1.0)], []]
+    first, second = (bench.drawn(walk, x, rows)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, bench.drawn(walk, x, [[], []])[0])

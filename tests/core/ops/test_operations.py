@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.ops.ops import Activation, Walk
 from tests.core.ops.stage import between, conv, eight, inverse, linear, lowerings, norm, point, run
-from tests.core.quant.stage import check_close, normal
+from tests.core.quant.stage import check_close, normal, seeded
 
 few = settings(max_examples=40)
 seeds = st.integers(0, 999)
@@ -83,6 +83,44 @@ def test_linear(
         return ops.linear(x, *layers, residual=residual, **({"act": act} if act else {}))
 
     check(walk, tuple(layers), *x)
+
+
+@few
+@given(st.lists(st.booleans(), min_size=1, max_size=4), st.integers(1, 9), fours, st.integers(1, 40), st.booleans(),
+       st.booleans(), st.booleans(), seeds)  # fmt: skip
+def test_linear_within_the_range_of_its_scales(
+    named: list[bool], tokens: int, four: int, n: int, bias: bool, adds: bool, int8: bool, seed: int
+) -> None:
+    """Of named images tokens beyond the range are not cut off; those of others are, as in a layer that knows none."""
+    channels = 4 * four
+    by = inverse(seed, channels)
+    plain: Any = linear(seed, channels, n, bias=bias)
+    weight, own = plain.weight.clone(), plain.bias
+    layer = eight(plain, by) if int8 else plain
+    shape = len(named), tokens
+    x = between(seed, by, *shape, channels) * (1 + 3 * torch.rand(*shape, 1, generator=seeded(seed)))
+    within, residual = torch.tensor(named, dtype=torch.int32), normal(seed, *shape, n)
+    last = residual if adds else torch.zeros_like(residual)
+
+    def walk(ops: Any, x: Any, residual: Any, within: Any) -> Any:
+        return ops.linear(x, layer, residual=residual, within=within)
+
+    def without(ops: Any, x: Any, residual: Any) -> Any:
+        return ops.linear(x, layer, residual=residual)
+
+    exact = x.double() @ weight.double().T + (0 if own is None else own) + last
+    room = 1e-4 * exact.abs().amax() + 1e-4
+    if int8:  # half a level of each input, and of each weight
+        most = (x * by).abs().amax(-1, keepdim=True).clamp(min=127) / 127
+        levels = 0.51 * (most / by).sum(-1, keepdim=True) * weight.abs().amax()
+        room = room + levels + 0.51 * x.abs().sum(-1, keepdim=True) * layer.scale.amax() / by.amin() * by.amax()
+    for name, lowering in lowerings(layer).items():
+        (found,), (cut,) = run(lowering, walk, x, last, within), run(lowering, without, x, last)
+        assert ((found - exact).abs() <= room)[within != 0].all(), name
+        if name == "cpu":
+            assert torch.equal(found[within == 0], cut[within == 0])
+        else:
+            assert torch.allclose(found[within == 0], cut[within == 0], rtol=1e-5, atol=1e-5)
 
 
 @few

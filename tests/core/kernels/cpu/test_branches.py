@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.kernels.cpu.branches import BranchPart, BranchTable, pack_branch
+from core.kernels.branches import BranchPart
+from core.kernels.cpu.branches import BranchTable, pack_branch
 from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from tests.core.quant.stage import kernels, normal, whole
 

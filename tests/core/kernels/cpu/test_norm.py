@@ -58,6 +58,42 @@ def test_quantize_rows_is_pytorchs(rows: int, channels: int, scale: float, seed:
     assert torch.equal(called(lambda p: p.quantize_rows(x)[1]), scales[:, 0])
 
 
+@few
+@given(
+    named=st.lists(st.integers(0, 2), min_size=1, max_size=4), tokens=st.integers(1, 7), channels=widths,
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rows_of_named_images_are_scaled_into_the_range_of_bytes(
+    named: list[int], tokens: int, channels: int, seed: int
+) -> None:
+    rows = len(named) * tokens
+    inverse = 50 * normal(seed + 1, channels).abs() + 1
+    x = normal(seed, rows, channels) * normal(seed + 2, rows, 1).exp()
+    within = inverse, torch.tensor(named, dtype=torch.int32)
+    levels, scales = (called(lambda p, part=part: p.quantize_rows(x, within)[part]) for part in (0, 1))
+    beyond = (x * inverse).abs().amax(dim=1) / 127
+    applies = torch.tensor(named).repeat_interleave(tokens) != 0
+    wanted = torch.where(applies, beyond.clamp(min=1), torch.ones(rows))
+    assert torch.allclose(scales, wanted, rtol=1e-6) and torch.equal(scales == 1, wanted == 1)
+    plain = called(lambda p: p.quantize(x, inverse))
+    assert torch.equal(levels[scales == 1], plain[scales == 1])
+    given = (levels.int() - 128) * scales[:, None] / inverse
+    assert ((given - x).abs() <= (0.5001 * scales[:, None] / inverse))[applies].all(), "nothing is cut off"
+
+
+def test_a_named_row_of_nan_harms_no_other() -> None:
+    x = torch.ones(4, 19)
+    x[1, 3] = torch.nan
+    within = torch.ones(19), torch.ones(2, dtype=torch.int32)
+    levels = called(lambda p: p.quantize_rows(x, within)[0])
+    assert levels[[0, 2, 3]].eq(129).all() and called(lambda p: p.quantize_rows(x, within)[1])[[0, 2, 3]].eq(1).all()
+
+
+def test_images_that_do_not_divide_the_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 rows are not those of 2 images"):
+        called(lambda p: p.quantize_rows(torch.ones(5, 3), (torch.ones(3), torch.ones(2, dtype=torch.int32)))[0])
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 15, 16, 18])
 def test_the_scale_of_a_row_that_is_not_finite_is_nan(bad: float, place: int) -> None:

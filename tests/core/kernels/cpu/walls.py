@@ -97,6 +97,7 @@ def norms(p: Walled, channels: int) -> None:
     x, inverse = p.wall(torch.ones(6, channels)), p.wall(torch.ones(channels))
     p.quantize(x, inverse)
     p.quantize_rows(x)
+    p.quantize_rows(x, (inverse, p.wall(torch.tensor([0, 1], dtype=torch.int32))))
     for after in (None, inverse):
         p.layer_norm(x, p.norm(nn.LayerNorm(channels)), after)  # type: ignore[arg-type]
         scale, plain = p.wall(torch.ones(2, channels)), nn.LayerNorm(channels, elementwise_affine=False)

@@ -118,12 +118,13 @@ COMPILE = """
 from core.kernels.cuda.flash_attention import _flash, shapes
 
 types = dict.fromkeys(["q", "k", "v"], "*bf16") | dict.fromkeys(["queries", "keys"], "i32") | {"scale": "fp32"}
-types |= {name: "i32" for name in _flash.arg_names if name[:2] in ("q_", "k_", "v_")}
+types |= {name: "i32:16" for name in _flash.arg_names if name[:2] in ("q_", "k_", "v_")}
 for d, causal, out in ((64, True, "bf16"), (128, False, "i8"), (128, True, "fp8e4nv"), (96, False, "bf16")):
     rows, block, warps, stages = shapes[128 if d == 64 else 256]
     given = {"lengths": "*i32", "out": f"*{out}"} | ({} if out == "bf16" else {"inverse": "*fp32"})
     shape = dict(H=32, G=4, D=d, STEP=1, CAUSAL=causal, INT8=out == "i8", WIDTH=64 if d == 64 else 128, M=rows)
-    made(_flash, types | given, shape | {"BLOCK": block}, "wgmma.mma_async", num_warps=warps, num_stages=stages)
+    shape |= {"BLOCK": block}
+    made(_flash, types | given, shape, "wgmma.mma_async", stack=32, num_warps=warps, num_stages=stages)
 """
 
 

@@ -1,0 +1,155 @@
+"""LoRAs of requests on a GPU: as torch computes them, the same bits in any company, replayed as launched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import loras as bench
+from core.kernels.cuda.linear import linear_geglu_int8
+from core.ops import cuda_branches
+from core.ops.cuda import CudaLowering
+from pipeline import quantized, tiny
+from pipeline.load import ImageModel, load
+from tests.gpu.test_recording import SHAPE, WIDTHS
+from tests.pipeline import loras
+from tests.pipeline.test_adapted import companions, mixed
+from tests.pipeline.worlds import Watching, levels, solo
+
+KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", True)]
+PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
+SMALL: dict[str, Any] = {
+    **bench._WIDTHS, "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
+    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its variants of 8 bits."""
+    made = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
+    for scheme in ("int8", "fp8"):
+        quantized.make(load(str(made)), ["a red hat", "a blue hat", "an old cat"], made, scheme=scheme)
+    return made
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """LoRAs of all its layers, and of keys and values alone."""
+    made, model = tmp_path_factory.mktemp("loras"), load(str(folder))
+    loras.write(model, made, "a")
+    loras.write(model, made, "b", 1, rank=3, alpha=2.0)
+    attn2 = f"{loras.ATTENTION}.attn2"
+    loras.write(model, made, "keys", 2, layers={"unet": (f"{attn2}.to_k", f"{attn2}.to_v")}, loud=1.0)
+    yield made
+
+
+@pytest.fixture
+def folds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether 8-bit products add shares themselves."""
+    monkeypatch.setattr(cuda_branches, "FOLDS", request.param)
+    return bool(request.param)
+
+
+@cache
+def model(folder: Path, precision: str) -> ImageModel:
+    return load(str(folder), precision=precision, device="cuda")
+
+
+def runner_of(folder: Path, precision: str, files: Path | None, *, fused: bool = True) -> Watching:
+    options: dict[str, Any] = {"max_rows": 8, "buckets": WIDTHS} if fused else {}
+    return Watching(model(folder, precision), loras=files, fused=fused, **options)
+
+
+def wanted_of(**more: Any) -> dict[str, Any]:
+    left_out = ("edit", "weighted")
+    return {
+        name: replace(one, width=64, height=64, **more) for name, one in companions().items() if name not in left_out
+    }
+
+
+@PRECISIONS
+def test_deterministic_requests_are_equal_to_the_byte(folder: Path, files: Path, precision: str, folds: bool) -> None:
+    """Alone and beside others with LoRAs and without; those without as on a server that has none."""
+    wanted = wanted_of(deterministic=True)
+    served, again, without = (runner_of(folder, precision, own) for own in (files, files, None))
+    for runner in (served, again, without):
+        runner.recording.close()  # or some would find graphs, whose bits may be others
+    together = mixed(served, wanted)
+    for name, one in wanted.items():
+        alone = solo(again if one.lora else without, one)
+        assert together[name].png() == alone.png(), name
+
+
+@PRECISIONS
+def test_pictures_are_those_of_torch(folder: Path, files: Path, precision: str, folds: bool) -> None:
+    """Within what 8 bits, and another order of sums in bf16, cost a picture without a LoRA."""
+    wanted = wanted_of()
+    served, reference = runner_of(folder, precision, files), runner_of(folder, "bf16", files, fused=False)
+    together = mixed(served, wanted)
+    off = {name: np.abs(levels(together[name]) - levels(solo(reference, one))).mean() for name, one in wanted.items()}
+    plain = max(off[name] for name, one in wanted.items() if not one.lora)
+    assert all(each < 2 * plain + 4 for each in off.values()), off
+    changed = np.abs(levels(together["one"]) - levels(solo(reference, replace(wanted["one"], lora="")))).mean()
+    assert changed > 2 * off["one"], "it would prove nothing"
+
+
+@PRECISIONS
+def test_recorded_graphs_draw_what_their_kernels_do_one_by_one(
+    folder: Path, files: Path, precision: str, folds: bool
+) -> None:
+    served, wanted = runner_of(folder, precision, files), wanted_of()
+    first = mixed(served, wanted)
+    assert served.recording.wait(300) and not served.backend.graphs.failed
+    known = served.backend.graphs._graphs._known
+    assert {phase for phase, (*_, variant) in known if variant is not None} >= {"deep"}  # type: ignore[misc]
+    again = mixed(served, wanted)
+    for name in wanted:
+        assert np.abs(levels(first[name]) - levels(again[name])).mean() < 3, name
+
+
+@torch.inference_mode()
+def test_rows_of_a_forward_do_not_meet() -> None:
+    """In INT8, with layers of Hopper's kernels: a row's bits beside seven other LoRAs are those beside none."""
+    unet = bench.random_unet(SMALL, torch.device("cuda"))
+    lowering = CudaLowering(torch.bfloat16, 16, unet)
+    from core.cuda_graphs import CudaRecorder
+
+    for recorder in (None, CudaRecorder(torch.device("cuda"))):
+        for layers in bench.LAYERS:
+            wanted = bench.Wanted(rows=16, loras=8, rank=8, layers=layers, rounds=1)
+            found = bench.measure(lowering, unet, wanted, 32, recorder)
+            for way, told in found["ways"].items():
+                assert told["equal"] and told["changed"], (recorder, layers, way)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 2560, 640), (300, 160, 144), (70, 96, 80)])
+def test_zeros_before_a_gate_change_no_bit_and_others_are_added(kind: torch.dtype, m: int, n: int, k: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    x, weight = (
+        torch.randn(rows, k, generator=g, device="cuda").mul(30 if kind == torch.int8 else 1).to(kind)
+        for rows in (m, 2 * n)
+    )
+    scale = torch.rand(2 * n, generator=g, device="cuda") * (1e-5 if kind == torch.int8 else 0.05)
+    bias, inverse = torch.randn(2 * n, generator=g, device="cuda"), 10 + torch.rand(n, generator=g, device="cuda")
+    plain = linear_geglu_int8(x, weight, scale, bias, inverse)
+    zeros = torch.zeros(m, 2 * n, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(linear_geglu_int8(x, weight, scale, bias, inverse, added=zeros).float(), plain.float())
+    # What is added to every row alike is a bias.
+    more = torch.randn(2 * n, generator=g, device="cuda").bfloat16()
+    added = zeros + more
+    added[::2] = 0
+    found = linear_geglu_int8(x, weight, scale, bias, inverse, added=added)
+    moved = linear_geglu_int8(x, weight, scale, bias + more.float(), inverse)
+    assert torch.equal(found[::2].float(), plain[::2].float())
+    apart = (found[1::2].float() - moved[1::2].float()).abs()
+    step = 1.0 if kind == torch.int8 else 0.13 * moved[1::2].float().abs().amax()
+    assert apart.max() <= step and (apart > 0).float().mean() < 0.05
