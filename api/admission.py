@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
-from api.uploads import Upload
+from api.uploads import NO_PICTURES, PictureUploads, Upload
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, Size, TextCard
 from contract.estimates import solo_s, work_s
@@ -25,10 +24,10 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 
 
 def image_draft(
-    fields: ImageFields, card: ImageCard, upload: Upload | None = None, controls: Sequence[Upload] = ()
+    fields: ImageFields, card: ImageCard, upload: Upload | None = None, pictures: PictureUploads = NO_PICTURES
 ) -> JobDraft:
     """Build the job for these fields on this model, without an owner. The source image (`upload`) and the pictures of
-    its controls are not stored yet.
+    its controls and image prompts are not stored yet.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
@@ -36,9 +35,9 @@ def image_draft(
     if upload is not None and upload.margins is not None and fields.size is None and card.offer.offers(upload.size):
         fields = fields.model_copy(update={"size": "{}x{}".format(*upload.size)})
     with invalid_as_api_error():
-        like = controls[0].size if controls else None
+        like = pictures.controls[0].size if pictures.controls else None
         job = image_job(fields, card.offer, size, masked=masked, like=like)
-    for one in controls:
+    for one in pictures.controls:
         _check_shape(one, job.size)
     return JobDraft(
         id=new_id(),

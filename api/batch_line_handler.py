@@ -66,15 +66,15 @@ class BatchLineHandler:
         upload = None
         if isinstance(fields, schemas.EditBody):
             upload = references.fetch(self._service, batch.owner, fields)
-        controls = references.fetch_controls(self._service, batch.owner, fields)
-        draft = admission.image_draft(fields, card, upload, controls)
+        pictures = references.fetch_pictures(self._service, batch.owner, fields)
+        draft = admission.image_draft(fields, card, upload, pictures)
         if fields.priority is None:
             draft = replace(draft, priority=_PRIORITY)
-        if upload is None and not controls:
+        if upload is None and not pictures.any:
             return draft
         with self._fitting:
             if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is retried
-                self._fitted = id, submission.fitted_to(upload, controls, draft)
+                self._fitted = id, submission.fitted_to(upload, pictures, draft)
             fitted = self._fitted[1]
         return submission.store_inputs(self._service, draft, fitted)
 

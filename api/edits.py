@@ -15,24 +15,28 @@ from api import body, images, references, schemas, submission
 from api.access import By, Caller
 from api.errors import ApiError, invalid_field
 from api.forms import form
+from api.references import CONTROL, IMAGE_PROMPT
 from api.service import Given, Service
-from api.uploads import MAX_BYTES, Upload
+from api.uploads import MAX_BYTES, PictureUploads, Upload
 from contract.card import MAX_STEPS
-from contract.control import FIELD, MAX_CONTROLS
+from contract.control import ControlChoice
 from contract.image_fields import EditFields
+from contract.image_prompt import ImagePromptChoice
 
 router = APIRouter(tags=["images"])
 
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
-_CONTROL = "control_image"
-_LISTS = ("image[]", f"{_CONTROL}[]")  # as clients send lists
+_SEVERAL = (CONTROL, IMAGE_PROMPT)
+_LISTS = ("image[]", *(f"{name}[]" for name in _SEVERAL))  # as clients send lists
+_MOST = len(_FILES) + ControlChoice.MOST + ImagePromptChoice.MOST
 _JSON = {
     "deepcache": "{",
     "outpaint": "{",
     "upscale": "{",
     "refiner": "{",
-    FIELD: "[",
+    ControlChoice.FIELD: "[",
+    ImagePromptChoice.FIELD: "[",
 }  # fields that are JSON in a form too, and how that begins
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
@@ -48,45 +52,43 @@ _FILE = {"type": "string", "format": "binary"}
         form={
             "image": {**_FILE, "description": "PNG, JPEG or WebP"},
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
-            _CONTROL: {"type": "array", "items": _FILE, "description": "of the controls without an image, in order"},
+            CONTROL: {"type": "array", "items": _FILE, "description": "of the controls without an image, in order"},
+            IMAGE_PROMPT: {"type": "array", "items": _FILE, "description": "of image_prompts without one, in order"},
         },
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
     """Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
-    fields, upload, controls = await _read(request, service, caller)
+    fields, upload, pictures = await _read(request, service, caller)
     id = submission.idempotency_id(request, caller)
-    job, _ = await submission.submit(service, request, caller, fields, id, upload, controls)
+    job, _ = await submission.submit(service, request, caller, fields, id, upload, pictures)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
-async def _read(
-    request: Request, service: Service, caller: Caller
-) -> tuple[EditFields, Upload, tuple[Upload, ...]]:  # fmt: skip
-    """The request, as a form or as JSON, its source image, and the pictures of its controls. Raises `ApiError`."""
+async def _read(request: Request, service: Service, caller: Caller) -> tuple[EditFields, Upload, PictureUploads]:
+    """The request, as a form or as JSON, its source image, and its other pictures. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
         read = await references.read(service, caller, named)
-        return named, read, await references.read_controls(service, caller, named)
-    max_bytes = (len(_FILES) + MAX_CONTROLS) * MAX_BYTES + _ENVELOPE
-    async with form(request, max_bytes=max_bytes, max_files=8, max_fields=100) as parts:
-        texts, files, controls = await _parts(parts)
+        return named, read, await references.read_pictures(service, caller, named)
+    async with form(request, max_bytes=_MOST * MAX_BYTES + _ENVELOPE, max_files=_MOST + 2, max_fields=100) as parts:
+        texts, files, several = await _parts(parts)
     fields = schemas.read(EditFields, _typed(texts))
     if "image" not in files:
         raise invalid_field("image", "is required, as a file", "missing_required_parameter")
     given = files["image"], files.get("mask"), "image", fields.outpaint
     upload = await service.decoding.run(caller.id, Upload.of, *given)
-    return fields, upload, await references.read_controls(service, caller, fields, controls)
+    return fields, upload, await references.read_pictures(service, caller, fields, several)
 
 
-async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], list[bytes]]:
-    """Texts and files by name, and the files of controls. Raises `ApiError` (400, 413) for duplicates, and for the
-    wrong kind.
+async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], dict[str, list[bytes]]]:
+    """Texts and files by name, and those that may come several times. Raises `ApiError` (400, 413) for duplicates, and
+    for the wrong kind.
     """
     texts: dict[str, str] = {}
     files: dict[str, bytes] = {}
-    controls: list[bytes] = []
+    several: dict[str, list[bytes]] = {name: [] for name in _SEVERAL}
     for given, value in parts.multi_items():
         name = given.removesuffix("[]") if given in _LISTS else given
         if name in texts or name in files:
@@ -96,19 +98,19 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], lis
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )
         if isinstance(value, UploadFile):
-            if name not in (*_FILES, _CONTROL):
+            if name not in (*_FILES, *_SEVERAL):
                 raise invalid_field(body.plain(name), "must not be a file", "invalid_type")
             if (value.size or 0) > MAX_BYTES:
                 raise ApiError(413, f"{name}: is larger than {MAX_BYTES} bytes", param=name, code="body_too_large")
-            if name == _CONTROL:
-                controls.append(await value.read())
+            if name in several:
+                several[name].append(await value.read())
             else:
                 files[name] = await value.read()
-        elif name in (*_FILES, _CONTROL):
+        elif name in (*_FILES, *_SEVERAL):
             raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
-    return texts, files, controls
+    return texts, files, several
 
 
 def _numbers(text: str, *, whole: bool) -> list[Any] | None:

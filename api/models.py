@@ -122,6 +122,8 @@ def _drawing(card: ImageCard) -> dict[str, Any]:
         "embeddings": card.embeddings,
         "upscalers": card.upscalers,
         "controls": card.controls,
+        "preprocessors": card.preprocessors,
+        "image_prompts": card.image_prompts,
         "refiners": card.refiners,
         "prompt_fields": card.prompt_fields,
         "graphs": card.graphs,

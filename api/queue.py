@@ -10,7 +10,7 @@ from uuid import uuid4
 from celery import Celery
 from kombu.pools import ProducerPool
 
-from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
+from core.jobs.broker import QUEUES, Envelope, celery_settings, pushed, task_name
 
 _CONNECTIONS = 10
 _PATIENCE_S = 10.0  # for a connection used by others
@@ -28,7 +28,7 @@ class MessageProducer:
         tasks = {queue: self._task(queue) for queue in QUEUES}
         self._bodies = {queue: json.dumps(task.body) for queue, task in tasks.items()}
         self._messages = {
-            (q, priority): _message(task, q, priority) for q, task in tasks.items() for priority in range(10)
+            (q, priority): pushed(task, q, priority, _BODY, _TAG) for q, task in tasks.items() for priority in range(10)
         }
 
     def message(self, envelope: Envelope) -> str:
@@ -62,24 +62,3 @@ class MessageProducer:
         self._producers.force_close_all()  # type: ignore[no-untyped-call]
         self._connections.force_close_all()
         self._celery.close()
-
-
-def _message(task: Any, queue: str, priority: int) -> str:
-    """Celery's message as kombu pushes it into a list, with placeholders."""
-    properties = {
-        **task.properties,
-        "delivery_mode": 2,  # persistent
-        "delivery_info": {"exchange": "", "routing_key": queue},
-        "priority": priority,
-        "body_encoding": "base64",
-        "delivery_tag": _TAG,
-    }
-    return json.dumps(
-        {
-            "body": _BODY,
-            "content-encoding": "utf-8",
-            "content-type": "application/json",
-            "headers": task.headers,
-            "properties": properties,
-        }
-    )

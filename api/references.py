@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ from api.access import Caller
 from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
-from api.uploads import Upload
-from contract import control
-from contract.image_fields import ImageFields
+from api.uploads import NO_PICTURES, PictureUploads, Upload
+from contract.control import ControlChoice
+from contract.image_fields import ControlFields, ImageFields, ImagePromptFields
+from contract.image_prompt import ImagePromptChoice
+from contract.picture_input import PictureInput
 
-_CONTROL = "control.image"
+CONTROL, IMAGE_PROMPT = "control_image", "image_prompt"  # a form's files, of what has no image of its own
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
@@ -41,11 +43,13 @@ async def read(service: Service, caller: Caller, fields: EditBody) -> Upload:
     return await service.stored(fetch, service, caller.id, fields, admin=caller.may("admin"))
 
 
-async def read_controls(
-    service: Service, caller: Caller, fields: ImageFields, given: Sequence[bytes] = ()
-) -> tuple[Upload, ...]:
-    """As `fetch_controls`, without blocking."""
-    return await service.stored(fetch_controls, service, caller.id, fields, given, admin=caller.may("admin"))
+async def read_pictures(
+    service: Service, caller: Caller, fields: ImageFields, given: Mapping[str, Sequence[bytes]] | None = None
+) -> PictureUploads:
+    """As `fetch_pictures`, without blocking."""
+    if not (fields.control or fields.image_prompts or given):
+        return NO_PICTURES
+    return await service.stored(fetch_pictures, service, caller.id, fields, given, admin=caller.may("admin"))
 
 
 def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False) -> Upload:
@@ -60,26 +64,42 @@ def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False
     return Upload.of(bytes_of("images", fields.images[0]), mask, "images", fields.outpaint)
 
 
-def fetch_controls(
-    service: Service, owner: str, fields: ImageFields, given: Sequence[bytes] = (), *, admin: bool = False
-) -> tuple[Upload, ...]:
-    """The pictures of the fields' controls; `given` are those of a form, of the controls without one of their own.
+def fetch_pictures(
+    service: Service, owner: str, fields: ImageFields, given: Mapping[str, Sequence[bytes]] | None = None, *,
+    admin: bool = False,
+) -> PictureUploads:  # fmt: skip
+    """The pictures of the fields' controls and image prompts.
 
-    Blocks. Raises as `fetch`.
+    `given` are a form's files by name, of those without an image of their own. Blocks. Raises as `fetch`.
     """
-    controls, rest, found = fields.control or [], list(given), []
-    if len(controls) > control.MAX_CONTROLS:
-        raise invalid_field(control.FIELD, f"must be at most {control.MAX_CONTROLS}, not {len(controls)}")
-    for one in controls:
+    bytes_of, files = partial(_bytes_of, service, owner, admin=admin), given or {}
+    return PictureUploads(
+        _uploads(ControlChoice, fields.control or [], bytes_of, CONTROL, files.get(CONTROL, ())),
+        _uploads(ImagePromptChoice, fields.image_prompts or [], bytes_of, IMAGE_PROMPT, files.get(IMAGE_PROMPT, ())),
+    )
+
+
+def _uploads(
+    kind: type[PictureInput],
+    entries: Sequence[ControlFields] | Sequence[ImagePromptFields],
+    bytes_of: Callable[[str, ImageReference], bytes],
+    file: str,
+    given: Sequence[bytes],
+) -> tuple[Upload, ...]:
+    """The pictures of a field's entries; `given` are the form's files of this name. Raises `ApiError`."""
+    if len(entries) > kind.MOST:
+        raise invalid_field(kind.FIELD, f"must be at most {kind.MOST}, not {len(entries)}")
+    named, rest, found = f"{kind.FIELD}.image", list(given), []
+    for one in entries:
         if one.image is not None:
-            data = _bytes_of(service, owner, _CONTROL, one.image, admin=admin)
+            data = bytes_of(named, one.image)
         elif rest:
             data = rest.pop(0)
         else:
-            raise invalid_field(_CONTROL, "must be given", "missing_required_parameter")
-        found.append(Upload.of(data, None, _CONTROL))
+            raise invalid_field(named, "must be given", "missing_required_parameter")
+        found.append(Upload.of(data, None, named))
     if rest:
-        raise invalid_field("control_image", "is of no control: each has an image of its own")
+        raise invalid_field(file, f"is of no entry of {kind.FIELD}: each has an image of its own")
     return tuple(found)
 
 

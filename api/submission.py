@@ -26,7 +26,7 @@ from api.access import (
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.service import Service
-from api.uploads import FittedInputs, Upload
+from api.uploads import NO_PICTURES, FittedInputs, PictureUploads, Upload
 from contract.card import ImageCard
 from contract.image import ImageJob
 from contract.image_fields import ImageFields
@@ -56,32 +56,32 @@ async def submit(
     fields: ImageFields,
     id: str | None = None,
     upload: Upload | None = None,
-    controls: tuple[Upload, ...] = (),
+    pictures: PictureUploads = NO_PICTURES,
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an `id` chosen by the client the job may exist already: it is returned unchanged. `upload` is the source of an
-    edit, `controls` are the pictures of controls (default: those that the fields name): with any `ArtifactError` may be
-    raised. Also returns the queue position of a job created now.
+    edit, `pictures` are those of controls and image prompts (default: those that the fields name): with any
+    `ArtifactError` may be raised. Also returns the queue position of a job created now.
     """
-    if fields.control and not controls:
-        controls = await references.read_controls(service, caller, fields)
-    digest = "" if id is None else _digest(fields, upload, controls)
+    if not pictures.any:
+        pictures = await references.read_pictures(service, caller, fields)
+    digest = "" if id is None else _digest(fields, upload, pictures)
 
     def draft_for(card: ImageCard) -> JobDraft:
         admission.check_expansion(fields, service.cards.now.expands(card.name))
         return replace(
-            admission.image_draft(fields, card, upload, controls), id=id or new_id(), owner=caller.id, digest=digest,
+            admission.image_draft(fields, card, upload, pictures), id=id or new_id(), owner=caller.id, digest=digest,
             webhook=_webhook(service, request, fields),
         )  # fmt: skip
 
     card = service.cards.now.model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, card)
-    plain = upload is None and not controls
+    plain = upload is None and not pictures.any
     if draft is not None and plain and draft.deadline_s is None:
         # The common path: a single Redis call.
-        requests, pictures = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
-        job, standing = await _create(service, draft, request, requests + pictures, len(requests))
+        requests, drawn = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
+        job, standing = await _create(service, draft, request, requests + drawn, len(requests))
         return _same(job, caller, digest), standing
     await enforce_rate_limit(request, service, caller)
     there = None if id is None else await service.call(service.store.get, id)
@@ -96,7 +96,7 @@ async def submit(
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
     if not plain:
-        fitted = await service.decoding.run(caller.id, fitted_to, upload, controls, draft)
+        fitted = await service.decoding.run(caller.id, fitted_to, upload, pictures, draft)
         await count_pictures(request, service, caller, n)  # before anything is stored
         charges, draft = [], await service.stored(store_inputs, service, draft, fitted)
     job, standing = await _create(service, draft, request, charges)
@@ -181,29 +181,31 @@ async def _create(
     return made.job, made.standing
 
 
-def fitted_to(upload: Upload | None, controls: Sequence[Upload], draft: JobDraft) -> FittedInputs:
-    """The upload's image and mask, and the pictures of controls, as the draft's job reads them. Raises `ApiError`,
-    naming the field.
+def fitted_to(upload: Upload | None, pictures: PictureUploads, draft: JobDraft) -> FittedInputs:
+    """The upload's image and mask, and the pictures of controls and image prompts, as the draft's job reads them.
+    Raises `ApiError`, naming the field.
     """
     job = ImageJob.read(draft.parameters)
-    return uploads.fitted(upload, controls, job.size, soft=job.source is not None and bool(job.source.soft_mask))
+    return uploads.fitted(upload, pictures, job.size, soft=job.source is not None and bool(job.source.soft_mask))
 
 
 def store_inputs(service: Service, draft: JobDraft, inputs: FittedInputs) -> JobDraft:
-    """The draft with its source image and the pictures of its controls, stored for it until its record references
-    them. Raises `ArtifactError`.
+    """The draft with its source image and the pictures of its controls and image prompts, stored for it until its
+    record references them. Raises `ArtifactError`.
     """
 
     def put(data: bytes) -> str:
         return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
 
     keys = [None if data is None else put(data) for data in (inputs.image, inputs.mask)]
-    others = [put(data) for data in inputs.controls]
+    others, prompts = ([put(data) for data in own] for own in (inputs.controls, inputs.image_prompts))
     asked = ImageJob.read(draft.parameters)
     source = None if asked.source is None else replace(asked.source, image=keys[0], mask=keys[1])
     controls = tuple(replace(one, image=key) for one, key in zip(asked.control, others, strict=True))
-    whole = replace(asked, source=source, control=controls)
-    return replace(draft, parameters=whole.to_dict(), inputs=tuple(dict.fromkeys(filter(None, [*keys, *others]))))
+    prompted = tuple(replace(one, image=key) for one, key in zip(asked.image_prompts, prompts, strict=True))
+    whole = replace(asked, source=source, control=controls, image_prompts=prompted)
+    stored = dict.fromkeys(filter(None, [*keys, *others, *prompts]))
+    return replace(draft, parameters=whole.to_dict(), inputs=tuple(stored))
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
@@ -215,13 +217,13 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
     return {"url": url, "base": service.links(request).base}
 
 
-def _digest(fields: ImageFields, upload: Upload | None, controls: Sequence[Upload] = ()) -> str:
+def _digest(fields: ImageFields, upload: Upload | None, pictures: PictureUploads) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
     given = fields.model_dump(mode="json", exclude_none=True)
     if upload is not None:
         given["upload"] = upload.digest
-    if controls:
-        given["controls"] = [one.digest for one in controls]
+    for name, digests in pictures.digests.items():
+        given[f"uploads of {name}" if name in given else name] = digests
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
 from api.errors import ApiError, invalid_field
+from contract import image_prompt
 from contract.image_fields import Margins
 
 MAX_BYTES = 16 * 2**20  # per file
@@ -91,20 +91,43 @@ class Upload:
         return _png(made), _png(hole if soft else hole.point(128 * [0] + 128 * [255]))
 
 
+class PictureUploads(NamedTuple):
+    """The pictures of a request's controls and image prompts, in the order of each."""
+
+    controls: tuple[Upload, ...] = ()
+    image_prompts: tuple[Upload, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.controls or self.image_prompts)
+
+    @property
+    def digests(self) -> dict[str, list[str]]:
+        """Identifies the content of all, by what they are."""
+        return {name: [one.digest for one in own] for name, own in self._asdict().items() if own}
+
+
+NO_PICTURES = PictureUploads()
+
+
 class FittedInputs(NamedTuple):
-    """A job's pictures as PNG, at its size."""
+    """A job's pictures as PNG: at its size, and those of image prompts at sizes of their own."""
 
     image: bytes | None
     mask: bytes | None
     controls: list[bytes]
+    image_prompts: list[bytes]
 
 
 def fitted(
-    upload: Upload | None, controls: Sequence[Upload], size: tuple[int, int], *, soft: bool = False
+    upload: Upload | None, pictures: PictureUploads, size: tuple[int, int], *, soft: bool = False
 ) -> FittedInputs:
-    """The source of an edit, if any, and the pictures of controls. Raises as `Upload.fitted`."""
+    """The source of an edit, if any, and the pictures of controls and image prompts. Raises as `Upload.fitted`."""
     image, mask = (None, None) if upload is None else upload.fitted(size, soft=soft)
-    return FittedInputs(image, mask, [one.fitted(size)[0] for one in controls])
+    controls = [one.fitted(size)[0] for one in pictures.controls]
+    return FittedInputs(
+        image, mask, controls, [one.fitted(image_prompt.fitted(*one.size))[0] for one in pictures.image_prompts]
+    )
 
 
 def media_type(field: str, data: bytes) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cli.arguments import (
@@ -50,40 +52,108 @@ def add(commands: Commands) -> None:
     _add_cohost(benches)
     _add_simulate(benches)
     _add_loras(benches)
+    _add_lora_load(benches)
+    _add_control(benches)
+
+
+@contextmanager
+def _bench_errors() -> Iterator[None]:
+    """Context: raises `UsageError` for what a benchmark cannot measure."""
+    from benchmarks.record import BenchError
+
+    try:
+        yield
+    except BenchError as error:
+        raise UsageError(str(error)) from error
+
+
+def _counting(
+    benches: Commands, name: str, text: str, counts: Sequence[tuple[str, int, str]]
+) -> argparse.ArgumentParser:  # fmt: skip
+    """The parser of a benchmark with these integer options: name, default and of what."""
+    one: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    for option, default, of in counts:
+        one.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"{of}; default: %(default)s")
+    return one
+
+
+def _end(one: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    """Adds the options that stand last: of the results, and of the model."""
+    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    add_model(one)
+    one.set_defaults(run=run)
 
 
 def _add_loras(benches: Commands) -> None:
-    text = "a deep step of rows with different LoRAs on a CPU's kernels, against the same without any"
-    one = benches.add_parser("loras", help=text, description=text[0].upper() + text[1:] + ".")
-    for name, default, of in (
+    text = "a deep step of rows with different LoRAs on our kernels, against the same without any"
+    one = _counting(benches, "loras", text, (
         ("rows", 16, "of the step"), ("loras", 8, "different ones among the rows"), ("rank", 8, "of each"),
-        ("rounds", 10, "of one step without and one with"),
-    ):  # fmt: skip
-        one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{of}; default: %(default)s")
-    layers = ("attention", "linear", "all")
+        ("rounds", 10, "of one step without and one with them, on a GPU in both ways of adding them"),
+    ))  # fmt: skip
     one.add_argument(
-        "--layers", choices=layers, default="linear", help="that they have shares in; default: %(default)s"
-    )
+        "--layers", metavar="NAME,…", default="attention,linear,all",
+        help="that they have shares in, one after another: of attention, all linear ones, all; default: %(default)s",
+    )  # fmt: skip
     one.add_argument(
-        "--sdxl", action="store_true", help="a UNet of SDXL's widths with random weights in INT8, instead of a model's"
+        "--sdxl",
+        action="store_true",
+        help="a UNet in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU, not a model's",
     )
-    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
-    add_model(one)
-    one.set_defaults(run=_loras)
+    _end(one, _loras)
 
 
 def _loras(options: argparse.Namespace) -> int:
     from benchmarks import loras
-    from benchmarks.record import BenchError
 
     chosen = read_settings(options)
     make_cache(chosen)
     wanted = loras.Wanted(options.rows, options.loras, options.rank, options.layers, options.rounds)
-    try:
-        with model_errors():
-            loras.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
-    except BenchError as error:
-        raise UsageError(str(error)) from error
+    with _bench_errors(), model_errors():
+        loras.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
+    return 0
+
+
+def _add_lora_load(benches: Commands) -> None:
+    text = "steps of others while a large LoRA is read, against steps without"
+    one = _counting(benches, "lora-load", text, (
+        ("mib", 200, "MiB of the file"), ("rounds", 3, "how often it is read"), ("steps", 100, "before each time"),
+        ("side", 128, "pixels of a side"),
+    ))  # fmt: skip
+    _end(one, _lora_load)
+
+
+def _lora_load(options: argparse.Namespace) -> int:
+    from benchmarks import lora_load
+
+    chosen = read_settings(options)
+    make_cache(chosen)
+    wanted = lora_load.Wanted(options.mib, options.rounds, options.steps, options.side)
+    with _bench_errors(), model_errors():
+        lora_load.run(chosen, wanted, results=options.results)
+    return 0
+
+
+def _add_control(benches: Commands) -> None:
+    text = "a deep step whose rows all have a control network, against the step and the network by themselves"
+    one = _counting(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
+    one.add_argument("--control", default="edges", metavar="NAME", help="the network; default: %(default)s")
+    one.add_argument("--control-dir", metavar="DIR", help="where it lies; default: the repository's, of emoji-xl")
+    one.add_argument(
+        "--sdxl",
+        action="store_true",
+        help="networks in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU",
+    )
+    _end(one, _control)
+
+
+def _control(options: argparse.Namespace) -> int:
+    from benchmarks import control
+
+    chosen = read_settings(options)
+    make_cache(chosen)
+    wanted = control.Wanted(options.rows, options.rounds, options.control)
+    with _bench_errors(), model_errors():
+        control.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
     return 0
 
 
@@ -152,62 +222,52 @@ def _add_cohost(benches: Commands) -> None:
         action="store_true",
         help="keep text's objective even if that makes pictures' batches narrow",
     )
-    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
-    add_model(one)
-    one.set_defaults(run=_cohost)
+    _end(one, _cohost)
 
 
 def _cohost(options: argparse.Namespace) -> int:
     from benchmarks import cohost
-    from benchmarks.record import BenchError
 
     check_steps(options.steps)
     if not 0.1 <= options.seconds <= 3600 or options.turns < 1:
         raise UsageError("--seconds: must be between 0.1 and 3600, and --turns at least 1")
     chosen = read_settings(options)
     make_cache(chosen)
-    try:
-        with model_errors():
-            cohost.run(
-                chosen,
-                seconds=options.seconds,
-                steps=options.steps,
-                turns=options.turns,
-                results=options.results,
-                strict=options.strict,
-            )
-    except BenchError as error:
-        raise UsageError(str(error)) from error
+    with _bench_errors(), model_errors():
+        cohost.run(
+            chosen,
+            seconds=options.seconds,
+            steps=options.steps,
+            turns=options.turns,
+            results=options.results,
+            strict=options.strict,
+        )
     return 0
 
 
 def _text(options: argparse.Namespace) -> int:
     from benchmarks import text
-    from benchmarks.record import BenchError
 
     if options.requests < 1 or options.turns < 1:
         raise UsageError("--requests and --turns: must be at least 1")
     chosen = read_settings(options)
     named = [(options.text_model, options.text_draft)] if options.text_model else text.embedded()
-    try:
+    with _bench_errors():
         for model, draft in named:
             text.run(
                 chosen, model=model, draft=draft, requests=options.requests, turns=options.turns,
                 results=options.results, rungs=options.rungs.split(",") if options.rungs else text.RUNGS,
             )  # fmt: skip
-    except BenchError as error:
-        raise UsageError(str(error)) from error
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
     from benchmarks import simulate
-    from benchmarks.record import BenchError
     from benchmarks.simulation import costs
     from benchmarks.simulation import options as simulated
 
     chosen = read_settings(options)
-    try:
+    with _bench_errors():
         if options.measure:
             from benchmarks.simulation import measure
 
@@ -220,15 +280,11 @@ def _simulate(options: argparse.Namespace) -> int:
             table = costs.read(costs.find(options.costs))
         plan = simulated.plan(options, chosen, table)
         simulate.run(table, plan, results=options.results, name=options.name)
-    except BenchError as error:
-        raise UsageError(str(error)) from error
     return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
     import importlib
-
-    from benchmarks.record import BenchError
 
     check_steps(options.steps)
     chosen = read_settings(options)
@@ -241,10 +297,7 @@ def _bench(options: argparse.Namespace) -> int:
         "rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None, "compile_limit_s": limit_s,
         "student": getattr(options, "student", None),
     }  # fmt: skip
-    try:
-        with model_errors():
-            module.run(chosen, steps=options.steps, pictures=options.pictures, results=options.results,
-                       **{name: value for name, value in given.items() if value})  # fmt: skip
-    except BenchError as error:
-        raise UsageError(str(error)) from error
+    with _bench_errors(), model_errors():
+        module.run(chosen, steps=options.steps, pictures=options.pictures, results=options.results,
+                   **{name: value for name, value in given.items() if value})  # fmt: skip
     return 0

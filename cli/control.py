@@ -10,7 +10,10 @@ from cli.arguments import UsageError
 from contract.control import MAX_CONTROLS, PREPROCESSORS
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from contract.control import Control, ControlChoice
+    from pipeline.depth import DepthEstimator
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +34,13 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         help="the kind of picture that it is, for a ControlNet-Union; one for each --control, or one for all",
     )  # fmt: skip
     parser.add_argument(
-        "--control-preprocessor", choices=PREPROCESSORS, help="canny: IMAGE is a picture, of which the edges are taken"
-    )
+        "--control-preprocessor", choices=PREPROCESSORS,
+        help="canny: IMAGE is a picture, of which the edges are taken; depth: its depth map, by --depth-model",
+    )  # fmt: skip
     parser.add_argument("--control-dir", metavar="DIR", help="where the networks lie, as folders or NAME.safetensors")
+    parser.add_argument(
+        "--depth-model", metavar="DIR", help="a depth model's folder, such as Depth Anything's or DPT's"
+    )
 
 
 def check_choices(options: argparse.Namespace) -> tuple[ControlChoice, ...]:
@@ -72,27 +79,37 @@ def check_choices(options: argparse.Namespace) -> tuple[ControlChoice, ...]:
 
 
 def read_controls(
-    options: argparse.Namespace, choices: tuple[ControlChoice, ...], size: tuple[int, int]
-) -> tuple[Control, ...]:
+    options: argparse.Namespace, choices: tuple[ControlChoice, ...], size: tuple[int, int],
+    depth: DepthEstimator | None,
+) -> tuple[Control, ...]:  # fmt: skip
     """The controls, with their pictures at this size. Raises `UsageError`, naming the file."""
-    from contract.control import Control
+    from contract.control import DEPTH, Control
     from workers.sources import prepare
 
+    if depth is None and any(choice.preprocessor == DEPTH for choice in choices):
+        raise UsageError("--control-preprocessor: depth needs a --depth-model")
     return tuple(
-        Control.of(choice, prepare(choice, _pixels(path, size), size))
+        Control.of(choice, prepare(choice, _pixels(path, size), size, depth))
         for choice, path in zip(choices, options.control, strict=True)
     )
 
 
-def _pixels(path: Path, size: tuple[int, int]) -> bytes:
+def opened(flag: str, path: Path) -> Image:
+    """The picture of a file in RGB. Raises `UsageError`, naming the option and the file."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(path) as opened:
-            picture = ImageOps.exif_transpose(opened).convert("RGB")
+        with Image.open(path) as file:
+            return ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise UsageError(f"--control: {path} cannot be read as a picture ({error})") from error
+        raise UsageError(f"{flag}: {path} cannot be read as a picture ({error})") from error
+
+
+def _pixels(path: Path, size: tuple[int, int]) -> bytes:
+    from PIL.Image import Resampling
+
+    picture = opened("--control", path)
     (width, height), (w, h) = picture.size, size
     if abs(width * h - height * w) > 0.1 * min(width * h, height * w):
         raise UsageError(f"--control: {path} is {width}x{height}, and the picture {w}x{h}; give one of that shape")
-    return picture.resize(size, Image.Resampling.LANCZOS).tobytes()
+    return picture.resize(size, Resampling.LANCZOS).tobytes()

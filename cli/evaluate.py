@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import compare, drawing
+from cli import closed_division, compare, drawing
 from cli.arguments import (
     Commands,
     UsageError,
@@ -38,6 +38,7 @@ _EXAMPLES = """examples:
   diptych evaluate --prompts captions.tsv --out runs/int8 --precision int8 --against real --against runs/fp32
   diptych evaluate compare runs/fp32 runs/int8 --real real --out report
   diptych evaluate sweep --prompts captions.tsv --limit 1000 --variants fp32 int8 int8+2 --real real --out runs
+  diptych evaluate mlperf --files mlperf --precision int8 --out mlperf-int8
 
 A run that was stopped, in whatever way, goes on where it was when the same command is given again. The seed of the
 k-th caption, from 0, is the seed offset plus k: runs with equal offsets share their noise, picture by picture.
@@ -62,14 +63,10 @@ def add(commands: Commands) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_drawing(evaluate)
-    evaluate.add_argument(
-        "--against", type=Path, action="append", default=[], metavar="REF",
-        help="a folder of pictures, an .npz with mu and sigma, or another run; may be given more than once",
-    )  # fmt: skip
-    evaluate.set_defaults(run=_evaluate, compile=None)
-    parts = evaluate.add_subparsers(metavar="compare, sweep")
+    add_arguments(evaluate)
+    parts = evaluate.add_subparsers(metavar="compare, sweep, mlperf")
     compare.add(parts)
+    closed_division.add(parts, add_arguments)
     sweep = parts.add_parser(
         "sweep",
         help="draw in several ways, then compare them",
@@ -83,6 +80,16 @@ def add(commands: Commands) -> None:
         "--variants", nargs="+", default=["fp32", "int8", "int8+2"], metavar="HOW", help="default: fp32 int8 int8+2"
     )
     sweep.set_defaults(run=_sweep, compile=None, against=[])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a run and its scores."""
+    _add_drawing(parser)
+    parser.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="REF",
+        help="a folder of pictures, an .npz with mu and sigma, or another run; may be given more than once",
+    )  # fmt: skip
+    parser.set_defaults(run=run, compile=None)
 
 
 def _add_drawing(parser: argparse.ArgumentParser) -> None:
@@ -114,12 +121,13 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     add_scoring(parser)
 
 
-def _evaluate(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Draw the run and score it."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    with _drawn(options, console) as (run, lens):
-        return 1 if run is None else score(run, options, lens, console)
+    with _drawn(options, console) as (drawn, lens):
+        return 1 if drawn is None else score(drawn, options, lens, console)
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -131,8 +139,8 @@ def _sweep(options: argparse.Namespace) -> int:
         raise UsageError("--variants: names one twice")
     for variant in variants:
         console.print(variant.out.name, style="bold", markup=False, highlight=False)
-        with _drawn(variant, console) as (run, _):
-            if run is None:
+        with _drawn(variant, console) as (drawn, _):
+            if drawn is None:
                 return 1
     options.runs = [variant.out for variant in variants]
     return compare.run(options)

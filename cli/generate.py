@@ -30,6 +30,7 @@ from cli.arguments import (
     wrong_option,
 )
 from cli.control import add_control, check_choices, read_controls
+from cli.image_prompts import add_image_prompts, read_image_prompts
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
@@ -53,6 +54,10 @@ _FLAGS = {
     "control.model": "--control-model",
     "control.strength": "--control-strength",
     "control.mode": "--control-mode",
+    "image_prompts": "--image-prompt",
+    "image_prompts.image": "--image-prompt",
+    "image_prompts.model": "--image-prompt-model",
+    "image_prompts.strength": "--image-prompt-strength",
 }  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"
@@ -103,6 +108,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
     add_control(generate)
+    add_image_prompts(generate)
     generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
     add_upscaling(generate)
     add_refining(generate)
@@ -140,13 +146,11 @@ def _generate(options: argparse.Namespace) -> int:
         | read_upscaling(options)
         | read_refining(options)
     )
-    draft = replace(draft, **given)
+    draft = replace(draft, **given, image_prompts=read_image_prompts(options))
     choices = check_choices(options)
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
     draft = replace(draft, deepcache=plan.parse(settings.deepcache))
-    if options.loras and settings.precision == "auto":
-        settings = _taking_loras(settings)
     offered = () if options.scheduler is None else tuple(SAMPLERS)
     for prompt in prompts:
         _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
@@ -158,7 +162,7 @@ def _generate(options: argparse.Namespace) -> int:
         if draft.refiner is not None and works.images.refiner is not None:
             named = draft.refiner.model_copy(update={"model": works.images.refiner.model.name})
             draft = replace(draft, refiner=named)
-        draft = replace(draft, control=read_controls(options, choices, (draft.width, draft.height)))
+        draft = replace(draft, control=read_controls(options, choices, (draft.width, draft.height), works.depth))
         first = replace(draft, prompt=prompts[0].text)
         _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)
         jobs = (
@@ -182,15 +186,6 @@ def _completed(
         return draft.completed(given, {}, usual)
     own = given if options.deepcache is None else {**given, "deepcache": options.deepcache}
     return draft.completed(own, tuned.named(settings.plan, model.plans), usual)
-
-
-def _taking_loras(settings: Settings) -> Settings:
-    """A precision that takes them: "auto" may mean INT8, over which only a CPU's kernels do."""
-    from contract.precision import unquantized
-    from workers.build import device_of
-
-    device = device_of(settings)
-    return settings if device == "cpu" else settings.model_copy(update={"precision": unquantized(device)})
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

@@ -46,6 +46,11 @@ def add(commands: Commands) -> None:
         epilog=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_arguments(mlperf)
+
+
+def add_arguments(mlperf: argparse.ArgumentParser) -> None:
+    """Those of a test, and what is fixed by its protocol."""
     mlperf.add_argument("--scenario", choices=("Offline", "Server", "SingleStream"), required=True)
     mlperf.add_argument(
         "--mode", choices=("performance", "accuracy"), default="performance", help="default: %(default)s"
@@ -73,13 +78,14 @@ def add(commands: Commands) -> None:
         "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
     )
     mlperf.set_defaults(
-        run=_mlperf, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
+        run=run, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
         deterministic=False, protocol="mlperf", guidance_interval=None, guided_steps=None, schedule_type=None,
         timesteps=None, sigmas=None, eta=None, vae=None, plan=None,
     )  # fmt: skip
 
 
-def _mlperf(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run LoadGen's test, and say or score what it found."""
     from rich.console import Console
 
     from evaluation import captions

@@ -30,7 +30,7 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lpips", type=Path, metavar="FILE", help="torchvision's AlexNet; default: no LPIPS")
     parser.add_argument(
         "--judge", action="append", default=[], metavar="FIGURE=DIR",
-        help="a further figure, over local weights in transformers' format: fd-dinov2, cmmd, pickscore, hpsv2; "
+        help="a further figure, over a folder with its weights: fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3; "
         "may be given more than once",
     )  # fmt: skip
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
@@ -143,6 +143,8 @@ def score(run: EvaluationRun, options: argparse.Namespace, lens: ScoringNetworks
         "pictures_per_second": None if speed is None else round(speed, 4),
         "settings": run.settings, "drawn_by": run.drawn_by,
     }  # fmt: skip
+    if stand_ins := getattr(options, "stand_ins", []):
+        whole["stand_ins"] = stand_ins
     write_json(run.folder / "scores.json", whole)
     (run.folder / "report.html").write_text(report.page(compare.of_one(run, lens, whole), [run]), "utf-8")
     for note in whole["notes"]:

@@ -12,8 +12,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeA
 
 from contract import loras
 from contract.bounds import MAX_SEED
+from contract.control import CANNY
 from contract.errors import Invalid
-from contract.precision import is_quantized
 
 MAX_PROMPT_CHARACTERS = 10_000
 MAX_STEPS = 1_000
@@ -93,7 +93,8 @@ class ImageOffer(ImageLimits):
     its decoders, of `VAES`. `prompt_fields` are those of `contract.prompts.FIELDS` that it reads; None: not checked.
     `inpaint_only`: every request needs a source image and a mask. `upscalers` are the networks that may enlarge a
     finished image, `refiners` the models that may take its last steps; None: only the syntax is checked. `controls` are
-    the control networks that a request may use; None: not checked.
+    the control networks that a request may use, `preprocessors` what makes their pictures of others, `image_prompts`
+    the IP-Adapters; None: not checked.
     """
 
     sizes: Collection[Size]
@@ -111,7 +112,9 @@ class ImageOffer(ImageLimits):
     size_range: SizeRange | None = None
     upscalers: Collection[str] | None = None
     controls: Collection[str] | None = None
+    preprocessors: Collection[str] | None = None
     refiners: Collection[str] | None = None
+    image_prompts: Collection[str] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -152,8 +155,7 @@ class ImageOffer(ImageLimits):
         if not named or self.loras is None:
             return
         if not self.loras:
-            why = f"; over {self.precision} only a CPU's kernels take any" if is_quantized(self.precision) else ""
-            raise Invalid("lora", f"is not supported by this model: it offers none{why}")
+            raise Invalid("lora", "is not offered by this model: its worker has no DIPTYCH_LORA_DIR")
         for lora in named:
             if lora.name not in self.loras:
                 raise Invalid("lora", f"there is no LoRA {lora.name}; GET /v1/models lists those there are")
@@ -275,7 +277,7 @@ class ImageCard(_Card):
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
-    offer, and so are `upscalers`, `refiners` and `controls`.
+    offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors` and `image_prompts`.
     """
 
     modality: Literal["image"] = "image"
@@ -298,7 +300,9 @@ class ImageCard(_Card):
     size_range: SizeRange | None = None
     upscalers: tuple[StrictStr, ...] = ()
     controls: tuple[StrictStr, ...] = ()
+    preprocessors: tuple[StrictStr, ...] = (CANNY,)
     refiners: tuple[StrictStr, ...] = ()
+    image_prompts: tuple[StrictStr, ...] = ()
 
     @property
     def offer(self) -> ImageOffer:
@@ -320,7 +324,9 @@ class ImageCard(_Card):
             size_range=self.size_range,
             upscalers=self.upscalers,
             controls=self.controls,
+            preprocessors=self.preprocessors,
             refiners=self.refiners,
+            image_prompts=self.image_prompts,
             **limits,
         )
 

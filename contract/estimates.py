@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from contract import control, plan
+from contract import control, image_prompt, plan
 from contract.card import TINY, BySize, ImageCard
 from contract.image import ImageJob
 
@@ -39,9 +39,11 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
     most = card.defaults.rows(job.picture.guidance_scale)
-    planned = plan.rows_and_depths(cached, job.picture.guidance, made, most)
+    steps, own = plan.rows_and_depths(cached, job.picture.guidance, made, most), job.own_steps
+    planned = [(rows, deep or step >= own) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
     beside_s = _step_s(card.costs.control_row_step_s, width, height) or deep_s * control.SHARE
-    controls_s = control.deep_rows(job.control, planned) * beside_s
+    controls_s = control.deep_rows(job.control, planned, own) * beside_s
+    controls_s += image_prompt.deep_rows(job.image_prompts, planned, own) * deep_s * image_prompt.SHARE
     return controls_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
 
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from contract import control, plan, prompts, students, tuned
+from contract import control, image_prompt, plan, prompts, students, tuned
 from contract.bounds import MAX_SEED, check_flag, check_number, check_whole, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
 from contract.control import Control, ControlSource
 from contract.errors import Invalid
+from contract.image_prompt import ImagePrompt, ImagePromptSource
 from contract.nested import Nested
 from contract.plan import GUIDANCE_FIELDS, DeepCache, GuidanceSchedule
 from contract.prompts import Prompting
@@ -54,7 +55,8 @@ class ImageParameters:
     `prompt_2` and `negative_prompt_2` are read by the second text encoder; None: the same text as by the first.
     `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
     the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
-    `upscale` enlarges the finished image, `refiner` takes its last steps. `control` are pictures that it follows.
+    `upscale` enlarges the finished image, `refiner` takes its last steps. `control` are pictures that it follows,
+    `image_prompts` pictures that it is drawn like.
     """
 
     prompt: str
@@ -84,6 +86,7 @@ class ImageParameters:
     upscale: Upscale | None = None
     control: tuple[Control, ...] = ()
     refiner: Refining | None = None
+    image_prompts: tuple[ImagePrompt, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _OBJECTS.items():
@@ -110,6 +113,11 @@ class ImageParameters:
     def guidance(self) -> GuidanceSchedule:
         """What it says of the steps with guidance."""
         return GuidanceSchedule(self.guidance_interval, self.guided_steps)
+
+    @property
+    def added(self) -> bool:
+        """Whether control networks or image prompts add to what the denoiser computes."""
+        return bool(self.control or self.image_prompts)
 
     @property
     def skipped(self) -> int:
@@ -146,9 +154,12 @@ class ImageParameters:
         """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
         told = asdict(self)
         told |= _objects(self)
-        del told["control"]
-        if self.control:
-            told["control"] = control.hashes(self.control)
+        for name, hashed in (
+            ("control", control.hashes(self.control)), ("image_prompts", image_prompt.hashes(self.image_prompts)),
+        ):  # fmt: skip
+            del told[name]
+            if hashed:
+                told[name] = hashed
         for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", *_OBJECTS):
             if told[name] == FIELDS[name].default:
                 del told[name]
@@ -187,8 +198,8 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     if parameters.upscale is not None:
         parameters.upscale.check(offer.upscalers)
     if parameters.refiner is not None:
-        edited, controlled = parameters.edit is not None, bool(parameters.control)
-        parameters.refiner.check(offer.refiners, edited=edited, controlled=controlled)
+        soft = parameters.edit is not None and parameters.edit.soft_mask
+        parameters.refiner.check(offer.refiners, soft=soft)
     if parameters.edit is not None:
         check_strength(parameters.edit.strength, parameters.steps)
     parameters.guidance.check(parameters.made)
@@ -203,7 +214,8 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
         _check_pixels("image", parameters.edit.image, 3 * parameters.width * parameters.height)
         if parameters.edit.mask is not None:
             _check_pixels("mask", parameters.edit.mask, parameters.width * parameters.height)
-    control.check(parameters.control, offer.controls)
+    image_prompt.check(parameters.image_prompts, offer.image_prompts)
+    control.check(parameters.control, offer.controls, offer.preprocessors)
     for one in parameters.control:
         _check_pixels("control.image", one.image, 3 * parameters.width * parameters.height)
 
@@ -235,7 +247,7 @@ class ImageJob:
     """The request in a job's record: `n` images with consecutive seeds.
 
     `deepcache` is in the form of `plan.read`; None leaves it to the worker. `source` is an edit's source image,
-    `control` are the pictures that the images follow.
+    `control` are the pictures that the images follow, `image_prompts` those that they are drawn like.
     """
 
     picture: ImageParameters
@@ -246,11 +258,18 @@ class ImageJob:
     output_format: str = "png"
     output_compression: int | None = None
     control: tuple[ControlSource, ...] = ()
+    image_prompts: tuple[ImagePromptSource, ...] = ()
 
     @property
     def made(self) -> int:
         """How many steps of each image are run, as diffusers counts them."""
         return int(self.picture.steps * (1 if self.source is None else self.source.strength))
+
+    @property
+    def own_steps(self) -> int:
+        """How many of these the model itself runs before its refiner, for a schedule whose timesteps are even."""
+        refiner, steps = self.picture.refiner, self.picture.steps
+        return self.made if refiner is None else max(0, round(refiner.start * steps) - steps + self.made)
 
     @property
     def size(self) -> Size:
@@ -264,8 +283,7 @@ class ImageJob:
         told["n"] = self.n
         if self.source is not None:
             told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}
-        if self.control:
-            told["control"] = [one.to_dict() for one in self.control]
+        told |= {name: [one.to_dict() for one in found] for name in _PICTURES if (found := getattr(self, name))}
         beside = {name: getattr(self, name) for name in _BESIDE}
         return told | {name: value for name, value in beside.items() if value != _BESIDE[name].default}
 
@@ -282,18 +300,20 @@ class ImageJob:
             if not isinstance(edit, Mapping) or "strength" not in edit:
                 raise Invalid("image", "is missing")
             source = Source(edit["strength"], edit.get("image"), edit.get("mask"), edit.get("soft_mask"))
-        controls = told.get("control") or ()
-        if not isinstance(controls, list | tuple):
-            raise Invalid(control.FIELD, "must be a list")
-        read = tuple(map(ControlSource.read, controls))
-        return cls(picture, told["n"], source=source, control=read, **beside)
+        for name, kind in _PICTURES.items():
+            given = told.get(name) or ()
+            if not isinstance(given, list | tuple):
+                raise Invalid(name, "must be a list")
+            beside[name] = tuple(map(kind.read, given))
+        return cls(picture, told["n"], source=source, **beside)
 
     def pictures(
-        self, usual: DeepCache | None = None, edit: Edit | None = None, controls: tuple[Control, ...] = ()
-    ) -> list[ImageParameters]:
+        self, usual: DeepCache | None = None, edit: Edit | None = None, controls: tuple[Control, ...] = (),
+        image_prompts: tuple[ImagePrompt, ...] = (),
+    ) -> list[ImageParameters]:  # fmt: skip
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.
 
-        `usual` is the default DeepCache schedule, `edit` the decoded source, `controls` are those of `control`.
+        `usual` is the default DeepCache schedule, `edit` the decoded source; `controls` and `image_prompts` are read.
         """
         check_whole("n", self.n, 1, MAX_IMAGES)
         check_whole("seed", self.picture.seed, 0, MAX_SEED)
@@ -302,11 +322,14 @@ class ImageJob:
         if self.output_compression is not None:
             check_whole("output_compression", self.output_compression, 0, 100)
         cached = usual if self.deepcache is None else plan.read(self.deepcache)
-        first = replace(self.picture, deepcache=cached, edit=edit, control=controls)
+        first = replace(self.picture, deepcache=cached, edit=edit, control=controls, image_prompts=image_prompts)
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 
-FIELDS = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit", "control")}
-_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source", "control")}
+_PICTURES: dict[str, type[ControlSource | ImagePromptSource]] = {
+    "control": ControlSource, "image_prompts": ImagePromptSource,
+}  # fmt: skip
+FIELDS = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit", *_PICTURES)}
+_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source", *_PICTURES)}
 _NEEDED = ("prompt", "n", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from contract.bounds import FLAG, MAX_DEADLINE_S, MAX_SEED, OBJECT, WORD
 from contract.card import MAX_IMAGES, MAX_STEPS, Size
-from contract.control import MAX_CONTROLS, MAX_MODE, MAX_STRENGTH, ControlSource
+from contract.control import MAX_CONTROLS, MAX_MODE, ControlSource
+from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePromptSource
+from contract.picture_input import MAX_STRENGTH
 from contract.plan import CacheFields
 from contract.prompts import MAX_CLIP_SKIP
 from contract.refining import Refining
@@ -32,6 +34,15 @@ class ImageReference(BaseModel):
     )
 
 
+_Start = Annotated[
+    float | None,
+    Field(ge=0, le=1, allow_inf_nan=False, description="the share of the steps before it acts; 0 by default"),
+]
+_End = Annotated[
+    float | None, Field(ge=0, le=1, allow_inf_nan=False, description="the share after which it ends; 1.0 by default")
+]
+
+
 class ControlFields(BaseModel):
     """A picture that the image follows, and the network that reads it."""
 
@@ -44,17 +55,13 @@ class ControlFields(BaseModel):
     strength: float | None = Field(
         default=None, ge=0, le=MAX_STRENGTH, allow_inf_nan=False, description="of what it adds; 1.0 by default"
     )
-    start: float | None = Field(
-        default=None, ge=0, le=1, allow_inf_nan=False, description="the share of the steps before it acts; 0 by default"
-    )
-    end: float | None = Field(
-        default=None, ge=0, le=1, allow_inf_nan=False, description="the share after which it ends; 1.0 by default"
-    )
-    preprocessor: Literal["canny"] | None = Field(
+    start: _Start = None
+    end: _End = None
+    preprocessor: Literal["canny", "depth"] | None = Field(
         default=None,
-        description="canny: image is a picture, of which the edges are taken; default: it is read as given",
+        description="canny: image is a picture, of which the edges are taken; depth: its depth map, by the model's "
+        "depth model if it has one; default: it is read as given",
     )
-
     mode: int | None = Field(
         default=None, ge=0, le=MAX_MODE, description="the kind of the image, for a ControlNet-Union: 0 is a pose, …"
     )
@@ -64,6 +71,28 @@ class ControlFields(BaseModel):
         """What it says, without its image."""
         given = self.model_dump(exclude_none=True, exclude={"image"})
         return ControlSource(**given)
+
+
+class ImagePromptFields(BaseModel):
+    """A picture that the image is drawn like, and the IP-Adapter that reads it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="ImagePrompt")
+
+    model: str = Field(description="of the model's image_prompts: an IP-Adapter or IP-Adapter Plus")
+    image: ImageReference | None = Field(
+        default=None, description="the picture, of any shape; its middle square is read; in a form a file"
+    )
+    strength: float | None = Field(
+        default=None, ge=0, le=MAX_STRENGTH, allow_inf_nan=False,
+        description="how much it counts beside the prompt; 1.0 by default",
+    )  # fmt: skip
+    start: _Start = None
+    end: _End = None
+
+    @property
+    def choice(self) -> ImagePromptSource:
+        """What it says, without its image."""
+        return ImagePromptSource(**self.model_dump(exclude_none=True, exclude={"image"}))
 
 
 class ImageFields(BaseModel):
@@ -178,6 +207,10 @@ class ImageFields(BaseModel):
     )
     control: list[ControlFields] | None = Field(
         default=None, description=f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them"
+    )
+    image_prompts: list[ImagePromptFields] | None = Field(
+        default=None,
+        description=f"pictures that it is drawn like, at most {MAX_IMAGE_PROMPTS}, and the IP-Adapters that read them",
     )
     refiner: Refining | None = Field(
         default=None, description="a second model, one of the model's refiners, takes the last steps"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from contract import control, plan, prompts, students, tuned
+from contract import control, image_prompt, plan, prompts, students, tuned
 from contract.bounds import check_number, check_whole
 from contract.card import FULL, ImageOffer, Size
 from contract.control import ControlSource
 from contract.errors import Invalid
 from contract.image import FIELDS, ImageJob, ImageParameters, Source, check, check_strength
 from contract.image_fields import ImageFields
+from contract.image_prompt import ImagePromptSource
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
 from contract.schedule import SCHEDULE_FIELDS, schedule_of
 
@@ -32,8 +33,8 @@ def image_job(
     take after where the fields have none. Raises `Invalid`.
     """
     offer.check_source(edited=edited is not None, masked=masked, soft=bool(getattr(fields, "soft_mask", None)))
-    controls = _controls(fields, offer)
-    _check_refiner(fields, offer, edited=edited is not None)
+    controls, image_prompts = _controls(fields, offer), _image_prompts(fields, offer)
+    _check_refiner(fields, offer)
     _check_limits(fields, offer)
     offer.check_loras(fields.lora or "")
     student = students.of_loras(fields.lora or "", offer.schedulers)
@@ -60,6 +61,7 @@ def image_job(
         fields.output_format or "png",
         None if fields.output_format in (None, "png") else fields.output_compression,
         controls,
+        image_prompts,
     )
     job = replace(job, picture=replace(job.picture, preview_every=_previews(fields, job.made)))
     schedule = None if cached is None else plan.read(cached)
@@ -71,7 +73,14 @@ def image_job(
 def _controls(fields: ImageFields, offer: ImageOffer) -> tuple[ControlSource, ...]:
     """The controls, whose pictures are not stored yet. Raises `Invalid`."""
     found = tuple(one.choice for one in fields.control or ())
-    control.check(found, offer.controls)
+    control.check(found, offer.controls, offer.preprocessors)
+    return found
+
+
+def _image_prompts(fields: ImageFields, offer: ImageOffer) -> tuple[ImagePromptSource, ...]:
+    """The image prompts, whose pictures are not stored yet. Raises `Invalid`."""
+    found = tuple(one.choice for one in fields.image_prompts or ())
+    image_prompt.check(found, offer.image_prompts)
     return found
 
 
@@ -113,10 +122,10 @@ def _planned(fields: ImageFields, offer: ImageOffer, strength: float | None, usu
     return fields.model_copy(update=found)
 
 
-def _check_refiner(fields: ImageFields, offer: ImageOffer, *, edited: bool) -> None:
+def _check_refiner(fields: ImageFields, offer: ImageOffer) -> None:
     """Raise `Invalid` for a refiner that is not offered, or not for this request."""
     if fields.refiner is not None:
-        fields.refiner.check(offer.refiners, edited=edited, controlled=bool(fields.control))
+        fields.refiner.check(offer.refiners, soft=bool(getattr(fields, "soft_mask", None)))
 
 
 def _check_limits(fields: ImageFields, offer: ImageOffer) -> None:

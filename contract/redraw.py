@@ -9,12 +9,13 @@ from contract.plan import OFF
 
 
 def redraw(job: ImageJob, model: str, deepcache: Any) -> dict[str, Any] | None:
-    """Fields for `POST /v1/jobs` in which nothing is left to chance or to defaults; None for an edit or with controls.
+    """Fields for `POST /v1/jobs` in which nothing is left to chance or to defaults; None for one that reads
+    pictures.
 
     `deepcache` is the schedule that was followed, in the form of the request's field. The plan is "off", since what it
     said is among the fields.
     """
-    if job.source is not None or job.control:
+    if job.source is not None or job.control or job.image_prompts:
         return None
     fields = job.to_dict()
     size = f"{fields.pop('width')}x{fields.pop('height')}"

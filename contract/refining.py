@@ -26,15 +26,17 @@ class Refining(Nested):
         "default",
     )  # fmt: skip
 
-    def check(self, offered: Collection[str] | None, *, edited: bool, controlled: bool) -> None:
+    def check(self, offered: Collection[str] | None, *, soft: bool) -> None:
         """Raise `Invalid` for a model that is not offered; None: only the syntax is checked.
 
-        Also for an edit, and for a request with control networks.
+        Also for an edit with a `soft` mask.
         """
-        if edited or controlled:
-            raise Invalid(FIELD, f"is not supported {'for edits' if edited else 'together with control'}")
+        if soft:
+            raise Invalid(FIELD, "is not supported together with soft_mask")
+        if offered is not None and self.model in offered:
+            return  # whatever its folder is called
         if not is_name(self.model):
             raise Invalid(f"{FIELD}.model", "must be a name: letters, digits, _, . and -")
-        if offered is not None and self.model not in offered:
+        if offered is not None:
             known = f"there is no {self.model}; it has {', '.join(offered)}" if offered else "it has none"
             raise Invalid(f"{FIELD}.model", f"is not offered by this model: {known}")

@@ -13,6 +13,7 @@ from contract.nested import Nested
 FIELD = "upscale"
 MAX_SCALE = 8  # times width and height
 MAX_PIXELS = 2**25  # of what a network makes
+MAX_SIDE = 16383  # pixels of the enlarged image; WebP has no more
 
 
 class Upscale(Nested):
@@ -48,3 +49,5 @@ class Upscale(Nested):
             raise Invalid(f"{FIELD}.scale", f"must be at most {factor}, the factor of {self.model}")
         if width * height * factor**2 > MAX_PIXELS:
             raise Invalid(FIELD, f"{factor} times {width}x{height} is more than {MAX_PIXELS} pixels")
+        if max(self.size(width, height, factor)) > MAX_SIDE:
+            raise Invalid(FIELD, f"it makes a side of more than {MAX_SIDE} pixels")

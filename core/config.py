@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract import plan, urls
@@ -79,6 +79,18 @@ class Settings(BaseSettings):
         description="where the control networks lie that requests may use, folders or name.safetensors; empty: none",
     )
     control_mib: int = Field(default=8192, ge=1, description="that these networks may take, once read")
+    depth_model: str = Field(
+        default="",
+        description="a folder in transformers' format of the model that the preprocessor depth takes; empty: none",
+    )
+    ip_adapter_dir: str = Field(
+        default="",
+        description="where name.safetensors of the IP-Adapters lies that requests may use, and image_encoder; "
+        "empty: none",
+    )
+    ip_adapter_mib: int = Field(
+        default=12288, ge=1, description="that these adapters and their encoders may take, once read"
+    )
     refiner: str = Field(
         default="",
         description="an SDXL refiner's folder, name or hub id, for the last steps of requests that say so; empty: none",
@@ -177,6 +189,12 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="after such silence a worker's jobs are taken away",
     )
+    warm_wait_s: float = Field(
+        default=0.5,
+        ge=0,
+        le=60,
+        description="that a job waits at most for a worker that has its LoRAs, control networks, IP-Adapters in memory",
+    )
     stuck_s: float = Field(
         default=300.0, gt=0, allow_inf_nan=False, description="one iteration of so long means a hung device"
     )
@@ -240,6 +258,15 @@ class Settings(BaseSettings):
     @classmethod
     def _is_a_schedule(cls, value: str) -> str:
         plan.parse(value)
+        return value
+
+    @field_validator("warm_wait_s")
+    @classmethod
+    def _is_a_lease_at_most(cls, value: float, given: ValidationInfo) -> float:
+        """Sweeps leave a job alone while it is offered: if the worker that offers it dies, it is late by so long."""
+        lease_s = given.data.get("lease_s", value)
+        if value > lease_s:
+            raise ValueError(f"must not exceed DIPTYCH_LEASE_S ({lease_s:g} s)")
         return value
 
     @field_validator("public_url")

@@ -27,13 +27,19 @@ log = logging.getLogger(__name__)
 class ExecutableKey:
     """Key of an executable. `size` is whatever else fixes its shapes, such as (height, width) of the latents.
 
-    `chunks` fix shapes, too, those of texts, and hardly its cost.
+    `chunks` fix shapes, too, those of texts, and hardly its cost. `variant`: what else is launched, such as LoRAs.
     """
 
     phase: str
     rows: int
     size: Hashable
     chunks: int = 1
+    variant: Hashable = None
+
+    @property
+    def shape(self) -> Hashable:
+        """All that a recording is distinguished by within its phase."""
+        return self.rows, self.size, self.chunks, self.variant
 
 
 def compiler() -> str | None:

@@ -9,13 +9,19 @@ import threading
 log = logging.getLogger(__name__)
 
 _NICE = 15
+_BEHIND = 14  # steps of niceness, a factor of 1.25 each, that leave a thread a twenty-fifth of a processor
 
 
-def lower_priority(what: str) -> None:
-    """Run the calling thread, and threads and processes that it starts, behind all others. `what` is for the log."""
+def lower_priority(what: str, *, idle: bool = False) -> None:
+    """Run the calling thread, and threads and processes that it starts, behind all others. `what` is for the log.
+
+    `idle`: of a processor that the process's other threads keep busy, Linux gives it a twenty-fifth, unless these are
+    nicer than 5.
+    """
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         try:  # on Linux priorities are per thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            nice = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND if idle else _NICE
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, 19))
         except OSError as error:
             log.debug("%s at normal priority: %s", what, error)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
 import torch
+
+_PART = 2**24  # bytes that are copied from pinned memory at a time
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -13,3 +19,53 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def beside(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies on the device, to be read in its default stream; complete when this returns. On any thread.
+
+    To a GPU in a stream of their own, so that neither waits for the other.
+    """
+    with _apart(device):
+        made = [tensor.to(device) for tensor in tensors]
+    _complete(made, device)
+    return made
+
+
+def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes on the device for `filled`: for contents that depend on where they lie."""
+    with _apart(device):
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def filled(memory: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """What `allocated` gave, with these contents: as `beside`."""
+    if not memory.is_cuda:
+        return memory.copy_(host)
+    with _apart(memory.device):
+        for part, to in zip(host.split(_PART), memory.split(_PART), strict=True):
+            to.copy_(part.pin_memory(), non_blocking=True)
+    _complete([memory], memory.device)
+    return memory
+
+
+def _apart(device: torch.device) -> AbstractContextManager[object]:
+    """Context: on a GPU in the stream that copies go beside others in."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _complete(made: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Wait for copies in that stream; `made` are read in the default stream."""
+    if device.type != "cuda":
+        return
+    _stream(device).synchronize()
+    for tensor in made:  # its memory is used again only after what reads it in the default stream
+        tensor.record_stream(torch.cuda.default_stream(device))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: the allocator keeps memory apart for each stream, and torch has so few streams that further
+    ones would be those of others, such as a graph's under recording.
+    """
+    return torch.cuda.Stream(device)

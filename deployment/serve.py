@@ -27,7 +27,7 @@ _LOOK_S = 0.05
 _API_STOP_S = 10.0
 _HAND_BACK_S = 15.0  # beyond drain_s, to hand back unfinished jobs
 _UNUSABLE = 2  # exit code of a part whose input can never work
-_NICENESS = 10  # of the worker: the API stays responsive under load
+_NICENESS = 5  # of the worker: the API stays responsive under load, and what reads weight files may be far nicer
 _REDIS_OPTIONS = ("maxmemory 1gb",)
 
 

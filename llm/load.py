@@ -6,7 +6,6 @@ Modelling code and weights are transformers' own; attention is ours (llm.attenti
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from contract.precision import PRECISIONS, SCHEMES, is_quantized
 from contract.precision import dtype as dtype_of
+from core.digests import digest_of
 from llm import tiny
 
 if TYPE_CHECKING:
     import torch
-
-_SAMPLE_BYTES, _WHOLE_BYTES, _BLOCK_BYTES = 4096, 256 << 20, 1 << 20
 
 
 def variant(scheme: str) -> str:
@@ -108,7 +106,8 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
         else:
             folder = _find(name)
             network, tokenizer = _read(folder, torch.float32 if is_quantized(precision) else dtype)
-            short, digest = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name, _digest(folder)
+            short = Path(folder).resolve().name if Path(name).is_dir() else Path(name).name
+            digest = digest_of(folder, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
         _check(name, network, tokenizer)
         if is_quantized(precision):
             digest = _quantized(name, folder, network, digest, precision)
@@ -238,31 +237,6 @@ def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
     for value in (getattr(generation, "eos_token_id", None), network.config.eos_token_id, tokenizer.eos_token_id):
         found |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
     return frozenset(found)
-
-
-def _digest(folder: Path) -> str:
-    """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
-
-    Of a weight file over 256 MB it reads the header and 4 KiB from the middle of each tensor.
-    """
-    made = hashlib.sha256()
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
-        size = path.stat().st_size
-        made.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as stream:
-            if size <= _WHOLE_BYTES or path.suffix != ".safetensors":
-                while block := stream.read(_BLOCK_BYTES):
-                    made.update(block)
-                continue
-            header = stream.read(int.from_bytes(stream.read(8), "little"))
-            made.update(header)
-            start, tensors = stream.tell(), json.loads(header)
-            for name in sorted(set(tensors) - {"__metadata__"}):
-                first, end = tensors[name]["data_offsets"]
-                sample = min(_SAMPLE_BYTES, end - first)
-                stream.seek(start + first + (end - first - sample) // 2)
-                made.update(stream.read(sample))
-    return made.hexdigest()[:16]
 
 
 def _first_line(error: Exception) -> str:

@@ -48,6 +48,11 @@ class PageAllocator:
         return self._slots.capacity
 
     @property
+    def tokens(self) -> int:
+        """Tokens that fit in all pages."""
+        return self.capacity * PAGE
+
+    @property
     def free(self) -> int:
         """Allocatable pages: empty ones, and released ones."""
         return self._slots.free + len(self._idle)

@@ -98,7 +98,7 @@ class TextRunner:
         wanted = request.parameters
         if not isinstance(wanted, parameters.TextParameters):
             raise Invalid("parameters", f"must be TextParameters, not {type(wanted).__name__}")
-        most = min(self.context, self.pages.capacity * PAGE)
+        most = min(self.context, self.pages.tokens)
         parameters.check(wanted, vocabulary=self.model.vocabulary, context=most)
         if wanted.json_schema is not None:
             self._constraints.check(wanted.json_schema)

@@ -53,10 +53,12 @@ def collect(
     settings: CalibrationSettings | None = None,
     kernels: ctypes.CDLL | None = None,
     checkpoints: Mapping[str, Path] | None = None,
+    sampled: Mapping[str, Sequence[str]] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
     """Statistics of these layers over the prompts, run in the model's own dtype on its device, at its native size.
 
+    Of `sampled` layers rows are kept as well.
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
     they support its layout. The model is not changed. Raises what `calibrate` raises.
     """
@@ -77,7 +79,8 @@ def collect(
                     networks.decoder(unscale(some.to(model.vae.dtype), model.vae.config))
 
     parts: dict[str, Watched] = {
-        name: Watched(names, observe[name], (checkpoints or {}).get(name)) for name, names in layers.items()
+        name: Watched(names, observe[name], (checkpoints or {}).get(name), (sampled or {}).get(name, ()))
+        for name, names in layers.items()
     }
     return calibrate(parts, prompts, run, digest=model.digest, settings=settings, tell=tell)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,18 +14,19 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 TEXT, TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
 CONV_IN = f"{UNET}input_blocks.0.0.weight"
 INPAINTING_CHANNELS = 9  # latents, mask and the masked image's latents
-_MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
-_LORA = "is a LoRA, not a checkpoint; put it into a folder and name that with --lora-dir"
+MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+_BESIDE = "not a checkpoint; put it into a folder and name that with"
+_LORA = f"is a LoRA, {_BESIDE} --lora-dir"
 # What other files are, by a pattern that a key has; the first that any key has decides.
 _OTHERS = (
     (r"lora_(unet|te\d?|transformer)_|[._]lora(_[AB]|_down|_up|\.(up|down))[._]|\.lora_[AB]$", _LORA),
     (r"\.(hada_w\d|lokr_w\d|oft_(diag|blocks)|dora_scale)", _LORA),
-    (r"^(ip_adapter|image_proj)\.", "is an IP-Adapter, which is not supported"),
+    (r"^(ip_adapter|image_proj)\.", f"is an IP-Adapter, {_BESIDE} --ip-adapter-dir"),
     (
         r"^(control_model|controlnet_(cond_embedding|down_blocks)|input_hint_block|lora_controlnet)(\.|$)",
-        "is a ControlNet, which is not supported",
+        f"is a ControlNet, {_BESIDE} --control-dir",
     ),
-    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", "is a T2I-Adapter, which is not supported"),
+    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", f"is a T2I-Adapter, {_BESIDE} --control-dir"),
     (r"^conditioner\.embedders\.0\.model\.", "is an SDXL refiner, which is not supported"),
     (r"^cond_stage_model\.", "is a checkpoint of Stable Diffusion 1 or 2, and only SDXL's are converted"),
     (r"double_blocks\.|single_transformer_blocks\.", "is a checkpoint of Flux, which is not supported"),
@@ -57,7 +58,7 @@ class Header(NamedTuple):
 def header_bytes(start: bytes) -> int:
     """How many of a safetensors file's first bytes hold its header, by the first nine; 0 for another format."""
     length = int.from_bytes(start[:8], "little")
-    return 8 + length if start[8:9] == b"{" and length <= _MOST_HEADER_BYTES else 0
+    return 8 + length if start[8:9] == b"{" and length <= MOST_HEADER_BYTES else 0
 
 
 def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> Header:
@@ -107,13 +108,24 @@ def _check_format(name: str, start: bytes) -> None:
     raise ModelError(f"{name}: is no whole safetensors file: its first bytes are of another format")
 
 
+class Sign(NamedTuple):
+    """What a file is, and the key that tells."""
+
+    kind: str
+    key: str
+
+
+def sign_of(header: Header, kinds: Sequence[tuple[str, str]]) -> Sign | None:
+    """The first of `kinds`, (pattern, kind), whose pattern any of the file's keys has; None if there is none."""
+    found = (Sign(kind, key) for pattern, kind in kinds for key in header.shapes if re.search(pattern, key))
+    return next(found, None)
+
+
 def check_checkpoint(name: str, header: Header) -> None:
     """Raise `ModelError` for anything but a whole SDXL checkpoint, saying what else it is and which key tells."""
     shapes = header.shapes
-    for pattern, what in _OTHERS:
-        found = next((key for key in shapes if re.search(pattern, key)), None)
-        if found is not None:
-            raise ModelError(f"{name}: {what} (it has {found})")
+    if (other := sign_of(header, _OTHERS)) is not None:
+        raise ModelError(f"{name}: {other.kind} (it has {other.key})")
     missing = [
         (sign, what)
         for sign, what in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
@@ -125,7 +137,7 @@ def check_checkpoint(name: str, header: Header) -> None:
         raise ModelError(
             f"{name}: {_alone(shapes)}it has no {what} (keys that begin with {sign}); its first key is {first}"
         )
-    channels = shapes.get(CONV_IN, (0, 4))[1]
+    channels = _second(shapes.get(CONV_IN, (0, 4)))
     if channels not in (4, INPAINTING_CHANNELS):
         what = "a model that edits by instructions" if channels == 8 else "a model of another kind"
         raise ModelError(f"{name}: is {what}, which is not supported: {CONV_IN} has {channels} channels, not 4 or 9")
@@ -133,13 +145,18 @@ def check_checkpoint(name: str, header: Header) -> None:
 
 def _alone(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """What a file is that lacks some part of a checkpoint, and a semicolon; "" where nothing tells."""
-    reads = next((shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")), 0)
+    reads = next((_second(shape) for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")), 0)
     if any(key.startswith(UNET) for key in shapes) and not any(key.startswith((TEXT, TEXT_2)) for key in shapes):
         whose = f" of {_UNET_READS[reads]}" if reads in _UNET_READS else ""
         return f"is a UNet{whose} without text encoders; "
     kinds = (what for pattern, what in _ALONE if shapes and all(re.search(pattern, key) for key in shapes))
     found = next(kinds, "")
     return f"{found}; " if found else ""
+
+
+def _second(shape: tuple[int, ...]) -> int:
+    """The second side of a tensor, which is a weight's input channels; 0 where it has none."""
+    return shape[1] if len(shape) > 1 else 0
 
 
 def only_vae(keys: Collection[str]) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +15,8 @@ from core.ops.cpu import CpuLowering
 from pipeline import control_file, control_variant
 from pipeline.denoise import Conditioning
 from pipeline.folder import ModelError
+from pipeline.pinned_cache import PinnedCache, PinnedFile, ReadFile
+from pipeline.sized_cache import stamp_of
 from unet_opt.adapter import AdapterBranch
 from unet_opt.control import Condition, ControlBranch, UnionBranch
 
@@ -45,17 +44,9 @@ class NetworkShape(NamedTuple):
     multiple: int
 
 
-@dataclass(slots=True, eq=False)
-class ControlNetwork:
-    """A network of the folder as last read. `branch` None: evicted."""
-
-    name: str
-    stamp: tuple[Any, ...]
-    digest: str
-    size_bytes: int
-    shape: NetworkShape
-    branch: ControlBranch | AdapterBranch | None
-    pins: int = 0  # requests that use it
+Branch = ControlBranch | AdapterBranch
+ControlNetwork = PinnedFile[Branch]
+"""A network of the folder as last read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +65,8 @@ class RequestControl:
 
     @property
     def branch(self) -> ControlBranch:
-        assert isinstance(self.network.branch, ControlBranch)
-        return self.network.branch
+        assert isinstance(self.network.content, ControlBranch)
+        return self.network.content
 
 
 class RequestAdapter(NamedTuple):
@@ -97,18 +88,12 @@ class RequestControls(NamedTuple):
         return bool(self.networks or self.adapters)
 
 
-@dataclass(slots=True, eq=False)
-class ControlLease:
-    """The networks held by one request, from admission to end."""
-
-    networks: list[ControlNetwork] = field(default_factory=list)
-
-
 class ControlFolder:
     """The control networks of one folder for one model. Thread-safe.
 
-    Networks are read and packed by the caller that checks a request, before it reaches the engine; one evicted before
-    the request runs is read again. A changed file is read anew: running requests keep the old version.
+    Networks are read and packed in the background: while a request is checked, before it reaches the engine, and, if
+    one was evicted meanwhile, before the request joins others. A changed file is read anew: running requests keep the
+    old version.
     """
 
     def __init__(
@@ -118,14 +103,11 @@ class ControlFolder:
         weights that are packed are dropped, so that only `lower`'s lowering can use them.
         """
         self.folder = folder.expanduser()
-        self.capacity_bytes = capacity_bytes
-        self.reads = 0
+        self.cache: PinnedCache[Branch] = PinnedCache("control", capacity_bytes, self._read)
         self._model = model
         self._lower = lower
         self._release = release
-        self._networks: OrderedDict[str, ControlNetwork] = OrderedDict()
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._shapes: dict[str, NetworkShape] = {}  # of networks that were read
 
     def names(self) -> list[str]:
         """The names that requests may use now."""
@@ -136,34 +118,23 @@ class ControlFolder:
         try:
             found = {control.model: self._find(control.model) for control in controls}
             needed = sum(network.size_bytes for network in found.values())
-            if needed > self.capacity_bytes:
+            if needed > self.cache.capacity_bytes:
                 raise ModelError(
-                    f"control {' and '.join(found)}: needs {needed} bytes, and there is room for {self.capacity_bytes} "
-                    "(DIPTYCH_CONTROL_MIB)"
+                    f"control {' and '.join(found)}: needs {needed} bytes, and there is room for "
+                    f"{self.cache.capacity_bytes} (DIPTYCH_CONTROL_MIB)"
                 )
         except ModelError as error:
             raise Invalid(f"{FIELD}.model", str(error).removeprefix("control ")) from error
         for control in controls:
-            _check_picture(control, found[control.model].shape, size)
+            _check_picture(control, self._shapes[control.model], size)
 
-    def take(self, controls: Sequence[Control]) -> ControlLease | None:
-        """Reserve a checked request's networks; None means not yet: others' fill the memory. Reads no file."""
-        with self._lock:
-            wanted = {control.model: self._networks[control.model] for control in controls}
-            pinned = sum(network.size_bytes for network in self._networks.values() if network.pins)
-            more = sum(network.size_bytes for network in wanted.values() if not network.pins)
-            if pinned and pinned + more > self.capacity_bytes:
-                return None
-            for network in wanted.values():
-                network.pins += 1
-            return ControlLease([*wanted.values()])
+    def take(self, controls: Sequence[Control], *, wait: bool = False) -> list[ControlNetwork] | None:
+        """Reserve a checked request's networks; None means not yet, as of `PinnedCache.take`."""
+        return self.cache.take([*dict.fromkeys(control.model for control in controls)], wait=wait)
 
-    def give(self, lease: ControlLease) -> None:
+    def give(self, networks: Sequence[ControlNetwork]) -> None:
         """Release them after the request has ended."""
-        with self._lock:
-            for network in lease.networks:
-                network.pins -= 1
-            self._evict()
+        self.cache.give(networks)
 
     def request_bytes(self, controls: Sequence[Control], size: tuple[int, int], rows: int, tokens: int) -> int:
         """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's
@@ -172,8 +143,7 @@ class ControlFolder:
         if not controls:
             return 0
         height, width = (side // self._model.vae_scale for side in (size[1], size[0]))
-        with self._lock:
-            shapes = [self._networks[control.model].shape for control in controls]
+        shapes = [self._shapes[control.model] for control in controls]
         kept = rows * height * width * int(self._model.denoiser.config.block_out_channels[0])
         for shape in shapes:
             kept += rows * tokens * shape.text_width
@@ -182,18 +152,23 @@ class ControlFolder:
 
     @torch.inference_mode()
     def prepare(
-        self, lease: ControlLease, controls: Sequence[Control], size: tuple[int, int], hidden: torch.Tensor, steps: int
+        self,
+        taken: Sequence[ControlNetwork],
+        controls: Sequence[Control],
+        size: tuple[int, int],
+        hidden: torch.Tensor,
+        acts_of: Callable[[Control], tuple[bool, ...]],
     ) -> RequestControls:
         """The inputs of all controls, for embeddings [R, T, D]. On the thread that computes. Raises `Invalid`.
 
-        The pictures of one Union are read together.
+        `acts_of` says in which steps each one acts. The pictures of one Union are read together.
         """
-        named = {network.name: network for network in lease.networks}
+        named = {network.name: network for network in taken}
         networks: list[RequestControl] = []
         adapters: list[RequestAdapter] = []
         for control in controls:
             network = named[control.model]
-            branch, acts = self._ready(network), control.acts(steps)
+            branch, acts = self._ready(network), acts_of(control)
             pixels = torch.frombuffer(bytearray(control.image), dtype=torch.uint8).view(1, size[1], size[0], 3)
             if isinstance(branch, AdapterBranch):
                 adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
@@ -210,40 +185,25 @@ class ControlFolder:
     @property
     def held(self) -> Mapping[str, int]:
         """Bytes of the cached networks, by name, least recently used first."""
-        with self._lock:
-            return {name: one.size_bytes for name, one in self._networks.items() if one.branch is not None}
+        return self.cache.held
 
     def size_bytes(self) -> int:
         """That the networks of the folder take at most, as their files have them."""
         files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.names()]
-        return min(self.capacity_bytes, sum(files))
+        return min(self.cache.capacity_bytes, sum(files))
 
     def _find(self, name: str) -> ControlNetwork:
         """The network's current content, read if it has changed or was evicted."""
-        with self._reading:
-            path = control_file.find(self.folder, name)
-            stamp = _stamp(path, control_variant.variant_of(path, name, self._model.precision))
-            with self._lock:
-                known = self._networks.get(name)
-                if known is not None and known.stamp == stamp and known.branch is not None:
-                    self._networks.move_to_end(name)
-                    return known
-            # In a thread that ends: OpenMP keeps a team of threads for every thread that ever computed.
-            with ThreadPoolExecutor(1, "control") as thread:
-                branch, digest, size = thread.submit(self._read, name, path).result()
-            with self._lock:
-                if known is not None and (known.stamp, known.digest) == (stamp, digest):
-                    known.branch = branch
-                else:
-                    shape = _shape(branch, self._model.vae_scale)
-                    known = self._networks[name] = ControlNetwork(name, stamp, digest, size, shape, branch)
-                self._networks.move_to_end(name)
-                self._evict(but=known)
-                return known
+        path = control_file.find(self.folder, name)
+        try:
+            variant = control_variant.variant_of(path, name, self._model.precision)
+            stamp = stamp_of(path, *([] if variant is None else [variant]))
+        except OSError as error:
+            raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
+        return self.cache.find(name, stamp)
 
-    def _read(self, name: str, path: Path) -> tuple[ControlBranch | AdapterBranch, str, int]:
-        self.reads += 1
-        found = control_variant.read(name, path, self._model)
+    def _read(self, name: str) -> ReadFile[Branch]:
+        found = control_variant.read(name, control_file.find(self.folder, name), self._model)
         network = found.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         kind = _BRANCHES[type(network).__name__]
@@ -254,43 +214,14 @@ class ControlFolder:
             raise ModelError(f"control {name}: is of another model: {error}") from error
         if self._release and isinstance(branch.lowering, CpuLowering):
             branch.lowering.layers.release()
-        return branch, found.digest, size
+        self._shapes[name] = _shape(branch, self._model.vae_scale)
+        return ReadFile(branch, found.digest, size)
 
-    def _ready(self, network: ControlNetwork) -> ControlBranch | AdapterBranch:
-        with self._lock:
-            branch = network.branch
-        if branch is not None:
-            return branch
+    def _ready(self, network: ControlNetwork) -> Branch:
         try:
-            branch, digest, _ = self._read(network.name, control_file.find(self.folder, network.name))
+            return self.cache.content(network)
         except ModelError as error:
             raise Invalid(f"{FIELD}.model", str(error).removeprefix("control ")) from error
-        if digest != network.digest:
-            raise Invalid(f"{FIELD}.model", f"{network.name}: its file changed before it was used; ask again")
-        with self._lock:
-            network.branch = branch
-            self._evict(but=network)
-        return branch
-
-    def _evict(self, but: ControlNetwork | None = None) -> None:
-        """Evict least recently used networks that nobody uses, as far as needed. Under the lock."""
-        held = sum(network.size_bytes for network in self._networks.values() if network.branch is not None)
-        for network in list(self._networks.values()):
-            if held <= self.capacity_bytes:
-                return
-            if network.branch is not None and not network.pins and network is not but:
-                network.branch = None
-                held -= network.size_bytes
-
-
-def _stamp(path: Path, variant: Path | None) -> tuple[Any, ...]:
-    """Changes when any file of the network does, or of its variant in 8 bits."""
-    places = [path] if variant is None else [path, variant]
-    files = [
-        one for place in places for one in ([place] if place.is_file() else sorted(place.iterdir())) if one.is_file()
-    ]
-    found = ((file.name, file.stat()) for file in files)
-    return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns) for name, about in found)
 
 
 def _shape(branch: ControlBranch | AdapterBranch, scale: int) -> NetworkShape:

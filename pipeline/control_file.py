@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from core.digests import digest_of
 from pipeline import folder as folders
-from pipeline.checkpoint import Header, read_header
+from pipeline import weight_files
+from pipeline.checkpoint import Header, read_header, sign_of
 from pipeline.folder import ModelError, Part
-from pipeline.weight_files import PICKLE, PICKLES, SUFFIX
+from pipeline.weight_files import PICKLE, PICKLES, SUFFIX, in_16_bits, is_file
 
 if TYPE_CHECKING:
     import torch
@@ -52,23 +54,15 @@ class ControlFile(NamedTuple):
 
 def offered(folder: Path) -> list[str]:
     """The names in a folder of control networks, sorted; none if it cannot be read."""
-    from contract.loras import is_name
-
-    try:
-        entries = [*folder.iterdir()]
-    except OSError:
-        return []
-    names = {path.name for path in entries if (path / "config.json").is_file()}
-    names |= {path.name.removesuffix(SUFFIX) for path in entries if path.name.endswith(SUFFIX)}
-    return sorted(filter(is_name, names))
+    return weight_files.offered(folder, lambda path: is_file(path / "config.json"))
 
 
 def find(folder: Path, name: str) -> Path:
     """The folder or file of this name. Raises `ModelError`."""
-    if (folder / name / "config.json").is_file():
+    if is_file(folder / name / "config.json"):
         return folder / name
     file = folder / f"{name}{SUFFIX}"
-    if file.is_file():
+    if is_file(file):
         return file
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
         raise ModelError(f"control {name}: {PICKLE}")
@@ -90,12 +84,15 @@ def read(name: str, path: Path, model: ImageModel, dtype: torch.dtype) -> Contro
         raise ModelError(text if text.startswith("control ") else f"control {name}: {text}") from error
     except OSError as error:
         raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # of several libraries, which expect other keys or shapes
+        why = f"{type(error).__name__}: {folders.first_line(error)}"
+        raise ModelError(f"control {name}: is no network that is known, or damaged ({why})") from error
 
 
 def _read_folder(folder: Path, dtype: torch.dtype) -> ControlFile:
     from pipeline.load import load_part
 
-    kind = folders.read_json(folder / "config.json").get("_class_name")
+    kind = str(folders.read_json(folder / "config.json").get("_class_name"))
     if kind not in _MODULES and kind != "ControlNetModel_Union":
         known = ", ".join(sorted(_MODULES))
         raise ModelError(f"{folder}/config.json: is of class {kind}, and a control is one of {known}")
@@ -108,7 +105,7 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> ControlFile:
         kind = UNION
     part = Part("network", (kind,), _MODULES[kind], strict=True)
     network = load_part(folder.parent, folder.name, part, dtype, variant)
-    return ControlFile(network, folders.digest_of(folder, [folder / "config.json", *files]))
+    return ControlFile(network, digest_of(folder, [folder / "config.json", *files]))
 
 
 def _read_file(name: str, file: Path, model: ImageModel, dtype: torch.dtype) -> ControlFile:
@@ -122,18 +119,17 @@ def _read_file(name: str, file: Path, model: ImageModel, dtype: torch.dtype) -> 
     cls = getattr(importlib.import_module(_MODULES[kind]), kind)
     with torch.device("meta"):
         network = cls.from_config(config)
-    weights = load_file(file) if kind == ADAPTER else _renamed(load_file(file), config)
+    loaded = {key: in_16_bits(tensor) for key, tensor in load_file(file).items()}
+    weights = loaded if kind == ADAPTER else _renamed(loaded, config)
     _check_fit(file.name, weights, network)
     network.load_state_dict({key: tensor.to(dtype) for key, tensor in weights.items()}, strict=True, assign=True)
-    return ControlFile(network, folders.digest_of(file.parent, [file]))
+    return ControlFile(network, digest_of(file.parent, [file]))
 
 
 def _check_kind(name: str, header: Header) -> None:
     """Raise `ModelError` for a file that is no ControlNet, saying what else it is and which key tells."""
-    for pattern, what in _OTHERS:
-        found = next((key for key in header.shapes if re.search(pattern, key)), None)
-        if found is not None:
-            raise ModelError(f"{name}: {what}, which is not supported as a file (it has {found})")
+    if (other := sign_of(header, _OTHERS)) is not None:
+        raise ModelError(f"{name}: {other.kind}, which is not supported as a file (it has {other.key})")
     known = _OWN in header.shapes or _ADAPTER_OWN in header.shapes
     if not known and not any(map(_ORIGINAL.match, header.shapes)):
         first = min(header.shapes, default="no key at all")

@@ -137,13 +137,16 @@ def _chunks(entries: Sequence[_Rows], most: int) -> list[list[_Rows]]:
 
 
 def _summed(count: int, parts: Sequence[tuple[_Span, Sequence[Tensor]]]) -> list[Tensor]:
-    """The sums over all rows; nothing without any part. Each row's are added in the order given, whatever the batch."""
+    """The sums over all rows; nothing without any part. Each row's are added in the order given, whatever the batch.
+
+    Where some have fewer tensors than others, as T2I-Adapters of fewer maps, they add nothing to the rest.
+    """
     total: list[Tensor] = []
-    filled: set[int] = set()
+    filled: set[tuple[int, int]] = set()
     for span, own in parts:
-        total = total or [part.new_zeros((count, *part.shape[1:])) for part in own]
-        for whole, part in zip(total, own, strict=True):
-            rows = whole[span.first : span.first + span.rows]
-            rows.add_(part) if span.first in filled else rows.copy_(part)
-        filled.add(span.first)
+        total += [part.new_zeros((count, *part.shape[1:])) for part in own[len(total) :]]
+        for number, part in enumerate(own):
+            rows = total[number][span.first : span.first + span.rows]
+            rows.add_(part) if (span.first, number) in filled else rows.copy_(part)
+            filled.add((span.first, number))
     return total

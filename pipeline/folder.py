@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from core.digests import digest_of
 
 TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
 _STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
 _TEXTS = ("json", "txt", "jinja")  # the endings of files that are no weights
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_HASH_WHOLE_BYTES = 256 * 2**20
-_HASH_BLOCK_BYTES = 4 * 2**20
-_HASH_SAMPLE_BYTES = 4096
 
 
 Fact = tuple[str, Any, Any]
@@ -35,12 +33,14 @@ class Part:
     classes: the accepted class names, of which the first is loaded; empty: any.
     module: where that class is. Full paths: diffusers' and transformers' top levels import slowly.
     strict: whether weights that the class has no use for are rejected.
+    unread: how the names of weights begin that the class has and does not read: files may lack them.
     """
 
     kind: Literal["tokenizer", "encoder", "network", "scheduler"]
     classes: tuple[str, ...] = ()
     module: str = ""
     strict: bool = False
+    unread: tuple[str, ...] = ()
 
     @property
     def stem(self) -> str:
@@ -261,32 +261,6 @@ def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
     """
     texts = [p for part in files for ending in _TEXTS for p in sorted((folder / part).glob(f"*.{ending}"))]
     return digest_of(folder, [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)])
-
-
-def digest_of(folder: Path, files: Sequence[Path]) -> str:
-    """SHA-256 (16 hex digits) over these files of a folder and their names in it.
-
-    Of one over 256 MB it reads the header and 4 KiB from the middle of each tensor.
-    """
-    hashed = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        hashed.update(f"{path.relative_to(folder)}\0{size}\0".encode())
-        with path.open("rb") as stream:
-            if size <= _HASH_WHOLE_BYTES or path.suffix != ".safetensors":
-                while block := stream.read(_HASH_BLOCK_BYTES):
-                    hashed.update(block)
-                continue
-            header = stream.read(int.from_bytes(stream.read(8), "little"))
-            hashed.update(header)
-            start = stream.tell()
-            tensors = json.loads(header)
-            for name in sorted(set(tensors) - {"__metadata__"}):
-                first, end = tensors[name]["data_offsets"]
-                sample = min(_HASH_SAMPLE_BYTES, end - first)
-                stream.seek(start + first + (end - first - sample) // 2)
-                hashed.update(stream.read(sample))
-    return hashed.hexdigest()[:16]
 
 
 def check_facts(which: str, facts: Iterable[Fact]) -> None:

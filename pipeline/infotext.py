@@ -34,7 +34,8 @@ def infotext(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str
 
 
 def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    hashes, upscale = fingerprint.get("lora", {}), parameters.upscale
+    hashes, upscale, refiner = fingerprint.get("lora", {}), parameters.upscale, parameters.refiner
+    weights = fingerprint.get("refiner", {}).get("weights", "")[:_HASH_DIGITS]
     pairs = {
         "Steps": parameters.steps,
         "Sampler": _SAMPLERS.get(sampler, sampler),
@@ -46,6 +47,8 @@ def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, 
         "Model": fingerprint.get("model"),
         "Denoising strength": None if parameters.edit is None else parameters.edit.strength,
         "Lora hashes": ", ".join(f"{name}: {digest[:12]}" for name, digest in hashes.items()),
+        "Refiner": None if refiner is None else f"{refiner.model} [{weights}]",
+        "Refiner switch at": None if refiner is None else refiner.start,
         "Postprocess upscale by": None if upscale is None else upscale.scale,
         "Postprocess upscaler": None if upscale is None else upscale.model,
         "Version": " ".join(filter(None, ("Diptych", fingerprint.get("version")))),

@@ -17,13 +17,14 @@ from core.graphs import ExecutableKey
 from core.transfers import to_device
 from pipeline import control_costs, denoise, edit, tiling, vae
 from pipeline.adapters import ScaledAdapter, named
+from pipeline.additions import Additions
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.conditioning import Conditioner, Told
 from pipeline.control import ControlFolder
-from pipeline.control_rows import ControlRows, RowLimits
 from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
+from pipeline.image_prompts import ImagePromptFolder
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.picture import Picture
 from pipeline.refining import REFINER
@@ -63,6 +64,7 @@ class IterationBuilder:
         conditioners: Mapping[str, Conditioner],
         ledger: MemoryLedger,
         controls: ControlFolder | None = None,
+        image_prompts: ImagePromptFolder | None = None,
     ) -> None:
         """Backends and conditioners by the names that groups have."""
         self._ledger = ledger
@@ -74,8 +76,7 @@ class IterationBuilder:
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
         self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
-        self._controls = controls
-        self._control_rows = ControlRows(self._model.dtype, lengths, self._model.latent_channels)
+        self._additions = Additions(self._main, lengths, controls, image_prompts)
         self._refined: denoise.BatchGatherer | None = None
         if (refiner := backends.get(REFINER)) is not None:
             self._refined = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
@@ -91,7 +92,7 @@ class IterationBuilder:
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
         self._gatherer.clear_cache()
-        self._control_rows.clear_cache()
+        self._additions.clear_cache()
         if self._refined is not None:
             self._refined.clear_cache()
 
@@ -121,19 +122,19 @@ class IterationBuilder:
         def compute() -> tuple[list[Told], list[denoise.Conditioning | None]]:
             conditioner = self._conditioners[group.backend]
             rows, before = sum(work.most_rows for work in works), conditioner.encoder.misses
-            marked = any(isinstance(prompt, MarkedPrompt) for work in works for prompt in work.prompts.prompts)
+            plain = self._encodes_alone(group, wanted, works)
             observe = self._observer(group, rows, False)
             expected_s = self._backends[group.backend].costs.curve(group.phase, group.size, False)(rows)
 
             def observe_new(seconds: float) -> None:
-                if new and not marked:  # cached prompts say nothing about the cost of encoding
+                if new and plain:  # cached prompts say nothing about the cost of encoding
                     observe(seconds)
 
             with self._run_ahead.iteration(expected_s, observe_new):
                 made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
-                refined = self._refined_conditions(wanted, _ENCODE_BUCKET if group.mode else 0)
+                refined = self._refined_conditions(wanted, works, _ENCODE_BUCKET if group.mode else 0)
                 for w, work, told in zip(wanted, works, made, strict=True):
-                    self._prepare_controls(w, work, told)
+                    self._additions.prepare(w, work, told.hidden)
                     if work.x is None:  # a retry must not draw again
                         work.x, work.kept = self._prepare_latents(w, work)
                 new = conditioner.encoder.misses > before
@@ -171,14 +172,15 @@ class IterationBuilder:
 
         def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
-            beside = control_costs.acting_rows(works) if group.phase == DEEP else 0
-            expected_s = way.seconds + control_costs.seconds(backend, group.size, beside)
-            iteration = self._run_ahead.iteration(expected_s, self._step_observer(group, way, works, beside))
+            added = control_costs.added(backend, group, way, works)
+            observe = added.observe or self._step_observer(group, way, works)
+            iteration = self._run_ahead.iteration(way.seconds + added.seconds, observe)
             with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)), iteration:
                 inputs = gatherer.inputs(present, way.rows)
                 output = self._forward(group, backend, way, works, inputs)
                 noise = [self._step_noise(work, rider) for work, rider in zip(works, present, strict=True)]
                 moved = denoise.advance(present, output, noise)
+                moved = [work.begin(state) for work, state in zip(works, moved, strict=True)]
                 narrowed = [NarrowedState.of(work) if work.narrows(work.step + 1) else None for work in works]
             with torch.inference_mode():
                 previews = [self._preview(r.parameters, t) for r, t in zip(requests, moved, strict=True)]
@@ -219,7 +221,8 @@ class IterationBuilder:
                     outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    field = "lora" if work.uses else "control" if work.controls.any else None
+                    given = {"lora": work.uses, "control": work.controls.any, "image_prompts": work.image_prompts}
+                    field = next((name for name, found in given.items() if found), None)
                     error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
                     outcomes[request.id] = Outcome(error=error)
             return outcomes
@@ -251,16 +254,15 @@ class IterationBuilder:
         self, group: BatchGroup, backend: ImageBackend, way: ExecutionPlan, works: list[ImageState],
         inputs: denoise.DenoiserInputs,
     ) -> torch.Tensor:  # fmt: skip
-        """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks add goes into
-        phases that are launched directly.
+        """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks and image prompts
+        add goes into phases that are launched directly.
         """
         call, function, direct = backend.model.family.call, way.function, backend.phases[group.phase]
         if group.phase == DEEP:
-            limits = RowLimits(way.rows, backend.widths.deterministic_rows if group.mode else None)
-            added = self._control_rows.evaluate(works, inputs, limits)
-            output, *features = call(partial(direct, **added._asdict()) if added else function, inputs)
+            added = self._additions.evaluate(group, backend, works, inputs, way.rows)
+            output, *features = call(partial(direct, **added) if added else function, inputs)
             keep(backend.denoiser, features, works)
-            keep_residual(works, added.residuals if added else [])
+            keep_residual(works, added.get("residuals", []))
         else:
             residual = gather_residual(works, way.rows)
             function = function if residual is None else partial(direct, residual=residual)
@@ -268,13 +270,6 @@ class IterationBuilder:
         return output
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _prepare_controls(self, wanted: ImageParameters, work: ImageState, told: Told) -> None:
-        if work.networks is not None and not work.controls.any:
-            assert self._controls is not None
-            size = (wanted.width, wanted.height)
-            given = (work.networks, wanted.control, size, told.hidden, work.table.steps)
-            work.controls = self._controls.prepare(*given)
 
     def _prepare_latents(
         self, wanted: ImageParameters, work: ImageState
@@ -298,11 +293,23 @@ class IterationBuilder:
         assert self._refined is not None
         return self._refined
 
-    def _refined_conditions(self, wanted: list[ImageParameters], bucket: int) -> list[denoise.Conditioning | None]:
+    def _refined_conditions(
+        self, wanted: list[ImageParameters], works: list[ImageState], bucket: int
+    ) -> list[denoise.Conditioning | None]:
         """What the refiner reads of each request's prompts; None of those without one."""
-        own = [one for one in wanted if one.refiner is not None]
-        found = iter(self._conditioners[REFINER].conditions(own, bucket) if own else ())
-        return [None if one.refiner is None else next(found).conditioning for one in wanted]
+        own = [(one, work.refinement.prompts) for one, work in zip(wanted, works, strict=True) if work.refinement]
+        asked, read = [one for one, _ in own], [prompts for _, prompts in own]
+        found = iter(self._conditioners[REFINER].conditions(asked, bucket, read) if own else ())
+        return [next(found).conditioning if work.refinement else None for work in works]
+
+    def _encodes_alone(
+        self, group: BatchGroup, wanted: list[ImageParameters], works: list[ImageState]
+    ) -> bool:  # fmt: skip
+        """Whether the iteration encodes plain prompts and nothing else: no pictures, and none of a refiner or LoRAs."""
+        adapted = group.backend != MAIN and self._backends[group.backend] is self._main
+        more = any(one.added or one.refiner is not None for one in wanted)
+        marked = any(isinstance(prompt, MarkedPrompt) for work in works for prompt in work.prompts.prompts)
+        return not (adapted or more or marked)
 
     def _observer(self, group: BatchGroup, rows: int, compiled: bool) -> Callable[[float], None]:
         """Updates the costs of the group's backend with the seconds of an iteration."""
@@ -310,13 +317,12 @@ class IterationBuilder:
         return partial(self._backends[group.backend].costs.observe, key, compiled)
 
     def _step_observer(
-        self, group: BatchGroup, way: ExecutionPlan, works: list[ImageState], beside: int
-    ) -> Callable[[float], None]:
-        """The same of a step with so many rows of control networks, whose cost is what exceeds the denoiser's."""
-        if beside:
-            return control_costs.observer(self._backends[group.backend], way, group.size, beside)
-        if way.compiled and any(work.residual is not None for work in works):
-            return lambda took_s: None  # launched directly, in place of what was planned
+        self, group: BatchGroup, way: ExecutionPlan, works: list[ImageState]
+    ) -> Callable[[float], None]:  # fmt: skip
+        """The same of a step to which nothing is added."""
+        other = any(work.residual is not None or (work.uses and group.backend != REFINER) for work in works)
+        if way.compiled and (other or (group.phase == DEEP and group.images)):
+            return lambda took_s: None  # other launches, in place of what was planned
         return self._observer(group, way.rows, way.compiled)
 
     def _step_noise(self, work: ImageState, rider: denoise.DenoisingState) -> torch.Tensor | None:
@@ -356,12 +362,7 @@ class IterationBuilder:
         bucket = backend.widths.deterministic_rows if work.mode and not backend.batch_invariant else None
         told = executables(work.mode, (backend, self._main))
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
-        if work.uses:
-            printed["lora"] = {use.name: use.digest for use in work.uses}
-        if work.networks is not None:
-            printed["control"] = {network.name: network.digest for network in work.networks.networks}
-        if embeddings := work.prompts.embeddings:
-            printed["embeddings"] = embeddings
+        printed |= work.files
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:
             printed["vae-tiny"] = self._model.tiny_vae.digest
         if side := tiling.tile_side(self._model, (request.parameters.width, request.parameters.height)):

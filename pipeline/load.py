@@ -17,8 +17,9 @@ from contract import loras as selection
 from contract import students
 from contract.precision import PRECISIONS, is_quantized
 from contract.precision import dtype as dtype_of
+from core.digests import digest_of
 from pipeline import folder as folders
-from pipeline import lora
+from pipeline import lora, sizes
 from pipeline.families import registry
 from pipeline.families.family import Family, Seeded, TinyVae
 from pipeline.families.family import ImageModel as ImageModel
@@ -93,6 +94,7 @@ def load(
     found_tiny = folders.find_network(tiny_vae) if tiny_vae else own
     if found_tiny is not None and (tiny_vae or found_tiny.is_dir()):
         model.tiny_vae = _tiny_vae(found_tiny.resolve(), model)
+    model.trained = sizes.trained(source.folder, family.multiple(model))
     return model
 
 
@@ -148,7 +150,7 @@ def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
         if has != wanted:
             raise ModelError(f"{where}: {what}: {has}, and the VAE of {model.name} has {wanted}")
     network.to(model.device).eval().requires_grad_(False)
-    return TinyVae(network, folders.digest_of(where, [where / "config.json", *files]))
+    return TinyVae(network, digest_of(where, [where / "config.json", *files]))
 
 
 def _short(name: str) -> str:
@@ -266,6 +268,7 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
     wrong = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part.strict else [])
     for what in wrong:
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
+        keys = [key for key in keys if what != "missing_keys" or not key.startswith(part.unread)]
         if keys:
             raise ModelError(
                 f"{folder}/{name}: does not fit its config.json: {len(keys)} {what.replace('_', ' ')}, "

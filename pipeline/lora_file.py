@@ -15,11 +15,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from core import transfers
 from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
-from pipeline import lycoris
+from pipeline import lycoris, weight_files
 from pipeline.families.family import Adapters
-from pipeline.folder import ModelError, first_line
+from pipeline.folder import ModelError
 
 _KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Parts of keys, to which a dot is added, of adapters that are no product of two matrices beside a layer's weight.
@@ -49,7 +50,7 @@ Factors = Mapping[tuple[str, str], LowRank]
 def read(
     name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int = 2**40
 ) -> dict[tuple[str, str], LowRank]:
-    """The factors of the LoRA `name` for these parts, in the file's own precision.
+    """The factors of the LoRA `name` for these parts, in the file's own precision, or in 16 bits of one of 8.
 
     `parts` has at least those of `adapters`. May run on any thread. LyCORIS's kinds become pairs of at most `most`
     elements. Raises `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit
@@ -68,16 +69,19 @@ def read(
     return factors
 
 
-def moved(factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LowRank]:
-    """A copy on a device, in a precision."""
-    return {
+def converted(name: str, factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LowRank]:
+    """A copy in a precision, on a device. Raises `ModelError`, naming the LoRA, for what is not finite in it."""
+    made = {
         at: replace(
             factor,
-            down=factor.down.to(device, dtype, copy=True).contiguous(),
-            up=factor.up.to(device, dtype, copy=True).contiguous(),
+            down=factor.down.to("cpu", dtype, copy=True).contiguous(),
+            up=factor.up.to("cpu", dtype, copy=True).contiguous(),
         )
         for at, factor in factors.items()
     }
+    check_finite(name, made)
+    tensors = iter(transfers.beside([part for factor in made.values() for part in (factor.down, factor.up)], device))
+    return {at: replace(factor, down=next(tensors), up=next(tensors)) for at, factor in made.items()}
 
 
 def of_part(factors: Factors, part: str) -> dict[str, LowRank]:
@@ -88,7 +92,7 @@ def of_part(factors: Factors, part: str) -> dict[str, LowRank]:
 def check_finite(name: str, factors: Factors) -> None:
     """Raise `ModelError`, naming the LoRA, for NaN and infinities."""
     for (_, layer), factor in factors.items():
-        if not all(bool(torch.isfinite(part).all()) for part in (factor.down, factor.up)):
+        if not all(math.isfinite(end) for part in (factor.down, factor.up) for end in part.aminmax()):
             raise ModelError(f"lora {name}: {layer} holds what is no finite number")
 
 
@@ -105,20 +109,16 @@ def add_(parts: Mapping[str, Any], factors: Factors, scale: float) -> None:
 def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The file's tensors, and the config that diffusers writes."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-    from safetensors.torch import load
 
     try:
-        state = load(data)
-    except Exception as error:  # of another library: damaged, or of another kind
-        if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
-            raise ValueError("it is a pickle, which could run code; convert it to safetensors") from error
-        raise ValueError(f"it is damaged or cut short: {first_line(error)}") from error
+        state = weight_files.tensors(data)
+    except ValueError as error:
+        raise ValueError(f"it {error}") from error
     for key in state:
         for mark, kind in _UNKNOWN.items():
             if mark in f"{key}.":
                 raise ValueError(f"{_shown(key)} is {kind}, which is not supported")
-    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    config = (head.get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
+    config = (weight_files.header(data)[0].get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
     return state, json.loads(config) if config else {}
 
 

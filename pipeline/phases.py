@@ -98,7 +98,8 @@ def on_torch(model: ImageModel) -> Networks:
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
     """On fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do not support."""
-    denoiser, decoder, tiny = (CudaLowering(dtype, rows) for dtype in (model.dtype, model.vae.dtype, model.dtype))
+    denoiser = CudaLowering(model.dtype, rows, model.denoiser)
+    decoder, tiny = (CudaLowering(dtype, rows) for dtype in (model.vae.dtype, model.dtype))
     # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,15 +39,39 @@ class GraphSet:
         self._graphs = graphs
         self._widths = widths
         self._record = record
+        self._chosen: dict[ExecutableKey, list[int]] = {}  # other widths, by their keys at no rows
         self._missed: dict[ExecutableKey, None] = {}
         self._planned: dict[ExecutableKey, None] = {}
         self._lock = threading.Lock()
         self.failed: dict[ExecutableKey, str] = {}  # failed recordings, and why; not retried
         self.spent_s = 0.0  # on all recordings so far
+        self._tried = 0
 
     def width(self, phase: str, rows: int) -> int:
         """The width that so many rows are padded to: the next one, or the rows themselves beyond the widest."""
         return next((width for width in self._widths[phase] if width >= rows), rows)
+
+    @property
+    def recording_s(self) -> float:
+        """Of one recording, by those so far."""
+        return self.spent_s / self._tried if self._tried else math.inf
+
+    @property
+    def room(self) -> int:
+        """How many more can be kept, with all that are wanted."""
+        return max(0, self._graphs.capacity - self.counts[1])
+
+    def recorded(self, key: ExecutableKey, widest: int) -> list[int]:
+        """Recorded widths from the key's rows to the widest."""
+        widths = {*self._chosen.get(replace(key, rows=0), ()), widest}
+        return [width for width in sorted(widths) if key.rows <= width <= widest and self.has(replace(key, rows=width))]
+
+    def choose(self, key: ExecutableKey) -> None:
+        """Record this one too, beside the phase's own widths, because it pays."""
+        if key not in self.failed:
+            chosen = self._chosen.setdefault(replace(key, rows=0), [])
+            chosen[:] = sorted({width for width in chosen if self.has(replace(key, rows=width))} | {key.rows})
+            self.missed(key)
 
     @property
     def records(self) -> bool:
@@ -54,7 +79,7 @@ class GraphSet:
         return self._graphs.records
 
     def has(self, key: ExecutableKey) -> bool:
-        return not self.records or self._graphs.has(key.phase, (key.rows, key.size, key.chunks))
+        return not self.records or self._graphs.has(key.phase, key.shape)
 
     def wider(self, key: ExecutableKey) -> ExecutableKey | None:
         """The narrowest recorded graph of this phase and size that is wider."""
@@ -63,7 +88,7 @@ class GraphSet:
 
     def function(self, key: ExecutableKey) -> Callable[..., Any]:
         """The phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
-        return partial(self._graphs.run, key.phase, (key.rows, key.size, key.chunks))
+        return partial(self._graphs.run, key.phase, key.shape)
 
     def plan(self, keys: Iterable[ExecutableKey]) -> None:
         """Queue these for recording, in this order, after earlier ones; none of phases that are never recorded."""
@@ -113,7 +138,7 @@ class GraphSet:
             return
         started = time.monotonic()
         try:
-            self._record(key, partial(self._graphs.record, key.phase, (key.rows, key.size, key.chunks)))
+            self._record(key, partial(self._graphs.record, key.phase, key.shape))
         except Exception as error:
             self._graphs.settle()
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
@@ -122,6 +147,7 @@ class GraphSet:
                 log.warning("%s at %d rows, %s, runs without a graph (%s)", key.phase, key.rows, key.size, reason)
         took_s = time.monotonic() - started
         self.spent_s += took_s
+        self._tried += 1
         with self._lock:
             self._missed.pop(key, None)
             self._planned.pop(key, None)

@@ -6,20 +6,22 @@ As an ensemble of expert denoisers (Balaji et al., 2022; Podell et al., 2023, se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from contract.errors import Invalid
 from contract.refining import FIELD
+from core.transfers import to_device
 from pipeline.families import sdxl, sdxl_refiner
 from pipeline.folder import ModelError
 from pipeline.sigmas import SamplerTable
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
-    from pipeline.denoise import Conditioning
+    from pipeline.denoise import Conditioning, DenoisingState
+    from pipeline.encode import RequestPrompts
     from pipeline.families.family import ImageModel
 
 REFINER = "refiner"  # the backend of such steps
@@ -32,8 +34,20 @@ class Refinement:
 
     at: int
     mode: str  # as the refiner's backend named it; "" unless the request is deterministic
-    chunks: int = 1  # of its prompts, as the refiner reads them
+    prompts: RequestPrompts  # as the refiner reads them
     conditionings: dict[int, Conditioning] = field(default_factory=dict)  # by their rows
+    noise: torch.Tensor | None = None  # of what an inpainting keeps in these steps: a retry must not draw again
+
+    def begin(self, moved: DenoisingState, generator: torch.Generator) -> DenoisingState:
+        """A request's state before each step: before the refiner's first one with that noise, if it inpaints.
+
+        As in diffusers, whose second pipeline draws the noise of the kept region anew, from the same generator.
+        """
+        if moved.kept is None or moved.step != self.at:
+            return moved
+        if self.noise is None:
+            self.noise = to_device(torch.randn(moved.x.shape, generator=generator), moved.x.device)
+        return replace(moved, kept=replace(moved.kept, noise=self.noise))
 
 
 def check_pair(refiner: ImageModel, base: ImageModel) -> None:
@@ -53,23 +67,31 @@ def check_pair(refiner: ImageModel, base: ImageModel) -> None:
 def table(base: ImageModel, refiner: ImageModel, wanted: ImageParameters, sampler: str) -> tuple[SamplerTable, int]:
     """The table of both models' steps, and the first step of the refiner, which begins without the base's history.
 
-    Raises `Invalid` for a share that leaves one of them no step, and ValueError as `ImageModel.sampler_table`.
+    Of an edit both are counted from its first step. Raises `Invalid` for a share that leaves one of them no step, and
+    ValueError as `ImageModel.sampler_table`.
     """
     assert wanted.refiner is not None
-    size = (wanted.width, wanted.height)
-    own = base.sampler_table(sampler, wanted.steps, size, 0, wanted.schedule)
-    at = _begin(own, wanted.refiner.start, base)
-    if not 0 < at < own.steps:
-        who = "the refiner" if at else "the model itself"
-        raise Invalid(f"{FIELD}.from", f"{wanted.refiner.start:g} of {own.steps} steps leaves {who} no step")
-    whole = refiner.sampler_table(sampler, wanted.steps, size, 0, wanted.schedule)
-    if not torch.equal(whole.timesteps, own.timesteps):
+    start, skipped = wanted.refiner.start, wanted.skipped
+
+    def steps(model: ImageModel, begin: int = 0) -> SamplerTable:
+        return model.sampler_table(sampler, wanted.steps, (wanted.width, wanted.height), begin, wanted.schedule)
+
+    whole = steps(base)
+    at = _begin(whole, start, base)
+    if not skipped < at < whole.steps:
+        who = "the model itself" if at <= skipped else "the refiner"
+        made = f", of which this strength makes the last {wanted.made}," if skipped else ""
+        raise Invalid(f"{FIELD}.from", f"{start:g} of {whole.steps} steps{made} leaves {who} no step")
+    if not torch.equal(steps(refiner).timesteps, whole.timesteps):
         raise Invalid(FIELD, f"{refiner.name} has other timesteps than {base.name} with this sampler and schedule")
-    return joined(own, refiner.sampler_table(sampler, wanted.steps, size, at, wanted.schedule), at), at
+    return joined(steps(base, skipped), steps(refiner, at), at - skipped), at - skipped
 
 
 def joined(first: SamplerTable, second: SamplerTable, at: int) -> SamplerTable:
-    """The first `at` steps of one table, and all steps of the other."""
+    """The first `at` steps of one table, and all steps of the other.
+
+    Between the two the level is that of no noise: diffusers' first pipeline ends with the kept region as it is.
+    """
     return SamplerTable(
         name=first.name,
         steps=at + second.steps,
@@ -77,7 +99,7 @@ def joined(first: SamplerTable, second: SamplerTable, at: int) -> SamplerTable:
         timesteps=torch.cat([first.timesteps[:at], second.timesteps]),
         coefficients=torch.cat([first.coefficients[:at], second.coefficients]),
         noisy=first.noisy[:at] + second.noisy,
-        levels=torch.cat([first.levels[:at], second.levels]),
+        levels=torch.cat([first.levels[:at], first.levels[-1:], second.levels[1:]]),
     )
 
 

@@ -14,17 +14,19 @@ from contract import plan as plans
 from contract import students
 from contract.errors import Invalid
 from contract.image import ImageParameters
+from contract.picture_input import PictureInput
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, refining, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
-from pipeline.control import ControlFolder, ControlLease, RequestControls
+from pipeline.control import ControlFolder, ControlNetwork, RequestControls
 from pipeline.edit import EncodedSource
 from pipeline.encode import RequestPrompts
 from pipeline.families.family import Network
+from pipeline.image_prompts import ImagePromptFolder, RequestImagePrompt
 from pipeline.phases import DECODES, DEEP, SHALLOW
 from pipeline.refining import REFINER, Refinement
-from pipeline.upscaling import Upscaler, UpscalerFolder, Upscaling
+from pipeline.upscaling import Upscaler, Upscaling
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +58,12 @@ class ImageState:
     uses: tuple[ScaledAdapter, ...] = ()  # the same, once its prompts are encoded
     upscaler: Upscaler | None = None  # of its finished image
     upscaling: Upscaling | None = None  # its tiles, once it is finished
-    networks: ControlLease | None = None  # its control networks
+    networks: list[ControlNetwork] | None = None  # its control networks
     controls: RequestControls = RequestControls()  # noqa: RUF009  # once its prompts are encoded
     residual: torch.Tensor | None = None  # [rows, h, w, C]: the first of the last deep step, for shallow ones
+    image_tokens: tuple[int, ...] = ()  # of each of its image prompts
+    image_adapters: Sequence[object] = ()  # of its image prompts, kept in memory until these are encoded
+    image_prompts: tuple[RequestImagePrompt, ...] = ()  # once its prompts are encoded
     refinement: Refinement | None = None  # of its last steps
 
     @property
@@ -75,9 +80,24 @@ class ImageState:
     def most_rows(self) -> int:
         return max(self.widths)
 
+    @property
+    def files(self) -> dict[str, dict[str, str]]:
+        """The digests of the files that it is drawn with, by the request's field and their names."""
+        found = {
+            "lora": {use.name: use.digest for use in self.uses},
+            "control": {network.name: network.digest for network in self.networks or ()},
+            "image_prompts": {prompt.name: prompt.digest for prompt in self.image_prompts},
+            "embeddings": self.prompts.embeddings,
+        }
+        return {field: own for field, own in found.items() if own}
+
     def refines(self, step: int) -> bool:
         """Whether this step runs on the refiner."""
         return self.refinement is not None and step >= self.refinement.at
+
+    def acts(self, given: PictureInput) -> tuple[bool, ...]:
+        """In which steps it acts: in none of a refiner's."""
+        return given.acts(len(self.plan), None if self.refinement is None else self.refinement.at)
 
     def backend_at(self, step: int) -> str:
         """The backend that takes this step."""
@@ -103,6 +123,10 @@ class ImageState:
             return trajectory
         return replace(trajectory, conditioning=found[self.widths[trajectory.step]])
 
+    def begin(self, moved: denoise.DenoisingState) -> denoise.DenoisingState:
+        """The state before the step that comes next: `Refinement.begin`, if it has a refiner."""
+        return moved if self.refinement is None else self.refinement.begin(moved, self.generator)
+
     def narrows(self, step: int) -> bool:
         """Whether no step from this one on is guided, but the one before was; never of requests with a refiner."""
         if self.refinement is not None:
@@ -116,6 +140,16 @@ class ImageState:
         return DEEP if self.plan[step] else SHALLOW[self.depth]
 
 
+class CheckedInputs(NamedTuple):
+    """What a request's check read, for its admission, which is asked again and again on the engine's thread and reads
+    no file of these. `refined` are the prompts as a refiner reads them.
+    """
+
+    prompts: RequestPrompts
+    refined: RequestPrompts | None = None
+    upscaler: Upscaler | None = None
+
+
 class MemoryLedger:
     """Accounts for the memory that all requests hold together."""
 
@@ -125,8 +159,8 @@ class MemoryLedger:
         max_requests: int,
         memory_bytes: int | None,
         adapters: AdapterCache | None = None,
-        upscalers: UpscalerFolder | None = None,
         controls: ControlFolder | None = None,
+        image_prompts: ImagePromptFolder | None = None,
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
@@ -137,18 +171,18 @@ class MemoryLedger:
         self._row_bytes = cache(self._bytes_of_conditioning)
         self._tokens = main.model.family.text_encoder(main.model).tokens if controls is not None else 0
         self._adapters = adapters
-        self._upscalers = upscalers
         self._controls = controls
+        self._image_prompts = image_prompts
 
-    def check(self, wanted: ImageParameters, chunks: int = 1) -> None:
+    def check(self, wanted: ImageParameters, found: CheckedInputs) -> None:
         """Raise `Invalid` for a request that could never fit."""
-        needed = self.size_bytes(wanted, chunks)
+        needed = self.size_bytes(wanted, found.prompts.chunks, found.upscaler)
         if needed > self.memory.capacity:
             raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
-    def take(self, wanted: ImageParameters, scheduler: str, prompts: RequestPrompts) -> ImageState | None:
+    def take(self, wanted: ImageParameters, scheduler: str, found: CheckedInputs) -> ImageState | None:
         """Reserve all that the request will hold; None means not yet, and then nothing is reserved."""
-        needed = self.size_bytes(wanted, prompts.chunks)
+        needed = self.size_bytes(wanted, found.prompts.chunks, found.upscaler)
         if not self.memory.take(needed):
             return None
         slot = self.slots.take()
@@ -156,22 +190,29 @@ class MemoryLedger:
             self.memory.give(needed)
             return None
         taken: AdapterLease | None = None
-        networks: ControlLease | None = None
+        networks: list[ControlNetwork] | None = None
+        encoders: Sequence[object] | None = ()
+        wait = self.slots.taken > 1  # alone nothing is delayed by what is read again
         try:
             if wanted.lora:
                 assert self._adapters is not None
-                taken = self._adapters.take(wanted.lora, wait=self.slots.taken > 1)
+                taken = self._adapters.take(wanted.lora, wait=wait)
             if wanted.control:
                 assert self._controls is not None
-                networks = self._controls.take(wanted.control)
-            if (wanted.lora and taken is None) or (wanted.control and networks is None):
+                networks = self._controls.take(wanted.control, wait=wait)
+            if wanted.image_prompts:
+                assert self._image_prompts is not None
+                encoders = self._image_prompts.take(wanted.image_prompts, wait=wait)
+            if (wanted.lora and taken is None) or (wanted.control and networks is None) or encoders is None:
                 self._give(slot, needed, taken, networks)
                 return None
-            work = self._work(wanted, scheduler, prompts, slot, needed, taken)
+            work = self._work(wanted, scheduler, found, slot, needed, taken)
         except BaseException:
             self._give(slot, needed, taken, networks)
             raise
-        work.networks = networks
+        work.networks, work.image_adapters = networks, encoders
+        if self._image_prompts is not None:
+            work.image_tokens = self._image_prompts.tokens(wanted.image_prompts)
         return work
 
     def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
@@ -184,7 +225,7 @@ class MemoryLedger:
         self._give(work.slot, work.size_bytes, work.taken, work.networks)
 
     def _give(
-        self, slot: list[int], size_bytes: int, taken: AdapterLease | None, networks: ControlLease | None
+        self, slot: list[int], size_bytes: int, taken: AdapterLease | None, networks: list[ControlNetwork] | None
     ) -> None:
         self.slots.give(slot)
         self.memory.give(size_bytes)
@@ -195,23 +236,26 @@ class MemoryLedger:
             assert self._controls is not None
             self._controls.give(networks)
 
-    def size_bytes(self, wanted: ImageParameters, chunks: int = 1) -> int:
-        """Its size at most: latents, its enlarged image, controls, and each row's conditioning, with so many chunks of
-        text, and features.
+    def size_bytes(self, wanted: ImageParameters, chunks: int = 1, upscaler: Upscaler | None = None) -> int:
+        """Its size at most: latents, its enlarged image, controls, image prompts, and each row's conditioning, with so
+        many chunks of text, and features.
 
         Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
         """
         scale, channels = self._model.vae_scale, self._model.latent_channels
         held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
+        held += wanted.edit is not None and wanted.refiner is not None  # and the noise of the refiner's steps
         latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
         rows = self._rows(wanted)
         narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1] and wanted.refiner is None
-        enlarged = 0 if self._upscalers is None else self._upscalers.size_bytes(wanted)
+        enlarged = 0 if upscaler is None else upscaler.size_bytes(wanted.width, wanted.height)
         refined = 0 if wanted.refiner is None else rows * self._row_bytes(chunks, REFINER)
         beside = 0
         if wanted.control and self._controls is not None:
             tokens = self._tokens * chunks
             beside = self._controls.request_bytes(wanted.control, (wanted.width, wanted.height), rows, tokens)
+        if wanted.image_prompts and self._image_prompts is not None:
+            beside += self._image_prompts.request_bytes(wanted.image_prompts, rows, self._denoiser.text_width)
         return latents + enlarged + refined + beside + (rows + narrows) * self._bytes_of_row(wanted, chunks)
 
     def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
@@ -236,15 +280,16 @@ class MemoryLedger:
         return self._denoiser.feature_shapes(wanted.deepcache.depth, wanted.height // scale, wanted.width // scale)
 
     def _work(
-        self, wanted: ImageParameters, scheduler: str, prompts: RequestPrompts, slot: list[int], size_bytes: int,
+        self, wanted: ImageParameters, scheduler: str, found: CheckedInputs, slot: list[int], size_bytes: int,
         taken: AdapterLease | None,
     ) -> ImageState:  # fmt: skip
+        prompts = found.prompts
         size = (wanted.width, wanted.height)
         table, at = self._table(wanted, scheduler)
         cached, rows = wanted.deepcache, self._rows(wanted)
         steps = plans.rows_and_depths(cached, wanted.guidance, table.steps, rows)
         widths = tuple(width for width, _ in steps)
-        last = table.steps if at is None else at  # the refiner's are deep
+        last = table.steps if at is None else at  # a refiner's are deep
         plan = tuple(deep or step >= last for step, (_, deep) in enumerate(steps))
         depth = "" if cached is None or all(plan) else cached.depth
         # A deterministic request runs in one mode to its end, whatever is compiled meanwhile.
@@ -252,7 +297,9 @@ class MemoryLedger:
         name = LORA if wanted.lora and self._backends[LORA] is not self._backends[MAIN] else MAIN
         decode = DECODES[wanted.vae]
         find = self._backends[name].deterministic_mode
-        beside = {"controlled": True} if wanted.control else {}  # backends of other packages may not know it
+        beside = (
+            {"controlled": True} if wanted.added or wanted.lora else {}
+        )  # backends of other packages may not know it
         mode = find(size, depth, decode, prompts.chunks, **beside) if wanted.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
@@ -265,11 +312,10 @@ class MemoryLedger:
         state = ImageState(
             slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
             generator, plan, depth, prompts, scheduler, decode, features, taken=taken, warnings=warnings,
+            upscaler=found.upscaler,
         )  # fmt: skip
-        if at is not None:
-            state.refinement = self._refinement(wanted, at, decode, prompts)
-        if wanted.upscale is not None and self._upscalers is not None:
-            state.upscaler = self._upscalers.find(wanted.upscale.model)
+        if at is not None and found.refined is not None:
+            state.refinement = self._refinement(wanted, at, decode, found.refined)
         return state
 
     def _table(self, wanted: ImageParameters, scheduler: str) -> tuple[sigmas.SamplerTable, int | None]:
@@ -282,7 +328,7 @@ class MemoryLedger:
     def _refinement(self, wanted: ImageParameters, at: int, decode: str, prompts: RequestPrompts) -> Refinement:
         find = self._backends[REFINER].deterministic_mode
         size = (wanted.width, wanted.height)
-        return Refinement(at, find(size, "", decode, prompts.chunks) if wanted.deterministic else "")
+        return Refinement(at, find(size, "", decode, prompts.chunks) if wanted.deterministic else "", prompts)
 
 
 class NarrowedState(NamedTuple):

@@ -25,14 +25,15 @@ from pipeline.control import ControlFolder, check_controls
 from pipeline.encode import Encoder
 from pipeline.fingerprint import code_digest
 from pipeline.folder import ModelError
+from pipeline.image_prompts import ImagePromptFolder, check_image_prompts
 from pipeline.iterations import IterationBuilder
 from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
 from pipeline.recording import BackgroundRecorder
 from pipeline.refining import REFINER
-from pipeline.request_state import ImageState, MemoryLedger
+from pipeline.request_state import CheckedInputs, ImageState, MemoryLedger
 from pipeline.sizes import size_range
 from pipeline.textual_inversion import EmbeddingFolder
-from pipeline.upscaling import UpscalerFolder
+from pipeline.upscaling import Upscaler, UpscalerFolder
 
 _ENCODE_ROWS = 32
 
@@ -49,6 +50,7 @@ class ImageRunner:
         embeddings: EmbeddingFolder | None = None,
         upscalers: UpscalerFolder | None = None,
         controls: ControlFolder | None = None,
+        image_prompts: ImagePromptFolder | None = None,
         *,
         refiner: ImageBackend | None = None,
         lane: Lane | None = None,
@@ -58,9 +60,9 @@ class ImageRunner:
     ) -> None:
         """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
         without it they are rejected. `embeddings` are the textual inversions that prompts may name, `upscalers` the
-        networks that may enlarge images, `controls` the control networks that requests may use, `refiner` the backend
-        of a second model that may take last steps. `max_requests` limits admitted requests, and `memory_bytes` what
-        they hold together, mainly features (default: no limit).
+        networks that may enlarge images, `controls` the control networks and `image_prompts` the IP-Adapters that
+        requests may use, `refiner` the backend of a second model that may take last steps. `max_requests` limits
+        admitted requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
@@ -68,6 +70,7 @@ class ImageRunner:
         self.embeddings = embeddings
         self.upscalers = upscalers
         self.controls = controls
+        self.image_prompts = image_prompts
         self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes
@@ -89,10 +92,8 @@ class ImageRunner:
             conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.held() > 0)
-        self.holdings = MemoryLedger(
-            self._backends, max_requests, memory_bytes, self.adapters, upscalers=upscalers, controls=controls
-        )
-        self._builder = IterationBuilder(self._backends, conditioners, self.holdings, controls)
+        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters, controls, image_prompts)
+        self._builder = IterationBuilder(self._backends, conditioners, self.holdings, controls, image_prompts)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -110,15 +111,20 @@ class ImageRunner:
         offer.check_source(edited=edit is not None, masked=masked, soft=soft)
         check(wanted, offer)
         self._check_schedule(wanted)
-        prompts = self._conditioner.read(wanted)
+        found = self._read(wanted)
         if wanted.lora:
             check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
-        if wanted.upscale is not None:
-            self._check_upscaler(wanted)
         if wanted.control:
             check_controls(self.controls, self.model, wanted.control, (wanted.width, wanted.height))
-        self.holdings.check(wanted, prompts.chunks)
-        request.checked = prompts  # read once, here: admission is asked again and again, on the engine's thread
+        if wanted.image_prompts:
+            check_image_prompts(self.image_prompts, self.model, wanted.image_prompts)
+        self.holdings.check(wanted, found)
+        request.checked = found
+
+    def _read(self, wanted: ImageParameters) -> CheckedInputs:
+        """What admission needs of its prompts and its upscaler. Raises `Invalid`."""
+        refined = None if wanted.refiner is None else self._conditioners[REFINER].read(wanted)
+        return CheckedInputs(self._conditioner.read(wanted), refined, self._upscaler(wanted))
 
     def _check_schedule(self, wanted: ImageParameters) -> None:
         """Raise `Invalid` for steps that the sampler, or the refiner, does not make."""
@@ -130,29 +136,28 @@ class ImageRunner:
             self.model.sampler_table(name, wanted.steps, size, wanted.skipped, wanted.schedule)
             if wanted.refiner is not None and self.refiner is not None:
                 refining.table(self.model, self.refiner.model, wanted, name)
-                self._conditioners[REFINER].read(wanted)
         except Invalid:
             raise
         except ValueError as error:
             own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
             raise Invalid(next(own, "scheduler"), str(error)) from error
 
-    def _check_upscaler(self, wanted: ImageParameters) -> None:
+    def _upscaler(self, wanted: ImageParameters) -> Upscaler | None:
+        """The network that enlarges it, if it asks for one. Raises `Invalid`."""
+        if wanted.upscale is None:
+            return None
         if self.upscalers is None:
             raise Invalid("upscale", "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)")
         try:
-            self.upscalers.check(wanted)
+            return self.upscalers.checked(wanted.upscale, wanted.width, wanted.height)
         except ModelError as error:
             raise Invalid("upscale", str(error)) from error
 
     def admit(self, request: Request) -> bool:
         name = request.parameters.scheduler or self.default_scheduler
-        prompts = request.checked or self._conditioner.read(request.parameters)
-        work = self.holdings.take(request.parameters, name, prompts)
+        work = self.holdings.take(request.parameters, name, request.checked or self._read(request.parameters))
         if work is None:
             return False
-        if work.refinement is not None:
-            work.refinement.chunks = self._conditioners[REFINER].read(request.parameters).chunks
         request.work = work
         request.phase = ENCODE if request.parameters.edit is None else IMAGE
         return True
@@ -183,8 +188,9 @@ class ImageRunner:
         # different lengths.
         invariant = self._backends[name].batch_invariant
         mode = "" if invariant else (refined or work).mode
-        chunks = 1 if invariant or phase not in STEPS else (refined or work.prompts).chunks
-        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks)
+        chunks = 1 if invariant or phase not in STEPS else (refined or work).prompts.chunks
+        images = work.image_tokens if mode and phase in STEPS and refined is None else ()
+        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks, images)
 
     def rows(self, request: Request) -> int:
         if request.phase in (*DECODES.values(), IMAGE, UPSCALE):
@@ -209,7 +215,7 @@ class ImageRunner:
         steps_s = sum(n * self.cost(group, others + own) for (group, own), n in left.items())
         group = self.group(request)
         backend = self._backends[group.backend]
-        return steps_s + control_costs.left(backend, group.size, request.parameters.control, work)
+        return steps_s + control_costs.left(backend, group.size, request.parameters, work)
 
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work
@@ -277,6 +283,16 @@ class ImageRunner:
         for backend in self._own:
             self._lane.call(partial(backend.prepare, measure_s=measure_s))
         self._record()
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether requests may name files that are read for them."""
+        return any(folder is not None for folder in (self.adapters, self.controls, self.image_prompts))
+
+    def held_files(self) -> set[str]:
+        """The files of requests that are in memory, each as its field and its name."""
+        folders = {"lora": self.adapters, "control": self.controls, "image_prompts": self.image_prompts}
+        return {f"{field} {name}" for field, own in folders.items() if own is not None for name in own.held}
 
     def _record(self) -> None:
         """Begin to record what is missing, if anything is."""

@@ -27,6 +27,7 @@ from pipeline.checkpoint import (
 )
 from pipeline.families import registry
 from pipeline.folder import ModelError, Part
+from pipeline.weight_files import in_16_bits
 
 EDM_V = "edm_v_prediction"
 PREDICTION_TYPES = ("epsilon", "v_prediction", EDM_V)
@@ -38,7 +39,6 @@ _PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.0
 _PLAYGROUND_SCALE = 0.5
 _TOLD = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}  # by modelspec.prediction_type
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
-_LOSSY = ("torch.float8_e4m3fn", "torch.float8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ def _write_parts(
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
-    """The tensors, mapped from the file; those of 8 bits, which nothing here computes in, as fp16."""
-    import torch
+    """The tensors, mapped from the file, `in_16_bits`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -128,7 +127,7 @@ def _read(file: Path, name: str) -> dict[str, Any]:
             found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{name}: is no whole safetensors file ({folders.first_line(error)})") from error
-    return {key: value.to(torch.float16) if str(value.dtype) in _LOSSY else value for key, value in found.items()}
+    return {key: in_16_bits(value) for key, value in found.items()}
 
 
 def _write_index(base: Path, out: Path, inpaints: bool) -> None:

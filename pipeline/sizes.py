@@ -1,10 +1,19 @@
-"""The image sizes that a model offers."""
+"""The image sizes that a model offers: by its native size, and by the list of those that it was trained at."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
 
 from contract.card import SizeRange
+from pipeline.folder import ModelError
+
+FILE = "sizes.json"
+_VERSION = 1
+_MOST_SIDE = 4096
 
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
@@ -22,6 +31,39 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
         if width <= 2 * height:
             offered |= {(width, height), (height, width)}
     return tuple(sorted(offered))
+
+
+def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
+    """The sizes that `sizes.json` in a model's folder says it was trained at; none without folder or file.
+
+    Raises `ModelError` for any other file, and for a side that is no multiple of `multiple`.
+    """
+    if folder is None:
+        return ()
+    path = folder / FILE
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from error
+    listed = said.get("trained") if isinstance(said, dict) and said.get("version") == _VERSION else None
+    if not isinstance(listed, list):
+        raise ModelError(f"{path}: is no {FILE} of version {_VERSION}")
+    found = [re.fullmatch(r"(\d{1,4})x(\d{1,4})", one) if isinstance(one, str) else None for one in listed]
+    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    if len(pairs) < len(found) or any(not 0 < side <= _MOST_SIDE or side % multiple for pair in pairs for side in pair):
+        raise ModelError(
+            f'{path}: trained must list sizes such as "192x128", with sides that are multiples of {multiple} '
+            f"up to {_MOST_SIDE}"
+        )
+    return tuple(pairs)
+
+
+def write(folder: Path, found: Iterable[tuple[int, int]]) -> None:
+    """Write `sizes.json` into a model's folder."""
+    said = {"version": _VERSION, "trained": [f"{width}x{height}" for width, height in sorted(found)]}
+    (folder / FILE).write_text(json.dumps(said) + "\n", "utf-8")
 
 
 def size_range(native: int, multiple: int, max_pixels: int = 0) -> SizeRange:

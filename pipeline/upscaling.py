@@ -19,7 +19,7 @@ from pipeline.weight_files import WeightFiles, offered
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from contract.image import ImageParameters
+    from contract.upscale import Upscale
 
 _MAX_FILE_BYTES = 2**30
 _KEPT = 4  # networks in memory
@@ -39,6 +39,10 @@ class Upscaler:
     @property
     def factor(self) -> int:
         return self.network.shape.factor
+
+    def size_bytes(self, width: int, height: int) -> int:
+        """Of an image of this size, enlarged."""
+        return 3 * width * height * self.factor**2
 
 
 class UpscalerFolder:
@@ -63,16 +67,13 @@ class UpscalerFolder:
         """The file's current content. Raises `ModelError`, naming the upscaler."""
         return self._files.find(name)
 
-    def check(self, wanted: ImageParameters) -> None:
-        """Raise `ModelError` for a request whose network is missing or no network, and `Invalid` for its scale."""
-        if wanted.upscale is not None:
-            wanted.upscale.check_factor(wanted.width, wanted.height, self.find(wanted.upscale.model).factor)
-
-    def size_bytes(self, wanted: ImageParameters) -> int:
-        """Of the enlarged image of a request."""
-        if wanted.upscale is None:
-            return 0
-        return 3 * wanted.width * wanted.height * self.find(wanted.upscale.model).factor ** 2
+    def checked(self, wanted: Upscale, width: int, height: int) -> Upscaler:
+        """The network for an image of this size. Raises `ModelError` where it is missing or no network, and `Invalid`
+        for the scale.
+        """
+        found = self.find(wanted.model)
+        wanted.check_factor(width, height, found.factor)
+        return found
 
 
 def _read(name: str, path: Path) -> Upscaler:

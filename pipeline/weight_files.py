@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from contract.loras import is_name
+from pipeline.checkpoint import MOST_HEADER_BYTES
 from pipeline.folder import ModelError, first_line
+from pipeline.sized_cache import SizedCache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,25 +24,86 @@ PICKLE = "is a pickle, which could run code; convert it to safetensors"
 T = TypeVar("T")
 
 
-def offered(folder: Path) -> list[str]:
-    """The names of the folder's files, sorted; none if it cannot be read."""
+def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> list[str]:
+    """The names of the folder's files, and of folders in it that `also` takes, sorted; none if it cannot be read."""
     try:
-        stems = [path.name.removesuffix(SUFFIX) for path in folder.iterdir() if path.name.endswith(SUFFIX)]
+        entries = [*folder.iterdir()]
     except OSError:
         return []
-    return sorted(stem for stem in stems if is_name(stem))
+    names = {path.name for path in entries if also(path)}
+    names |= {path.name.removesuffix(SUFFIX) for path in entries if path.name.endswith(SUFFIX)}
+    return sorted(filter(is_name, names))
+
+
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`, which raises for a folder that may not be read, such as a disk's lost+found."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a file's bytes. Raises ValueError for a pickle and for a damaged file."""
-    from safetensors.torch import load
+    """The tensors of a file's bytes, `in_16_bits`. Raises ValueError for a pickle and for a damaged file.
 
+    Reads the safetensors format itself: the library copies all tensors in one call that holds the GIL, which other
+    threads wait for.
+    """
     try:
-        return load(data)
-    except Exception as error:  # of another library: damaged, or of another kind
+        return {name: in_16_bits(tensor) for name, tensor in _views(data).items()}
+    except Exception as error:  # also of torch: damaged, or of another kind
         if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
             raise ValueError(PICKLE) from error
-        raise ValueError(f"is damaged ({first_line(error)[:200]})") from error
+        raise ValueError(f"is damaged or cut short ({first_line(error)[:200]})") from error
+
+
+def header(data: bytes) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, by names of tensors and `__metadata__`, and where its tensors begin.
+
+    Raises ValueError for a file without one.
+    """
+    start = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < start <= min(len(data), MOST_HEADER_BYTES):
+        raise ValueError("it has no header")
+    found = json.loads(data[8:start])
+    if not isinstance(found, dict):
+        raise ValueError("its header is no object")
+    return found, start
+
+
+def _views(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, all in one copy of its bytes. They lie one behind another, without gaps."""
+    import numpy as np
+    import torch
+
+    types = {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+        "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    }  # fmt: skip
+    found, start = header(data)
+    found.pop("__metadata__", None)
+    made: dict[str, Tensor] = {}
+    buffer, at = np.frombuffer(data, np.uint8, offset=start).copy(), 0
+    for name, about in sorted(found.items(), key=lambda one: one[1]["data_offsets"]):
+        dtype, shape, (begin, end) = types[about["dtype"]], about["shape"], about["data_offsets"]
+        count = math.prod(shape)
+        if begin != at or end - begin != count * dtype.itemsize or min(shape, default=0) < 0:
+            raise ValueError(f"{name[:100]!a} lies at {begin} to {end}")
+        made[name] = (
+            torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin).view(shape)
+            if count
+            else torch.empty(shape, dtype=dtype)
+        )
+        at = end
+    if at != len(buffer):
+        raise ValueError(f"it has {len(buffer)} bytes of tensors, and {at} are in its header")
+    return made
+
+
+def in_16_bits(tensor: Tensor) -> Tensor:
+    """The tensor; floats of 8 bits, which torch computes nearly nothing in, as fp16, which has all of their values."""
+    return tensor.half() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
 
 
 class WeightFiles(Generic[T]):
@@ -55,10 +118,9 @@ class WeightFiles(Generic[T]):
         self, folder: Path, *, what: str, missing: str, most_bytes: int, kept: int, read: Callable[[str, Path], T]
     ) -> None:
         self.folder = folder
-        self._what, self._missing, self._most_bytes, self._kept = what, missing, most_bytes, kept
+        self._what, self._missing, self._most_bytes = what, missing, most_bytes
         self._read = read
-        self._files: OrderedDict[str, tuple[tuple[int, ...], T]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = SizedCache(kept)
 
     def find(self, name: str) -> T:
         """The file's current content. Raises `ModelError`, naming the file."""
@@ -67,14 +129,7 @@ class WeightFiles(Generic[T]):
             stamp = self._stamp(name, path)
         except ValueError as error:
             raise ModelError(f"{self._what} {name}: {error}") from None
-        with self._lock:
-            known = self._files.get(name)
-            if known is None or known[0] != stamp:
-                known = self._files[name] = stamp, self._read(name, path)
-            self._files.move_to_end(name)
-            while len(self._files) > self._kept:
-                self._files.popitem(last=False)
-        return known[1]
+        return self._cache.find(name, stamp, lambda: self._read(name, path), lambda content: 1)
 
     def _stamp(self, name: str, path: Path) -> tuple[int, ...]:
         """What changes with the file. Raises ValueError for what cannot be read as one."""

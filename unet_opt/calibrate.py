@@ -18,6 +18,7 @@ from torch import Tensor
 
 from core.ops.cpu import CpuLowering
 from core.ops.packed import PackedLayer
+from core.quant.samples import Samples
 from core.quant.statistics import Statistics, StatisticsError
 
 
@@ -46,11 +47,16 @@ Run = Callable[[Sequence[str], Around], None]
 
 @dataclass(frozen=True)
 class CalibrationPart:
-    """Layers to observe, how, and the file of their statistics so far."""
+    """Layers to observe, how, and the file of their statistics so far. Rows of `sampled` layers are kept."""
 
     layers: Sequence[str]
     observe: Observe
     checkpoint: Path | None = None
+    sampled: Sequence[str] = ()
+
+    def begin(self, digest: str) -> Statistics:
+        """Empty statistics of a model's weights with this digest."""
+        return Statistics(digest, samples=Samples(sorted(self.sampled)) if self.sampled else None)
 
 
 def calibrate(
@@ -143,14 +149,16 @@ def _digest(prompts: Sequence[str], settings: CalibrationSettings) -> str:
 def _resume(part: CalibrationPart, digest: str, prompts: Sequence[str], settings: CalibrationSettings) -> Statistics:
     checkpoint = part.checkpoint
     if checkpoint is None or not checkpoint.is_file():
-        return Statistics(digest)
+        return part.begin(digest)
     found = Statistics.load(checkpoint)
-    if found.model != digest or set(found.largest) != set(part.layers):
+    kept, wanted = found.samples, part.begin(digest).samples
+    same = (kept and (kept.count, [*kept.layers])) == (wanted and (wanted.count, [*wanted.layers]))
+    if found.model != digest or set(found.largest) != set(part.layers) or not same:
         raise StatisticsError(f"{checkpoint.name}: was begun with another model or recipe; remove it to begin anew")
     if len(set(found.batches)) > 1:  # interrupted within a batch of several steps: not a checkpoint of ours
         with contextlib.suppress(OSError):
             checkpoint.unlink()
-        return Statistics(digest)
+        return part.begin(digest)
     if found.data != _digest(prompts[: min(found.batches) * settings.batch], settings):
         raise StatisticsError(f"{checkpoint.name}: was begun with other prompts or settings; remove it to begin anew")
     return found

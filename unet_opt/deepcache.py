@@ -60,7 +60,8 @@ class SplitUNet:
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
         self._deep = lowering.lower(deep, "deep", bound=3)
-        self._controlled: dict[int, Callable[..., tuple[Tensor, ...]]] = {}  # by how many residuals
+        # By how many residuals and image prompts.
+        self._controlled: dict[tuple[int, int], Callable[..., tuple[Tensor, ...]]] = {}
         self._keys = lowering.lower(keys, "keys")
         self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         self._shallow: dict[tuple[str, bool], Callable[..., tuple[Tensor, ...]]] = {}
@@ -78,18 +79,25 @@ class SplitUNet:
         text_lengths: Tensor | None = None,
         residuals: Sequence[Tensor] = (),
         adapters: Sequence[Tensor] = (),
+        images: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
         `encoder_hidden_states` [B, T, width] are of `prepare_text`. `text_lengths`, int32 [B], are how many of each
         row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. `residuals` and
-        `adapters` [B, h, w, channels] are as for `unet.deep`. Raises ValueError for shapes that do not fit.
+        `adapters` [B, h, w, channels] are as for `unet.deep`, and so are `images`: keys and values [B, T', width], with
+        lengths int32 [B], 0 for rows without one. Raises ValueError for shapes that do not fit.
         """
         assert not return_dict
-        self._check_keys(sample, encoder_hidden_states)
+        for kv in (encoder_hidden_states, *(kv for kv, _ in images)):
+            self._check_keys(sample, kv)
         time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        run = self._lower_controlled(len(residuals)) if residuals or adapters else self._deep
-        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *residuals, *adapters)
+        plain = not (residuals or adapters or images)
+        run = self._deep if plain else self._lower_controlled(len(residuals), len(images))
+        more = [part for image in images for part in image]
+        if images:
+            more.append(torch.stack([lengths for _, lengths in images]).amax(dim=0))
+        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *more, *residuals, *adapters)
         out, *features = run(*given, **lengths_of(text_lengths))
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
@@ -142,17 +150,22 @@ class SplitUNet:
         if kv.dim() != 3 or (kv.shape[0], kv.shape[2]) != (rows, width):
             raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
 
-    def _lower_controlled(self, count: int) -> Callable[..., tuple[Tensor, ...]]:
-        """`deep` with so many residuals, and as adapters what follows them."""
-        unet = self.unet
+    def _lower_controlled(self, residuals: int, images: int) -> Callable[..., tuple[Tensor, ...]]:
+        """`deep` with so many image prompts, then residuals, and as adapters what follows them."""
+        unet, count = self.unet, 2 * images
 
         def walk(ops: Any, sample: Any, time: Any, added: Any, kv: Any, *more: Any) -> Any:
-            return network.deep(ops, unet, sample, time, added, kv, more[:count], more[count:])
+            pairs, prompted = list(zip(more[:count:2], more[1:count:2], strict=True)), more[count] if images else None
+            rest = more[count + bool(images) :]
+            maps = rest[:residuals], rest[residuals:]
+            return network.deep(ops, unet, sample, time, added, kv, *maps, pairs, prompted)
 
-        if count not in self._controlled:
-            name = "deep, controlled" if count else "deep, adapted"
-            self._controlled[count] = self.lowering.lower(walk, name, bound=3)
-        return self._controlled[count]
+        key = (residuals, images)
+        if key not in self._controlled:
+            name = "deep, controlled" if residuals else "deep, adapted"
+            name = f"{name}, {images} image prompts" if images else name
+            self._controlled[key] = self.lowering.lower(walk, name, bound=3)
+        return self._controlled[key]
 
     def _lower_shallow(self, depth: str, controlled: bool) -> Callable[..., tuple[Tensor, ...]]:
         unet, reads_text = self.unet, self.shallow_reads_text

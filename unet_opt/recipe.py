@@ -13,12 +13,13 @@ from torch import nn
 
 from core.quant.convert import Recipe, Rule
 
-ALPHA = 0.8  # best quality for emoji-xl of 0, 0.3, 0.5, 0.65 and 0.8: docs/results.md
+ALPHA = 0.65  # of linear layers: docs/quantize.md
+CONV_ALPHA = 0.5  # least error for SDXL's widths, and a fifth of no smoothing's with heavy tails: docs/quantize.md
 
 
 def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for this UNet. `alpha` None is plain INT8."""
-    halves = _halves(model)
+    """The recipe for this UNet. `alpha` is of its linear layers; None is plain INT8, of convolutions too."""
+    halves, smooth = _halves(model), None if alpha is None else CONV_ALPHA
     return Recipe(
         name="sdxl-unet-plain" if alpha is None else f"sdxl-unet-alpha{alpha:g}",
         rules=(
@@ -30,8 +31,8 @@ def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
             Rule(
                 r".*\.attn2\.to_[kv]", reason="computed once a request; the first token's outlier is 50 times the rest"
             ),
-            Rule(r".*\.(conv1|conv2)", alpha=None),
-            Rule(r".*\.(up|down)samplers\.\d+\.conv", alpha=None),
+            Rule(r".*\.(conv1|conv2)", alpha=smooth),
+            Rule(r".*\.(up|down)samplers\.\d+\.conv", alpha=smooth),
             Rule(r".*\.proj_(in|out)", alpha=alpha),
             Rule(r".*\.attn[12]\.to_(q|k|v|out\.0)", alpha=alpha),
             Rule(r".*\.ff\.net\.(0\.proj|2)", alpha=alpha),
@@ -43,6 +44,7 @@ def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
 
 def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
     """The recipe for a ControlNet: as for the UNet whose down path and mid block it has."""
+    smooth = None if alpha is None else CONV_ALPHA
     return Recipe(
         name="sdxl-control-plain" if alpha is None else f"sdxl-control-alpha{alpha:g}",
         rules=(
@@ -58,8 +60,8 @@ def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
             Rule(r".*\.time_emb_proj", reason="one row a picture: nothing to gain"),
             Rule(r".*\.conv_shortcut", reason="reads what was never normalized", required=False),
             Rule(r".*\.attn2\.to_[kv]", reason="computed once a request"),
-            Rule(r".*\.(conv1|conv2)", alpha=None),
-            Rule(r".*\.downsamplers\.\d+\.conv", alpha=None, required=False),
+            Rule(r".*\.(conv1|conv2)", alpha=smooth),
+            Rule(r".*\.downsamplers\.\d+\.conv", alpha=smooth, required=False),
             Rule(r".*\.proj_(in|out)", alpha=alpha),
             Rule(r".*\.attn[12]\.to_(q|k|v|out\.0)", alpha=alpha),
             Rule(r".*\.ff\.net\.(0\.proj|2)", alpha=alpha),

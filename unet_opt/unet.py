@@ -9,7 +9,7 @@ are features of the last deep step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from core.ops.ops import Ops
 
@@ -18,7 +18,8 @@ Slot = Any  # of `Ops.joint`
 
 
 def deep(
-    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (), adapters: Sequence[A] = ()
+    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (),
+    adapters: Sequence[A] = (), images: Sequence[tuple[A, A]] = (), prompted: A | None = None,
 ) -> tuple[A, ...]:  # fmt: skip
     """The model's output, then the features: what each residual block of the last up block reads.
 
@@ -26,9 +27,11 @@ def deep(
     `text_keys`. The features are the last up block's input, the skips of all its blocks but the last, and the input of
     its last residual block. `residuals` are what a ControlNet (Zhang et al., 2023) adds to each skip, in the order in
     which the down path makes them, and to the mid block's output; `adapters` what a T2I-Adapter (Mou et al., 2023) adds
-    within the down path, and behind the mid block (`adapted`).
+    within the down path, and behind the mid block (`adapted`). `images` are keys and values of image prompts, as `kv`
+    with the strength in the values, and how many of each row's tokens count [B]: what attention gives of them is added
+    to the text's (IP-Adapter; Ye et al., 2023). `prompted` [B] is 0 for rows that have none.
     """
-    times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv)
+    times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv, images, prompted)
     joints = list(_joints(ops, unet, sample))
     slots = [skip for _, skip in reversed(joints)]
     skips = down(ops, unet, ops.conv(sample, unet.conv_in, out=slots[0]), times, text, slots[1:], adapters)
@@ -89,8 +92,21 @@ def cross_attentions(unet: Any) -> list[Any]:
 
 Times = Callable[[Any], Any]
 """What a residual block adds of the time."""
-Text = Callable[[Any], tuple[Any, Any]]
-"""Keys and values of a cross-attention layer."""
+
+
+class Keys(NamedTuple):
+    """What a cross-attention layer reads: keys and values [B, T, C] of the text, and of image prompts, with their
+    lengths; `prompted` [B] is 0 for rows without one.
+    """
+
+    k: Any
+    v: Any
+    images: Sequence[tuple[Any, Any, Any]] = ()
+    prompted: Any = None
+
+
+Text = Callable[[Any], Keys]
+"""What a cross-attention layer reads."""
 
 
 def down(
@@ -170,11 +186,21 @@ def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text | None) -> A:
     x = attention(ops, own, x, h)
     h = ops.layer_norm(x, block.norm2, to=(cross.to_q,))
     assert text is not None
-    k, v = text(cross)
-    h = ops.attend(ops.linear(h, cross.to_q), k, v, heads=cross.heads, to=(cross.to_out[0],))
-    x = ops.linear(h, cross.to_out[0], residual=x)
+    x = _cross(ops, cross, x, ops.linear(h, cross.to_q), text(cross))
     h = ops.layer_norm(x, block.norm3, to=(enter,))
     return ops.linear(ops.gated(h, enter, act="gelu", to=leave), leave, residual=x)
+
+
+def _cross(ops: Ops[A], attn: Any, x: A, q: A, keys: Keys) -> A:
+    """Attention to the text, plus that to each image prompt, added to x.
+
+    With image prompts the sum may exceed what the layer behind it was calibrated for: its scales know texts alone.
+    """
+    out = attn.to_out[0]
+    h = ops.attend(q, keys.k, keys.v, heads=attn.heads, to=() if keys.images else (out,))
+    for k, v, lengths in keys.images:
+        h = ops.add(h, ops.attend(q, k, v, heads=attn.heads, lengths=lengths))
+    return ops.linear(h, out, residual=x, within=keys.prompted)
 
 
 def _step(ops: Ops[A], pair: tuple[Any, Any], x: A, times: Times, text: Text | None, out: Slot) -> A:
@@ -221,15 +247,22 @@ def embed_times(ops: Ops[A], unet: Any, time: A, added: A, kind: A | None = None
     return lambda block: ops.columns(whole, starts[id(block)], block.out_channels)
 
 
-def read_text(ops: Ops[A], unet: Any, kv: A) -> Text:
+def read_text(
+    ops: Ops[A], unet: Any, kv: A, images: Sequence[tuple[A, A]] = (), prompted: A | None = None
+) -> Text:  # fmt: skip
+    """Of each cross-attention layer its part of `text_keys`, and of the `images` of `deep`."""
     starts, at = {}, 0
     for attn in cross_attentions(unet):
         starts[id(attn)] = at
         at += 2 * attn.inner_dim
 
-    def of(attn: Any) -> tuple[A, A]:
+    def of(attn: Any) -> Keys:
         start, width = starts[id(attn)], attn.inner_dim
-        return ops.columns(kv, start, width), ops.columns(kv, start + width, width)
+
+        def own(packed: A) -> tuple[A, A]:
+            return ops.columns(packed, start, width), ops.columns(packed, start + width, width)
+
+        return Keys(*own(kv), [(*own(packed), lengths) for packed, lengths in images], prompted)
 
     return of
 

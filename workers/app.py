@@ -6,14 +6,17 @@ process.
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from celery import Celery, Task
 
 from contract.bounds import PRIORITY
 from core.config import Settings, read
-from core.jobs.broker import QUEUES, Envelope, celery_settings, task_name
+from core.jobs.broker import QUEUES, Envelope, celery_settings, own_queue, pushed, task_name
 from workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -38,15 +41,22 @@ class WorkerApplication(Celery):  # type: ignore[misc]
         )
         self.settings = settings
         self.build = build
-        self.worker = Worker(settings, self.post)
+        self.worker = Worker(settings, self.post, self.message)
         self.prefetch = self.worker.prefetch
         self.Worker = self.subclass_with_self("workers.boot:WorkerProgram")
         for queue in QUEUES:
             self.task(_serve, bind=True, base=CountedTask, name=task_name(queue), queue=queue)
 
     def post(self, envelope: Envelope) -> None:
-        """Send a message. Raises Celery's and kombu's errors."""
-        self.send_task(task_name(envelope.queue), args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
+        """Send a message to any worker. Raises Celery's and kombu's errors."""
+        name = task_name(envelope.queue)
+        self.send_task(name, args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
+
+    def message(self, envelope: Envelope) -> str:
+        """A message to one worker, for the script that pushes it into that worker's own list."""
+        task = self.amqp.as_task_v2(str(uuid4()), task_name(envelope.queue), args=[envelope.id])
+        body = base64.b64encode(json.dumps(task.body).encode()).decode()
+        return pushed(task, own_queue(envelope.queue, envelope.to), envelope.priority, body, str(uuid4()))
 
 
 class CountedTask(Task):  # type: ignore[misc]
@@ -56,8 +66,10 @@ class CountedTask(Task):  # type: ignore[misc]
 
 
 def _serve(self: Any, id: str = "", *_: Any) -> None:
-    priority = (self.request.delivery_info or {}).get("priority")
-    self.app.worker.tasks.run(self.queue, str(id), priority if isinstance(priority, int) else PRIORITY)
+    about = self.request.delivery_info or {}
+    priority, worker = about.get("priority"), self.app.worker
+    to = worker.id if about.get("routing_key") == own_queue(self.queue, worker.id) else ""
+    worker.tasks.run(Envelope(str(id), self.queue, priority if isinstance(priority, int) else PRIORITY, to))
 
 
 def _build(settings: Settings, say: Say) -> ServingRuntime:

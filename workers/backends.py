@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 GROUP = "diptych.backends"
 TORCH, PROGRAMS, GRAPHS = "torch", "programs", "graphs"
-PACK = (PROGRAMS,)  # those of ours that take requests with LoRAs of their own beside all others
+PACK = (PROGRAMS, GRAPHS)  # those of ours that take requests with LoRAs of their own beside all others
 _EIGHT_BITS = (AUTO, PROGRAMS, GRAPHS)  # what runs them whenever the device does
 
 _CPU_BUCKETS = (2, 4, 8, 16, 32)

@@ -24,8 +24,10 @@ from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.control import ControlFolder
+from pipeline.depth import DepthEstimator
 from pipeline.families import sdxl_refiner
 from pipeline.folder import ModelError
+from pipeline.image_prompts import ImagePromptFolder
 from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
 from pipeline.textual_inversion import EmbeddingFolder
@@ -60,6 +62,7 @@ class Runtime:
     text_lane: Lane | None = None  # if separate from the images' lane
     checker: Checker | None = None
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
+    depth: DepthEstimator | None = None
 
     def close(self) -> None:
         self.engine.close()
@@ -172,12 +175,15 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel, controls: ControlFolder | None = None) -> int:
-    """Memory limit for images in progress: the setting, else most of the memory that is free now."""
+def memory_bytes(settings: Settings, model: ImageModel, *folders: ControlFolder | ImagePromptFolder | None) -> int:
+    """Memory limit for images in progress: the setting, else most of the memory that is free now.
+
+    `folders` are those of what is read beside the model.
+    """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
     beside = settings.lora_mib * 2**20 if settings.lora_dir else 0
-    beside += 0 if controls is None else controls.size_bytes()
+    beside += sum(folder.size_bytes() for folder in folders if folder is not None)
     return int(_SHARE * max(0, _free_bytes(model.device) - beside))
 
 
@@ -225,6 +231,14 @@ def _controls(settings: Settings, backend: ImageBackend, *, release: bool) -> Co
     return ControlFolder(Path(settings.control_dir), model, backend.beside, capacity, release=release)
 
 
+def _image_prompts(settings: Settings, backend: ImageBackend) -> ImagePromptFolder | None:
+    """The IP-Adapters that requests may use; None if no folder is set, or the model's family reads none."""
+    model, capacity = backend.model, settings.ip_adapter_mib * 2**20
+    if not settings.ip_adapter_dir or not model.family.image_prompts:
+        return None
+    return ImagePromptFolder(Path(settings.ip_adapter_dir), model, backend.denoiser.lowering.dtype, capacity)
+
+
 def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None) -> ImageBackend | None:
     """The backend of the settings' refiner; None if none is set. Raises `ModelError` for one that is not the base's.
 
@@ -234,9 +248,8 @@ def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None
         return None
     say(f"loading {settings.refiner}")
     asked = "auto" if is_quantized(settings.precision) else settings.precision
-    own = settings.model_copy(
-        update={"model": settings.refiner, "precision": asked, "unet": "", "lora": "", "tiny_vae": "", "plans": ""}
-    )
+    base_only = dict.fromkeys(("unet", "lora", "tiny_vae", "plans", "plan"), "")
+    own = settings.model_copy(update={"model": settings.refiner, "precision": asked, **base_only})
     model = load_model(own, say, count)
     refining.check_pair(model, base)
     name, why_torch = backends.select(own, model)
@@ -307,10 +320,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
         return None
     runner.release_weights()
     cache = runner.execution.cache
-    say(
-        f"{runner.model.name}: {runner.pages.capacity * PAGE} tokens of keys and values in "
-        f"{cache.size_bytes / 2**20:.0f} MiB"
-    )
+    say(f"{runner.model.name}: {runner.pages.tokens} tokens of keys and values in {cache.size_bytes / 2**20:.0f} MiB")
     return runner
 
 
@@ -354,19 +364,21 @@ def build(
     release = model.family.language_model not in kept
     drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
     backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
-    controls = _controls(settings, backend, release=True)
+    controls, image_prompts = _controls(settings, backend, release=True), _image_prompts(settings, backend)
     refiner = lane.call(lambda: _refiner(settings, model, say, count))
+    depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     images = ImageRunner(
         backend,
         _loras(settings, model, backend),
         _embeddings(settings, model),
         UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None,
         controls,
+        image_prompts,
         refiner=refiner,
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,
-        memory_bytes=memory_bytes(settings, model, controls),
+        memory_bytes=memory_bytes(settings, model, controls, image_prompts),
     )
     if texts is not None and measure_s:
         say("measuring what tokens cost")
@@ -376,4 +388,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Runtime(settings, engine, images, lane, texts, beside, checker, decisions)
+    return Runtime(settings, engine, images, lane, texts, beside, checker, decisions, depth)

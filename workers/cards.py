@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
+from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
 from pipeline import control_costs
@@ -19,15 +20,12 @@ _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def image_card(
-    runner: ImageRunner,
-    deepcache: DeepCache | None = None,
-    decisions: Sequence[KernelChoice] = (),
-    plan: str = "",
-) -> ImageCard:
+    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = (), plan: str = "",
+    *, has_depth: bool = False,
+) -> ImageCard:  # fmt: skip
     """Build the card of the runner's model, with its current cost estimates.
 
-    `deepcache` is the default schedule, `plan` the default plan.
-
+    `deepcache` is the default schedule, `plan` the default plan; `has_depth`: there is a depth model.
     `decisions` explain the choice of kernels. May be called while the engine runs; raises KeyError or RuntimeError if a
     cost curve changes during the call: then call again.
     """
@@ -72,6 +70,7 @@ def image_card(
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
         **_files(runner),
+        preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
@@ -85,6 +84,7 @@ def _files(runner: ImageRunner) -> dict[str, Any]:
         "embeddings": runner.embeddings,
         "upscalers": runner.upscalers,
         "controls": runner.controls,
+        "image_prompts": runner.image_prompts,
     }
     return {name: () if folder is None else tuple(folder.names()) for name, folder in folders.items()}
 

@@ -5,10 +5,11 @@ Imports no torch at module level, because the worker imports it before torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from contract import loras
 from contract import plan as plans
 from contract.card import ImageCard, ModelCard
 from contract.errors import Invalid
@@ -23,6 +24,7 @@ from workers.formats import ImageFormat, encode
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
+    from pipeline.depth import DepthEstimator
     from pipeline.picture import Picture
     from pipeline.runner import ImageRunner
     from workers.stream_buffer import StreamBuffer
@@ -61,6 +63,19 @@ class JobHandler(Protocol):
         """
         ...
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether jobs may name files that are read for them."""
+        ...
+
+    def files(self, job: Any) -> Iterable[str]:
+        """The files that a job names, each by its kind and name. Raises `Invalid`."""
+        ...
+
+    def held_files(self) -> Iterable[str]:
+        """Those that are in memory."""
+        ...
+
     def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
         """Parse a job's parameters from its record. Raises `Invalid`."""
         ...
@@ -91,13 +106,14 @@ class ImageJobHandler:
         decisions: Sequence[KernelChoice] = (),
         plan: str = "",
         *,
+        depth: DepthEstimator | None = None,
         metadata: bool = True,
     ) -> None:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
-        `metadata`: whether files tell how they were made.
+        `depth` makes depth maps for controls. `metadata`: whether files tell how they were made.
         """
         self._runner = runner
         self._deepcache = deepcache
@@ -105,6 +121,7 @@ class ImageJobHandler:
         self._checker = checker
         self._decisions = decisions
         self._plan = plan
+        self._depth = depth
         self._metadata = metadata
         self.name = runner.model.name
 
@@ -115,7 +132,18 @@ class ImageJobHandler:
     def card(self) -> ImageCard:
         from workers.cards import image_card
 
-        return image_card(self._runner, self._deepcache, self._decisions, self._plan)
+        has_depth = self._depth is not None
+        return image_card(self._runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
+
+    @property
+    def reads_files(self) -> bool:
+        return self._runner.reads_files
+
+    def files(self, job: ImageJob) -> Iterable[str]:
+        return files_of(job)
+
+    def held_files(self) -> Iterable[str]:
+        return self._runner.held_files()
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)
@@ -123,7 +151,7 @@ class ImageJobHandler:
     def requests(self, job: ImageJob) -> list[ImageParameters]:
         if self._checker is not None:
             job = replace(job, picture=replace(job.picture, preview_every=0))
-        return pictures(job, self._deepcache, self._fetch)
+        return pictures(job, self._deepcache, self._fetch, self._depth)
 
     def tally(self, requests: Sequence[ImageParameters]) -> ImageJobProgress:
         return ImageJobProgress([request.made for request in requests])
@@ -135,19 +163,31 @@ class ImageJobHandler:
         return {"images": images, "deepcache": plans.to_field(made[0].parameters.deepcache)}
 
 
+def files_of(job: ImageJob) -> set[str]:
+    """The files that a job names, as `ImageRunner.held_files` names them. Raises `Invalid`."""
+    try:
+        named = {f"lora {one.name}" for one in loras.read(job.picture.lora)}
+    except ValueError as error:
+        raise Invalid("lora", str(error)) from error
+    named |= {f"control {control.model}" for control in job.control}
+    return named | {f"image_prompts {prompt.model}" for prompt in job.image_prompts}
+
+
 def pictures(
-    job: ImageJob, deepcache: DeepCache | None = None, fetch: Callable[[str], bytes] | None = None
-) -> list[ImageParameters]:
+    job: ImageJob, deepcache: DeepCache | None = None, fetch: Callable[[str], bytes] | None = None,
+    depth: DepthEstimator | None = None,
+) -> list[ImageParameters]:  # fmt: skip
     """The parameters of a job's images. Raises `Invalid`; the image runner checks their values.
 
-    `deepcache` and `fetch` are as for the handler. Raises `ArtifactError` if `fetch` does.
+    `deepcache`, `fetch` and `depth` are as for the handler. Raises `ArtifactError` if `fetch` does.
     """
-    if job.source is None and not job.control:
+    if job.source is None and not job.control and not job.image_prompts:
         return job.pictures(deepcache)
     if fetch is None:
         raise Invalid("image", "cannot be fetched here")
     edit = None if job.source is None else sources.read(job.source, fetch)
-    return job.pictures(deepcache, edit, sources.read_controls(job.control, job.size, fetch))
+    controls = sources.read_controls(job.control, job.size, fetch, depth)
+    return job.pictures(deepcache, edit, controls, sources.read_image_prompts(job.image_prompts, fetch))
 
 
 def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, metadata: bool) -> dict[str, Any]:

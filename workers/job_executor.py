@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import Invalid
@@ -16,6 +17,7 @@ from workers import expand
 from workers.active_jobs import ActiveJob
 from workers.artifact_writer import ArtifactWriter
 from workers.publisher import ProgressPublisher
+from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler, JobProgress
@@ -30,11 +32,13 @@ class JobExecutor:
         handlers: Mapping[str, JobHandler],
         publisher: ProgressPublisher,
         artifact_writer: Callable[[], ArtifactWriter],
+        warm_claims: WarmClaims | None = None,
     ) -> None:
         self._engine = engine
         self._handlers = handlers
         self._publisher = publisher
         self._artifact_writer = artifact_writer
+        self._warm_claims = warm_claims
 
     def run(self, work: ActiveJob) -> dict[str, Any] | Exception:
         """The job's result, or the reason for its failure."""
@@ -44,24 +48,29 @@ class JobExecutor:
             if claim.model != handler.name:
                 raise Aborted("the job names another model")
             job = handler.read(claim.parameters)
-            wanted = handler.requests(job)
-            artifact_writer = self._artifact_writer()
-            deadline = self._deadline(claim)
-            started = time.monotonic()
-            if job.expand_prompt:
-                wanted = self._expanded(work, wanted, deadline)
-            with traces.span("engine", requests=len(wanted)):
-                made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
-            engine_s = time.monotonic() - started
-            if work.dropped:
-                raise Aborted("the job was cancelled, handed back or claimed again")
-            result = handler.build_result(job, made, artifact_writer)
-            if job.expand_prompt:
-                result = expand.add_prompts(result, wanted)
-            work.artifacts = artifact_writer.keys
-            return {**result, "engine_s": round(engine_s, 6)}
+            with nullcontext() if self._warm_claims is None else self._warm_claims.reading(job, handler):
+                return self._make(work, handler, job)
         except Exception as error:
             return error
+
+    def _make(self, work: ActiveJob, handler: JobHandler, job: Any) -> dict[str, Any]:
+        claim = work.claim
+        wanted = handler.requests(job)
+        artifact_writer = self._artifact_writer()
+        deadline = self._deadline(claim)
+        started = time.monotonic()
+        if job.expand_prompt:
+            wanted = self._expanded(work, wanted, deadline)
+        with traces.span("engine", requests=len(wanted)):
+            made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
+        engine_s = time.monotonic() - started
+        if work.dropped:
+            raise Aborted("the job was cancelled, handed back or claimed again")
+        result = handler.build_result(job, made, artifact_writer)
+        if job.expand_prompt:
+            result = expand.add_prompts(result, wanted)
+        work.artifacts = artifact_writer.keys
+        return {**result, "engine_s": round(engine_s, 6)}
 
     def _deadline(self, claim: Claim) -> float:
         """The deadline on the engine's clock."""

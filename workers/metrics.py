@@ -40,6 +40,10 @@ class WorkerMetrics:
         self._jobs = Counter(
             "diptych_jobs", "Jobs by how this worker ended them.", ("modality", "outcome"), registry=self.registry
         )
+        self._claims = Counter(
+            "diptych_claims", "Jobs with files, such as LoRAs, by whether this worker had these in memory.", ("files",),
+            registry=self.registry,
+        )  # fmt: skip
         self._job_seconds = Histogram(
             "diptych_job_seconds", "A job in the engine, from its claim to its result.", ("modality",), buckets=_LONG,
             registry=self.registry,
@@ -53,6 +57,10 @@ class WorkerMetrics:
             return
         self._seconds.labels(tick.modality, phase).observe(tick.seconds)
         self._rows.labels(tick.modality, phase).observe(tick.rows)
+
+    def claimed(self, *, warm: bool) -> None:
+        """Count the claim of a job that names files."""
+        self._claims.labels("warm" if warm else "cold").inc()
 
     def ended(self, modality: str, outcome: str, seconds: float) -> None:
         """Count a job's outcome: succeeded, failed, expired, handed_back, dropped or lost."""

@@ -18,9 +18,11 @@ from celery import bootsteps
 from celery.worker.consumer import Consumer
 from celery.worker.request import Request
 from celery.worker.state import maybe_shutdown
+from kombu.entity import Queue
 from kombu.transport import redis, virtual
 
 from core.jobs import keys
+from core.jobs.broker import own_queue
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,12 @@ _DEAD_KEPT = 1000  # maximum number of dead letters
 class PrefetchLimiter:
     """Counts messages from reception to acknowledgement. Thread-safe."""
 
-    def __init__(self, queues: Sequence[str], held_up: Callable[[], bool] = lambda: False) -> None:
-        """While `held_up` returns True no message is taken; call `wake` when it no longer does."""
+    def __init__(self, queues: Sequence[str], held_up: Callable[[], bool] = lambda: False, worker: str = "") -> None:
+        """While `held_up` returns True no message is taken; call `wake` when it no longer does.
+
+        Of each queue, messages that are for this `worker` are taken before those that are for any.
+        """
+        self.worker = worker
         self._lock = threading.Lock()
         self._limits = dict.fromkeys(queues, 0)
         self._counts = dict.fromkeys(queues, 0)
@@ -152,7 +158,14 @@ class BoundedQoS(redis.QoS):
         return bool(self.channel._in_poll) or self._prefetch.room(self._queue)
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Record a message as unacknowledged, in Redis too; if Redis is full, the message is kept nevertheless."""
+        """Record a message as unacknowledged, in Redis too; if Redis is full, the message is kept nevertheless.
+
+        An offer (`warm_claims.py`) is not kept in Redis: kombu would restore it a day later into the list of a worker
+        that may have died since, and the worker that made it serves its job.
+        """
+        if message.delivery_info["routing_key"] == own_queue(self._queue, self._prefetch.worker):
+            virtual.QoS.append(self, message, delivery_tag)  # type: ignore[no-untyped-call]
+            return
         try:
             super().append(message, delivery_tag)  # type: ignore[no-untyped-call]
         except self.channel.ResponseError:
@@ -264,8 +277,9 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
             _screen(channel)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
+            own = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
             consumers[queue] = c.app.amqp.TaskConsumer(
-                channel, queues=[c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
+                channel, queues=[own, c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
             )
         c.task_consumer = QueueConsumers(consumers, prefetch)
         prefetch.attach(c.hub.call_soon, c.task_consumer)

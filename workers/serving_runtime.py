@@ -60,8 +60,9 @@ def handlers_of(works: Runtime) -> dict[str, JobHandler]:
 
     deepcache = plan.parse(settings.deepcache)
     images = ImageJobHandler(
-        works.images, deepcache, fetch, works.checker, works.decisions, settings.plan, metadata=settings.image_metadata
-    )
+        works.images, deepcache, fetch, works.checker, works.decisions, settings.plan, depth=works.depth,
+        metadata=settings.image_metadata,
+    )  # fmt: skip
     handlers: dict[str, JobHandler] = {works.images.modality: images}
     if works.texts is not None:
         handlers[works.texts.modality] = TextJobHandler(works.texts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import Invalid
@@ -29,6 +30,7 @@ from workers.metrics import METER
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import RetryAbandoned, StoreRetry
+from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
@@ -51,8 +53,11 @@ class WorkerTasks:
         engine: Engine,
         handlers: Mapping[str, JobHandler],
         send: Callable[[Envelope], None],
+        warm_claims: WarmClaims | None = None,
     ) -> None:
+        """Without `warm_claims` jobs are claimed whatever files they name."""
         self._worker = worker
+        self._warm_claims = warm_claims
         self._store = store
         self._store_retry = store_retry
         self._shared_lock = shared_lock
@@ -62,7 +67,7 @@ class WorkerTasks:
         self._handlers = handlers
         self._send = send
         keep = lambda key: self._patiently(lambda: store.keep(key))  # noqa: E731
-        self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep))
+        self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims)
         self._delayed_requeue = DelayedRequeue(self._post)
         self._draining = False
 
@@ -92,11 +97,12 @@ class WorkerTasks:
 
     # -- on a Celery thread ------------------------------------------------------------------------------------
 
-    def run(self, queue: str, id: str, priority: int) -> None:
+    def run(self, envelope: Envelope) -> None:
         """Serve a message. Never raises."""
+        id = envelope.id
         try:
             with job_context(id):
-                self._serve(Envelope(id, queue, priority))
+                self._serve(envelope)
         except RetryAbandoned:
             pass  # the worker ends while Redis is down: the lease will expire
         except Exception:
@@ -108,10 +114,14 @@ class WorkerTasks:
         waits, alone, model = self._store_retry.patiently(look, unless=lambda: self._draining)
         handler = self._handlers.get(envelope.queue)
         if waits and handler is not None and model != handler.name:
-            self._delayed_requeue.put(envelope)  # for another worker
+            self._delayed_requeue.put(replace(envelope, to=""))  # for another worker
+            return
+        stop = lambda: self._draining  # noqa: E731
+        warm = self._warm_claims
+        if waits and handler is not None and warm is not None and not alone and warm.leave(envelope, handler, stop):
             return
         if not self._shared_lock.enter(alone=alone):
-            self._post(envelope)  # not started: another worker may take it at once
+            self._post(replace(envelope, to=""))  # not started: another worker may take it at once
             return
         try:
             claim = self._claim(envelope)
@@ -128,7 +138,7 @@ class WorkerTasks:
         unsure = False
         while True:
             if self._draining:
-                self._post(envelope)
+                self._post(replace(envelope, to=""))
                 return None
             claim = self._store_retry.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
             if claim is not None:

@@ -14,7 +14,6 @@ from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
 from core.batching.request import Outcome
-from llm.pages import PAGE
 from llm.parameters import Logprob, TextParameters
 from workers.stream_buffer import StreamBuffer
 
@@ -36,6 +35,7 @@ class TextJobHandler:
         self._runner = runner
         self.name = runner.model.name
         self.expansion_instruction = runner.model.expansion_instruction
+        self.reads_files = False
         # More than what transformers calls special: the turn headers of Llama models are control tokens too.
         added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._controls = [token.content for token in added if token.special]
@@ -56,7 +56,7 @@ class TextJobHandler:
                 max_stops=MAX_STOPS,
                 max_logprobs=MAX_LOGPROBS,
                 max_logit_bias=MAX_BIASED,
-                cache_tokens=runner.pages.capacity * PAGE,
+                cache_tokens=runner.pages.tokens,
             ),
             costs=TextCosts(token_s=token_s, solo_token_s=runner.cost("text", 1)),
             capacity_per_s=1 / token_s / _USUAL,
@@ -65,6 +65,12 @@ class TextJobHandler:
 
     def read(self, parameters: Mapping[str, Any]) -> TextJob:
         return TextJob.read(parameters)
+
+    def files(self, job: TextJob) -> tuple[str, ...]:
+        return ()
+
+    def held_files(self) -> tuple[str, ...]:
+        return ()
 
     def requests(self, job: TextJob) -> list[TextParameters]:
         """The engine requests of a job, in the order of its prompts. Raises `Invalid`."""
@@ -127,7 +133,7 @@ class TextJobHandler:
         return text
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
-        room = min(self._runner.context, self._runner.pages.capacity * PAGE) - len(prompt)
+        room = min(self._runner.context, self._runner.pages.tokens) - len(prompt)
         if room < 1:
             field = "prompt" if job.messages is None else "messages"
             words = f"{len(prompt)} tokens are more than the model's context of {self._runner.context}"

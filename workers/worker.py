@@ -35,6 +35,7 @@ from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
+from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
     from workers.handlers import JobHandler
@@ -49,8 +50,13 @@ _CLOSE_S = 2.0  # Redis blocks for up to a second before it replies that there i
 class Worker:
     """One worker. Call `open`, `equip`, then `serve` for each message; finally `drain` and `close`."""
 
-    def __init__(self, settings: Settings, send: Callable[[Envelope], None]) -> None:
-        """Does not connect yet. Raises `SettingsError` for settings that no worker can use."""
+    def __init__(
+        self, settings: Settings, send: Callable[[Envelope], None], message: Callable[[Envelope], str]
+    ) -> None:
+        """`message` writes one to a worker. Does not connect yet.
+
+        Raises `SettingsError` for settings that no worker can use.
+        """
         if not settings.redis_url:
             raise SettingsError("DIPTYCH_REDIS_URL: must be given, a worker finds its jobs there")
         self.settings = settings
@@ -58,9 +64,9 @@ class Worker:
         self.store_retry = StoreRetry()
         self.active_jobs = ActiveJobs()
         self.shared_lock = SharedLock(on_change=lambda: self.prefetch.wake())
-        self.prefetch = PrefetchLimiter(QUEUES, held_up=lambda: self.shared_lock.narrow)
+        self.prefetch = PrefetchLimiter(QUEUES, held_up=lambda: self.shared_lock.narrow, worker=self.id)
         self.tasks: WorkerTasks | None = None
-        self._send = send
+        self._send, self._message_to = send, message
         try:
             client = RedisClient(settings.redis_url)
         except ValueError as error:
@@ -78,9 +84,10 @@ class Worker:
         self._equipment: ServingRuntime | None = None
         self._publisher: ProgressPublisher | None = None
         self._heartbeat = Heartbeat(
-            self._store, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self.prefetch.pause,
+            self._store, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self._beaten,
             lease_s=settings.lease_s, stuck_s=settings.stuck_s,
         )  # fmt: skip
+        self._warm_claims: WarmClaims | None = None
         self._control = ControlListener(self._registry, self.store_retry, self.id, self._cancelled)
         self._reaper = Reaper(self._store, send)
 
@@ -124,9 +131,13 @@ class Worker:
         self._publisher = ProgressPublisher(
             self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
         )
+        self._warm_claims = WarmClaims(
+            self.id, self._store, self._registry, self.store_retry, self._message_to, equipment.handlers.values(),
+            wait_s=settings.warm_wait_s, known_s=settings.lease_s,
+        )  # fmt: skip
         self.tasks = WorkerTasks(
             self.id, self._store, self.store_retry, self.shared_lock, self.active_jobs, self._publisher,
-            self._artifacts, engine, equipment.handlers, self._send,
+            self._artifacts, engine, equipment.handlers, self._send, self._warm_claims,
         )  # fmt: skip
         self._publisher.start()
         self._control.start()
@@ -176,6 +187,12 @@ class Worker:
             self._registry.deregister(self.id)
 
     # -- used by the parts --------------------------------------------------------------------------------------
+
+    def _beaten(self, paused: frozenset[str]) -> None:
+        """After the card was announced: pause queues, and announce files while jobs are taken."""
+        self.prefetch.pause(paused)
+        if self._warm_claims is not None:
+            self._warm_claims.announce(none=self._state != "ready")
 
     def card(self) -> WorkerCard:
         if self._equipment is not None:

@@ -5,6 +5,7 @@ Plain data. Does not import Celery, so that the store can compute the Redis key 
 
 from __future__ import annotations
 
+import json
 import ssl
 from bisect import bisect
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ _SEPARATOR = ":"
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message to send: the job's id, its queue, and its Celery priority (0 to 9, 0 first)."""
+    """A message to send: the job's id, its queue, and its Celery priority (0 to 9, 0 first).
+
+    `to` is the worker that it is for; empty: any.
+    """
 
     id: str
     queue: str
     priority: int
+    to: str = ""
 
 
 def task_name(queue: str) -> str:
@@ -41,6 +46,35 @@ def list_key(queue: str, level: int) -> str:
     Messages are pushed on the left and popped from the right.
     """
     return f"{queue}{_SEPARATOR}{level}" if level else queue
+
+
+def own_queue(queue: str, worker: str) -> str:
+    """The queue of messages that are for this worker, of jobs of a queue."""
+    return f"{queue}@{worker}"
+
+
+def pushed(task: Any, queue: str, priority: int, body: str, tag: str) -> str:
+    """The message of a Celery task (`celery.app.amqp.task_message`) as kombu pushes it into a queue's list.
+
+    `body` is the task's, in base64; `tag` is unique.
+    """
+    properties = {
+        **task.properties,
+        "delivery_mode": 2,  # persistent
+        "delivery_info": {"exchange": "", "routing_key": queue},
+        "priority": priority,
+        "body_encoding": "base64",
+        "delivery_tag": tag,
+    }
+    return json.dumps(
+        {
+            "body": body,
+            "content-encoding": "utf-8",
+            "content-type": "application/json",
+            "headers": task.headers,
+            "properties": properties,
+        }
+    )
 
 
 def celery_settings(url: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.errors import Invalid
 from core.jobs import keys
-from core.jobs.broker import Envelope
+from core.jobs.broker import Envelope, level, list_key, own_queue
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, from_json, milliseconds, to_json
 from core.jobs.unreadable import TALLY, UnreadableRecord, check_version
@@ -27,6 +27,7 @@ class JobLeases(RedisStore):
         RedisStore.__init__(self, redis)
         self._lease_ms = milliseconds(lease_s)
         self._retention_ms = milliseconds(retention_s)
+        self._offer = self._client.script("jobs/offer")
         self._claim = self._client.script("jobs/claim")
         self._renew = self._client.script("jobs/renew")
         self._report = self._client.script("jobs/report")
@@ -50,6 +51,28 @@ class JobLeases(RedisStore):
             TALLY.note(error)
             return found[0] == JobState.QUEUED, False, ""
         return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
+
+    def asked(self, id: str) -> tuple[dict[str, Any], bool]:
+        """The parameters of a job, and whether it has a deadline. What is unknown or unreadable has no parameters."""
+        found: Any = self._client.hmget(keys.job(id), "parameters", "deadline")
+        try:
+            asked = from_json(found[0] or "{}")
+        except (ValueError, RecursionError):
+            asked = None
+        return asked if isinstance(asked, dict) else {}, found[1] is not None
+
+    def offer(self, envelopes: Mapping[Envelope, str], for_s: float) -> bool:
+        """Push messages (envelope → message) of one queued job into the own lists of workers. False: it is not queued.
+
+        The lists vanish unless their workers take from them within `for_s`, and until then no sweep counts the job's
+        message as lost; `for_s` is a lease at most.
+        """
+        pushes = [
+            (list_key(own_queue(envelope.queue, envelope.to), level(envelope.priority)), message)
+            for envelope, message in envelopes.items()
+        ]
+        id = next(iter(envelopes)).id
+        return bool(self._offer(id, milliseconds(for_s), *(value for push in pushes for value in push)))
 
     def claim(self, id: str, worker: str) -> Claim | None:
         """Claim a queued job. None: nothing to do (running elsewhere, ended, unknown, or past its deadline).

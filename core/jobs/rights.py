@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import redis
 
-from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key, own_queue
 from core.jobs.connection import RedisStore, translate_redis_errors
 from core.jobs.keys import PREFIX
 
@@ -28,14 +28,19 @@ ZADD <key> 1 x|ZCARD <key>|ZRANGE <key> 0 0|ZRANGEBYSCORE <key> 0 0|ZRANK <key> 
 ZREMRANGEBYSCORE <key> 0 0|ZREVRANGE <key> 0 0|ZREVRANK <key> x|ZSCORE <key> x
 EVAL x 0|EVALSHA x 0|SCRIPT LOAD x|INFO|PING|SCAN 0|TIME
 """
-_LISTS: Final = "BRPOP <key> 1|EXISTS <key>|LLEN <key>|LPUSH <key> x"
+_LISTS: Final = "BRPOP <key> 1|EXISTS <key>|LLEN <key>|LPUSH <key> x|PEXPIRE <key> 1"
 _KOMBU: Final = (
     ("_kombu.binding.image", "SADD <key> x|SMEMBERS <key>"),
     ("unacked", "HDEL <key> x|HGET <key> x|HSET <key> x x"),
     ("unacked_index", "ZADD <key> 1 x|ZREM <key> x|ZREVRANGEBYSCORE <key> 0 0"),
     ("unacked_mutex", "SET <key> x"),
 )
-_LISTED: Final = tuple((list_key(queue, step), _LISTS) for queue in QUEUES for step in PRIORITY_STEPS)
+_LISTED: Final = tuple(
+    (list_key(each, step), _LISTS)
+    for queue in QUEUES
+    for each in (queue, own_queue(queue, "worker"))
+    for step in PRIORITY_STEPS
+)
 
 
 def _commands() -> list[tuple[str, tuple[str, ...]]]:

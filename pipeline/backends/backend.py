@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from core.cuda_graphs import GraphCache
-from core.ops.branches import LowRank, PackedBranches
+from core.ops.branches import LowRank, PackedAdapter
 from core.ops.reference import TorchLowering
 from pipeline.adapters import ScaledAdapter
 from pipeline.backends.timing import PhaseCosts
@@ -32,6 +32,7 @@ class BatchGroup(NamedTuple):
     mode: str = ""  # of deterministic requests, as their backend named it
     backend: str = MAIN
     chunks: int = 1  # of each row's text, in steps; 1 also where rows of all lengths share a forward
+    images: tuple[int, ...] = ()  # tokens of each image prompt, of deterministic requests where bits depend on these
 
 
 class ExecutionPlan(NamedTuple):
@@ -95,7 +96,8 @@ class ImageBackend(Protocol):
         """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
 
         `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it, `chunks` are those
-        of its text. `controlled`: its steps are launched directly, with the residuals of control networks.
+        of its text. `controlled`: its steps are launched directly, with what control networks, image prompts or LoRAs
+        add.
         """
         ...
 
@@ -120,7 +122,7 @@ class ImageBackend(Protocol):
         """
         return nullcontext()
 
-    def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedBranches:
+    def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
         """Pack a LoRA's factors of the denoiser, by its layers' names, for `adapt`. On any thread, where `packs`.
 
         Raises ValueError, naming the layer, for factors that do not fit.

@@ -34,7 +34,7 @@ class TorchBackend(ImageBackend):
         self.fixed_shapes = self._executables.enabled
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        phase, size, mode, _, chunks = group
+        phase, size, mode, _, chunks, _ = group
         eager = self.phases[phase]
         if mode:
             bucket = fixed_rows(phase, self.widths.deterministic_rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 
 from core.cuda_graphs import CudaRecorder, GraphCache, Recorder
 from core.graphs import ExecutableKey
+from core.ops.branches import LowRank
 from core.ops.cuda import CudaLowering
+from core.ops.cuda_branches import BranchShape, CudaBranches
 from core.ops.ops import Lowering
 from core.transfers import to_device
+from pipeline.adapters import ScaledAdapter
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.graph_choice import NARROW, GraphChoice, worth_recording
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
@@ -37,14 +42,18 @@ from pipeline.recording import GraphSet
 
 GRAPHS = "graphs"
 LAYERS = "layers"  # the same kernels without graphs, one by one
-_LONG_TEXT_ROWS = 4
 _CAPACITY = 128  # graphs: about thirty of all widths of a size, or three of each size that is drawn now and then
 
 
 class GraphBackend(ImageBackend):
-    """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one."""
+    """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one.
+
+    Requests with LoRAs of their own share forwards with all others; a forward with any has graphs of its own, so that
+    one without is as fast as ever.
+    """
 
     fixed_shapes = True
+    packs = True
 
     def __init__(
         self,
@@ -62,6 +71,8 @@ class GraphBackend(ImageBackend):
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
         networks = on_gpu(model, self.widths.descending[0])
         self.denoiser, self._layers = networks.denoiser, networks.phases
+        assert isinstance(self.denoiser.lowering, CudaLowering)
+        self._lowering = self.denoiser.lowering
         self.kernels = KernelIdentity.on_gpu(model)
         self._sizes = {(0, 0), *model.sizes}
         self.costs = PhaseCosts(skip_first=True)
@@ -75,23 +86,26 @@ class GraphBackend(ImageBackend):
             recorded[TEXT] = TEXT_WIDTHS
             self.phases = {**self._layers, TEXT: self._embed}
         self.graphs = GraphSet(GraphCache(self._layers, recorder, capacity=capacity), recorded, self._record)
+        self._choice = GraphChoice(self.graphs, self.costs, self.widths.descending, self._sizes)
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        """The graph; while it is missing, the next wider one if that is known to cost less, else the same kernels at
-        the same width one by one. A mode keeps one width, and either graphs or none.
+        """The graph, of the next usual width or a narrower one that paid to be recorded; while it is missing, the next
+        wider one if that is known to cost less, else the same kernels at the same width one by one. A mode keeps one
+        width, and either graphs or none.
         """
-        phase, size, mode, _, chunks = group
+        phase, size, mode, _, chunks, _ = group
         # Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
         width = fixed_rows(phase, self.widths.deterministic_rows) if mode else self.graphs.width(phase, rows)
         key = ExecutableKey(phase, width, size, chunks)
-        # Graphs keep their inputs, and push others out: of longer texts only narrow ones are worth it, where launching
-        # kernels takes longer than they do, and of sizes that anybody may ask for none.
-        if live and size in self._sizes and (chunks == 1 or width <= _LONG_TEXT_ROWS):
+        if live and worth_recording(key, self._sizes):
             self.graphs.missed(key)
         if mode == LAYERS:
             return planned(self, group, width, self._layers[phase])
-        if self.graphs.has(key):
-            return planned(self, group, width, self._function(key), True)
+        if live and not mode:
+            self._choice.count(key, rows)
+        recorded = self._choice.recorded(key, width if mode else rows)
+        if recorded is not None:
+            return planned(self, group, recorded, self._function(replace(key, rows=recorded)), True)
         graph, direct = self.costs.curve(phase, size, True), self.costs.curve(phase, size, False)
         # Until it is timed it is assumed as fast as a graph, and so is timed.
         measured = width in direct.measured
@@ -107,7 +121,7 @@ class GraphBackend(ImageBackend):
     def deterministic_mode(
         self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
     ) -> str:
-        """Graphs, if all that it needs are recorded by now; of longer texts, and with controls, none are taken.
+        """Graphs, if all that it needs are recorded by now; none of longer texts, nor with controls or LoRAs.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
         kernels launched one by one.
@@ -132,6 +146,16 @@ class GraphBackend(ImageBackend):
             if not self._timer(key, self._function(key), True, until=until):
                 return
 
+    def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
+        rows = [[(use.packed, use.scale) for use in uses if isinstance(use.packed, CudaBranches)] for uses in owners]
+        return self._lowering.adapted(rows)
+
+    def pack_adapter(self, factors: Mapping[str, LowRank]) -> CudaBranches:
+        return self._lowering.pack_branches(factors)
+
+    def forget_adapters(self) -> None:
+        self._lowering.clear_branches()
+
     def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """`TEXT`, at the next width of a graph."""
         rows = len(ids[0])
@@ -144,12 +168,26 @@ class GraphBackend(ImageBackend):
     def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         """Record the graph on an example, and time it."""
         size: Any = key.size
-        with torch.inference_mode():
+        branches = key.variant if isinstance(key.variant, BranchShape) else None
+        like = nullcontext() if branches is None else self._lowering.adapted_like(branches)
+        with torch.inference_mode(), like:
             self._timer.example(key.phase, key.rows, size, chunks=key.chunks)(
                 without_text(self.denoiser, key.phase, record)
             )
-        if key.phase != TEXT:
+        if key.phase != TEXT and branches is None:
             self._timer(key, self._function(key), True, runs=2)
+            if key.phase in STEPS and key.rows <= NARROW:  # what the graph saves
+                self._timer(key, self._layers[key.phase], False, runs=2)
 
     def _function(self, key: ExecutableKey) -> Callable[..., Any]:
-        return without_text(self.denoiser, key.phase, self.graphs.function(key))
+        """The graph of this key, or with LoRAs the one of their shape; until it is recorded kernels one by one."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            own, shape = key, self._lowering.branch_shape
+            if shape is not None and key.phase in STEPS:
+                own = replace(key, variant=shape)
+                if worth_recording(own, self._sizes):
+                    self.graphs.missed(own)
+            return self.graphs.function(own)(*arguments, **options)
+
+        return without_text(self.denoiser, key.phase, run)

@@ -77,7 +77,7 @@ class ProgramBackend(ImageBackend):
                 return
 
     def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
-        rows = [[(use.packed, use.scale) for use in uses if use.packed is not None] for uses in owners]
+        rows = [[(use.packed, use.scale) for use in uses if isinstance(use.packed, PackedBranches)] for uses in owners]
         return self._denoiser_lowering.adapted(rows)
 
     def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedBranches:

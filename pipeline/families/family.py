@@ -52,6 +52,7 @@ class ImageModel:
     tiny_vae: TinyVae | None = None
     tiled_above: int = 1536 * 1536  # pixels; larger pictures go through the VAE in tiles
     max_pixels: int = 0  # of a picture; 0: as `size_range` says
+    trained: tuple[Size, ...] = ()  # sizes that it was trained at besides those that follow from its native one
 
     @property
     def denoiser(self) -> Any:
@@ -104,7 +105,8 @@ class ImageModel:
     @property
     def sizes(self) -> tuple[Size, ...]:
         """The (width, height) pairs that it is best at, in pixels."""
-        return sizes(self.native, self.family.grid(self))
+        allowed = [size for size in self.trained if not self.max_pixels or size[0] * size[1] <= self.max_pixels]
+        return tuple(sorted({*sizes(self.native, self.family.grid(self)), *allowed}))
 
     @property
     def size_range(self) -> SizeRange:
@@ -216,6 +218,7 @@ class Family(Protocol):
     language_model: the part that is a decoder-only language model, whose states before the last layer are a prompt's
         embedding; None: the text encoders are of other kinds.
     controls: whether control networks may run beside its denoiser.
+    image_prompts: whether its denoiser's cross-attention may read those of IP-Adapters.
     """
 
     label: str
@@ -232,6 +235,7 @@ class Family(Protocol):
     language_model: str | None
     adapters: Adapters
     controls: bool
+    image_prompts: bool
 
     # -- loading ----------------------------------------------------------------------------------------------------
 

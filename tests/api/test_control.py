@@ -42,9 +42,9 @@ def body(**options: Any) -> dict[str, Any]:
     return {"prompt": "a hat", "size": "128x128", "steps": 2, **options}
 
 
-def handed_on(worker: Worker, claim: Claim) -> list[np.ndarray]:
-    """The controls' pictures that the worker finds in the store, [H, W, 3] each."""
-    found = [Image.open(io.BytesIO(worker.artifacts.get(one["image"]))) for one in claim.parameters["control"]]
+def handed_on(worker: Worker, claim: Claim, field: str = "control") -> list[np.ndarray]:
+    """The pictures of a field that the worker finds in the store, [H, W, 3] each."""
+    found = [Image.open(io.BytesIO(worker.artifacts.get(one["image"]))) for one in claim.parameters[field]]
     assert all((image.format, image.mode) == ("PNG", "RGB") for image in found)
     return [np.asarray(image) for image in found]
 
@@ -105,7 +105,8 @@ def test_what_is_refused_names_the_field(shared: Api) -> None:
         ([{**good, "strength": 11}], "control.strength"),
         ([{**good, "strength": "much"}], "control.strength"),
         ([{**good, "start": 0.6, "end": 0.5}], "control.end"),
-        ([{**good, "preprocessor": "depth"}], "control.preprocessor"),
+        ([{**good, "preprocessor": "pose"}], "control.preprocessor"),
+        ([{**good, "preprocessor": "depth"}], "control.preprocessor"),  # the model has none
         ([{**good, "colour": 1}], "control.colour"),
         ([{**good, "image": {}}], "control.image"),
         ([{**good, "image": {"image_url": "https://example.com/a.png"}}], "control.image.image_url"),

@@ -60,6 +60,8 @@ def test_models_in_openais_shape(shared: Api) -> None:
         "kernels_reason": "the processor has no AVX-512 VNNI", "native_size": "128x128",
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
         "size_range": None, "loras": [], "embeddings": [], "upscalers": [], "controls": [],
+        "preprocessors": ["canny"],
+            "image_prompts": [],
         "refiners": [], "prompt_fields": None, "graphs": {},
         "default_scheduler": "euler", "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
         "vaes": ["full"], "inpaint_only": False,

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from api import admission
+from contract.errors import Invalid
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
+from contract.image_fields import EditFields, ImageFields
+from contract.image_job import image_job
 from contract.refining import Refining
 from tests.api.test_edits import EDITS, as_file, pixels
 from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
@@ -43,11 +45,21 @@ def test_what_no_refiner_does_is_refused_by_name(
         assert card["refiners"] == ["xl-refiner"]
 
 
-def test_an_edit_is_not_refined(shared: Api, worker: Worker) -> None:
+def test_an_edit_is_refined_but_for_a_soft_mask() -> None:
+    for fields, masked in (({"strength": 0.5}, False), ({}, True)):
+        asked = EditFields.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
+        job = image_job(asked, REFINES.offer, (64, 64), masked=masked)
+        assert job.picture.refiner == Refining(model="xl-refiner") and job.source is not None
+    soft = EditFields.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, "soft_mask": True})
+    with pytest.raises(Invalid, match="refiner: is not supported together with soft_mask"):
+        image_job(soft, REFINES.offer, (64, 64), masked=True)
+
+
+def test_a_model_without_one_refines_no_edit(shared: Api, worker: Worker) -> None:
     known = worker.ids()
     data = {"prompt": "a hat", "refiner": '{"model": "xl-refiner"}'}
     answer = shared.client.post(EDITS, data=data, files={"image": as_file(pixels())})
-    check_error(answer, 400, "refiner", "invalid_value")
+    check_error(answer, 400, "refiner.model", "invalid_value")
     check_error(shared.post(DRAW, prompt="a fox", refiner={"model": "xl"}), 400, "refiner.model", "invalid_value")
     assert worker.ids() == known
 

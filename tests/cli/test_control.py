@@ -11,6 +11,7 @@ from PIL import Image
 from pipeline import tiny
 from pipeline.load import load
 from tests.cli.shell import Shell, made_with
+from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, drawn, save
 
 SIDE = 32
@@ -24,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.frombytes("RGB", (SIDE, SIDE), drawn(SIDE)).resize((64, 64)).save(folder / "lines.png")
     Image.new("RGB", (64, 32)).save(folder / "wide.png")
     (folder / "notes.txt").write_text("none")
+    depths.save(folder.with_name("depth-model"))
     return folder
 
 
@@ -43,6 +45,8 @@ def test_pictures_follow_it_and_say_so(shell: Shell, folder: Path) -> None:
         ((), 0),
         (("--control", lines, "--control-model", "edges"), 1),
         (("--control", lines, "--control-model", "edges", "--control-preprocessor", "canny"), 1),
+        (("--control", lines, "--control-model", "edges", "--control-preprocessor", "depth",
+          "--depth-model", str(folder.with_name("depth-model"))), 1),
         (("--control", lines, "--control", lines, "--control-model", "edges", "--control-model", "pose",
           "--control-strength", "0.5"), 2),
     ):  # fmt: skip
@@ -70,6 +74,10 @@ def test_pictures_follow_it_and_say_so(shell: Shell, folder: Path) -> None:
             "--control-strength: must",
         ),
         (("--control", "lines.png", "--control-model", "edges", "--control-mode", "1"), "--control-mode: is for"),
+        (
+            ("--control", "lines.png", "--control-model", "edges", "--control-preprocessor", "depth"),
+            "--control-preprocessor: depth needs a --depth-model",
+        ),
         (("--control", "lines.png", *("--control-model", "edges") * 2), "is given 2 times, for 1 of --control"),
         (("--control", "lines.png") * 5 + ("--control-model", "edges"), "--control: must be at most 4, not 5"),
     ],

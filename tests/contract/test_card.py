@@ -95,6 +95,8 @@ def test_the_offer_has_the_cards_limits() -> None:
         upscalers=(),
         refiners=(),
         controls=(),
+        preprocessors=("canny",),
+        image_prompts=(),
         max_steps=4,
         max_seed=MAX_SEED,
     )

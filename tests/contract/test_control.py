@@ -27,8 +27,8 @@ def test_it_acts_in_one_run_of_steps_as_diffusers_has_it(steps: int, start: floa
 def test_rows_are_counted_in_deep_steps_that_it_acts_in() -> None:
     half, whole = ControlChoice(model="a", end=0.5), ControlChoice(model="a")
     steps = [(2, True), (2, False), (2, True), (1, True)]
-    assert deep_rows([whole], steps) == 5 and deep_rows([half], steps) == 2 and deep_rows([half, whole], steps) == 7
-    assert deep_rows([], steps) == 0
+    found = [deep_rows(given, steps, 4) for given in ([], [half], [whole], [half, whole])]
+    assert found == [0, 2, 5, 7] and deep_rows([whole], steps, 3) == 4
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,9 @@ def test_what_a_model_does_not_have_is_refused() -> None:
     for offered, words in (((), "it has none"), (("b", "c"), "it has b, c")):
         with pytest.raises(Invalid, match=words):
             control.check([choice], offered)
+    control.check([ControlChoice(model="a", preprocessor="canny")], ("a",), ("canny",))
+    with pytest.raises(Invalid, match=r"depth is not offered by this model .*DIPTYCH_DEPTH_MODEL"):
+        control.check([ControlChoice(model="a", preprocessor="depth")], ("a",), ("canny",))
     with pytest.raises(Invalid, match="at most 4, not 5"):
         control.check([choice] * 5, None)
 
@@ -61,7 +64,7 @@ def test_what_a_model_does_not_have_is_refused() -> None:
         strength=SHARES,
         start=SHARES,
         end=SHARES,
-        preprocessor=st.sampled_from(["", "canny"]),
+        preprocessor=st.sampled_from(["", *control.PREPROCESSORS]),
         mode=st.none() | st.integers(0, 7),
         image=st.none() | st.just("key"),
     )

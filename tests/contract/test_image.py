@@ -18,6 +18,7 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageJob, ImageParameters, Source, check
 from contract.image_fields import EditFields, ImageFields
 from contract.image_job import image_job
+from contract.image_prompt import ImagePromptSource
 from contract.refining import Refining
 from contract.upscale import Upscale
 from pipeline.sizes import sizes
@@ -167,12 +168,16 @@ BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,
     "output_format": "jpeg", "output_compression": 7,
     "control": (ControlSource(model="edges", strength=0.5, start=0.25, end=0.75, preprocessor="canny", image="key"),),
+    "image_prompts": (ImagePromptSource(model="base", strength=0.5, end=0.75, image="key"),),
 }  # fmt: skip
+
+
+PICTURES = ("control", "image_prompts")
 
 
 def test_a_record_carries_every_field() -> None:
     """A field that is added is carried without a word about it; this test then asks for its value here."""
-    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit", "control"}
+    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit", *PICTURES}
     assert named == CHANGED.keys() and {one.name for one in dataclasses.fields(ImageJob)} - {"picture"} == BESIDE.keys()
     picture = dataclasses.replace(GOOD, **CHANGED)
     for job in (ImageJob(GOOD), ImageJob(picture), ImageJob(GOOD, **BESIDE), ImageJob(picture, **BESIDE)):
@@ -189,7 +194,8 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
     assert whole["control"] == [
         {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75, "preprocessor": "canny", "image": "key"}
     ]
-    apart = ("source", "control")
+    assert whole["image_prompts"] == [{"model": "base", "strength": 0.5, "end": 0.75, "image": "key"}]
+    apart = ("source", *PICTURES)
     assert {name: whole[name] for name in BESIDE if name not in apart} == {
         name: value for name, value in BESIDE.items() if name not in apart
     }

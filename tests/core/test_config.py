@@ -1,4 +1,4 @@
-"""Settings: the names of embedded models."""
+"""Settings: the names of embedded models, and bounds of one by another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core import config
-from core.config import Settings
+from core.config import Settings, SettingsError
 
 
 @pytest.fixture
@@ -48,3 +48,11 @@ def test_an_added_model_is_found_by_its_name_after_the_embedded_ones(models: Pat
 def test_a_folder_of_that_name_comes_first(models: Path) -> None:
     Path("emoji-z").mkdir()
     assert Settings(model="emoji-z").model_name == "emoji-z"
+
+
+@pytest.mark.parametrize(("given", "most"), [({"warm_wait_s": 16}, 15), ({"warm_wait_s": 4, "lease_s": 2.5}, 2.5)])
+def test_a_job_is_offered_for_a_lease_at_most(given: dict[str, float], most: float) -> None:
+    """Sweeps count no message of an offered job as lost."""
+    with pytest.raises(SettingsError, match=rf"^--warm-wait-s: must not exceed DIPTYCH_LEASE_S \({most:g} s\)$"):
+        config.read(**given)
+    assert config.read(**{**given, "lease_s": given["warm_wait_s"]}).warm_wait_s == given["warm_wait_s"]

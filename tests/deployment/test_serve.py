@@ -182,7 +182,7 @@ def test_with_another_redis_it_starts_none_and_waits_for_it(serve: Callable[...,
     wait_until(lambda: "diptych: worker: loading" in service.err, "the worker")
     assert not any("redis-server" in child.name() for child in psutil.Process(service.process.pid).children())
     assert service.stop(signal.SIGTERM) == 0
-    assert service.err.count("Redis cannot be reached") == 1
+    assert service.err.count("DIPTYCH_REDIS_URL: Redis cannot be reached") == 1
     assert redis_server.password not in service.err and "Traceback" not in service.err
     assert redis_server.answers()
 

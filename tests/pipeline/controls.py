@@ -141,6 +141,11 @@ def _drawn(one: ImageParameters) -> dict[str, Any]:
 
 def stock_controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with these ControlNets, one for each control, [H, W, 3] in levels."""
+    return np.asarray(controlled(shape, nets, one)).astype(int)
+
+
+def controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters, **more: Any) -> Any:
+    """What diffusers' pipeline gives for it with these ControlNets, one for each control, and `more` options."""
     size = (one.width, one.height)
     pictures = [Image.frombytes("RGB", size, control.image) for control in one.control]
     shown: Any = pictures[0] if len(nets) == 1 else pictures
@@ -158,11 +163,8 @@ def stock_controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters) ->
         values = [getattr(control, name) for control in one.control]
         return values[0] if len(nets) == 1 else values
 
-    made = _pipeline(kind, shape, nets)(
-        **_drawn(one),
-        controlnet_conditioning_scale=each("strength"),
-        control_guidance_start=each("start"),
-        control_guidance_end=each("end"),
-        **options,
-    ).images[0]
-    return np.asarray(made).astype(int)
+    options |= {
+        "controlnet_conditioning_scale": each("strength"), "control_guidance_start": each("start"),
+        "control_guidance_end": each("end"),
+    }  # fmt: skip
+    return _pipeline(kind, shape, nets)(**_drawn(one) | options | more).images[0]

@@ -20,8 +20,10 @@ from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from core.batching.request import State
 from core.ops.reference import TorchLowering
-from pipeline import lora, quantized, tiny
+from pipeline import control_costs, lora, quantized, tiny
 from pipeline.load import load
+from pipeline.phases import STEPS
+from tests.core.tape import Tape
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
 from unet_opt.deepcache import SplitUNet
@@ -177,17 +179,51 @@ def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
     assert apart(drawn, solo(fused, PLAIN)) <= 1
 
 
-def test_on_fused_layers_too(folder: Path) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_on_fused_layers_too(folder: Path, recorded: bool) -> None:
+    """Beside all others; recorded, by the graphs of their own that their first steps have asked for."""
     wanted = companions()
     without = runner_of(None, fused=True)
     expected = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
-    served, on_torch = runner_of(folder, fused=True), runner_of(folder)
+    served, on_torch = runner_of(folder, fused=True, recorder=Tape() if recorded else None), runner_of(folder)
     together = mixed(served, wanted)
-    for name, one in wanted.items():
-        reference = solo(on_torch, one) if one.lora else expected[name]
-        assert apart(together[name], reference) <= 1, name
+    rides = [{id for id, _ in ride} for phase, ride in served.rides if phase == "deep"]
+    plain = {name for name, one in wanted.items() if not one.lora}
+    assert any(ride & plain and ride - plain for ride in rides), rides
+    drawn = [together]
+    if recorded:
+        assert served.recording.wait(600)
+        graphs = served.backend.graphs._graphs
+        own = {phase for phase, (_, _, _, variant) in graphs._known if variant is not None}  # type: ignore[misc]
+        assert own == {"deep", "shallow", "shallow-resnet"}
+        before = {key: graph._replay for key, graph in graphs._known.items()}
+        drawn.append(mixed(served, wanted))
+        assert before.items() <= {key: graph._replay for key, graph in graphs._known.items()}.items()
+    for pictures in drawn:
+        for name, one in wanted.items():
+            reference = solo(on_torch, one) if one.lora else expected[name]
+            assert apart(pictures[name], reference) <= 1, name
     alone = solo(served, wanted["none"])
     assert np.array_equal(levels(alone), levels(expected["none"]))
+
+
+def test_what_loras_add_to_recorded_steps_is_measured_apart(folder: Path, kernels: ctypes.CDLL) -> None:
+    """Plain steps have graphs without, whose costs say nothing of it; programs have one cost for all."""
+    size = (PLAIN.width, PLAIN.height)
+    recording, programs = runner_of(folder, fused=True, recorder=Tape()), runner_of(folder, kernels=kernels)
+    recording.recording.close()
+    added = {(control_costs.LORAS[phase], size, False) for phase in ("deep", "shallow")}
+    for runner, apart_ in ((recording, True), (programs, False)):
+        crank, left_s = Crank(runner), []
+        request = crank.submit("it", with_lora("a", deepcache=DeepCache(2, "block")))
+        while crank.turn():
+            if request.work is not None and request.phase in STEPS:
+                left_s.append(control_costs.left(runner.backend, size, request.parameters, request.work))
+        measured = runner.backend.costs.measured().keys()
+        assert (("deep", size, False) in measured) is not apart_
+        assert (added <= measured) is apart_ and (apart_ or not added & measured)
+        assert all(seconds > 0 for seconds in left_s) is apart_ and len(left_s) == PLAIN.steps
+    recording.close()
 
 
 def test_the_file_says_what_was_added(folder: Path, runner: Watching) -> None:
@@ -273,19 +309,39 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
             assert psnr(together[name], solo(exact, one)) > least - 6, name
         else:
             assert together[name].png() == solo(without, one).png(), name
-    assert psnr(together["one"], solo(exact, replace(wanted["one"], lora=""))) < least - 6, "it would prove nothing"
+    with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
+    assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
     together = mixed(served, fixed)
     for name in ("one", "both", "cached"):
         assert together[name].png() == solo(runner("int8", folder), fixed[name]).png(), name
 
 
-def test_without_a_folder_there_are_none_nor_on_layers_in_eight_bits_that_are_not_the_cpus(
-    folder: Path, in_int8: Path
-) -> None:
+def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
+    wanted = {name: one for name, one in companions().items() if name != "edit"}
+
+    def runner(precision: str, loras: Path | None) -> Watching:
+        return Watching(load(str(in_int8), precision=precision), loras=loras, fused=True)
+
+    served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
+    together = mixed(served, wanted)
+    least = min(psnr(solo(without, one), solo(exact, one)) for one in wanted.values() if not one.lora)
+    for name, one in wanted.items():
+        assert psnr(together[name], solo(exact, one)) > least - 6, name
+    with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
+    assert plain < with_it - 3, "it would prove nothing"
+    fixed = {name: replace(one, deterministic=True) for name, one in wanted.items()}
+    together = mixed(served, fixed)
+    for name in ("one", "both", "cached", "none"):
+        alone = runner("int8", folder if fixed[name].lora else None)
+        assert together[name].png() == solo(alone, fixed[name]).png(), name
+    assert together["one"].fingerprint["executable"] == "layers"
+
+
+def test_without_a_folder_there_are_none_nor_where_torch_emulates_eight_bits(folder: Path, in_int8: Path) -> None:
     with pytest.raises(Invalid, match=r"^lora: no LoRA folder is configured"):
         Crank(runner_of(None)).submit("x", with_lora("a"))
-    runner = Watching(load(str(in_int8), precision="int8"), loras=folder, fused=True)
+    runner = Watching(load(str(in_int8), precision="int8"), loras=folder)
     assert runner.adapters is None
     with pytest.raises(Invalid, match=r"^lora: weights in int8 take none on cpu"):
         Crank(runner).submit("x", with_lora("a"))
@@ -302,18 +358,20 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
     small = sum(one.numel() for pair in loras.matrices(model, 0).values() for one in pair) * 4
     runner = Watching(model, loras=tmp_path, lora_bytes=4 * small)
     crank = Crank(runner)
-    for name in ("good", "nan", "bad", "gone"):
+    with pytest.raises(Invalid, match=r"^lora: nan: .* holds what is no finite number"):
+        crank.submit("nan", with_lora("nan"))
+    for name in ("good", "bad", "gone"):
         crank.submit(name, with_lora(name))
     assert runner.adapters is not None
-    for file in runner.adapters._files.values():  # as when others needed the room
+    for file in runner.adapters.cache._files.values():  # as when others needed the room
         file.content = None
     (tmp_path / "bad.safetensors").write_bytes(b"none")
     (tmp_path / "gone.safetensors").unlink()
     ended = crank.run()
     assert {name: request.state for name, request in ended.items()} == {
-        "good": State.DONE, "nan": State.FAILED, "bad": State.FAILED, "gone": State.FAILED,
+        "good": State.DONE, "bad": State.FAILED, "gone": State.FAILED,
     }  # fmt: skip
-    for name in ("nan", "bad", "gone"):
+    for name in ("bad", "gone"):
         assert isinstance(ended[name].error, Invalid) and str(ended[name].error).startswith(f"lora: {name}: "), name
     assert apart(ended["good"].result, solo(runner, with_lora("good"))) <= 1
 

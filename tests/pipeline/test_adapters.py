@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from contract.image import ImageParameters
 from core.batching.request import Request
+from core.ops import branches
 from pipeline import lora_file, tiny
 from pipeline.adapters import AdapterCache, AdapterLease
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
+from tests.core.quant.stage import kernels
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
 
@@ -58,11 +60,11 @@ def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: I
     adapters = AdapterCache(folder, model, 2 * one)
     for name in ("a", "b", "a", "c"):
         adapters.check(name)
-    assert list(adapters.held) == ["a", "c"] and adapters.reads == 3
+    assert list(adapters.held) == ["a", "c"] and adapters.cache.reads == 3
     adapters.check("a")
-    assert adapters.reads == 3
+    assert adapters.cache.reads == 3
     adapters.check("b")
-    assert list(adapters.held) == ["a", "b"] and adapters.reads == 4
+    assert list(adapters.held) == ["a", "b"] and adapters.cache.reads == 4
 
 
 def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: ImageModel, one: int) -> None:
@@ -93,14 +95,17 @@ def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: 
     held = adapters.take("a")
     assert held is not None
     (use,) = adapters.uses(held)
-    assert use.factors and adapters.reads == 3
-    assert adapters.uses(held)[0].factors is use.factors and adapters.reads == 3
+    assert use.factors and adapters.cache.reads == 3
+    assert adapters.uses(held)[0].factors is use.factors and adapters.cache.reads == 3
 
 
 def test_what_never_fits_is_refused_by_name(folder: Path, model: ImageModel, one: int) -> None:
     adapters = AdapterCache(folder, model, 2 * one)
-    with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
-        adapters.check("big")
+    adapters.check("a,b")
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
+            adapters.check("big")
+    assert [*adapters.held] == ["a", "b"] and adapters.cache.reads == 2, "nothing is evicted for it"
     with pytest.raises(ModelError, match=r"^lora a and b and c: needs"):
         adapters.check("a,b,c")
     assert sum(adapters.held.values()) <= 2 * one
@@ -124,7 +129,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
     assert adapters.names() == []
     for held in (before, after):
         adapters.give(held)
-    assert adapters._pinned_bytes == 0
+    assert adapters.cache._pinned_bytes == 0
 
 
 @given(
@@ -150,11 +155,11 @@ def test_the_books_balance_whatever_comes(
                 adapters.uses(found)
                 held.append((text, found))
         in_use = {name for names, _ in held for name in names.split(",")}
-        assert in_use <= set(adapters.held) and adapters._pinned_bytes == len(in_use) * one
+        assert in_use <= set(adapters.held) and adapters.cache._pinned_bytes == len(in_use) * one
         assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
     for _, found in held:
         adapters.give(found)
-    assert sum(adapters.held.values()) <= 2 * one and adapters._pinned_bytes == 0
+    assert sum(adapters.held.values()) <= 2 * one and adapters.cache._pinned_bytes == 0
 
 
 def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
@@ -177,7 +182,7 @@ def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and adapters._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
+    assert not failures and adapters.cache._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
 
 
 def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
@@ -235,7 +240,7 @@ def test_while_one_file_is_read_others_are_there(
         gate.opened.set()
         for one_asked in asked:
             one_asked.result(60)
-    assert adapters.reads == 3 and gate.niceness > os.getpriority(os.PRIO_PROCESS, 0)
+    assert adapters.cache.reads == 3 and gate.niceness > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_steps_of_others_go_on_while_a_lora_is_read(
@@ -261,7 +266,7 @@ def test_steps_of_others_go_on_while_a_lora_is_read(
         crank.submit("a", wanted["a"])
         crank.turn()
         crank.submit("b", wanted["b"])
-        runner.adapters._files["b"].content = None  # as if others had needed the room
+        runner.adapters.cache._files["b"].content = None  # as if others had needed the room
         while "a" not in crank.ended:
             crank.turn()
         assert gate.reached.wait(60)
@@ -270,10 +275,42 @@ def test_steps_of_others_go_on_while_a_lora_is_read(
     assert all(np.array_equal(levels(drawn[name]), levels(expected[name])) for name in wanted)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
+    packs: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading, converting, checking and packing run on the loader's own threads, also of a file that was evicted."""
+    found: list[tuple[str, str]] = []
+
+    def spied(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def spy(*given: Any, **named: Any) -> Any:
+            found.append((name, threading.current_thread().name))
+            return real(*given, **named)
+
+        monkeypatch.setattr(where, name, spy)
+
+    for name in ("read", "converted", "check_finite"):
+        spied(lora_file, name)
+    spied(branches, "_pack")
+    model = load(tiny.TINY)
+    runner = Watching(model, loras=folder, kernels=kernels() if packs else None)
+    assert runner.adapters is not None
+    crank = Crank(runner)
+    for name in ("a", "b,c"):
+        crank.submit(name, ImageParameters("a hat", 1, 32, 32, steps=2, lora=name))
+    runner.adapters.cache._files["a"].content = None  # as if others had needed the room
+    crank.pictures()
+    runner.close()
+    assert {name for name, _ in found} == {"read", "converted", "check_finite"} | ({"_pack"} if packs else set())
+    assert {thread for _, thread in found} == {"lora a", "lora b", "lora c"}
+
+
 def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, one: int) -> None:
     with (tmp_path / "huge.safetensors").open("wb") as file:
         file.truncate(2**40)
     adapters = AdapterCache(tmp_path, model, one)
     with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
         adapters.check("huge")
-    assert adapters.reads == 0
+    assert adapters.cache.reads == 0

@@ -100,6 +100,13 @@ def test_a_whole_checkpoint_is_accepted(channels: int) -> None:
     check_checkpoint("mine", header(*SDXL, **{f"{UNET}input_blocks.0.0.weight": (320, channels, 3, 3)}))
 
 
+def test_weights_without_a_second_side_are_refused_too() -> None:
+    with pytest.raises(ModelError, match="has 0 channels, not 4 or 9"):
+        check_checkpoint("x", header(*SDXL, **{f"{UNET}input_blocks.0.0.weight": (320,)}))
+    with pytest.raises(ModelError, match="is a UNet without text encoders"):
+        check_checkpoint("x", header(SDXL[0], **{TO_K: (320,)}))
+
+
 def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     save_file({"a.b": torch.zeros(2, 3), "c": torch.zeros((), dtype=torch.float16)}, tmp_path / "x", {"k": "v"})
     found = read_header(tmp_path / "x")

@@ -16,11 +16,13 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import AUTO, DeepCache
 from core.batching.runner import Lane
+from pipeline import control_variant
+from pipeline.phases import ENCODE
 from pipeline.tiny import SDXLShape
 from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.test_edit import hole, photograph
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture, together
+from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -102,7 +104,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: 
     assert any({"0", "2"} <= riders for riders in shared), "none without a control shared a forward with one"
     for one in asked[::3]:
         check_parity(shape, nets, one, solo(runner, one))
-    assert (runner.controls or pytest.fail()).reads == 2  # each network once
+    assert (runner.controls or pytest.fail()).cache.reads == 2  # each network once
 
 
 def test_a_control_changes_the_picture(nets: dict[str, Any], folder: Path) -> None:
@@ -194,7 +196,7 @@ def test_refusals_name_the_field(nets: dict[str, Any], folder: Path) -> None:
         ((replace(given, image=given.image[:-3]),), "control.image", "must have the image's size"),
         ((replace(given, start=0.5, end=0.5),), "control.end", "must be greater than start"),
         ((replace(given, strength=11.0),), "control.strength", "must be between 0 and 10"),
-        ((replace(given, preprocessor="depth"),), "control.preprocessor", "must be one of canny"),
+        ((replace(given, preprocessor="pose"),), "control.preprocessor", "must be one of canny, depth"),
         ((replace(given, model="../secret"),), "control.model", "must be a name"),
         ((replace(given, model=named("two-resnets 0")),), "control.model", "is of another model"),
     ):
@@ -209,6 +211,7 @@ def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any]
     size = sum(parameter.nbytes for parameter in one.parameters())
     small = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size - 1)
     assert "DIPTYCH_CONTROL_MIB" in refusal(small, wanted("plain", 0)).message
+    assert not (small.controls or pytest.fail()).held
     runner = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size)
     asked = [wanted("plain", n, seed=n + 1) for n in (0, 1, 0)]
     crank = Crank(runner)
@@ -220,6 +223,15 @@ def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any]
     apart = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
     assert not any({"0", "1"} <= riders for riders in apart)
     assert sum((runner.controls or pytest.fail()).held.values()) <= size
+
+
+def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    curve = runner.backend.costs.curve(ENCODE, (0, 0), False)
+    solo(runner, wanted("plain", 0))
+    assert not curve.measured
+    solo(runner, wanted("plain", prompt="a moor"))
+    assert [*curve.measured] == [2]
 
 
 def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: Path) -> None:
@@ -235,3 +247,23 @@ def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: 
     assert work.size_bytes == without + own + 2 * condition.hint.nbytes
     crank.run()
     assert runner.holdings.memory.taken == 0
+
+
+def test_steps_of_others_go_on_while_an_evicted_network_is_read(
+    nets: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    assert runner.controls is not None
+    asked = wanted("plain", 0, seed=2)
+    crank = Crank(runner)
+    crank.submit("other", wanted("plain", seed=1))
+    crank.turn()
+    crank.submit("controlled", asked)
+    runner.controls.cache._files[named("plain 0")].content = None  # as if others had needed the room
+    reads = HeldReads(monkeypatch, control_variant)
+    while "other" not in crank.ended:
+        crank.turn()
+    assert reads.begun.wait(60)
+    reads.go_on.set()
+    check_parity("plain", nets, asked, crank.pictures()["controlled"])
+    assert reads.threads == ["control plain_0"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
 import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +144,90 @@ def damaged(folder: Path) -> dict[str, str]:
         "disguised": "is a pickle", "missing": f"has no weights for {key}", "shape": f"{key} is [1, 32, 1, 1], not",
         "infinite": "not finite", "more": "has no use for more.weight", "nowhere": "there is no folder nowhere",
     }  # fmt: skip
+
+
+def malformed(folder: Path) -> list[str]:
+    """Files with keys of a known kind, of other shapes or without those that go with them; their names."""
+    kinds = {"net": weights(), "union": union(model(SHAPE)).state_dict(), "adapter": adapter(model(SHAPE)).state_dict()}
+    made = {
+        "number": {**kinds["net"], "controlnet_cond_embedding.conv_in.weight": torch.tensor(1.0)},
+        "flat-kinds": {**kinds["union"], "task_embedding": torch.zeros(4)},
+        "flat-adapter": {**kinds["adapter"], "adapter.conv_in.weight": torch.zeros(4)},
+        "bare-adapter": {"adapter.conv_in.weight": torch.zeros(4, 768, 3, 3)},
+        "bare-original": {"control_model.zero_convs.0.0.weight": torch.zeros(2, 2)},
+    }
+    for name, state in made.items():
+        save_file({key: tensor.clone() for key, tensor in state.items()}, folder / f"{name}.safetensors")
+    return [*made]
+
+
+def test_shapes_and_keys_that_no_network_has_are_refused(folder: Path) -> None:
+    for name in malformed(folder):
+        assert refusal(folder, name).startswith(f"control {name}: ")
+    config = folder / "folder" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_class_name": ["ControlNetModel"]}))
+    assert "is of class ['ControlNetModel']" in refusal(folder, "folder")
+
+
+def test_a_file_in_8_bits_is_read(tmp_path: Path) -> None:
+    eight = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in weights().items()}
+    save_file(eight, tmp_path / "eight.safetensors")
+    found = read(tmp_path, "eight").network.state_dict()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in eight.items())
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to read everything."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_read_is_none_of_them() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / "lost+found").mkdir(mode=0)
+        (folder / "closed").mkdir(mode=0)
+        save_file(weights(), folder / "net.safetensors")
+        with as_nobody():
+            assert control_file.offered(folder) == ["net"]
+            assert "there is no folder closed" in refusal(folder, "closed")
+
+
+def test_a_network_in_memory_is_found_while_another_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(controlnet(model(SHAPE), 7), folder, "slow")
+    runner = Watching(model(SHAPE), lane=LANE, controls=folder)
+    kept, slow = (
+        ImageParameters("a cat", 1, 32, 32, steps=2, control=(control(name, 32),)) for name in ("folder", "slow")
+    )
+    before = solo(runner, kept).png()
+    begun, go_on, read, niceness = threading.Event(), threading.Event(), control_file.read, list[int]()
+
+    def slowly(*given: Any) -> Any:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        begun.set()
+        assert go_on.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(control_file, "read", slowly)
+    crank = Crank(runner)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(crank.submit, "slow", slow)
+        assert begun.wait(60)
+        try:
+            threads.submit(crank.submit, "kept", kept).result(60)
+        finally:
+            go_on.set()
+        waiting.result(60)
+    assert crank.pictures()["kept"].png() == before
+    assert niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

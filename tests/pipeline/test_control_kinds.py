@@ -128,6 +128,23 @@ def test_bits_depend_on_no_companion(kernels: ctypes.CDLL, folders: dict[str, Pa
         assert np.array_equal(levels(picture), levels(solo(runner, one))), one
 
 
+def test_adapters_of_fewer_maps_share_forwards_with_those_of_all(
+    kernels: ctypes.CDLL, nets: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    save(nets[THREE]["adapter"], tmp_path, "whole")
+    save(adapter(model(THREE), 5, channels=[*model(THREE).denoiser.config.block_out_channels]), tmp_path, "fewer")
+    runner = Watching(model(THREE), lane=LANE, controls=tmp_path, kernels=kernels)
+    fewer, whole = wanted(THREE, "fewer", {}, seed=2), wanted(THREE, "whole", {}, seed=3)
+    both = replace(whole, control=(*fewer.control, *whole.control), seed=4)
+    asked = [fewer, whole, both, replace(both, control=both.control[::-1], seed=5)]
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        assert np.array_equal(levels(picture), levels(solo(runner, one))), one
+    shared = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert any({"0", "1", "2", "3"} <= riders for riders in shared)
+    steps = [riders for phase, riders in runner.rides if phase == "deep"]
+    assert len(steps) <= 5 * (1 + len(asked)), "a batch failed, and its requests were run one by one"
+
+
 def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
     runner = Watching(model(TWO), lane=LANE, controls=folders[TWO])
     asked = [replace(one, deterministic=True) for one in mixture(TWO)]

@@ -55,6 +55,11 @@ def wanted(
 @functools.cache
 def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
     """What diffusers makes of it, [H, W, 3] in levels."""
+    return np.asarray(edited(shape, one)).astype(int)
+
+
+def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
+    """What diffusers' pipeline gives for it, with `more` options."""
     from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
 
     from tests.schedulers import replaced, scheduler
@@ -72,32 +77,31 @@ def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
     )  # fmt: skip
     pipeline.set_progress_bar_config(disable=True)
     size = (one.width, one.height)
-    masked = {}
+    options: dict[str, Any] = {}
     if one.edit.mask is not None:
-        masked = {"mask_image": Image.frombytes("L", size, one.edit.mask), "width": one.width, "height": one.height}
-    made = pipeline(
-        one.prompt,
-        image=Image.frombytes("RGB", size, one.edit.image),
-        negative_prompt=one.negative_prompt,
-        num_inference_steps=one.steps,
-        strength=one.edit.strength,
-        guidance_scale=one.guidance_scale,
-        generator=torch.Generator().manual_seed(one.seed),
-        **masked,
-        **{name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None},
-    ).images[0]
-    return np.asarray(made).astype(int)
+        options = {"mask_image": Image.frombytes("L", size, one.edit.mask), "width": one.width, "height": one.height}
+    options |= {
+        "image": Image.frombytes("RGB", size, one.edit.image), "negative_prompt": one.negative_prompt,
+        "num_inference_steps": one.steps, "strength": one.edit.strength, "guidance_scale": one.guidance_scale,
+        "generator": torch.Generator().manual_seed(one.seed),
+    }  # fmt: skip
+    options |= {name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None}
+    return pipeline(one.prompt, **options | more).images[0]
 
 
 def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
     assert one.edit is not None
     expected = stock_edit(shape, one)
     assert expected.std() > 5, "a flat picture would prove nothing"
-    if one.edit.mask is not None:  # diffusers gives back what its VAE makes of what is kept; here it is as it was
-        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 0
-        own = np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3)
-        expected = np.where(mask, expected, own)
-    assert np.abs(levels(picture) - expected).max() <= 1, one
+    assert np.abs(levels(picture) - with_kept(one, expected)).max() <= 1, one
+
+
+def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
+    """What diffusers made, with the kept pixels as they were: it gives back what its VAE makes of them."""
+    if one.edit is None or one.edit.mask is None:
+        return expected
+    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 0
+    return np.where(mask, expected, np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3))
 
 
 def mixture(shape: str) -> list[ImageParameters]:

@@ -49,10 +49,12 @@ def test_sides_that_the_unshuffling_does_not_divide_are_kept(height: int, width:
     assert network(torch.rand(1, 3, height, width)).shape == (1, 3, height * shape.factor, width * shape.factor)
 
 
-def test_halves_are_read_in_full() -> None:
-    state = {key: tensor.half() for key, tensor in weights().items()}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_halves_and_8_bits_are_read_in_full(dtype: torch.dtype) -> None:
+    state = {key: tensor.to(dtype) for key, tensor in weights().items()}
     network = esrgan.read("net", data_of(state))
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    assert all(torch.equal(own, state[key].float()) for key, own in network.state_dict().items())
 
 
 def changed(**changes: Any) -> bytes:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from core import digests
 from pipeline import folder as folders
 from pipeline import tiny
 from pipeline.families import sdxl
@@ -387,11 +388,11 @@ def test_the_digest_follows_contents_and_not_the_place(saved: Path, folder: Path
     assert load(str(folder)).digest != first.digest
 
 
-@pytest.mark.parametrize("whole_bytes", [folders._HASH_WHOLE_BYTES, 1000])
+@pytest.mark.parametrize("whole_bytes", [digests._WHOLE_BYTES, 1000])
 def test_the_digest_sees_a_change_in_any_tensor(
     folder: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr(folders, "_HASH_WHOLE_BYTES", whole_bytes)  # the small model stands for a large one
+    monkeypatch.setattr(digests, "_WHOLE_BYTES", whole_bytes)  # the small model stands for a large one
     _, files = folders.check(folder, None, sdxl.FAMILY.parts, "SDXL")
     names = list(load_file(folder / UNET))
     seen = {folders.digest(folder, files)}

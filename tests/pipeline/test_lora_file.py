@@ -87,6 +87,18 @@ def test_it_is_what_diffusers_reads(kind: str, model: ImageModel, tmp_path: Path
         assert torch.allclose(delta, theirs[at], atol=1e-5), at
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_files_in_8_bits_are_read_in_16(dtype: torch.dtype, model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "one")
+    whole = read(model, path)
+    path.write_bytes(save({key: tensor.to(dtype) for key, tensor in load_file(path).items()}))
+    found = read(model, path)
+    lora_file.check_finite("one", found)
+    for at, factor in found.items():
+        assert factor.down.dtype is torch.float16
+        assert torch.equal(factor.down.float(), whole[at].down.to(dtype).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model: ImageModel, tmp_path: Path) -> None:
     path = loras.write(model, tmp_path, "one")
@@ -94,8 +106,7 @@ def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model:
     path.write_bytes(save({key: tensor.to(dtype) for key, tensor in load_file(path).items()}))
     half = read(model, path)
     assert {factor.down.dtype for factor in half.values()} == {dtype}
-    moved = lora_file.moved(half, model.device, model.dtype)
-    for at, factor in moved.items():
+    for at, factor in lora_file.converted("one", half, model.device, model.dtype).items():
         assert factor.down.dtype is torch.float32 and torch.equal(factor.down, whole[at].down.to(dtype).float())
 
 

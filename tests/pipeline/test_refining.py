@@ -16,18 +16,22 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from contract.image import Edit, ImageParameters
+from contract.image import Edit, ImageJob, ImageParameters
 from contract.plan import DeepCache
 from contract.refining import Refining
-from pipeline import samplers, tiny
+from pipeline import refining, samplers, tiny
+from pipeline.backends.eager import TorchBackend
 from pipeline.families.sdxl_refiner import FAMILY
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
+from pipeline.phases import ENCODE
 from pipeline.refining import REFINER, check_pair
+from pipeline.runner import ImageRunner
 from tests.core.tape import Tape
 from tests.pipeline import worlds
+from tests.pipeline.embeddings import folder_of, write
 from tests.pipeline.refiners import SECOND, second
-from tests.pipeline.test_edit import photograph
+from tests.pipeline.test_edit import hole, photograph
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
@@ -125,6 +129,15 @@ def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: Im
     runner.close()
 
 
+@pytest.mark.parametrize("start", [0.3, 0.5, 0.8])
+def test_estimates_know_which_steps_are_the_models_own(refiner: ImageModel, start: float) -> None:
+    """Within one, whatever offset its timesteps have."""
+    for steps in range(4, 31):
+        one = wanted(start, steps=steps)
+        _, at = refining.table(model(SHAPE), refiner, one, "euler")
+        assert abs(ImageJob(one).own_steps - at) <= 1
+
+
 def test_its_steps_are_a_group_of_their_own_and_count_as_its_cost(refiner: ImageModel) -> None:
     runner = Watching(model(SHAPE), refiner=refiner)
     crank = Crank(runner)
@@ -151,6 +164,7 @@ def test_companions_change_no_bit_of_a_deterministic_picture(
     alone = solo(runner, one)
     assert together(runner, [*others, one])[-1].png() == alone.png()
     assert alone.parameters.to_dict()["refiner"] == {"model": "tiny-refiner", "from": 0.6}
+    assert f"Refiner: tiny-refiner [{refiner.digest[:10]}], Refiner switch at: 0.6, " in alone.infotext
 
 
 def test_what_it_holds_is_given_back(refiner: ImageModel) -> None:
@@ -166,7 +180,14 @@ def test_what_cannot_be_refined_is_refused_by_field(refiner: ImageModel) -> None
     for one, said in (
         (wanted(0.01), r"^refiner\.from: 0\.01 of 6 steps leaves the model itself no step"),
         (wanted(0.999), r"^refiner\.from: 0\.999 of 6 steps leaves the refiner no step"),
-        (replace(wanted(), edit=Edit(photograph(32).tobytes(), None, 0.5)), "^refiner: is not supported for edits"),
+        (
+            replace(wanted(), edit=Edit(photograph(32).tobytes(), hole(32).tobytes(), 0.5, soft_mask=True)),
+            "^refiner: is not supported together with soft_mask",
+        ),
+        (
+            replace(wanted(0.4), edit=Edit(photograph(32).tobytes(), None, 0.5)),
+            r"^refiner\.from: 0\.4 of 6 steps, of which this strength makes the last 3, leaves the model itself",
+        ),
         (replace(wanted(), refiner=Refining(model="other")), r"^refiner\.model: is not offered .* it has tiny-refiner"),
         (replace(wanted(), refiner=Refining(model="../x")), r"^refiner\.model: must be a name"),
     ):
@@ -174,6 +195,24 @@ def test_what_cannot_be_refined_is_refused_by_field(refiner: ImageModel) -> None
             Crank(runner).submit("it", one)
     with pytest.raises(Invalid, match=r"^refiner: there is none"):
         Crank(Watching(model(SHAPE))).submit("it", wanted())
+
+
+def test_it_is_named_as_its_folder_is(refiner: ImageModel) -> None:
+    named = replace(refiner, name="SDXL refiner (0.9)")
+    one = replace(wanted(), refiner=Refining(model="SDXL refiner (0.9)", **{"from": 0.6}))
+    assert np.array_equal(
+        levels(solo(Watching(model(SHAPE), refiner=named), one)),
+        levels(solo(Watching(model(SHAPE), refiner=refiner), wanted())),
+    )
+
+
+def test_its_prompts_do_not_count_as_what_others_cost_to_encode(refiner: ImageModel) -> None:
+    runner = Watching(model(SHAPE), refiner=refiner)
+    curve = runner.backend.costs.curve(ENCODE, (0, 0), False)
+    solo(runner, wanted())
+    assert not curve.measured
+    solo(runner, replace(wanted(prompt="a moor"), refiner=None))
+    assert [*curve.measured] == [2]
 
 
 def test_another_noise_schedule_is_refused(refiner: ImageModel) -> None:
@@ -224,3 +263,17 @@ def _narrow(copy: Path, config: dict[str, Any]) -> Path:
     told = {name: value for name, value in config.items() if not name.startswith("_")}
     UNet2DConditionModel(**{**told, "cross_attention_dim": SECOND.text_width}).save_pretrained(copy / "unet")
     return copy
+
+
+def test_admission_and_encoding_read_no_embedding_again(refiner: ImageModel, tmp_path: Path) -> None:
+    """One that is damaged behind a request's check takes no slot with it."""
+    base = model(SHAPE)
+    path = write(base, tmp_path, "ink", 3, seed=1)
+    runner = ImageRunner(TorchBackend(base), embeddings=folder_of(base, tmp_path), refiner=TorchBackend(refiner))
+    whole = solo(runner, wanted(prompt="a cat in ink"))
+    crank = Crank(runner)
+    crank.submit("it", wanted(prompt="a cat in ink"))
+    path.write_bytes(b"none")
+    picture = crank.pictures()["it"]
+    assert np.array_equal(levels(picture), levels(whole)) and picture.fingerprint == whole.fingerprint
+    assert runner.held() == 0 and runner.holdings.memory.taken == 0

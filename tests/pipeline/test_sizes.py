@@ -18,7 +18,8 @@ from contract.image import ImageParameters
 from contract.plan import DeepCache
 from core.graphs import ExecutableKey
 from evaluation.pairs import psnr
-from pipeline import quantized, tiny
+from pipeline import quantized, sizes, tiny
+from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.phases import DEEP
 from pipeline.sizes import size_range
@@ -143,3 +144,44 @@ def test_exactly_the_sizes_of_the_range_are_offered(width: int, height: int) -> 
     for refused in (lambda: offer.check_size(width, height), lambda: offer.size(f"{width}x{height}")):
         with pytest.raises(Invalid, match=r"^size: .*; and any sides from 256 to 2048 that are multiples of 8"):
             refused()
+
+
+def test_sizes_that_a_model_was_trained_at_are_offered(tmp_path: Path) -> None:
+    """Also those above the range of others, as far as the settings allow; its digest stays."""
+    folder = tiny.save(tmp_path / "model", tiny.SDXLShape())
+    plain = load(str(folder))
+    sizes.write(folder, [(32, 32), (48, 48)])
+    one = load(str(folder))
+    assert {*one.sizes} - {*plain.sizes} == {(48, 48)} and one.digest == plain.digest
+    assert one.size_range == plain.size_range and (48, 48) not in one.size_range
+    runner = Watching(one)
+    drawn = ImageParameters("a hat", 0, 48, 48, steps=2)
+    assert solo(runner, drawn).image.size == (48, 48)
+    with pytest.raises(Invalid, match=r"size: 56x48 is not offered; offered: 48x48, .*; and any sides"):
+        solo(runner, ImageParameters("a hat", 0, 56, 48, steps=2))
+    assert replace(one, max_pixels=40 * 48).sizes == plain.sizes
+
+
+def test_the_embedded_model_offers_what_it_was_trained_at() -> None:
+    folder = Path(__file__).parents[2] / "models" / "emoji-xl"
+    assert (192, 192) in sizes.trained(folder, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is no sizes.json of version 1"),
+        ('{"version": 2, "trained": []}', "is no sizes.json of version 1"),
+        ('{"version": 1}', "is no sizes.json of version 1"),
+        ('{"version": 1, "trained": ["48"]}', "trained must list sizes"),
+        ('{"version": 1, "trained": [48]}', "trained must list sizes"),
+        ('{"version": 1, "trained": ["48x0"]}', "trained must list sizes"),
+        ('{"version": 1, "trained": ["48x52"]}', "multiples of 8"),
+        ('{"version": 1, "trained": ["4104x48"]}', "up to 4096"),
+    ],
+)
+def test_other_files_are_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / sizes.FILE).write_text(text)
+    with pytest.raises(ModelError, match=rf"sizes\.json: .*{said}"):
+        sizes.trained(tmp_path, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 from dataclasses import replace
@@ -16,7 +17,7 @@ from PIL import Image
 
 from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
-from contract.upscale import Upscale
+from contract.upscale import MAX_SIDE, Upscale
 from pipeline import tiny, upscaling
 from pipeline.esrgan import Shape
 from pipeline.folder import ModelError
@@ -149,8 +150,29 @@ def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> 
 
 def test_what_is_enlarged_counts_as_memory(folder: UpscalerFolder) -> None:
     runner = Watching(model(SHAPE), upscalers=folder)
-    plain, large = (runner.holdings.size_bytes(one) for one in (wanted(None), wanted()))
-    assert large - plain == 3 * 40 * 24 * 16
+    crank, taken = Crank(runner), []
+    for name, one in (("plain", wanted(None)), ("large", wanted())):
+        crank.submit(name, one)
+        crank.turn()
+        taken.append(runner.holdings.memory.taken)
+    plain, both = taken
+    assert both - 2 * plain == 3 * 40 * 24 * 16
+
+
+def test_admission_reads_no_file(tmp_path: Path) -> None:
+    """Requests wait while the networks of others take their places in memory, and files go."""
+    for number in range(6):
+        upscalers.write(tmp_path, f"net{number}", Shape(8, 4, 1, 1), seed=number)
+    files = UpscalerFolder(tmp_path)
+    runner = Watching(model(SHAPE), upscalers=files, max_requests=1)
+    crank = Crank(runner)
+    for number in range(6):
+        crank.submit(str(number), wanted(f"net{number}", steps=2))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    pictures = crank.pictures()
+    assert {picture.image.size for picture in pictures.values()} == {(80, 48)}
+    assert len({repr(picture.fingerprint["upscaler"]) for picture in pictures.values()}) == 6
 
 
 @pytest.mark.parametrize(
@@ -182,6 +204,17 @@ def test_without_a_folder_and_beyond_all_bounds_it_is_refused(folder: UpscalerFo
     large = replace(model(SHAPE), max_pixels=4096 * 4096)
     with pytest.raises(Invalid, match=r"^upscale: 4 times 2048x2048 is more than 33554432 pixels"):
         Crank(Watching(large, upscalers=folder)).submit("it", wanted(width=2048, height=2048))
+
+
+def test_sides_that_a_file_cannot_have_are_refused_before_anything_is_drawn() -> None:
+    """WebP's are the shortest; its encoder refuses one more."""
+    for size in ((2048, 256), (256, 2048)):
+        with pytest.raises(Invalid, match=r"^upscale: it makes a side of more than 16383 pixels"):
+            Upscale(model="x8").check_factor(*size, 8)
+        Upscale(model="x8", scale=7.9).check_factor(*size, 8)
+    Image.new("RGB", (MAX_SIDE, 1)).save(io.BytesIO(), "WEBP")
+    with pytest.raises(ValueError, match="16383"):
+        Image.new("RGB", (MAX_SIDE + 1, 1)).save(io.BytesIO(), "WEBP")
 
 
 def test_a_changed_file_is_read_anew_and_a_running_request_keeps_its_own(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from contract.image import ImageParameters
@@ -34,6 +36,7 @@ from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.programs import ProgramBackend
 from pipeline.control import ControlFolder
 from pipeline.families.family import TinyVae
+from pipeline.image_prompts import ImagePromptFolder
 from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
 from pipeline.tiny import SDXLShape
@@ -155,13 +158,15 @@ class Watching(ImageRunner):
         upscalers: UpscalerFolder | None = None,
         controls: Path | None = None,
         control_bytes: int = 2**30,
+        image_prompts: Path | None = None,
+        image_prompt_bytes: int = 2**30,
         refiner: ImageModel | None = None,
         **options: Any,
     ) -> None:
         """On `backend_of` the model with these options; `frugal` releases all weights that nothing else reads.
 
         `loras` is the folder of those that requests may use, within `lora_bytes`, `controls` that of control networks,
-        within `control_bytes`.
+        within `control_bytes`, `image_prompts` that of IP-Adapters, within `image_prompt_bytes`.
         """
         if frugal:
             packed = loras is None or options.get("kernels") is not None
@@ -175,12 +180,17 @@ class Watching(ImageRunner):
         folder = None
         if controls is not None:
             folder = ControlFolder(controls, model, backend.beside, control_bytes, release=frugal)
+        prompts = None
+        if image_prompts is not None:
+            dtype = backend.denoiser.lowering.dtype
+            prompts = ImagePromptFolder(image_prompts, backend.model, dtype, image_prompt_bytes)
         second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
             backend,
             made,
             upscalers=upscalers,
             controls=folder,
+            image_prompts=prompts,
             refiner=second,
             lane=lane,
             max_requests=max_requests,
@@ -200,6 +210,22 @@ class Watching(ImageRunner):
     def shared_steps(self) -> set[frozenset[int]]:
         """The sets of different steps that shared one UNet forward."""
         return {frozenset(step for _, step in ride) for phase, ride in self.rides if phase == "deep"}
+
+
+class HeldReads:
+    """Makes a module's `read` wait: `begun` tells of the first, `go_on` lets all go on. `threads`: which ones read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+        self._real = module.read
+        monkeypatch.setattr(module, "read", self._read)
+
+    def _read(self, *given: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._real(*given)
 
 
 class Crank:

@@ -129,11 +129,21 @@ class Crew:
         draft = JobDraft(new_id(), modality, model, parameters, priority=priority, deadline_s=deadline_s, owner=owner)
         return self.store.create(draft).id
 
-    def send(self, id: str, queue: str = "image", priority: int = 5) -> None:
-        """A message, through Celery."""
+    @property
+    def sender(self) -> WorkerApplication:
         if self._sender is None:
             self._sender = create(Settings(redis_url=self.url, artifacts_url="memory://"))
-        self._sender.post(Envelope(id, queue, priority))
+        return self._sender
+
+    def send(self, id: str, queue: str = "image", priority: int = 5) -> None:
+        """A message, through Celery."""
+        self.sender.post(Envelope(id, queue, priority))
+
+    def offer(self, id: str, to: Hired) -> None:
+        """A message of an image job to one worker, for a minute."""
+        card = eventually(lambda: self.card(to), "a worker's card")
+        envelope = Envelope(id, "image", 5, card.id)
+        assert self.store.offer({envelope: self.sender.message(envelope)}, 60)
 
     def ask(self, modality: str = "image", **asked: Any) -> str:
         """A job with its message."""

@@ -14,6 +14,7 @@ second, and then its card in the registry is "ready".
     --load S    seconds that "loading the model" takes (default 0), in which the card says "starting"
     --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
                 events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
+    --files N   jobs may name files, such as LoRAs; N are kept in memory, and each that is read is the event "read"
     --name NAME the stand-in's model is called so, and its pictures differ from those of other names
     --compiling an uninterruptible thread never ends, as the compiler's may not
 
@@ -60,7 +61,7 @@ from core.config import Settings
 from core.threads import UninterruptibleThread
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import ImageJobProgress, JobHandler, pictures
+from workers.handlers import ImageJobProgress, JobHandler, files_of, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
 
 MODEL = "stage"
@@ -210,9 +211,21 @@ class StagePictures:
 
     expansion_instruction = ""
 
-    def __init__(self, step_s: float, name: str = MODEL) -> None:
+    def __init__(self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print) -> None:
+        """Has so many files in memory; the last used are kept, and `note` is told of each that is read."""
         self._step_s = step_s
         self.name = name
+        self.reads_files = files > 0
+        self._most = files
+        self._note = note
+        self._files: list[str] = []
+        self._lock = threading.Lock()
+
+    def files(self, job: ImageJob) -> set[str]:
+        return files_of(job)
+
+    def held_files(self) -> tuple[str, ...]:
+        return tuple(self._files)
 
     def card(self) -> ImageCard:
         sizes = {f"{w}x{h}": self._step_s for w, h in SIZES}
@@ -226,6 +239,12 @@ class StagePictures:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
+        with self._lock:
+            for file in files_of(job):
+                if file not in self._files:
+                    self._note(file)
+                kept = [other for other in self._files if other != file]
+                self._files = [*kept, file][-self._most :] if self._most else []
         return pictures(job)
 
     def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
@@ -255,6 +274,7 @@ class StageText:
 
     name = "stage-text"
     expansion_instruction = ""
+    reads_files = False
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -264,6 +284,12 @@ class StageText:
             name=self.name, precision="none", device="cpu", limits=TextOffer(), costs=TextCosts(),
             capacity_per_s=1 / max(1e-6, 20 * self._step_s),
         )  # fmt: skip
+
+    def files(self, job: object) -> tuple[str, ...]:
+        return ()
+
+    def held_files(self) -> tuple[str, ...]:
+        return ()
 
     def read(self, parameters: Mapping[str, Any]) -> StageTextJob:
         return StageTextJob(parameters)
@@ -304,6 +330,7 @@ def build(
     step_s: float = 0.01,
     load_s: float = 0.0,
     name: str = MODEL,
+    files: int = 0,
     note: Note = lambda event, request: None,
 ) -> ServingRuntime:
     """The stand-in's engine and panels, in this process."""
@@ -325,7 +352,9 @@ def build(
         if wanted:
             lane = Lane(modality)
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
-            handlers[modality] = StagePictures(step_s, name) if modality == "image" else StageText(step_s)
+            told = lambda file: note("read", Request(file, "image", None))  # noqa: E731
+            panel = StagePictures(step_s, name, files, told) if modality == "image" else StageText(step_s)
+            handlers[modality] = panel
             closers.append(lane.close)
     return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, closers)
 
@@ -350,6 +379,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--name", default=MODEL)
+    parser.add_argument("--files", type=int, default=0)
     parser.add_argument("--compiling", action="store_true")
     options = parser.parse_args()
     if options.compiling:
@@ -359,7 +389,7 @@ def main() -> int:
     def made(settings: Settings, say: Callable[[str], None]) -> ServingRuntime:
         return build(
             settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load,
-            name=options.name, note=note,
+            name=options.name, files=options.files, note=note,
         )  # fmt: skip
 
     return boot.run(config.read(), made)

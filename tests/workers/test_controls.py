@@ -11,19 +11,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from contract.card import ImageCard, read_card, to_data
 from contract.errors import Invalid
 from contract.image import ImageJob
 from core.artifacts import NoArtifact
 from core.batching.request import Request
 from core.config import Settings
 from pipeline import canny
+from pipeline.depth import DepthEstimator
+from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, save
 from tests.pipeline.test_edit import photograph
 from workers import sources
 from workers.build import Runtime, build
 from workers.handlers import ImageJobHandler, pictures
+from workers.serving_runtime import handlers_of
 
 SIDE = 32
 JOB: dict[str, Any] = {
@@ -42,12 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    settings = Settings(
-        model=TINY, control_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32",
-        cache_dir=tmp_path_factory.mktemp("cache"),
-    )  # fmt: skip
-    with build(settings) as works:
+    with build(settings(folder, tmp_path_factory.mktemp("cache"))) as works:
         yield works
+
+
+def settings(folder: Path, cache: Path, **more: Any) -> Settings:
+    return Settings(
+        model=TINY, control_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32", cache_dir=cache,
+        **more,
+    )  # fmt: skip
 
 
 def fetch(key: str) -> bytes:
@@ -102,6 +110,25 @@ def test_canny_is_taken_of_what_was_stored() -> None:
     assert one.control[0].image == expected.tobytes() and expected.any()
     (plain, _) = pictures(asked(), None, fetch)
     assert plain.control[0].image == photograph(SIDE).tobytes()
+
+
+def test_depth_is_taken_by_the_settings_model(tmp_path: Path, folder: Path) -> None:
+    estimate = DepthEstimator(depths.save(tmp_path / "depth"))
+    (one, _) = pictures(asked(preprocessor="depth"), None, fetch, estimate)
+    assert one.control[0].image == estimate(np.asarray(photograph(SIDE))).tobytes()
+    with build(settings(folder, tmp_path, depth_model=str(tmp_path / "depth"))) as works:
+        card = handlers_of(works)["image"].card()
+        assert isinstance(card, ImageCard) and card.offer.preprocessors == ("canny", "depth")
+        assert read_card(to_data(card)) == card
+    with pytest.raises(ModelError, match=r"depth model: .*gone: no such folder"):
+        build(settings(folder, tmp_path, depth_model=str(tmp_path / "gone")))
+
+
+def test_without_a_depth_model_it_is_refused_by_the_setting(works: Runtime) -> None:
+    assert ImageJobHandler(works.images).card().preprocessors == ("canny",)
+    with pytest.raises(Invalid, match=r"depth is not offered by this model .*DIPTYCH_DEPTH_MODEL") as caught:
+        pictures(asked(preprocessor="depth"), None, fetch)
+    assert caught.value.field == "control.preprocessor"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.artifacts import Artifacts
 from core.config import EMBEDDED_TEXT_MODEL, Settings
+from core.jobs.broker import Envelope
 from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
 from pipeline.tiny import TINY
@@ -68,7 +69,7 @@ class Desk:
 
     def draw(self, **asked: Any) -> Job:
         id = self._crew.make(model=self._name, **{"prompt": "a cat", "expand_prompt": True, "steps": 2, **asked})
-        self._tasks.run("image", id, 5)
+        self._tasks.run(Envelope(id, "image", 5))
         assert not self._active_jobs.works()
         return self._crew.job(id)
 

@@ -14,7 +14,7 @@ from contract.image import ImageParameters
 from contract.refining import Refining
 from core.batching.request import Request
 from core.config import Settings
-from pipeline import quantized, tiny
+from pipeline import plans, quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.tiny import TINY
@@ -79,6 +79,14 @@ def test_beside_a_model_in_int8_it_is_whole_unless_it_has_such_a_variant(
 def test_what_is_no_refiner_of_this_model_is_refused(folder: Path, more: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         build(settings(folder, precision="fp32", kernels=False, **more))
+
+
+def test_the_models_plans_are_no_refiners(folder: Path, tmp_path: Path) -> None:
+    plans.write(tmp_path / "plans.json", "fp32", {"plans": {"quick": {"steps": 4}}})
+    given = {"plans": str(tmp_path / "plans.json"), "plan": "quick", "precision": "fp32", "kernels": False}
+    with build(settings(folder, **given)) as works:
+        assert image_card(works.images, plan="quick").plans == {"quick": {"steps": 4}}
+        assert "refiner" in drawn(works, WANTED).fingerprint
 
 
 def test_a_refiner_draws_nothing_alone(folder: Path) -> None:

@@ -58,7 +58,7 @@ class Scene:
         )  # fmt: skip
 
     def run(self, id: str) -> None:
-        self.tasks.run("image", id, 5)
+        self.tasks.run(Envelope(id, "image", 5))
 
     def start(self, id: str) -> threading.Thread:
         thread = threading.Thread(target=self.run, args=[id], daemon=True)

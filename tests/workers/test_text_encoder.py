@@ -26,7 +26,7 @@ from workers.backends import GRAPHS, PROGRAMS, TORCH
 from workers.build import build
 from workers.text_encoder import on_kernels
 
-SETTINGS = Settings(model=tiny_zimage.TINY_Z, device="cpu", precision="fp32", cache_dir=CACHE.parent)
+SETTINGS = Settings(model=tiny_zimage.TINY_Z, device="cpu", precision="fp32", compile=False, cache_dir=CACHE.parent)
 PROMPTS = ("a red cat", "two dogs " * 20, "x", "a hat, 中文")
 
 

@@ -27,6 +27,7 @@ class SD15(SDXL):
     parts: Mapping[str, Part] = PARTS
     prompt_fields: Collection[str] = ()
     adapters: Adapters = SD15Adapters()
+    image_prompts = False
 
     def seeded(self, name: str) -> Seeded | None:
         return None

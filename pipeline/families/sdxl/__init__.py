@@ -43,6 +43,7 @@ class SDXL:
     language_model: str | None = None
     adapters: Adapters = SDXLAdapters()
     controls = True
+    image_prompts = True
 
     def seeded(self, name: str) -> Seeded | None:
         if name == sdxl.NAME:

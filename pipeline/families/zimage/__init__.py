@@ -46,6 +46,7 @@ class ZImage:
     language_model: str | None = "text_encoder"
     adapters: Adapters = ZImageAdapters()
     controls = False
+    image_prompts = False
 
     def seeded(self, name: str) -> Seeded | None:
         if name not in tiny_zimage.SHAPES:

@@ -111,7 +111,7 @@ local function back(key, ...)
   end
 end
 for _, key in ipairs(redis.call('KEYS', 'diptych:job:*')) do
-  back(key, 'created', 'deadline', 'started', 'ended', 'sent')
+  back(key, 'created', 'deadline', 'started', 'ended', 'sent', 'offered')
 end
 for _, key in ipairs(redis.call('KEYS', 'diptych:mark:*')) do back(key, 'since') end
 for _, key in ipairs({'diptych:leases', 'diptych:deadlines', 'diptych:workers'}) do

@@ -20,7 +20,7 @@ from core.jobs.store import JobStore, QueueFull
 from tests.core.jobs import books
 
 # Time passes in leaps of 400 seconds, and no sum of leaps comes nearer than 100 s to anything that is decided by it.
-LEASE_S, DEADLINE_S, OVERTIME_S, RESEND_S, SILENCE_S = 1500, 1000, 500, 900, 500
+LEASE_S, DEADLINE_S, OVERTIME_S, RESEND_S, SILENCE_S, OFFER_S = 1500, 1000, 500, 900, 500, 1100
 LEAPS = (400, 800, 2000)
 MAX_ATTEMPTS, MAX_QUEUED = 2, 6
 WORKERS = ("ada", "bob", "eve")
@@ -38,6 +38,7 @@ class Model:
     level: int
     sequence: int
     sent: float
+    offered: float = 0.0
     state: str = "queued"
     attempt: int = 0
     lost: int = 0
@@ -65,8 +66,8 @@ class Life:
 
     # How often a walk takes which.
     OPERATIONS: ClassVar = {
-        "create": 8, "send": 8, "lose_unsent": 1, "lose_message": 1, "deliver": 6, "claim_one": 2, "renew": 6,
-        "report": 3, "end_one": 4, "hand_back": 2, "cancel": 1, "erase": 1, "let_pass": 6, "sweep": 6,
+        "create": 8, "send": 8, "lose_unsent": 1, "lose_message": 1, "deliver": 6, "claim_one": 2, "offer": 3,
+        "renew": 6, "report": 3, "end_one": 4, "hand_back": 2, "cancel": 1, "erase": 1, "let_pass": 6, "sweep": 6,
     }  # fmt: skip
 
     def __init__(self, client: redis.Redis, url: str) -> None:
@@ -158,6 +159,17 @@ class Life:
         key = model.queue, model.level
         self.highest[key] = max(self.highest.get(key, 0), model.sequence)
         assert self.store.suspect(id) is model.suspect
+
+    def offer(self, dice: Random) -> None:
+        id = self._pick(dice, "queued")
+        model = self.models.get(id)
+        to = Envelope(id, model.queue if model else "image", model.level if model else 5, dice.choice(WORKERS))
+        queued = model is not None and model.state == "queued"
+        assert self.store.offer({to: "a message"}, OFFER_S) is queued
+        if queued and model is not None:
+            model.offered = self.now + OFFER_S
+            own = f"{to.queue}@{to.to}:{model.level}".removesuffix(":0")
+            assert self.client.lindex(own, 0) == "a message" and 0 < self.client.pttl(own) <= 1000 * OFFER_S
 
     def renew(self, dice: Random) -> None:
         worker, held = dice.choice(WORKERS), {}
@@ -252,7 +264,7 @@ class Life:
 
     def erase(self, dice: Random) -> None:
         """Whatever was under way with it, a message that waits included, comes to nothing."""
-        id = self._pick(dice, "running")
+        id = self._pick(dice, dice.choice(["queued", "running", "succeeded"]))
         model = self.models.pop(id, None)
         assert self.store.erase(id) is (model is not None)
         assert self.store.get(id) is None and self.store.standing(id) is None
@@ -302,7 +314,8 @@ class Life:
         assert len({envelope.id for envelope in sweep.send}) == len(sweep.send) == len(lost) + len(resent)
         for model in self._in("queued"):
             key = model.queue, model.level
-            old = self.now - model.sent >= RESEND_S
+            old = self.now - model.sent >= RESEND_S and self.now >= model.offered
+            self.seen["kept back while on offer"] += empty[key] and self.now - model.sent >= RESEND_S and not old
             if model.id in resent:
                 self.seen[f"sent again, {'none' if empty[key] else 'later ones'} there"] += 1
                 assert old and (empty[key] or model.sequence < self.highest.get(key, 0))
@@ -382,4 +395,4 @@ class Life:
     def _queue(self, model: Model, by: str) -> None:
         model.to("queued", by)
         model.worker, model.progress = "", None
-        model.level, model.sequence, model.sent = 0, self._next(), self.now
+        model.level, model.sequence, model.sent, model.offered = 0, self._next(), self.now, 0.0

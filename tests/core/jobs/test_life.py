@@ -31,6 +31,7 @@ def test_walks(client: redis.Redis, redis_url: str) -> None:
     for what in (
         *("queue full", "claim too late", "renewed", "graced", "swept expired", "swept failed", "swept lost"),
         *("sent again, none there", "sent again, later ones there", "cancel of queued", "cancel of running"),
+        "kept back while on offer",
         *("erase of queued", "erase of running", "erase of succeeded"),
         *("handed back running: refused", "handed back queued: refused", "succeed of running, 1 back: False"),
         *("succeed of queued, 0 back: False", "fail of succeeded, 0 back: False", "succeed of succeeded, 0 back: True"),

@@ -5,6 +5,7 @@ On a GPU in bf16 and CUDA graphs; elsewhere in fp32, recorded by a recorder that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -246,6 +247,69 @@ def test_deterministic_requests_never_take_a_wider_graph() -> None:
         backend.costs.observe(ExecutableKey(group.phase, 16, group.size), True, 0.010)
     free, fixed = backend.plan(group, 8), backend.plan(group._replace(mode="graphs"), 2)
     assert (free.compiled, free.rows) == (True, 16) and (fixed.compiled, fixed.rows) == (False, 8)
+
+
+def forwards(backend: GraphBackend, group: BatchGroup, rows: int, count: int) -> None:
+    """Live ones, with the recordings that they ask for."""
+    for _ in range(count):
+        backend.plan(group, rows, live=True)
+        while backend.graphs.record_next():
+            pass
+
+
+def cost(backend: GraphBackend, size: tuple[int, int], rows: int, *, graph_s: float, direct_s: float) -> None:
+    """What steps are known to take, whatever they took."""
+    for recorded, seconds in ((True, graph_s), (False, direct_s)):
+        for _ in range(60):
+            backend.costs.observe(ExecutableKey("deep", rows, size), recorded, seconds)
+
+
+def test_a_width_that_traffic_pays_for_is_recorded_and_draws_the_same() -> None:
+    runner = runner_of("wide-heads", recorded=False)
+    runner.recording.close()
+    backend, side = runner.backend, runner.model.native
+    assert isinstance(backend, GraphBackend)
+    group = BatchGroup("deep", (side, side))
+    forwards(backend, group, 3, 1)
+    forwards(backend, group, 2, 1)
+    assert backend.plan(group, 3).rows == 6, "the next usual width"
+    for rows in (2, 6):
+        cost(backend, group.size, rows, graph_s=10.0 * rows, direct_s=11.0 * rows)
+    forwards(backend, group, 3, 61)
+    assert backend.plan(group, 3).rows == 6, "it is chosen at every 64th"
+    forwards(backend, group, 3, 1)
+    assert [backend.plan(group, rows)[1:3] for rows in (2, 3, 4, 6, 8)] == [
+        (True, 2), (True, 3), (True, 6), (True, 6), (False, 8),
+    ]  # fmt: skip
+    assert backend.plan(group._replace(mode="graphs"), 2).rows == 8, "deterministic requests have the one width"
+    parameters = [ImageParameters("a red hat", seed, side, side, steps=2, guidance_scale=1.0) for seed in range(9)]
+    pictures = together(runner, parameters)
+    assert ("deep", 3) in {(phase, len(ride)) for phase, ride in runner.rides}, "it was drawn at that width"
+    reference = Watching(model("wide-heads"), max_rows=16)
+    for picture, one in list(zip(pictures, parameters, strict=True))[::4]:
+        assert near(picture, solo(reference, one))
+
+
+@pytest.mark.parametrize(("saved_s", "room", "recorded"), [(9.0, 64, True), (-0.1, 64, False), (9.0, 3, False)])
+def test_another_size_is_recorded_where_that_pays_and_pushes_nothing_out(
+    saved_s: float, room: int, recorded: bool
+) -> None:
+    runner = runner_of("wide-heads", recorded=False)
+    runner.recording.close()
+    backend, side = runner.backend, runner.model.native
+    assert isinstance(backend, GraphBackend)
+    group, other = BatchGroup("deep", (side, side)), BatchGroup("deep", (side - 8, side))
+    assert other.size not in runner.sizes
+    for rows in (2, 6, 8):
+        forwards(backend, group, rows, 1)
+    backend.graphs._graphs.capacity = room
+    cost(backend, group.size, 2, graph_s=1.0, direct_s=1.0 + saved_s)
+    cost(backend, other.size, 2, graph_s=math.nan, direct_s=1.0 + saved_s)
+    forwards(backend, other, 2, 63)
+    assert not backend.plan(other, 2).compiled
+    forwards(backend, other, 2, 1)
+    assert backend.plan(other, 2).compiled == recorded
+    assert [backend.plan(group, rows).compiled for rows in (2, 6, 8)] == [True] * 3
 
 
 @torch.inference_mode()

@@ -95,7 +95,8 @@ for _, entry in ipairs(over) do
   end
 end
 
--- Lost messages: Celery's list is empty, or a message sent later was claimed a while ago.
+-- Lost messages: Celery's list is empty, or a message sent later was claimed a while ago. While a worker offers a job,
+-- it has the job's message.
 local left = limit
 for i = 10, #ARGV, 3 do
   local queue, level = ARGV[i], ARGV[i + 1]
@@ -112,10 +113,13 @@ for i = 10, #ARGV, 3 do
     for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
       local sent_ms = at - job.sent
       if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- all later entries are younger
-      redis.call('ZREM', sent, job.id)
-      post(job, level, at)
-      to_send(job, level)
-      left = left - 1
+      local offered_ms = (tonumber(job.offered) or at) - at
+      if offered_ms <= 0 or offered_ms > lease_ms then
+        redis.call('ZREM', sent, job.id)
+        post(job, level, at)
+        to_send(job, level)
+        left = left - 1
+      end
     end
   end
 end

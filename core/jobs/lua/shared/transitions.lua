@@ -6,7 +6,7 @@
 -- Keys, all under the prefix that every script gets as ARGV[1] (scripts build key names, so Redis Cluster is not
 -- supported); times are milliseconds since the epoch:
 --
---   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent claim by graced`
+--   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent offered claim by graced`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
@@ -29,6 +29,7 @@
 --   webhooks, webhook_*    see lanes.lua
 --   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
 --   control:{worker}       stream of messages to a worker
+--   holders:{file}         zset: worker that has the file in memory → until when that is known
 --   paused                 set: queues that workers take no jobs from
 --   and those of batches.py, files.py and keys.py, the counters of rates.py, and kombu's message lists (broker.py)
 --
@@ -58,12 +59,12 @@ end
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms', 'offered')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
     owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
-    v = v[18], keep_ms = v[19]}
+    v = v[18], keep_ms = v[19], offered = v[20]}
 end
 
 -- Whether a job is live and its record's format known: a newer version may use other states.
@@ -138,7 +139,7 @@ end
 local function requeue(job, by, at, reason)
   leave(job)
   redis.call('HSET', job.key, 'state', 'queued', 'worker', '', 'by', by)
-  redis.call('HDEL', job.key, 'started', 'progress', 'claim')
+  redis.call('HDEL', job.key, 'started', 'progress', 'claim', 'offered')
   count(job, 'queued', 1)
   post(job, 0, at)
   emit(job, 'queued', '{"reason":"' .. reason .. '"}')

@@ -1,0 +1,14 @@
+-- Offers a queued job to workers: pushes messages into their own lists, which vanish if not emptied in time.
+-- include: shared/transitions
+-- KEYS: none
+-- ARGV: 2 id, 3 for how many ms, 4… kombu's list, message
+-- Answer: 1, or 0: the job is not queued
+
+local job = read(ARGV[2])
+if not job or job.state ~= 'queued' then return 0 end
+redis.call('HSET', job.key, 'offered', now() + ARGV[3])  -- a full Redis refuses it, with nothing offered
+for i = 4, #ARGV, 2 do
+  redis.call('LPUSH', ARGV[i], ARGV[i + 1])
+  redis.call('PEXPIRE', ARGV[i], ARGV[3])
+end
+return 1

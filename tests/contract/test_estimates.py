@@ -1,0 +1,62 @@
+"""Estimates of jobs whose last steps a refiner takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract import image_prompt
+from contract.card import ImageCard, ImageCosts, ImageLimits
+from contract.estimates import work_s
+from contract.image import ImageJob
+
+SIDE, NAME = 128, "128x128"
+COSTS = ImageCosts(row_step_s={NAME: 1.0}, shallow_row_step_s={"block": {NAME: 0.25}}, control_row_step_s={NAME: 0.5})
+CARD = ImageCard(
+    name="model", precision="none", device="cpu", native=SIDE, sizes=((SIDE, SIDE),), schedulers=("euler",),
+    default_scheduler="euler", limits=ImageLimits(), capacity_per_s=1.0, costs=COSTS, deepcache="off",
+)  # fmt: skip
+
+
+def job(**fields: Any) -> ImageJob:
+    return ImageJob.read(
+        {"prompt": "x", "n": 1, "seed": 1, "steps": 20, "guidance_scale": 5.0, "width": SIDE, "height": SIDE, **fields}
+    )
+
+
+def refined(start: float, **fields: Any) -> ImageJob:
+    return job(refiner={"model": "refiner", "from": start}, **fields)
+
+
+@given(st.integers(2, 60), st.floats(0.05, 0.95), st.floats(0, 0.9))
+def test_controls_and_image_prompts_cost_nothing_in_a_refiners_steps(steps: int, share: float, begin: float) -> None:
+    """They act on the model's own steps only, and there as without a refiner."""
+    own = refined(share, steps=steps).own_steps
+    acting = sum(step / steps >= begin for step in range(own))
+    plain_s = work_s(CARD, refined(share, steps=steps))
+    given = {"model": "edges", "start": begin}
+    assert work_s(CARD, refined(share, steps=steps, control=[given])) - plain_s == pytest.approx(2 * acting * 0.5)
+    assert work_s(CARD, refined(share, steps=steps, image_prompts=[given])) - plain_s == pytest.approx(
+        2 * acting * image_prompt.SHARE
+    )
+
+
+@given(st.integers(2, 60))
+def test_without_a_refiner_all_steps_are_the_models_own(steps: int) -> None:
+    assert job(steps=steps).own_steps == steps
+    with_control = job(steps=steps, control=[{"model": "edges"}])
+    assert work_s(CARD, with_control) - work_s(CARD, job(steps=steps)) == pytest.approx(2 * steps * 0.5)
+
+
+def test_a_refiners_steps_are_deep() -> None:
+    cached = {"interval": 2, "depth": "block"}
+    assert work_s(CARD, refined(0.5, deepcache=cached)) == pytest.approx(2 * (5 + 5 * 0.25 + 10))
+
+
+def test_an_edits_skipped_steps_are_the_models() -> None:
+    edited = refined(0.8, edit={"image": "k", "strength": 0.5})
+    assert (edited.made, edited.own_steps) == (10, 6)
+    assert refined(0.8, edit={"image": "k", "strength": 0.1}).own_steps == 0

@@ -1,0 +1,61 @@
+"""An IP-Adapter on torch: tokens of what a vision encoder sees in a picture, and their keys and values for a UNet.
+
+The layout is that of Ye et al., 2023 (github.com/tencent-ailab/IP-Adapter), whose file holds a projection of images to
+tokens, and for each cross-attention layer two projections of these beside the text's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unet_opt.unet import cross_attentions
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class IPAdapter:
+    """`projection` makes `tokens` tokens of an encoder's output with so many `channels`.
+
+    That output is the projected embedding [B, channels] or, of `fine` ones (Plus), the hidden states behind the last
+    layer but one, [B, patches, channels]. `layers` are to_k and to_v [n, D] of each cross-attention layer, in
+    their order in the UNet and in the type of their file: they are read once for each picture.
+    """
+
+    projection: nn.Module
+    layers: Sequence[tuple[Tensor, Tensor]]
+    tokens: int
+    channels: int
+    fine: bool
+
+    @property
+    def width(self) -> int:
+        """Channels of what `keys` returns: `SplitUNet.text_width`."""
+        return sum(len(part) for pair in self.layers for part in pair)
+
+    @property
+    def size_bytes(self) -> int:
+        own = sum(parameter.nbytes for parameter in self.projection.parameters())
+        return own + sum(part.nbytes for pair in self.layers for part in pair)
+
+    def project(self, seen: Tensor) -> Tensor:
+        """Tokens [B, T, D] of an encoder's output."""
+        made: Tensor = self.projection(seen.float())
+        return made
+
+    def keys(self, tokens: Tensor, strength: float) -> Tensor:
+        """Keys and values of tokens [R, T, D] for all layers, [R, T, width] in fp32, as `unet.text_keys` packs them.
+
+        Values are times `strength`, which is what attention then gives of them.
+        """
+        return torch.cat(
+            [made for k, v in self.layers for made in (tokens @ k.float().T, tokens @ v.float().T * strength)], dim=-1
+        )
+
+
+def layer_shapes(unet: Any) -> list[tuple[int, int]]:
+    """The shape of to_k and of to_v of each layer of this UNet's adapters."""
+    return [(attn.inner_dim, attn.to_k.in_features) for attn in cross_attentions(unet)]
