@@ -116,7 +116,8 @@ def _fetched(hub_id: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(hub_id, allow_patterns=["*.json", "*.txt", "model.safetensors"])
+        # OpenAI's repository has no safetensors.
+        return snapshot_download(hub_id, allow_patterns=["*.json", "*.txt", "model.safetensors", "pytorch_model.bin"])
     except Exception as error:  # anything the network raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(f"{hub_id} could not be fetched ({reason}); name a folder with --clip") from None

@@ -116,7 +116,7 @@ def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, An
         for name, figure in held["scores"].items():
             if len(against) > 1:
                 figures[f"{name}, {reference}"] = figure
-            elif name in (*paired.IMAGES, networks.paired):
+            elif name in paired.names(networks):
                 pairs[name] = figure
             else:
                 figures[name] = figure

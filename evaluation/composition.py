@@ -235,7 +235,7 @@ class _Seen:
         self.ground = background(picture)
         self.stands_out = picture - self.ground
         self._padded = (0, 0)
-        self._spectra: dict[tuple[int, int], Tensor] = {}
+        self._spectra: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def match(self, sprites: Tensor, sticker: bool, visible: Tensor | None) -> Tensor:
         """Cosines [V, H, W] of premultiplied sprites [V, 4, s, s] centred at every pixel, over `visible` alone."""
@@ -247,9 +247,8 @@ class _Seen:
         mask = (F.max_pool2d(alpha[:1, None], ring, 1, ring // 2) > 0.05).float()[0]  # alike in all variants
         # Nothing may wrap around; sizes of few prime factors transform fastest.
         self._padded = (-(-(self.height + side) // 32) * 32, -(-(self.width + side) // 32) * 32)
-        out = self.stands_out if visible is None else self.stands_out * visible
-        seen = self._of(out) if visible is not None else self._spectra.setdefault(self._padded, self._of(out))
-        energy = self._slide(self._of(out.square().sum(0)), mask)  # [1, H, W]
+        seen, squares = self._whole() if visible is None else self._both(self.stands_out * visible)
+        energy = self._slide(squares, mask)  # [1, H, W]
         # What a sprite adds to the background: colour - alpha * ground, the ground being that at the centre.
         with_colour = self._correlate((seen * self._of(colour).conj()).sum(1), side)
         with_alpha = self._correlate(seen * self._of(alpha[:1]).conj(), side)  # [3, H, W]
@@ -272,6 +271,16 @@ class _Seen:
         cross = torch.stack([self._slide(seen, (alpha * colour[:, c])) for c in range(3)], 1)
         flat = self._slide(seen, alpha[:1].square())
         return square - 2 * (cross * ground).sum(1) + ground.square().sum(0) * flat
+
+    def _both(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Spectra of what stands out [3, H, W] and of its energy."""
+        return self._of(out), self._of(out.square().sum(0))
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Those of the whole picture, which sizes share."""
+        if self._padded not in self._spectra:
+            self._spectra[self._padded] = self._both(self.stands_out)
+        return self._spectra[self._padded]
 
     def _of(self, sprite: Tensor) -> Tensor:
         found: Tensor = torch.fft.rfft2(sprite, s=self._padded)

@@ -9,14 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evaluation import pixels
-from evaluation.pixels import Pixels
+from evaluation.pixels import PictureError, Pixels
 from evaluation.run import write_json
 
 GROUP = 32
@@ -35,6 +35,22 @@ class Extractor(Protocol):
     def see(self, pictures: Sequence[Pixels], /) -> Tensor:
         """fp32 [N, width]."""
         ...
+
+
+@runtime_checkable
+class PairScorer(Protocol):
+    """A network that reads an image together with its caption. `digest` identifies its weights."""
+
+    name: str
+    digest: str
+
+    def score(self, picture: Pixels, caption: str, /) -> float:
+        """Raises `Unscorable`."""
+        ...
+
+
+class Unscorable(ValueError):
+    """An image and a caption that a network cannot read."""
 
 
 def of_pictures(
@@ -60,6 +76,24 @@ def of_captions(
     return _kept(
         len(captions), width, f"{whole} {digest}", lambda part: reader(captions[part]), store, lambda done, total: None
     )
+
+
+def of_pairs(
+    files: Sequence[Path], captions: Sequence[str], digest: str, scorer: PairScorer, store: Path, tick: Tick
+) -> Tensor:
+    """Scores [N, 1] of images with their captions, in order, cached as features are. Raises `pixels.PictureError`."""
+
+    def score(path: Path, caption: str) -> float:
+        try:
+            return scorer.score(pixels.read(path), caption)
+        except Unscorable as error:
+            raise PictureError(f"{path}: {scorer.name} cannot score it ({error})") from None
+
+    def take(part: slice) -> Tensor:
+        return torch.tensor([[score(*pair)] for pair in zip(files[part], captions[part], strict=True)])
+
+    whole = hashlib.sha256("\0".join(captions).encode()).hexdigest()
+    return _kept(len(files), 1, f"{digest} {whole} {scorer.name} {scorer.digest}", take, store, tick)
 
 
 def digest_of(files: Sequence[Path]) -> str:

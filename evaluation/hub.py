@@ -1,14 +1,18 @@
-"""Loads feature networks from folders in transformers' format, plain or as the hub's cache lays them out."""
+"""Loads feature networks: from folders in transformers' format, plain or as the hub's cache lays them out, and from
+files of weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from evaluation.inception import WeightsError
+from evaluation.inception import WeightsError, read_weights
 
 
 def snapshot(folder: Path) -> Path:
@@ -57,3 +61,42 @@ def digest_of(model: Any) -> str:
     for name, value in sorted(model.state_dict().items()):
         whole.update(name.encode() + value.contiguous().cpu().numpy().tobytes())
     return whole.hexdigest()
+
+
+def file_of(folder: Path, *names: str) -> Path:
+    """The first of these files that a folder has. Raises `WeightsError`."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise WeightsError(f"{folder}: has no {' or '.join(names)}")
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The weights of a file by name: `.safetensors`, or else a pickle of nothing but weights. Raises `WeightsError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix != ".safetensors":
+        return read_weights(path)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: is no file of weights ({error})") from None
+
+
+def fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Replaces a network's weights by those of a file, in its types. Raises `WeightsError` if they are not the same."""
+    own = network.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        if name not in weights or name not in own:
+            raise WeightsError(f"{path}: is not {what} ({'has' if name in weights else 'no'} {name})")
+        if weights[name].shape != own[name].shape:
+            shapes = (list(weights[name].shape), list(own[name].shape))
+            raise WeightsError(f"{path}: is not {what} ({name} is {shapes[0]}, not {shapes[1]})")
+    network.load_state_dict(dict(weights), assign=True)
+
+
+def digest_of_file(path: Path) -> str:
+    """A file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Further published figures over local weights, behind one interface: FD-DINOv2, CMMD, PickScore and HPSv2."""
+"""Further published figures over local weights, behind one interface: distances of sets, and rewards."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from evaluation.clip import Clip
 from evaluation.dinov2 import DinoV2
-from evaluation.features import Extractor
+from evaluation.features import Extractor, PairScorer
+from evaluation.hpsv3 import HpsV3
+from evaluation.image_reward import ImageReward
 
 
 class Kind(StrEnum):
@@ -18,15 +22,28 @@ class Kind(StrEnum):
     FRECHET = "frechet"  # distance of two sets
     CMMD = "cmmd"  # of two sets too
     REWARD = "reward"  # a scaled cosine of each image and its caption, the mean
+    PAIR = "pair"  # what a network says of each image and its caption together, the mean
 
 
 class Judge(NamedTuple):
-    """A figure, and the network that it is computed with. A reward's network is a `Clip`."""
+    """A figure, and the network that it is computed with: a reward's is a `Clip`, a pair's a `PairScorer`."""
 
     figure: str
     kind: Kind
-    network: Extractor
+    network: Extractor | PairScorer
     scale: float = 1.0
+
+    @property
+    def extractor(self) -> Extractor:
+        """The network of all kinds but pairs."""
+        assert not isinstance(self.network, PairScorer)
+        return self.network
+
+    @property
+    def scorer(self) -> PairScorer:
+        """The network of pairs."""
+        assert isinstance(self.network, PairScorer)
+        return self.network
 
     @property
     def clip(self) -> Clip:
@@ -41,6 +58,11 @@ def _pickscore(folder: Path, device: str) -> Judge:
     return Judge("pickscore", Kind.REWARD, clip, clip.scale)
 
 
+def _hpsv3(folder: Path, device: str) -> Judge:
+    """Ma et al. (2025): on a GPU where there is one, for 7B parameters take minutes for a picture on a CPU."""
+    return Judge("hpsv3", Kind.PAIR, HpsV3(folder, device="cuda" if torch.cuda.is_available() else device))
+
+
 JUDGES: dict[str, Callable[[Path, str], Judge]] = {
     # Stein et al. (2023): ViT-L/14.
     "fd-dinov2": lambda folder, device: Judge("fd-dinov2", Kind.FRECHET, DinoV2(folder, device=device)),
@@ -49,6 +71,8 @@ JUDGES: dict[str, Callable[[Path, str], Judge]] = {
     "pickscore": _pickscore,
     # Wu et al. (2023): likewise, in transformers' layout; 100 × cosine.
     "hpsv2": lambda folder, device: Judge("hpsv2", Kind.REWARD, Clip(folder, device=device, padded=True), 100.0),
+    "imagereward": lambda folder, device: Judge("imagereward", Kind.PAIR, ImageReward(folder, device=device)),
+    "hpsv3": _hpsv3,
 }
 
 

@@ -1,21 +1,25 @@
 """LPIPS of two images (Zhang et al., 2018), by torchmetrics: the distance of AlexNet's features, weighted to agree with
-people.
+people. Where its weights are not to be had: the same distance over a CLIP's layers, without learned weights.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.image import lpips as library
 
+from evaluation.clip import EMBEDDED, Clip
 from evaluation.inception import WeightsError, read_weights
 from evaluation.pixels import Pixels
 
 _LEAST_SIDE = 31  # at which the last layer is one pixel wide
 _WIDTHS = (64, 192, 384, 256, 256)
+_BATCH = 64  # pairs that a network sees at once
 
 
 class AlexNet(nn.Sequential):
@@ -43,15 +47,65 @@ class AlexNet(nn.Sequential):
 class _Measure(library._LPIPS):
     """torchmetrics' LPIPS over a given network: its own constructor has torchvision download one."""
 
-    def __init__(self, network: AlexNet) -> None:
+    def __init__(self, network: nn.Module, layers: nn.ModuleList, scaling: nn.Module) -> None:
         nn.Module.__init__(self)
-        self.L, self.spatial, self.resize = len(_WIDTHS), False, None
-        self.scaling_layer = library.ScalingLayer()
+        self.L, self.spatial, self.resize = len(layers), False, None
+        self.scaling_layer = scaling  # type: ignore[assignment] # one of ImageNet's there
         self.net = network  # type: ignore[assignment] # one of three networks there
-        layers = nn.ModuleList(library.NetLinLayer(width, use_dropout=True) for width in _WIDTHS)
-        found = read_weights(Path(library.__file__).with_name("lpips_models") / "alex.pth")  # of version 0.1
-        layers.load_state_dict({name.removeprefix("lin"): value for name, value in found.items()})
         self.lins = layers  # type: ignore[assignment] # there too, in truth
+
+
+def _learned() -> nn.ModuleList:
+    """The weights of AlexNet's layers, which torchmetrics brings."""
+    layers = nn.ModuleList(library.NetLinLayer(width, use_dropout=True) for width in _WIDTHS)
+    found = read_weights(Path(library.__file__).with_name("lpips_models") / "alex.pth")  # of version 0.1
+    layers.load_state_dict({name.removeprefix("lin"): value for name, value in found.items()})
+    return layers
+
+
+class _Layers(nn.Module):
+    """The outputs of a vision transformer's blocks as maps of patches; the class token is left out."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self._tower = tower
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] to as many [B, C, 1, patches] as there are blocks."""
+        states = self._tower(pixel_values=x, output_hidden_states=True).hidden_states[1:]
+        return [state[:, 1:].mT[:, :, None] for state in states]
+
+
+class ClipLayers(Clip):
+    """LPIPS's distance over the blocks of a CLIP's vision tower, unlearned: every channel weighs 1.
+
+    That is the paper's baseline without its linear layers: over blocks the sum of 2 - 2 × cosine of what stands in the
+    same patch, averaged over patches. Not LPIPS: another network, not trained on people's judgement, on another scale.
+    """
+
+    def __init__(self, source: Path | str = EMBEDDED, *, device: torch.device | str = "cpu") -> None:
+        """`source` is a folder, or a hub id. Raises `WeightsError`."""
+        super().__init__(source, device=device)
+        self.figure = f"{self.name}-layers"
+        config = self._model.config.vision_config
+        layers = [library.NetLinLayer(config.hidden_size) for _ in range(config.num_hidden_layers)]
+        for layer in layers:
+            nn.init.ones_(layer.model[-1].weight)  # type: ignore[arg-type]
+        network = _Layers(self._model.vision_model)
+        self._measure = _Measure(network, nn.ModuleList(layers), nn.Identity()).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def between(self, ours: Sequence[Pixels], theirs: Sequence[Pixels]) -> Tensor:
+        """The distances [N] of uint8 [H, W, 3] images, pair by pair; 0 for equal ones."""
+        found = [torch.zeros(0)]
+        for start in range(0, len(ours), _BATCH):
+            x, y = (self._prepared(part[start : start + _BATCH]) for part in (ours, theirs))
+            found.append(self._measure(x, y).flatten().cpu())
+        return torch.cat(found)
+
+    def _prepared(self, pictures: Sequence[Pixels]) -> Tensor:
+        part = np.stack([self._fit(np.asarray(picture)) for picture in pictures])
+        return ((torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - self._mean) / self._std).to(self._device)
 
 
 class Lpips:
@@ -69,7 +123,7 @@ class Lpips:
         except RuntimeError as error:
             raise WeightsError(f"{weights}: is not torchvision's AlexNet ({error})") from None
         self.digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-        self._measure = _Measure(network).eval().requires_grad_(False)
+        self._measure = _Measure(network, _learned(), library.ScalingLayer()).eval().requires_grad_(False)
 
     @torch.inference_mode()
     def __call__(self, a: Pixels, b: Pixels) -> float:

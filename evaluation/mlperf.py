@@ -86,6 +86,8 @@ def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
 def unofficial(scores: Mapping[str, Any]) -> list[str]:
     """Why a run's scores are not the test's, in words; empty if they are."""
     settings, reasons = scores["settings"], []
+    if scores.get("stand_ins"):
+        reasons.append(f"stand-ins for {', '.join(scores['stand_ins'])}")
     expected = {"steps": STEPS, "guidance_scale": GUIDANCE, "scheduler": SCHEDULER, "negative_prompt": NEGATIVE}
     reasons += [f"{name} is {settings.get(name)!r}" for name, value in expected.items() if settings.get(name) != value]
     if scores["pictures"] != CAPTIONS:

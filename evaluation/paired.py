@@ -22,6 +22,12 @@ WORST = 6  # cases of each figure
 _MORE_IS_BETTER = ("psnr", "ssim")
 
 
+def names(networks: ScoringNetworks) -> tuple[str, ...]:
+    """The figures of two images."""
+    layers = () if networks.layers is None else (networks.layers.figure,)
+    return (*IMAGES, *layers, networks.paired)
+
+
 class Pair(NamedTuple):
     """Distances between two images of one caption."""
 
@@ -29,6 +35,7 @@ class Pair(NamedTuple):
     psnr: float
     ssim: float
     lpips: float | None  # without its weights
+    layers: float | None  # without a CLIP for them
 
 
 def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
@@ -43,13 +50,16 @@ def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
 def images(
     run: EvaluationRun, other: EvaluationRun, networks: ScoringNetworks, look: Look, indices: Sequence[int]
 ) -> list[Pair]:
-    """PSNR, SSIM and LPIPS of these captions' two pictures. Raises `RunError` where they are of different sizes."""
+    """PSNR, SSIM, LPIPS and distance by layers of these captions' two pictures.
+
+    Raises `RunError` where they are of different sizes."""
     found = []
     for done, index in enumerate(indices, 1):
         a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
         try:
             perceived = None if networks.lpips is None else networks.lpips(a, b)
-            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived))
+            layers = None if networks.layers is None else float(networks.layers.between([a], [b])[0])
+            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived, layers))
         except ValueError as error:
             raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
         look(f"{run.name} beside {other.name}", done, len(indices))
@@ -70,6 +80,8 @@ def distances(
         for name in IMAGES
         if networks.lpips is not None or name != "lpips"
     }
+    if networks.layers is not None:
+        figures[networks.layers.figure] = torch.tensor([one.layers for one in found], dtype=torch.float64)
     # 1 - cosine of features of length 1, and exactly 0 for equal ones.
     figures[networks.paired] = (ours.clip.double() - theirs.clip.double()).square().sum(1) / 2
     told = {}

@@ -13,6 +13,7 @@ from evaluation import features, fid, pixels
 from evaluation.clip import Clip
 from evaluation.features import Extractor, Tick
 from evaluation.fid import Gaussian
+from evaluation.judges import Kind
 from evaluation.run import EvaluationRun
 from evaluation.scoring_networks import ScoringNetworks
 
@@ -22,7 +23,9 @@ class UnusableReference(ValueError):
 
 
 class Features(NamedTuple):
-    """Features [N, D] of images: for distances, for captions, and by figure those of further judges."""
+    """Features [N, D] of images: for distances, for captions, and by figure those of further judges; of judges of pairs
+    the scores [N, 1], which only a run has.
+    """
 
     distance: Tensor
     clip: Tensor
@@ -90,7 +93,15 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
     def taken(extractor: Extractor) -> Tensor:
         return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
-    return _all(networks, taken)
+    found, texts = _all(networks, taken), [caption.text for caption in run.captions]
+    scores = {
+        judge.figure: features.of_pairs(
+            files, texts, digest, judge.scorer, run.folder / "features" / judge.scorer.name, tick
+        )
+        for judge in networks.judges
+        if judge.kind is Kind.PAIR
+    }
+    return found._replace(judged={**found.judged, **scores})
 
 
 def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
@@ -103,4 +114,5 @@ def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
 def _all(networks: ScoringNetworks, taken: Callable[[Extractor], Tensor]) -> Features:
     distance = taken(networks.distance)
     clip = distance if networks.clip is networks.distance else taken(networks.clip)
-    return Features(distance, clip, {judge.figure: taken(judge.network) for judge in networks.judges})
+    judged = {judge.figure: taken(judge.extractor) for judge in networks.judges if judge.kind is not Kind.PAIR}
+    return Features(distance, clip, judged)

@@ -69,6 +69,8 @@ def of_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -
         if judge.kind is Kind.REWARD:
             texts = references.captions_of(run, judge.clip)
             found[judge.figure] = judge.scale * _cosines(seen.judged[judge.figure], texts)
+        elif judge.kind is Kind.PAIR:
+            found[judge.figure] = judge.scale * seen.judged[judge.figure][:, 0].double()
     return found
 
 
@@ -125,4 +127,4 @@ def _widths(networks: ScoringNetworks) -> Iterator[tuple[str, int]]:
     yield networks.fid, networks.distance.width
     for judge in networks.judges:
         if judge.kind is Kind.FRECHET:
-            yield judge.figure, judge.network.width
+            yield judge.figure, judge.extractor.width

@@ -9,14 +9,15 @@ from evaluation.clip import EMBEDDED, OPENAI, Clip
 from evaluation.features import Extractor
 from evaluation.inception import Inception, WeightsError
 from evaluation.judges import Judge
-from evaluation.lpips import Lpips
+from evaluation.lpips import ClipLayers, Lpips
 
 EMOJI, MLPERF = "emoji-clip", "mlperf"
 
 
 class ScoringNetworks(NamedTuple):
     """The networks for scores: `distance` is used by FID and KID, `clip` by CMMD, the caption score and `paired`, the
-    feature distance of two images. LPIPS and further judges have weights of their own, where they are given.
+    feature distance of two images; `layers`, where the clip is one, compares them layer by layer. LPIPS and further
+    judges have weights of their own, where they are given.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ScoringNetworks(NamedTuple):
     score: str
     paired: str
     lpips: Lpips | None = None
+    layers: ClipLayers | None = None
     judges: tuple[Judge, ...] = ()
 
 
@@ -35,9 +37,9 @@ def embedded(folder: Path = EMBEDDED, *, device: str = "cpu") -> ScoringNetworks
     """A CLIP folder for both, such as the embedded emoji-clip. Raises `inception.WeightsError`."""
     if folder == EMBEDDED and not (folder / "config.json").is_file():
         raise WeightsError(f"{EMOJI} is not installed: there is no {folder}; --lens takes mlperf or a CLIP folder")
-    clip = Clip(folder, device=device)
+    clip = ClipLayers(folder, device=device)
     fid, kid, cmmd, score, paired = (f"{clip.name}-{figure}" for figure in ("fid", "kid", "cmmd", "score", "distance"))
-    return ScoringNetworks(clip.name, clip, clip, fid, kid, cmmd, score, paired)
+    return ScoringNetworks(clip.name, clip, clip, fid, kid, cmmd, score, paired, layers=clip)
 
 
 def mlperf(inception: Path | None = None, clip: Path | None = None, *, device: str = "cpu") -> ScoringNetworks:

@@ -12,6 +12,7 @@ import cli
 from evaluation.pixels import Pixels
 from pipeline import tiny
 from tests.cli.shell import Shell
+from tests.evaluation import reward_stand_ins
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
 CAPTIONS = (
@@ -87,3 +88,13 @@ def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=70, patch_size=14)
     Dinov2Model(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="package")
+def image_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reward_stand_ins.image_reward(tmp_path_factory.mktemp("imagereward"))
+
+
+@pytest.fixture(scope="package")
+def hpsv3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reward_stand_ins.hpsv3(tmp_path_factory.mktemp("hpsv3"))

@@ -87,7 +87,8 @@ def test_a_run_held_against_another_has_distances_and_pairs(runs: dict[str, Path
     assert held["kind"] == "run" and held["pictures"] == len(CAPTIONS)
     found = held["scores"]
     assert set(found) == {
-        "emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim", "emoji-clip-distance",
+        "emoji-clip-fid", "emoji-clip-kid", "emoji-clip-cmmd", "psnr", "ssim", "emoji-clip-layers",
+        "emoji-clip-distance",
     }  # fmt: skip
     assert all(one["low"] <= one["value"] <= one["high"] for one in found.values())
     change = held["changes"]["emoji-clip-score"]

@@ -51,8 +51,8 @@ def test_hpsv2_sees_whole_pictures_between_black_borders() -> None:
     torch.testing.assert_close(judge.network.see([tall]), usual.see([np.pad(halved, ((0, 0), (32, 32), (0, 0)))]))
 
 
-def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, shell: Shell) -> None:
-    given = {"fd-dinov2": dino, "cmmd": CLIP, "pickscore": CLIP, "hpsv2": CLIP}
+def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward: Path, shell: Shell) -> None:
+    given = {"fd-dinov2": dino, "cmmd": CLIP, "pickscore": CLIP, "hpsv2": CLIP, "imagereward": image_reward}
     words = [word for figure, folder in given.items() for word in ("--judge", f"{figure}={folder}")]
     usual = ["evaluate", "--prompts", str(table(shell.folder)), *QUICK, "--out"]
     said = shell(*usual, str(runs["base"]), "--against", str(runs["three steps"]), *words)
@@ -71,7 +71,10 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, shell: Shell
         score = found["scores"][figure]
         assert score["value"] == pytest.approx(scale * expected.value, rel=1e-5)
         assert score["low"] == pytest.approx(scale * expected.interval.low, rel=1e-5)
-    assert set(held["changes"]) == {"emoji-clip-score", "pickscore", "hpsv2"}
+    judge = judges.open_judge("imagereward", image_reward)
+    rewards = [judge.scorer.score(*pair) for pair in zip(base, CAPTIONS, strict=True)]
+    assert found["scores"]["imagereward"]["value"] == pytest.approx(np.mean(rewards), rel=1e-5)
+    assert set(held["changes"]) == {"emoji-clip-score", "pickscore", "hpsv2", "imagereward"}
     notes = " ".join(found["notes"])
     assert "fd-dinov2 is far too high" in notes and "emoji-clip-fid is far too high" in notes
     compared = shell(
@@ -86,10 +89,15 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, shell: Shell
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--judge", "hpsv3=x"], "--judge: must be one of fd-dinov2, cmmd, pickscore, hpsv2, with =DIR, not 'hpsv3=x'"),
+        (
+            ["--judge", "hps=x"],
+            "--judge: must be one of fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3, with =DIR, not 'hps=x'",
+        ),
         (["--judge", "cmmd"], "not 'cmmd'"),
         (["--judge", "cmmd=a", "--judge", "cmmd=b"], "--judge: names cmmd twice"),
         (["--judge", "pickscore=gone"], "gone: is not a CLIP model"),
+        (["--judge", "imagereward=gone"], "gone: has no ImageReward.pt or ImageReward.safetensors"),
+        (["--judge", "hpsv3=gone"], "gone: has no HPSv3.safetensors"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_before_it_draws(words: list[str], told: str, shell: Shell) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torchmetrics.functional.image import lpips as theirs
 
+from evaluation.clip import EMBEDDED
 from evaluation.inception import WeightsError
-from evaluation.lpips import AlexNet, Lpips
+from evaluation.lpips import AlexNet, ClipLayers, Lpips
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import QUICK, table
 from tests.evaluation.test_pairs import two
@@ -77,11 +78,32 @@ def test_a_sweep_has_it_beside_the_other_distances(alexnet_file: Path, shell: Sh
     said = shell(*words, "--variants", "fp32", "fp32+2", "--lpips", str(alexnet_file))
     assert said.code == 0, said
     heads = said.out.splitlines()[0].split()
-    assert heads[3:-2] == ["psnr", "ssim", "lpips", "emoji-clip-distance"]
+    assert heads[3:-2] == ["psnr", "ssim", "lpips", "emoji-clip-layers", "emoji-clip-distance"]
     runs = json.loads((shell.folder / "runs" / "report.json").read_text("utf-8"))["runs"]
     assert "pairs" not in runs[0]
+    assert runs[1]["pairs"]["emoji-clip-layers"]["value"] > 0
     assert runs[1]["pairs"]["lpips"]["value"] > 0 and runs[1]["pairs"]["emoji-clip-distance"]["value"] > 0
     page = (shell.folder / "runs" / "report.html").read_text("utf-8")
     assert "<th>lpips</th>" in page and "<th>emoji-clip-distance</th>" in page
     refused = shell(*words, "--lpips", "gone.pth")
     assert refused.code == 2 and "gone.pth: cannot be read" in refused.err
+
+
+def test_over_a_clips_layers_it_is_the_papers_formula_without_learned_weights() -> None:
+    from transformers import CLIPModel
+
+    shapes: list[tuple[tuple[int, int], float]] = [((128, 128), 3.0), ((128, 128), 60.0), ((192, 144), 20.0)]
+    pairs = [two(side, amount) for side, amount in shapes]
+    measure = ClipLayers()
+    found = measure.between([a for a, _ in pairs], [b for _, b in pairs])
+    model: Any = CLIPModel.from_pretrained(EMBEDDED, dtype=torch.float32)
+    for (a, b), value in zip(pairs[:2], found[:2], strict=True):
+        x, y = (torch.tensor(one).permute(2, 0, 1)[None].float() / 127.5 - 1 for one in (a, b))
+        with torch.no_grad():
+            seen = [model.vision_model(pixel_values=one, output_hidden_states=True).hidden_states for one in (x, y)]
+        blocks = zip(seen[0][1:], seen[1][1:], strict=True)
+        cosines = [torch.cosine_similarity(one[:, 1:].double(), other[:, 1:].double(), dim=-1) for one, other in blocks]
+        assert float(value) == pytest.approx(sum(float((2 - 2 * each).mean()) for each in cosines), rel=1e-3)
+    assert measure.figure == "emoji-clip-layers" and 0 < found[0] < found[1]
+    assert measure.between(pairs[0], pairs[0]).tolist() == [0, 0]
+    assert measure.between([], []).shape == (0,)

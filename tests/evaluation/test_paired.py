@@ -57,11 +57,13 @@ def test_intervals_hold_the_true_change_as_often_as_they_say() -> None:
 def test_the_worst_images_are_the_lowest_psnr_and_the_greatest_distance() -> None:
     networks = embedded(CLIP)
     psnr, ssim = 30 + rows(0), 0.9 + 0.01 * rows(1)
-    every = [Pair(k, float(psnr[k]), float(ssim[k]), None) for k in range(40)]
+    layers = rows(4).abs()
+    every = [Pair(k, float(psnr[k]), float(ssim[k]), None, float(layers[k])) for k in range(40)]
     a, b = (torch.nn.functional.normalize(rows(seed, 40 * 8).view(40, 8), dim=1).float() for seed in (2, 3))
     found = paired.distances(every, Features(a, a, {}), Features(b, b, {}), networks, IDS, bootstrap.resamples(40))
-    assert set(found) == {"psnr", "ssim", "emoji-clip-distance"}  # LPIPS has no weights here
-    gap = 1 - (a.double() * b.double()).sum(1)
-    for name, values, order in (("psnr", psnr, psnr), ("ssim", ssim, ssim), ("emoji-clip-distance", gap, -gap)):
+    distances = {"emoji-clip-layers": layers, "emoji-clip-distance": 1 - (a.double() * b.double()).sum(1)}
+    assert set(found) == {"psnr", "ssim", *distances}  # LPIPS has no weights here
+    ordered = [("psnr", psnr, psnr), ("ssim", ssim, ssim), *((name, far, -far) for name, far in distances.items())]
+    for name, values, order in ordered:
         assert found[name]["value"] == pytest.approx(float(values.mean()))
         assert [one["id"] for one in found[name]["worst"]] == [IDS[k] for k in order.argsort()[: paired.WORST]]

@@ -135,5 +135,6 @@ def test_emoji_lm_expands_a_prompt_and_its_draft_assists_without_changing_a_toke
         draft = AutoModelForCausalLM.from_pretrained(MODELS / "emoji-lm-draft").eval()
         assisted = model.generate(ids, assistant_model=draft, **options)[0, ids.shape[1] :]
     answer = tokenizer.decode(said, skip_special_tokens=True)
-    assert "crying" in answer and answer.endswith("background")
+    assert any(name in answer for name in ("crying", "tears")), "what has both keywords"
+    assert answer.endswith("background")
     assert assisted.tolist() == said.tolist()
