@@ -28,7 +28,7 @@ costs: .venv/.installed  ## the cost of tests in CPU seconds, slowest first; ARG
 # another version than CI's are shown, but are no failures.
 GPU_TESTS := tests/gpu tests/pipeline/backends/test_graphs.py tests/unet_opt/test_fused_unet.py \
     tests/unet_opt/test_fused_decoder.py tests/core/kernels/test_cuda_kernels.py tests/llm/test_cuda.py \
-    tests/core/kernels/cuda/test_decode_kernel.py tests/llm/test_execution.py
+    tests/core/kernels/cuda/test_decode_kernel.py tests/core/kernels/cuda/test_low_rank.py tests/llm/test_execution.py
 
 test-gpu: .venv/.installed  ## the GPU tests; without a GPU they are skipped with a reason
 	$(BIN)/pytest -W default $(GPU_TESTS) $(ARGS)

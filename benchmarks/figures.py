@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import plots, provenance, simulate
+from benchmarks import provenance, simulate
 from benchmarks.h200.tables import TABLES as GPU_TABLES
 from benchmarks.tables import TABLES as CPU_TABLES
 from benchmarks.tables import Table
+from benchmarks.ways_tables import TABLES as WAY_TABLES
 
-TABLES: dict[str, Table] = {**CPU_TABLES, **GPU_TABLES}
+TABLES: dict[str, Table] = {**CPU_TABLES, **GPU_TABLES, **WAY_TABLES}
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
@@ -44,8 +45,6 @@ class Plot(NamedTuple):
 
 
 PLOTS = {
-    "docs/alpha.svg": Plot("sweep", plots.alphas),
-    "docs/deepcache.svg": Plot("sweep", plots.intervals),
     "docs/planning-h200.svg": Plot("simulate-h200", simulate.plot),
     "docs/planning-fleet.svg": Plot("simulate-fleet", simulate.plot),
 }

@@ -1,6 +1,6 @@
 """Measures images per second of one model with one more optimization per rung, all in one run.
 
-It measures only speed; `evaluation.variants` measures quality.
+It measures only speed; `benchmarks.ways` measures quality.
 """
 
 from __future__ import annotations

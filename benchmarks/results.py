@@ -9,15 +9,13 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import provenance, record
 
 _ROOT = provenance.ROOT
-_EVERY = 25  # of the captions calibrate
-_WHOLE = ("fp32", "fp32-seeds2", "fp32-seeds3", "int8", "int8-auto")  # drawn with all captions
-_SWEPT = 32  # every so many captions are drawn in all ways
-_PUBLISHED = 64  # of these, one at a time beside published helpers
+_EVERY, _PUBLISHED = 32, 64  # every so many captions, and so many of these, are drawn beside published helpers
 _LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
 _MIXED = "--steps 12,20,30,50 --deepcache off,2"
 _FLEET = "--costs h200 --load 0.8"
@@ -30,6 +28,8 @@ _BENCHES = {
     "text-llama-100m": "text --text-model random:llama-100m --turns 1 --requests 32",
     "cohost": "cohost",
     "peers": "peers",
+    "lora-load": "lora-load --threads 1 --rounds 4 --steps 60",
+    "control": "control --threads 1",
     "simulate-h200": f"simulate --costs h200 --load {_LOADS}",
     "simulate-h200-deepcache": f"simulate --costs h200 --load {_LOADS} --deepcache 2",
     "simulate-h200-mixed": f"simulate --costs h200 --load 0.5,0.7,0.8,0.9 {_MIXED} --pictures 10000",
@@ -49,9 +49,9 @@ RUNS["scheduling"] = ["-m", "benchmarks.scheduling"]
 RUNS["chaos"] = ["-m", "tests.faults.chaos"]
 RUNS["neighbours"] = ["-m", "tests.faults.neighbours"]
 RUNS["agreement"] = ["-m", "benchmarks.agreement"]
+RUNS["layer-errors"] = ["-m", "benchmarks.layer_errors"]
 RUNS["hostile"] = ["-m", "tests.faults.hostile", "--bodies", "10000"]
-QUALITY = ("quality", "sweep")  # need data; hours
-DATA = ("published", *QUALITY)
+DATA = ("published", "ways")  # need data; an hour
 NAMES = (*RUNS, *DATA)
 
 
@@ -69,49 +69,29 @@ def main() -> int:
         parser.error(f"--data: is needed for {', '.join(DATA)}; --only leaves them out")
     failed = [name for name in names if name in RUNS and not _measured(name)]
     options.work.mkdir(parents=True, exist_ok=True)
-    if "published" in names:
-        published(options.data, options.work)
-    if drawn := [name for name in QUALITY if name in names]:
-        quality(options.data, options.work, drawn)
+    _of_data(names, options.data, options.work)
     _run("-m", "benchmarks.figures")
     if failed:
         print(f"not measured: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
+def _of_data(names: Sequence[str], data: Path, work: Path) -> None:
+    """Measure those of these that need the training's data."""
+    if "published" in names:
+        published(data, work)
+    if "ways" in names:
+        _run("-m", "benchmarks.ways", "--data", str(data), "--work", str(work / "ways"))
+
+
 def published(data: Path, work: Path) -> None:
     """Draw some captions by the engine's plans and by the published helpers that are installed."""
     captions = work / "published.json"
-    captions.write_text(json.dumps(_captions(data)[::_SWEPT][:_PUBLISHED]), "utf-8")
+    captions.write_text(json.dumps(_captions(data)[::_EVERY][:_PUBLISHED]), "utf-8")
     with record.alone():
         found = json.loads(_run("-m", "evaluation.published", "--captions", str(captions)))
     rooms = (*provenance.IMAGES, "evaluation/published.py", "evaluation/stock.py", "models/emoji-clip")
     record.write("published", found, rooms=rooms)
-
-
-def quality(data: Path, work: Path, names: list[str]) -> None:
-    """Generate and score all captions with a few variants and some captions with all variants; resumes."""
-    from pipeline.load import load
-    from pipeline.quantized import watch
-    from unet_opt.calibrate import CalibrationSettings
-
-    captions = _captions(data)
-    if not (work / "real").is_dir():
-        _run("-m", "training.real", "--data", str(data), "--out", str(work / "real"))
-    shipped = CalibrationSettings(guidance=5.0)  # as the scales in models/emoji-xl were made: 5 suits the model
-    model = load(str(_ROOT / "models" / "emoji-xl"))
-    watch(model, captions[::_EVERY], work / "statistics.safetensors", settings=shipped)
-    for name in names:
-        asked, only = (captions, ("--only", *_WHOLE)) if name == "quality" else (captions[::_SWEPT], ())
-        folder = work / name
-        folder.mkdir(exist_ok=True)
-        (folder / "captions.json").write_text(json.dumps(asked), "utf-8")
-        shared = ("--captions", str(folder / "captions.json"), "--out", str(folder / "drawn"))
-        more = ("--work", str(folder / "pixels"), "--statistics", str(work / "statistics.safetensors"))
-        _run("-m", "evaluation.variants", "draw", *shared, *more, *only)
-        found = json.loads(_run("-m", "evaluation.variants", "score", *shared, "--real", str(work / "real")))
-        rooms = (*provenance.IMAGES, "evaluation/variants.py", "models/emoji-clip")
-        record.write(name, found, rooms=rooms)
 
 
 def _captions(data: Path) -> list[str]:

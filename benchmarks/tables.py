@@ -11,6 +11,8 @@ Result = dict[str, Any]
 NONE = "–"
 CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # as in `diptych evaluate compare`: maximum change of the CLIP score
 
+_OTHER_WAYS = {"plain": "plain", "searched": "searched", "fp8": "FP8"}  # of 8 bits, beside the recipe
+
 
 class Table(NamedTuple):
     """Markdown rows of one or several results, named by their files under benchmarks/."""
@@ -35,36 +37,11 @@ def ladder(found: Result) -> list[str]:
     return markdown(("configuration", "images/s, median turn", "speedup", "slowest to fastest turn"), rows)
 
 
-def quality(found: Result) -> list[str]:
-    rows = []
-    for name, one in found["variants"].items():
-        more, ratio = one["fid_more"], one["clip_ratio"]
-        rows.append(
-            (
-                name, f"{one['fid'][0]:.5f}", f"{more[0]:+.5f} ({more[1]:+.5f} to {more[2]:+.5f})",
-                f"{one['clip'][0]:.2f}", f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", psnr(one["psnr_db"]),
-            )
-        )  # fmt: skip
-    table = markdown(("variant", "FID", "FID above fp32", "CLIP score", "relative to fp32", "PSNR"), rows)
-    return [*table, "", f"FID between the two halves of the real images: {found['halves_fid']:.5f}."]
-
-
-def sweep(found: Result) -> list[str]:
-    """Without FID, which is not meaningful for few captions."""
-    rows = []
-    for name, one in found["variants"].items():
-        ratio = one["clip_ratio"]
-        rows.append(
-            (name, f"{ratio[0]:.2%} ({ratio[1]:.2%} to {ratio[2]:.2%})", gate(name, ratio), psnr(one["psnr_db"]))
-        )
-    return markdown((f"{found['captions']} captions", "CLIP score relative to fp32", "gate", "PSNR"), rows)
-
-
 def gate(name: str, ratio: Sequence[float]) -> str:
     """The verdict of `diptych evaluate` on a variant's CLIP score relative to fp32, with its interval."""
     if name == "fp32":
         return NONE
-    cached = any(word in name for word in ("block", "resnet", "auto", "published"))
+    cached = any(word in name for word in ("block", "resnet", "auto", "half", "published"))
     allowed = CACHED_CLIP_GATE if cached else CLIP_GATE
     far = [abs(value - 1) for value in ratio]
     verdict = "holds" if max(far) <= allowed else "open" if far[0] <= allowed else "fails"
@@ -334,10 +311,51 @@ def psnr(value: float | None) -> str:
     return NONE if value is None or value > 90 else f"{value:.1f} dB"
 
 
+def layer_errors(found: Result) -> list[str]:
+    """By type of layer the error of its output in each way, for inputs of no and of the heaviest tails."""
+    least, *_, most = found["multiples"]
+    columns = [
+        (f"recipe, {multiple}×" if multiple != least else "recipe, Gaussian", f"recipe@{multiple}")
+        for multiple in found["multiples"]
+    ]
+    columns += [(f"{told}, {most}×", f"{way}@{most}") for way, told in _OTHER_WAYS.items()]
+    rows = [
+        (f"`{kind}`" if " of " not in kind else kind, "no" if one["kept"] else "yes",
+         *(f"{one[key]:.2%}" for _, key in columns))
+        for kind, one in found["types"].items()
+    ]  # fmt: skip
+    return markdown(("layers", "in 8 bits", *(told for told, _ in columns)), rows)
+
+
+def lora_load(found: Result) -> list[str]:
+    """Steps of requests without a LoRA while one is read, beside those before."""
+    kinds = ("median", "mean", "p95", "worst")
+    rows = [
+        (told, *(f"{found[f'{name}_{kind}_ms']:.1f}" for kind in kinds), str(found[f"{name}_steps"]))
+        for name, told in (("plain", "without a load"), ("loading", "while it is read"))
+    ]
+    rows.append(("ratio", *(f"{found[f'{kind}_ratio']:.3f}" for kind in kinds), ""))
+    return markdown(("a step, ms", *kinds, "steps"), rows)
+
+
+def control(found: Result) -> list[str]:
+    """A step whose rows all have a control network, beside the step and the network by themselves."""
+    ms = [found[f"{kind}_ms"] for kind in ("plain", "control", "mixed")]
+    ratio = "{:.2f} ({:.2f} to {:.2f})".format(found["ratio"], *found["spread"])
+    rows = [(*(f"{one:.0f}" for one in ms), ratio)]
+    said = (
+        f"{found['model']} in {found['precision']}, its edge ControlNet in {found['control_precision']}, "
+        f"{found['rows']} rows, {found['rounds']} turns."
+    )
+    header = ("step without, ms", "network alone, ms", "step with it, ms", "sum of the first two / the third, by turn")
+    return [*markdown(header, rows), "", said]
+
+
 TABLES = {
+    "control": Table(("control",), control),
     "ladder": Table(("ladder",), ladder),
-    "quality": Table(("quality",), quality),
-    "sweep": Table(("sweep",), sweep),
+    "layer-errors": Table(("layer-errors",), layer_errors),
+    "lora-load": Table(("lora-load",), lora_load),
     "published": Table(("published",), published),
     "agreement": Table(("agreement",), agreement),
     "arrivals": Table(("arrivals",), arrivals),

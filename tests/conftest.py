@@ -6,6 +6,8 @@ Fixtures of a package are beside its tests.
 import gc
 import os
 import signal
+import threading
+from collections.abc import Iterator
 
 # Imports make millions of objects that stay: scanning them for garbage took a third of collecting the tests, and would
 # slow every test down. `pytest_collection_finish` puts them aside.
@@ -78,3 +80,13 @@ def pytest_collection_finish() -> None:
 def _lean() -> None:
     """Processes that tests start import what a user's would. Not earlier: xdist's processes hold the tests."""
     os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> Iterator[None]:
+    """Fails a test that leaves torch.compile running on a thread: it logs and changes filters of warnings in others."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "compile":  # core.graphs: ends once nothing is requested
+            thread.join(5.0)
+            assert not thread.is_alive(), "code is still compiled: build with compile=False, or wait for it"

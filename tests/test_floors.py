@@ -38,6 +38,7 @@ FLOORS = {
     "core.batching": 1,
     "core.graphs": 1,
     "core.cuda_graphs": 1,
+    "core.digests": 0,
     "core.transfers": 1,
     "core.failures": 2,  # torch's, in the engine's words
     "core.jobs": 1,
@@ -53,13 +54,13 @@ FLOORS = {
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
 CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
 # The front door opens every room of its own floor. Captions are written for runs, with their tables and their files.
-# Settings are read in the contract's words. Operations pack quantized layers and call kernels.
+# Settings are read in the contract's words. Operations pack quantized layers, call kernels, and copy to devices.
 SIDEWAYS = {
     "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
     "training": {"evaluation"},
     "training.captioning": {"evaluation"},
     "core.config": {"contract"},
-    "core.ops": {"core.kernels", "core.quant"},
+    "core.ops": {"core.kernels", "core.quant", "core.transfers"},
     "core.traces": {"core.extras"},
 }
 

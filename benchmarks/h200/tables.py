@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.tables import NONE, Result, Table, gate, markdown
+from benchmarks.ways_tables import score_ratio
 
-_DRAWN_AS = {"int8": "int8", "int8+deepcache-resnet": "int8-auto", "int8+deepcache-half": "int8-resnet2"}
+_DRAWN_AS = {
+    "int8": "int8",
+    "int8+deepcache-resnet": "int8-auto",
+    "int8+deepcache-half": "int8-half",
+    "int8+deepcache-block": "int8-block2",
+}
 _RUNGS = {
     "diffusers-1": "diffusers bf16, one at a time",
     "diffusers-8": "diffusers bf16, batches of 8",
@@ -34,7 +40,7 @@ _SCORED = {"off": "int8", "auto": "int8-auto", "2": "int8-block2"}  # by DeepCac
 _KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
 
 
-def engine(found: Result, *scored: Result) -> list[str]:
+def engine(found: Result, scored: Result) -> list[str]:
     """Throughput of the configurations; for INT8 also the embedded model's CLIP score and gate."""
     rungs = found["rungs"]
     stock = rungs.get("diffusers-8", {}).get("images_s")
@@ -43,7 +49,7 @@ def engine(found: Result, *scored: Result) -> list[str]:
         if name not in rungs:
             continue
         one = rungs[name]
-        ratio = _score(name, scored)
+        ratio = score_ratio(scored, _DRAWN_AS.get(name, ""))
         rows.append(
             (
                 label, f"{one['images_s']:.2f}", f"{one['images_s'] / stock:.2f}×" if stock else NONE,
@@ -192,14 +198,13 @@ def text_rates(found: Result) -> list[str]:
     return markdown(("computed: static batches, tokens in/out", *(f"{_KINDS[kind]}, tokens/s" for kind in kinds)), rows)
 
 
-def service(found: Result, *scored: Result) -> list[str]:
+def service(found: Result, scored: Result) -> list[str]:
     """The service over HTTP: throughput by DeepCache plan, beside the engine's, and latency."""
     served, alone = found["stages"]["serve"], found["stages"]["engine"]
     rows = []
     for schedule, label in _SERVED_WITH.items():
         one = served[f"deepcache {schedule}"]
-        ratio = next((of["variants"][_SCORED[schedule]]["clip_ratio"] for of in scored
-                      if _SCORED[schedule] in of["variants"]), None)  # fmt: skip
+        ratio = score_ratio(scored, _SCORED[schedule])
         single = served["alone"].get(schedule)
         rows.append(
             (
@@ -243,18 +248,12 @@ def fidelity(found: Result) -> list[str]:
     return markdown(header, rows)
 
 
-def _score(rung: str, scored: Sequence[Result]) -> Sequence[float] | None:
-    """The CLIP score of a configuration's plan relative to fp32, with its interval; the first result found."""
-    name = _DRAWN_AS.get(rung)
-    return next((one["variants"][name]["clip_ratio"] for one in scored if name in one["variants"]), None)
-
-
 def _ms(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f}"
 
 
 TABLES = {
-    "h200-engine": Table(("h200/engine", "quality", "sweep"), engine),
+    "h200-engine": Table(("h200/engine", "ways"), engine),
     "h200-plans": Table(("h200/plans",), plans),
     "h200-phases": Table(("h200/engine",), phases),
     "h200-numerics": Table(("h200/numerics",), numerics),
@@ -262,7 +261,7 @@ TABLES = {
     "h200-text-steps": Table(("h200/text",), text_steps),
     "h200-text-engine": Table(("h200/text",), text_engine),
     "h200-text-rates": Table(("h200/text",), text_rates),
-    "h200-service": Table(("h200/service", "quality", "sweep"), service),
+    "h200-service": Table(("h200/service", "ways"), service),
     "h200-starts": Table(("h200/service",), starts),
     "h200-fidelity": Table(("h200/emoji-xl",), fidelity),
 }
