@@ -82,7 +82,7 @@ def run(
         "device": device,
     }
     own = () if sdxl else ("models/emoji-xl-controls",)
-    rooms = (*provenance.IMAGES, "benchmarks/control.py", *own)
+    rooms = (*loras.rooms(sdxl), "benchmarks/control.py", *own)
     return record.publish("control-sdxl" if sdxl else "control", result, results, rooms=rooms)
 
 

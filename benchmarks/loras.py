@@ -98,7 +98,12 @@ def run(
         "precision": precision, "threads": threads, "latents": side,
         "device": torch.cuda.get_device_name(device) if whole else "cpu",
     }  # fmt: skip
-    return record.publish("loras", result, results, rooms=(*provenance.IMAGES, "benchmarks/loras.py"))
+    return record.publish("loras", result, results, rooms=(*rooms(sdxl), "benchmarks/loras.py"))
+
+
+def rooms(sdxl: bool) -> tuple[str, ...]:
+    """Parts of the tree that decide these figures: of random weights the model's files do not."""
+    return provenance.GPU_IMAGES if sdxl else provenance.IMAGES
 
 
 def _kinds(wanted: Wanted, device: torch.device) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -50,9 +51,13 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._new_pool()
         # One stream for all recordings: cuBLAS keeps a workspace for each stream it has ever seen.
         self._stream = torch.cuda.Stream(device)
+
+    def _new_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # of this pool
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         current = torch.cuda.current_stream(self._device)
@@ -65,6 +70,8 @@ class CudaRecorder:
             # Not `torch.cuda.graph`, which empties the allocator's cache each time: requests are served between
             # recordings. "thread_local": other threads may allocate meanwhile, e.g. the text model on its own stream.
             with CAPTURE_LOCK:
+                if not self._graphs:
+                    self._new_pool()  # the last ended with the last of its graphs, and takes no other
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     made = function()
@@ -72,6 +79,7 @@ class CudaRecorder:
                 except BaseException:
                     self._give_up(graph)
                     raise
+        self._graphs.add(graph)
         current.wait_stream(self._stream)
         return graph.replay, made
 
@@ -82,7 +90,7 @@ class CudaRecorder:
                 graph.capture_end()
         except RuntimeError:
             # A capture that CUDA aborted, e.g. at an operation it cannot record, leaves the pool unusable for another.
-            self._pool = torch.cuda.graph_pool_handle()
+            self._new_pool()
 
     def settle(self) -> None:
         with CAPTURE_LOCK:

@@ -23,7 +23,7 @@ from tests.pipeline import loras
 from tests.pipeline.test_adapted import companions, mixed
 from tests.pipeline.worlds import Watching, levels, solo
 
-KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", True)]
+KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]
 PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
 SMALL: dict[str, Any] = {
     **bench._WIDTHS, "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
@@ -98,7 +98,8 @@ def test_pictures_are_those_of_torch(folder: Path, files: Path, precision: str, 
     plain = max(off[name] for name, one in wanted.items() if not one.lora)
     assert all(each < 2 * plain + 4 for each in off.values()), off
     changed = np.abs(levels(together["one"]) - levels(solo(reference, replace(wanted["one"], lora="")))).mean()
-    assert changed > 2 * off["one"], "it would prove nothing"
+    # E4M3 alone moves these pictures of random weights by 12 of 255.
+    assert changed > (1.3 if precision == "fp8" else 2) * off["one"], f"it would prove nothing: {off['one']}"
 
 
 @PRECISIONS

@@ -165,18 +165,6 @@ def test_any_parts_of_a_layer(data: st.DataObject) -> None:
     torch.testing.assert_close(out.cpu().float(), wanted, rtol=SLACK, atol=max(1e-5, SLACK * float(share.abs().max())))
 
 
-SHARED = {  # tokens of an image, or sides of its map; a product's arguments; columns
-    "linear": ((1, 48), {}, 320),
-    "few tokens": ((1, 21), {}, 160),
-    "many tokens": ((1, 300), {}, 640),
-    "vectors": ((1, 1), {}, 96),
-    "gated": ((1, 37), {}, 320),
-    "conv": ((9, 14), {"stride": 1}, 160),
-    "stride": ((9, 14), {"stride": 2}, 64),
-    "doubled": ((5, 6), {}, 160),
-}
-
-
 def product_of(name: str, channels: int, columns: int) -> Callable[..., Tensor]:
     """An 8-bit product with scales, bias and residual: of x, the residual, `shares` and a tile."""
     g, phases, gated = torch.Generator().manual_seed(8), 4 if name == "doubled" else 1, name == "gated"
@@ -221,7 +209,9 @@ def test_products_add_shares_themselves(name: str) -> None:
     first = Adapter(1, channels, width, window.taps, [(4, 0, width)])
     second = Adapter(9, channels, width, window.taps, [(8, 0, 64), (35, 64, width)])
     third = Adapter(19, channels, width, window.taps, [(130, 0, width)])
-    uses: list[list[tuple[Adapter, float]]] = [[(first, 1.0)], [], [(second, 0.5), (first, -2.0)], [], [(third, 1.0)]]
+    # Before a gate of no more than the product: it multiplies both ways' rounding of a large share.
+    by = 0.03 if name == "gated" else 1.0
+    uses = [[(first, by)], [], [(second, 0.5 * by), (first, -2.0 * by)], [], [(third, by)]]
     sides = [side // (2 if window.doubled else 1) for side in window.sides]
     x = (40 * normal(3, len(uses), *sides, channels)).to(torch.int8).to(DEVICE)
     residual = normal(4, len(uses), window.height, window.width, columns).to(DEVICE, DTYPE)
@@ -240,7 +230,7 @@ def test_products_add_shares_themselves(name: str) -> None:
         plain, behind, folded = (run(tile, slice(None), way) for way in (None, False, True))
         assert torch.equal(folded[1::2], plain[1::2]), f"{tile}: rows without a share have other bits"
         apart, changed = (folded.float() - behind.float()).abs(), (folded != plain)[::2].float().mean()
-        slack = 1.0 if name == "gated" else 2.0**-6 * float(behind.float().abs().max())
+        slack = 2.0 if name == "gated" else 2.0**-6 * float(behind.float().abs().max())
         assert float(apart.max()) <= slack and float(changed) > 0.3, tile
         for row in range(len(uses)):
             assert torch.equal(run(tile, slice(row, row + 1), True)[0], folded[row]), f"{tile}: {row} depends on others"
