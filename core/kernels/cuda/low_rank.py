@@ -86,6 +86,37 @@ def _padded(part: BranchPart) -> BranchPart:
     return part._replace(down=F.pad(part.down, (0, 0, 0, 0, 0, more)), up=F.pad(part.up, (0, more)))
 
 
+@kernel()
+def _ranks(  # type: ignore[no-untyped-def]
+    x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width, image_pixels,
+    stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    DOUBLED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BR ranks, from `first` on, of the pixels m [BM] of an image."""
+    r = first + tl.arange(0, BR)
+    known = m < pixels
+    k = tl.arange(0, BK)
+    acc = tl.zeros((m.shape[0], BR), tl.float32)
+    for tap in range(0, TAPS * TAPS):
+        row, column = m // out_width * STRIDE + tap // TAPS - PADDING, m % out_width * STRIDE + tap % TAPS - PADDING
+        visible = known & (row >= 0) & (row < high) & (column >= 0) & (column < wide)
+        if DOUBLED:
+            row, column = row >> 1, column >> 1
+        pixel = image.to(tl.int64) * image_pixels + row * width + column
+        a = x + pixel[:, None] * stride + k[None, :]
+        b = weight + (r[None, :] * (TAPS * TAPS) + tap) * C + k[:, None]
+        for at in range(0, C, BK):
+            left = tl.load(a + at, visible[:, None] & (k + at < C)[None, :], other=0.0).to(low.dtype.element_ty)
+            right = tl.load(b + at, (r < own)[None, :] & (k + at < C)[:, None], other=0.0)
+            acc = tl.dot(left, right, acc, input_precision="ieee")
+    acc *= scale
+    place = image.to(tl.int64) * pixels + m
+    if row_scale is not None:
+        acc *= tl.load(row_scale + place, known, other=0.0)[:, None]
+    to = low + ((place * uses + use) * ranks)[:, None] + r[None, :]
+    tl.store(to, acc.to(low.dtype.element_ty), known[:, None] & (r < own)[None, :])
+
+
 @kernel("layer")
 def _down(  # type: ignore[no-untyped-def]
     x, addresses, scales, row_scale, low, layer, pixels, out_width, high, wide, width, image_pixels, stride, uses,
@@ -105,28 +136,23 @@ def _down(  # type: ignore[no-untyped-def]
     if first >= own:
         return
     weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(low.dtype.element_ty)), 16)
-    r = first + tl.arange(0, BR)
-    known = m < pixels
-    k = tl.arange(0, BK)
-    acc = tl.zeros((BM, BR), tl.float32)
-    for tap in range(0, TAPS * TAPS):
-        row, column = m // out_width * STRIDE + tap // TAPS - PADDING, m % out_width * STRIDE + tap % TAPS - PADDING
-        visible = known & (row >= 0) & (row < high) & (column >= 0) & (column < wide)
-        if DOUBLED:
-            row, column = row >> 1, column >> 1
-        pixel = image.to(tl.int64) * image_pixels + row * width + column
-        a = x + pixel[:, None] * stride + k[None, :]
-        b = weight + (r[None, :] * (TAPS * TAPS) + tap) * C + k[:, None]
-        for at in range(0, C, BK):
-            left = tl.load(a + at, visible[:, None] & (k + at < C)[None, :], other=0.0).to(low.dtype.element_ty)
-            right = tl.load(b + at, (r < own)[None, :] & (k + at < C)[:, None], other=0.0)
-            acc = tl.dot(left, right, acc, input_precision="ieee")
-    acc *= tl.load(scales + image * uses + use)
-    place = image.to(tl.int64) * pixels + m
-    if row_scale is not None:
-        acc *= tl.load(row_scale + place, known, other=0.0)[:, None]
-    to = low + ((place * uses + use) * ranks)[:, None] + r[None, :]
-    tl.store(to, acc.to(low.dtype.element_ty), known[:, None] & (r < own)[None, :])
+    scale = tl.load(scales + image * uses + use)
+    # As wide as the adapter's own ranks ask for, not as those beside it: bits must not depend on these.
+    if own - first <= BR // 4:
+        _ranks(
+            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
+        )  # fmt: skip
+    elif own - first <= BR // 2:
+        _ranks(
+            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
+        )  # fmt: skip
+    else:
+        _ranks(
+            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
+        )  # fmt: skip
 
 
 @kernel("layer")
