@@ -23,7 +23,7 @@ from core.ops.fused import FusedLayer
 
 Uses = Sequence[Sequence[tuple["CudaBranches", float]]]
 """Of each row its adapters, in the order in which they are added, with their scales."""
-FOLDS = False  # whether 8-bit products on Hopper add branches themselves: no GPU has run that yet
+FOLDS = True  # whether 8-bit products on Hopper add branches themselves
 _LEAST_RANKS = 32  # that a shape has room for
 _ALIGNED = 16  # bytes
 
@@ -44,15 +44,15 @@ class CudaBranches:
     def __init__(self, layers: Mapping[int, low_rank.LayerFactors], count: int, device: torch.device) -> None:
         """`layers` by their numbers, of `count` that there are."""
         self.layers = sum(1 << number for number in layers)
-        self.ranks = max((len(own.down) for own in layers.values()), default=0)
+        self.ranks = max((own.ranks for own in layers.values()), default=0)
         tensors, size = [], count * ENTRY * 8
         table = torch.zeros(count, ENTRY, dtype=torch.int64)
         for number, own in layers.items():
-            for place, tensor in enumerate(own):
+            for place, tensor in enumerate((own.down, own.up, own.spans)):
                 table[number, place] = size
                 tensors.append((size, tensor))
                 size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-            table[number, ENTRY - 1] = len(own.down)
+            table[number, ENTRY - 1] = own.ranks
         memory = transfers.allocated(size, device)
         table[:, : ENTRY - 1] += memory.data_ptr()
         host = torch.empty(size, dtype=torch.uint8)
@@ -106,7 +106,7 @@ class AdaptableLayers:
                 inverse = self._inverses[number]
                 parts.append(part if inverse is None else part._replace(down=part.down / inverse))
             start += width
-        return low_rank.pack(parts, start, layer.base)
+        return low_rank.pack(parts, start, layer.base, eight=layer.kind == torch.int8)
 
 
 class RowBranches:

@@ -23,7 +23,9 @@ ENTRY = 4  # int64 numbers of a layer in an adapter's table: addresses of `down`
 _TILE = 64  # columns that a program of `up` takes
 _RANKS = 64  # that a program of `down` takes: for more, others read and convert its pixels again
 _PADDED = 8  # ranks are multiples of it, with zeros, so that 16 bytes are loaded at a time
+_MOST_LEVEL = 127 * 256 + 127  # of 16 bits in two halves
 _ROWS, _DEPTH = 128, 128  # pixels, and bytes of one's channels, that are multiplied at a time
+_STAGES = 3  # of these that are in flight
 
 
 class Window(NamedTuple):
@@ -55,15 +57,29 @@ class LayerFactors(NamedTuple):
     """One adapter's branches of one layer: `down` [ranks, taps · channels], and `up` by tiles of columns, of which
     `spans` int32 [tiles, 3] says which ranks they have, from the first to behind the last, and where they begin. Of a
     tile, a column's ranks are neighbours.
+
+    Of a layer that reads INT8 `down` is `as_levels` of it.
     """
 
     down: Tensor
     up: Tensor
     spans: Tensor
+    ranks: int
 
 
-def pack(parts: Sequence[BranchPart], columns: int, dtype: torch.dtype) -> LayerFactors:
-    """The branches `parts` of a layer with so many columns, in a type, on the CPU."""
+def as_levels(down: Tensor) -> Tensor:
+    """`down` fp32 [ranks, K] in 16 bits for products with INT8 that are exact: as bytes, the steps fp32 [ranks], the
+    levels' high halves int8 [ranks, K], then their low halves, of step · (256 · high + low).
+    """
+    step = (down.abs().amax(1, keepdim=True) / _MOST_LEVEL).clamp(min=torch.finfo(torch.float32).tiny)
+    levels = (down / step).round().clamp(-_MOST_LEVEL, _MOST_LEVEL).to(torch.int32)
+    high = (levels + 128).div(256, rounding_mode="floor")
+    halves = torch.stack((high, levels - 256 * high)).to(torch.int8)
+    return torch.cat((step.flatten().view(torch.int8), halves.flatten()))
+
+
+def pack(parts: Sequence[BranchPart], columns: int, dtype: torch.dtype, *, eight: bool = False) -> LayerFactors:
+    """The branches `parts` of a layer with so many columns, in a type, on the CPU. `eight`: its input is INT8."""
     parts = [_padded(part) for part in parts]
     tiles = -(-columns // _TILE)
     spans = torch.zeros(tiles, 3, dtype=torch.int32)
@@ -78,7 +94,8 @@ def pack(parts: Sequence[BranchPart], columns: int, dtype: torch.dtype) -> Layer
         spans[first : first + own, 0], spans[first : first + own, 1] = rank, rank + ranks
         spans[first : first + own, 2] = at + ranks * _TILE * torch.arange(own)
         rank, at = rank + ranks, at + own * ranks * _TILE
-    return LayerFactors(down.to(dtype).contiguous(), torch.cat(found).to(dtype), spans)
+    packed = as_levels(down) if eight else down.to(dtype).contiguous()
+    return LayerFactors(packed, torch.cat(found).to(dtype), spans, len(down))
 
 
 def _padded(part: BranchPart) -> BranchPart:
@@ -88,15 +105,23 @@ def _padded(part: BranchPart) -> BranchPart:
 
 @kernel()
 def _ranks(  # type: ignore[no-untyped-def]
-    x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width, image_pixels,
+    x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width, image_pixels,
     stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     DOUBLED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BR ranks, from `first` on, of the pixels m [BM] of an image."""
+    """BR ranks, from `first` on, of the pixels m [BM] of an image. INT8 is multiplied by both halves of levels."""
+    EIGHT: tl.constexpr = x.dtype.element_ty == tl.int8
     r = first + tl.arange(0, BR)
     known = m < pixels
     k = tl.arange(0, BK)
-    acc = tl.zeros((m.shape[0], BR), tl.float32)
+    if EIGHT:
+        weight = tl.multiple_of(factors.to(tl.pointer_type(tl.int8)), 16) + 4 * own  # behind the steps
+        lower = own * (TAPS * TAPS * C)
+        acc = tl.zeros((m.shape[0], BR), tl.int32)
+        rest = tl.zeros((m.shape[0], BR), tl.int32)
+    else:
+        weight = tl.multiple_of(factors.to(tl.pointer_type(low.dtype.element_ty)), 16)
+        acc = tl.zeros((m.shape[0], BR), tl.float32)
     for tap in range(0, TAPS * TAPS):
         row, column = m // out_width * STRIDE + tap // TAPS - PADDING, m % out_width * STRIDE + tap % TAPS - PADDING
         visible = known & (row >= 0) & (row < high) & (column >= 0) & (column < wide)
@@ -106,15 +131,24 @@ def _ranks(  # type: ignore[no-untyped-def]
         a = x + pixel[:, None] * stride + k[None, :]
         b = weight + (r[None, :] * (TAPS * TAPS) + tap) * C + k[:, None]
         for at in range(0, C, BK):
-            left = tl.load(a + at, visible[:, None] & (k + at < C)[None, :], other=0.0).to(low.dtype.element_ty)
-            right = tl.load(b + at, (r < own)[None, :] & (k + at < C)[:, None], other=0.0)
-            acc = tl.dot(left, right, acc, input_precision="ieee")
-    acc *= scale
+            seen, held = visible[:, None] & (k + at < C)[None, :], (r < own)[None, :] & (k + at < C)[:, None]
+            if EIGHT:
+                left = tl.load(a + at, seen, other=0)
+                acc = tl.dot(left, tl.load(b + at, held, other=0), acc, out_dtype=tl.int32)
+                rest = tl.dot(left, tl.load(b + lower + at, held, other=0), rest, out_dtype=tl.int32)
+            else:
+                left = tl.load(a + at, seen, other=0.0).to(low.dtype.element_ty)
+                acc = tl.dot(left, tl.load(b + at, held, other=0.0), acc, input_precision="ieee")
+    if EIGHT:
+        steps = tl.load(factors.to(tl.pointer_type(tl.float32)) + r, r < own, other=0.0)
+        sums = (acc.to(tl.float32) * 256.0 + rest.to(tl.float32)) * (steps * scale)[None, :]
+    else:
+        sums = acc * scale
     place = image.to(tl.int64) * pixels + m
     if row_scale is not None:
-        acc *= tl.load(row_scale + place, known, other=0.0)[:, None]
+        sums *= tl.load(row_scale + place, known, other=0.0)[:, None]
     to = low + ((place * uses + use) * ranks)[:, None] + r[None, :]
-    tl.store(to, acc.to(low.dtype.element_ty), known[:, None] & (r < own)[None, :])
+    tl.store(to, sums.to(low.dtype.element_ty), known[:, None] & (r < own)[None, :])
 
 
 @kernel("layer")
@@ -135,22 +169,22 @@ def _down(  # type: ignore[no-untyped-def]
     own = tl.multiple_of(tl.load(entry + 3).to(tl.int32), 8)
     if first >= own:
         return
-    weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(low.dtype.element_ty)), 16)
+    factors = tl.load(entry)
     scale = tl.load(scales + image * uses + use)
     # As wide as the adapter's own ranks ask for, not as those beside it: bits must not depend on these.
     if own - first <= BR // 4:
         _ranks(
-            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
             image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
         )  # fmt: skip
     elif own - first <= BR // 2:
         _ranks(
-            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
             image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
         )  # fmt: skip
     else:
         _ranks(
-            x, weight, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
+            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
             image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
         )  # fmt: skip
 
@@ -270,7 +304,7 @@ def down(shares: Shares) -> Tensor:
     _down[(-(-pixels // together) * -(-ranks // _RANKS), images, uses)](
         x, addresses, scales, row_scale, low, layer, pixels, window.width, *window.sides, width, x.shape[1] * width,
         pixel_stride(x), uses, ranks, channels, window.taps, window.stride, window.padding, window.doubled, together,
-        _RANKS, _DEPTH // x.itemsize, num_warps=8 if together == _ROWS else 4, num_stages=3,
+        _RANKS, _DEPTH // x.itemsize, num_warps=8 if together == _ROWS else 4, num_stages=_STAGES,
     )  # fmt: skip
     return low
 
@@ -303,7 +337,7 @@ def add_reference(
         made = torch.zeros(pixels, out.shape[1])
         found = False
         for address, scale in zip(addresses, scales, strict=True):
-            factors = _factors(address, layer, window.taps, x.shape[3], out) if address else None
+            factors = _factors(address, layer, window.taps, x, out) if address else None
             if factors is not None:
                 found = True
                 low = F.conv2d(maps[image : image + 1], factors[0], stride=window.stride)[0, :, :height, :width]
@@ -314,13 +348,19 @@ def add_reference(
             out[own] = (out[own].float() + made).to(out.dtype)
 
 
-def _factors(address: int, layer: int, taps: int, channels: int, out: Tensor) -> tuple[Tensor, Tensor] | None:
+def _factors(address: int, layer: int, taps: int, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
     """`down` [ranks, channels, taps, taps] and `up` [ranks, columns] of a layer in an adapter's table; None without."""
     down, up, spans, ranks = _at(address + 8 * ENTRY * layer, ENTRY, torch.int64).tolist()
     if not ranks:
         return None
     columns = out.shape[1]
-    weight = _at(down, ranks * taps * taps * channels, out.dtype).float().view(ranks, taps, taps, channels)
+    depth = taps * taps * x.shape[3]
+    if x.dtype == torch.int8:
+        high, rest = _at(down + 4 * ranks, 2 * ranks * depth, torch.int8).float().view(2, ranks, depth)
+        weight = (256 * high + rest) * _at(down, ranks, torch.float32)[:, None]
+    else:
+        weight = _at(down, ranks * depth, out.dtype).float()
+    weight = weight.view(ranks, taps, taps, x.shape[3])
     whole = torch.zeros(ranks, -(-columns // _TILE) * _TILE)
     tiles = _at(spans, whole.shape[1] // _TILE * 3, torch.int32).view(-1, 3)
     for tile, (first, last, start) in enumerate(tiles.tolist()):
