@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import loras, provenance, record
+from benchmarks import loras, record
 from contract.image import ImageParameters
 from core.batching.engine import Engine, Tick
 from core.batching.request import Request
@@ -83,7 +83,7 @@ def run(
         "plain_steps": len(plain), "loading_steps": len(loading), "precision": model.precision, "threads": threads,
         "device": str(model.device), "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }  # fmt: skip
-    return record.publish("lora-load", result, results, rooms=(*provenance.IMAGES, "benchmarks/lora_load.py"))
+    return record.publish("lora-load", result, results, rooms=(*loras.rooms(sdxl=True), "benchmarks/lora_load.py"))
 
 
 _SHOWN = ("median", "mean", "p95", "worst")

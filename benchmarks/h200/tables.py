@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.tables import NONE, Result, Table, gate, markdown
+from benchmarks.tables import NONE, Result, Table, control, gate, markdown
 from benchmarks.ways_tables import score_ratio
 
 _DRAWN_AS = {
@@ -252,7 +252,24 @@ def _ms(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f}"
 
 
+def loras(*found: Result) -> list[str]:
+    """A deep step whose rows have LoRAs beside one without, by rank, layers and where the shares are added."""
+    behind, inside = "behind the products", "in the products"
+    rows = []
+    for one in found:
+        for layers, measured in one["layers"].items():
+            ways = [measured["ways"][way] for way in (inside, behind)]
+            equal = all(way["equal"] and way["changed"] for way in ways)
+            cells = (f"{way['ms']:.1f} ms, {way['ratio']:.3f}" for way in ways)
+            rows.append((layers, str(one["rank"]), f"{measured['plain_ms']:.1f} ms", *cells, "yes" if equal else "no"))
+    header = ("layers with a share", "rank", "without LoRAs", inside, behind, "bits as alone")
+    said = "{model} in {precision}, {loras} LoRAs among {rows} rows; median of {rounds}.".format_map(found[0])
+    return [*markdown(header, rows), "", said]
+
+
 TABLES = {
+    "h200-loras": Table(("h200/loras", "h200/loras-64"), loras),
+    "h200-control": Table(("h200/control",), control),
     "h200-engine": Table(("h200/engine", "ways"), engine),
     "h200-plans": Table(("h200/plans",), plans),
     "h200-phases": Table(("h200/engine",), phases),
