@@ -19,7 +19,7 @@
 # steps of turbo and of a LoRA: it fills the compiler's cache, and what would fail late fails early.
 set -euo pipefail
 
-CONTROL_MIN=${CONTROL_MIN:-9} PROMPT_MIN=${PROMPT_MIN:-5}
+CONTROL_MIN=${CONTROL_MIN:-9} PROMPT_MIN=${PROMPT_MIN:-7}
 PAIRS_MIN=${PAIRS_MIN:-1.5} TURBO_MIN=${TURBO_MIN:-5} LORA_MIN=${LORA_MIN:-2.5}
 STYLES=(mosaic pencil)
 . "$(dirname "$0")/gpu.sh"

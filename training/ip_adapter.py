@@ -1,8 +1,12 @@
 """Stage `ip_adapter`: trains an IP-Adapter by which emoji-xl draws what a picture shows; its encoder is emoji-clip.
 
 The denoiser, the text towers, the codec and the encoder are frozen (Ye et al., 2023). Four tokens are made of a
-picture's embedding, and of them keys and values beside the text's own: keys begin as the text's, values at zero, so
-that training begins with what the denoiser draws alone.
+picture's embedding, and of them keys and values beside the text's own. Tokens begin as the caption's states, as far as
+a linear map finds them in the embedding, keys as the text's, and values as the text's at a share of their size.
+
+It is distilled (Hinton et al., 2015): the teacher is the denoiser without an adapter, which reads the caption; most
+rows of the student read the picture and "a picture" instead, and are to guess what the teacher guesses of the same
+noisy latents. The true noise counts little beside: what no caption foretells is most of its error.
 
     python -m training.adopt --data DATA --work WORK --models models
     python -m training.ip_adapter --data DATA --work WORK --models models --minutes 20
@@ -14,6 +18,7 @@ The folder `models/emoji-xl-ip-adapters`, with `scenes.safetensors` in it, is th
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -24,11 +29,15 @@ from torch import Tensor, nn
 
 from pipeline.ip_adapter_file import ENCODER
 from training import cards, loop, tokens, unet
+from training.group import average_
 from training.run import TrainingRun, train_or_export
 from training.stream import PerSize, SceneStream
 
 DROP_IMAGE, DROP_TEXT, DROP_BOTH = 0.05, 0.05, 0.05  # of rows: as the pipeline's unconditional row has them
-PLAIN, PLAIN_TEXT = "a picture", 0.45  # of rows: of which it is the prompt; captions leave pictures little to say
+PLAIN, PLAIN_TEXT = "a picture", 0.75  # of rows: of which it is the prompt; captions leave pictures little to say
+BEGUN, RIDGE = 0.5, 0.1  # of the text's values, those that training begins with; of the mean variance, the penalty
+STARTS = 16  # batches that the map is fitted to
+NOISE = 0.1  # weight of epsilon's error beside the distance to the teacher
 TOKENS = 4
 FOLDER, NAME, CLIP = "emoji-xl-ip-adapters", "scenes", "emoji-clip"
 MOST_BYTES = 6_000_000
@@ -52,10 +61,7 @@ class Adapter(nn.Module):
 
 
 def adapt_(denoiser: Any, channels: int, seed: int = 0) -> Adapter:
-    """Puts a fresh adapter of embeddings of so many channels beside the denoiser's layers, in place.
-
-    Without training it adds nothing.
-    """
+    """Puts a fresh adapter of embeddings of so many channels beside the denoiser's layers, in place."""
     from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
@@ -69,13 +75,32 @@ def adapt_(denoiser: Any, channels: int, seed: int = 0) -> Adapter:
         if attn.is_cross_attention:
             processor = IPAdapterAttnProcessor2_0(attn.inner_dim, width, num_tokens=[TOKENS])
             processor.to_k_ip[0].load_state_dict(attn.to_k.state_dict())
-            nn.init.zeros_(processor.to_v_ip[0].weight)
+            processor.to_v_ip[0].load_state_dict({"weight": BEGUN * attn.to_v.weight})
             layers.append(processor.to(**given))
         processors[name] = processor
     denoiser.set_attn_processor(processors)
     denoiser.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
     denoiser.register_to_config(encoder_hid_dim_type="ip_image_proj")
     return Adapter(projection, layers)
+
+
+@torch.no_grad()
+def start_(projection: Any, seen: Tensor, states: Tensor) -> None:
+    """Fits the projection by ridge regression of tokens [B, TOKENS, C] on embeddings [B, D], in place.
+
+    The norm of each token is the projection's: its gain brings what is found back to the tokens' size.
+    """
+    gain, shift = states.std((0, 1)) + 1e-6, states.mean((0, 1))
+    wanted = ((states - shift) / gain).flatten(1)
+    inputs, middle = seen - seen.mean(0), wanted.mean(0)
+    square = inputs.T @ inputs / len(inputs)
+    square += RIDGE * square.diagonal().mean() * torch.eye(len(square), device=seen.device)
+    found = torch.linalg.solve(square, inputs.T @ (wanted - middle) / len(inputs))
+    guessed = (inputs @ found + middle).view_as(states)
+    projection.image_embeds.weight.copy_(found.T)
+    projection.image_embeds.bias.copy_(middle - seen.mean(0) @ found)
+    projection.norm.weight.copy_(gain * guessed.std(-1).mean())
+    projection.norm.bias.copy_(shift)
 
 
 class Encoder:
@@ -99,13 +124,16 @@ class Encoder:
 
 
 class ImagePromptLoss:
-    """Epsilon's error on noisy pictures that the adapter sees, with their captions or without."""
+    """How far the adapted denoiser is from the teacher, which reads the caption, and from the noise."""
 
-    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, encoder: Encoder) -> None:
+    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: Encoder) -> None:
         self._run, self._frozen, self._encoder = run, unet.Frozen.load(run, parts), encoder
-        self._model = PerSize(run, parts.unet)
+        self._model, self._teacher = PerSize(run, parts.unet), PerSize(run, teacher)
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32), native=True)
         self._plain = tokens.encode(tokens.clip_tokenizer(run), [PLAIN]).to(run.device)
+        signal = unet.alphas_bar(run.device)
+        # A teacher's guess has no noise of its own: its errors may count more where the subject is settled.
+        self._weight = unet.weights(signal) * ((1 - signal) / signal) ** 0.25
 
     def __call__(self, iteration: int, generator: torch.Generator, shift: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         """With `shift` each row sees the picture of the scene so many before: to tell what seeing its own brings."""
@@ -117,27 +145,65 @@ class ImagePromptLoss:
         chance = torch.rand(len(seen), generator=generator, device=run.device)
         both, text = DROP_IMAGE + DROP_BOTH, DROP_IMAGE + DROP_BOTH + DROP_TEXT
         seen = seen * (chance >= both)[:, None]
-        keep = ((chance < DROP_IMAGE) | (chance >= text)).float()
-        ids = torch.where((chance >= 1 - PLAIN_TEXT)[:, None], self._plain, drawn.ids)
+        heard = ((chance < DROP_IMAGE) | (chance >= both)).float()
+        keep = heard * ((chance < both) | (chance >= text))
+        plain = chance >= 1 - PLAIN_TEXT
         time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
-        told: dict[str, Any] = {"time_ids": time_ids, "image_embeds": [seen[:, None]]}
+        size, one = drawn.scenes.size, torch.ones(1, device=run.device)
+
+        def guess(model: PerSize, states: Tensor, pooled: Tensor, keep: Tensor, **more: Any) -> Tensor:
+            told = {"time_ids": time_ids, "text_embeds": pooled * keep[:, None], **more}
+            given = noised.latents, noised.step, states * keep[:, None, None]
+            found: Tensor = model.at(size)(*given, added_cond_kwargs=told, return_dict=False)[0]
+            return found
+
         with run.autocast():
-            states, told["text_embeds"] = self._frozen.read_text(ids, keep)
-            model = self._model.at(drawn.scenes.size)
-            guess = model(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
-        return self._frozen.objective.loss(guess, noised)
+            states, pooled = self._frozen.read_text(drawn.ids, one.expand(len(seen)))
+            with torch.no_grad():
+                target = guess(self._teacher, states, pooled, heard)
+            other, other_pooled = self._frozen.read_text(self._plain, one)
+            states = torch.where(plain[:, None, None], other, states)
+            pooled = torch.where(plain[:, None], other_pooled, pooled)
+            found = guess(self._model, states, pooled, keep, image_embeds=[seen[:, None]])
+        noise, logged = self._frozen.objective.loss(found, noised)
+        apart = (found.float() - target.float()).square().mean(dim=(1, 2, 3))
+        taught = (self._weight[noised.step] * apart).mean()
+        return taught + NOISE * noise, {**logged, "taught": taught.detach()}
+
+    @torch.no_grad()
+    def examples(self, batches: int) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, D] of the first pictures, and of their captions what tokens begin as, [B, TOKENS, C].
+
+        These are the states of END, which has read the caption, of the token before it and of the last padding, and
+        the mean of the words'.
+        """
+        embeddings, states = [], []
+        for iteration in range(batches):
+            drawn = self._stream.at(iteration)
+            embeddings.append(self._encoder.see(self._stream.draw(drawn)))
+            read = self._frozen.read_text(drawn.ids, torch.ones(len(drawn.ids), device=drawn.ids.device))[0]
+            words = (drawn.ids != self._frozen.end).float()
+            row, end = torch.arange(len(read), device=read.device), words.sum(1).long()
+            mean = torch.einsum("blc,bl->bc", read, words / words.sum(1, keepdim=True))
+            states.append(torch.stack([read[row, end], read[row, end - 1], mean, read[:, -1]], 1))
+        return torch.cat(embeddings), torch.cat(states)
 
 
 def begun(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
     """A fresh adapter beside a denoiser, and its loss."""
     parts, encoder = unet.load(run), Encoder(run)
+    teacher = copy.deepcopy(parts.unet)
     adapter = adapt_(parts.unet, encoder.config.projection_dim, run.seed)
-    return adapter, ImagePromptLoss(run, parts, encoder)
+    return adapter, ImagePromptLoss(run, parts, teacher, encoder)
 
 
 def train(run: TrainingRun) -> loop.Outcome:
     """Trains the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
     adapter, loss = begun(run)
+    if not (run.folder("ip_adapter") / "state.pt").exists():
+        start_(adapter.projection, *loss.examples(STARTS))
+        if run.world > 1:  # each process saw pictures of its own
+            average_([parameter.data for parameter in adapter.projection.parameters()])
     return loop.train(
         loop.Stage(
             "ip_adapter",
@@ -218,6 +284,9 @@ OpenAI's mean and deviation.
 ## Training
 
 {cards.trained("ip_adapter", run)}
+
+The loss is the distance, weighted by noise level, to what emoji-xl alone guesses of the same noisy latents when it
+reads the picture's caption, and {NOISE} of the distance to the noise itself.
 
 Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/ip_adapter.py`.
 

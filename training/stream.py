@@ -135,6 +135,7 @@ class SceneStream:
     def at(self, iteration: int) -> Batch:
         """The batch of an iteration, on the device; fast where iterations follow one another."""
         if iteration != self._next:
+            self._batches = iter(())  # earlier worker processes end before others are forked
             self._batches = self._from(iteration)
         found = next(self._batches)
         self._next = iteration + 1

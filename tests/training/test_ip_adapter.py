@@ -1,10 +1,11 @@
-"""The IP-Adapter begins where the text's layers are, learns from pictures, and is served as it was exported."""
+"""The IP-Adapter begins as captions' states, learns of pictures what captions say, and is served as it was exported."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from core.batching.runner import Lane
 from pipeline.load import load
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained
-from training import adopt, ip_adapter, judge_image_prompts, pictures
+from training import adopt, ip_adapter, judge_image_prompts, pictures, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
 from unet_opt.unet import cross_attentions
@@ -53,7 +54,38 @@ def test_the_shipped_adapter_fits() -> None:
     found = adapter.exported()
     assert sum(tensor.nbytes for tensor in found.values()) < ip_adapter.MOST_BYTES
     for number, attn in enumerate(cross_attentions(denoiser)):
-        assert torch.equal(found[f"ip_adapter.{2 * number + 1}.to_k_ip.weight"], attn.to_k.weight.detach().half())
+        own = {name: found[f"ip_adapter.{2 * number + 1}.to_{name}_ip.weight"] for name in "kv"}
+        assert torch.equal(own["k"], attn.to_k.weight.detach().half())
+        assert torch.equal(own["v"], (ip_adapter.BEGUN * attn.to_v.weight.detach()).half())
+
+
+def test_the_teacher_is_the_denoiser_without_an_adapter(trained: Trained, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path, 1)
+    _, loss = ip_adapter.begun(run)
+    denoiser = unet.load(run).unet
+    same = []
+
+    def noted(module: torch.nn.Module, given: Any, options: dict[str, Any], found: tuple[torch.Tensor]) -> None:
+        assert "image_embeds" not in options["added_cond_kwargs"] and not found[0].requires_grad
+        same.append(torch.equal(found[0], denoiser(*given, **options)[0]))
+
+    loss._teacher.at((run.size, run.size)).register_forward_hook(noted, with_kwargs=True)
+    loss(0, torch.Generator().manual_seed(1))
+    assert same == [True]
+
+
+def test_tokens_begin_near_what_they_are_fitted_to() -> None:
+    from diffusers.models.embeddings import ImageProjection
+
+    torch.manual_seed(0)
+    projection: Any = ImageProjection(8, 16, ip_adapter.TOKENS)
+    seen = torch.randn(256, 8)
+    states = 3 * (seen @ torch.randn(8, ip_adapter.TOKENS * 16)).view(256, ip_adapter.TOKENS, 16) + 1
+    ip_adapter.start_(projection, seen + 2, states)
+    with torch.no_grad():
+        tokens = projection(seen + 2)
+    own, others = ((tokens - states.roll(shift, 0)).square().mean((1, 2)).tolist() for shift in (0, 1))
+    assert np.mean(own) < 0.5 * np.mean(others), (np.mean(own), np.mean(others))
 
 
 def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Trained, tmp_path: Path) -> None:
@@ -87,20 +119,25 @@ def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Traine
 def test_it_learns_what_pictures_show_and_serves_it(trained: Trained, tmp_path: Path) -> None:
     run = run_of(trained, tmp_path, 300)
 
-    def errors(loss: ip_adapter.ImagePromptLoss, shift: int = 0) -> list[float]:
+    def errors(loss: ip_adapter.ImagePromptLoss, name: str, shift: int = 0) -> list[float]:
         """Of later batches than any that it is trained on."""
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
-            return [float(loss(10_000 + n, generator, shift)[1]["eps"]) for n in range(16)]
+            return [float(loss(10_000 + n, generator, shift)[1][name]) for n in range(16)]
 
-    _, held_out = ip_adapter.begun(run)
-    alone = errors(held_out)
-    assert alone == errors(held_out, 1), "a fresh adapter adds something"
+    fresh, held_out = ip_adapter.begun(run)
+    layers: Any = fresh.layers
+    for layer in layers:
+        layer.scale = [0.0]
+    alone = errors(held_out, "taught")
+    assert alone == errors(held_out, "taught", 1), "an adapter of strength 0 adds something"
     outcome = ip_adapter.train(run)
     assert outcome.done and outcome.loss == outcome.loss
     adapter, trained_loss = ip_adapter.load(run)
-    own, others = errors(trained_loss), errors(trained_loss, 1)
-    assert surely_less(own, alone) and surely_less(own, others), (np.mean(alone), np.mean(own), np.mean(others))
+    taught = errors(trained_loss, "taught")
+    assert surely_less(taught, alone), (np.mean(taught), np.mean(alone))
+    own, others = (errors(trained_loss, "eps", shift) for shift in (0, 1))
+    assert surely_less(own, others), (np.mean(own), np.mean(others))
 
     path = ip_adapter.export(run)
     kept = load_file(path)
