@@ -40,23 +40,23 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
     files = []
     for width in ("1", "5", "64"):
         monkeypatch.setenv("DIPTYCH_TEXT_REQUESTS", width)
-        files.append(write(shell, f"w{width}.tsv", 60))
+        files.append(write(shell, f"w{width}.tsv", 90))
     assert files[0] == files[1] == files[2]
     found = captions.read(shell.folder / "w1.tsv")
-    assert [one.id for one in found] == [f"{k:05d}" for k in range(60)]
-    assert len({"".join(one.text.split()).casefold() for one in found}) == 60
+    assert [one.id for one in found] == [f"{k:05d}" for k in range(90)]
+    assert len({"".join(one.text.split()).casefold() for one in found}) == 90
     told = json.loads((shell.folder / "w1.tsv.json").read_text("utf-8"))
-    assert told["written_by"]["model"] == "emoji-lm" and len(told["rows"]) == told["captions"] == 60
+    assert told["written_by"]["model"] == "emoji-lm" and len(told["rows"]) == told["captions"] == 90
     assert told["again"].get("duplicate", 0) > 0  # so that what is made again is a part of this
     # In the picture model's language, nearly all of them, and of many subjects.
     read = [match for one in found if (match := re.fullmatch(r"(.+) on an? ([a-z ]+) background", one.text))]
-    assert len(read) > 54 and len({match[1] for match in read}) > 45
+    assert len(read) > 81 and len({match[1] for match in read}) > 67
     assert len({match[2] for match in read} & {*COLOURS}) > 4
     sieve = caption_filter.CaptionFilter(caption_filter.tokenizers(str(EMBEDDED_MODEL)))
     assert all(sieve.wrong(one.text, whole=True) is None for one in found)
-    write(shell, "other.tsv", 60, "--seed", "1")
+    write(shell, "other.tsv", 90, "--seed", "1")
     other = {one.text for one in captions.read(shell.folder / "other.tsv")}
-    assert len(other & {one.text for one in found}) < 30
+    assert len(other & {one.text for one in found}) < 45
 
 
 def test_a_shorter_file_is_a_beginning_of_a_longer_one(shell: Shell) -> None:
