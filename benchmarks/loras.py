@@ -103,7 +103,7 @@ def run(
 
 def rooms(sdxl: bool) -> tuple[str, ...]:
     """Parts of the tree that decide these figures: of random weights the model's files do not."""
-    return provenance.GPU_IMAGES if sdxl else provenance.IMAGES
+    return *(provenance.GPU_IMAGES if sdxl else provenance.IMAGES), "core/kernels", "core/ops"
 
 
 def _kinds(wanted: Wanted, device: torch.device) -> list[str]:

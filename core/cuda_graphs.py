@@ -47,7 +47,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all in one private memory pool."""
+    """Records CUDA graphs, all in one private memory pool, or in a new one after the last graph of one is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -65,6 +65,8 @@ class ImagePrompted:
         self._pipeline.load_ip_adapter(
             str(folder), subfolder="", weight_name=f"{NAME}.safetensors", image_encoder_folder=ENCODER
         )
+        # As given: the pipeline repeats embeddings for all prompts, by which each would see all pictures.
+        self._pipeline.prepare_ip_adapter_image_embeds = lambda image, embeds, *_: embeds
 
     def draw(self, texts: list[str], shown: Tensor, strength: float) -> Tensor:
         """Pictures [B, 3, H, W] in 0..1 of texts and image prompts [B, 3, H, W] in -1..1, each from its own seed."""

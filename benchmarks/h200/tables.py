@@ -260,10 +260,17 @@ def loras(*found: Result) -> list[str]:
         for layers, measured in one["layers"].items():
             ways = [measured["ways"][way] for way in (inside, behind)]
             equal = all(way["equal"] and way["changed"] for way in ways)
-            cells = (f"{way['ms']:.1f} ms, {way['ratio']:.3f}" for way in ways)
+            cells = (f"{way['ms']:.1f} ms, {way['ratio']:.1%}" for way in ways)
             rows.append((layers, str(one["rank"]), f"{measured['plain_ms']:.1f} ms", *cells, "yes" if equal else "no"))
-    header = ("layers with a share", "rank", "without LoRAs", inside, behind, "bits as alone")
-    said = "{model} in {precision}, {loras} LoRAs among {rows} rows; median of {rounds}.".format_map(found[0])
+    header = (
+        "layers with a share",
+        "rank",
+        "without LoRAs",
+        f"{inside}, throughput",
+        f"{behind}, throughput",
+        "bits as alone",
+    )
+    said = "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}.".format_map(found[0])
     return [*markdown(header, rows), "", said]
 
 

@@ -147,18 +147,20 @@ def test_it_learns_what_pictures_show_and_serves_it(trained: Trained, tmp_path: 
 
 
 def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
-    """The worker's path draws of the exported folder what diffusers draws, and something else of another picture."""
+    """The worker's path draws of the exported folder what diffusers draws of both pictures together, and of each its
+    own.
+    """
     shown = loss._stream.draw(loss._stream.at(SCENE))[:2]
     runner = Watching(
         load(str(run.models / "emoji-xl")), lane=Lane("tests"), image_prompts=run.models / ip_adapter.FOLDER
     )
     stock = judge_image_prompts.ImagePrompted(run, 4, 3.0)
-    drawn = []
-    for image, row in zip(pictures.to_images(shown), shown, strict=True):
+    drawn, expected = [], stock.draw([ip_adapter.PLAIN] * len(shown), shown, 1.0)
+    for number, image in enumerate(pictures.to_images(shown)):
         given = ImagePrompt(model=ip_adapter.NAME, image=image.tobytes(), width=run.size, height=run.size)
         one = ImageParameters(
             ip_adapter.PLAIN,
-            judge_image_prompts.SEED,
+            judge_image_prompts.SEED + number,
             run.size,
             run.size,
             steps=4,
@@ -166,6 +168,6 @@ def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
             image_prompts=(given,),
         )
         drawn.append(levels(solo(runner, one)))
-        expected = np.asarray(pictures.to_images(stock.draw([ip_adapter.PLAIN], row[None], 1.0) * 2 - 1)[0]).astype(int)
-        assert np.abs(drawn[-1] - expected).max() <= 1
+        wanted = np.asarray(pictures.to_images(expected[number : number + 1] * 2 - 1)[0]).astype(int)
+        assert np.abs(drawn[-1] - wanted).max() <= 1
     assert not np.array_equal(drawn[0], drawn[1])

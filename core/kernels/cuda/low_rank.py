@@ -68,8 +68,8 @@ class LayerFactors(NamedTuple):
 
 
 def as_levels(down: Tensor) -> Tensor:
-    """`down` fp32 [ranks, K] in 16 bits for products with INT8 that are exact: as bytes, the steps fp32 [ranks], the
-    levels' high halves int8 [ranks, K], then their low halves, of step · (256 · high + low).
+    """`down` fp32 [ranks, K] as 16-bit integers with one step a rank, whose products with INT8 sum exactly in int32: as
+    bytes, the steps fp32 [ranks], the high halves int8 [ranks, K], then the low ones, of step · (256 · high + low).
     """
     step = (down.abs().amax(1, keepdim=True) / _MOST_LEVEL).clamp(min=torch.finfo(torch.float32).tiny)
     levels = (down / step).round().clamp(-_MOST_LEVEL, _MOST_LEVEL).to(torch.int32)
@@ -233,8 +233,8 @@ def _up(  # type: ignore[no-untyped-def]
 class Shares(NamedTuple):
     """What a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
 
-    x [B, H, W, C] in the type of the factors or in 8 bits; `layer` is its number in the adapters' tables; row_scale
-    [B · height · width]: fp32. `dtype`: that of factors and result. `folds`: a product that can adds them itself.
+    x [B, H, W, C] in the type of `up` or in 8 bits; `layer` is its number in the adapters' tables; row_scale
+    [B · height · width]: fp32. `dtype`: that of `up` and the result. `folds`: a product that can adds them itself.
     `low` [B · height · width, uses, ranks]: scale · row_scale · down(x), on a GPU. Bits of a row depend on it alone.
     """
 
