@@ -296,6 +296,7 @@ Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/ip_adapter
 
 ## Limits
 
+Trained for minutes, it takes over colours, the background and a rough shape, and the subject itself in few pictures.
 It fits the `emoji-xl` beside which it lies and no other model. Of a picture it reads the embedding by `{CLIP}`
 alone, which learned from scenes of emoji and their captions: photographs mean nothing to it.
 """
