@@ -214,7 +214,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: 1, which other processes disturb least")
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME", help="contenders beside the full plan")
     options = parser.parse_args()
-    settings = Settings(model=str(options.model), precision="fp32", device="cpu", threads=options.threads)
+    # Nothing is compiled beside what is timed: our kernels need it not, and the helpers have none.
+    words: dict[str, Any] = {"device": "cpu", "threads": options.threads, "compile": False}
+    settings = Settings(model=str(options.model), precision="fp32", **words)
     if options.cache is not None:
         settings = settings.model_copy(update={"cache_dir": options.cache})
     from rich.console import Console
