@@ -128,7 +128,8 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
     for name in ("10", FULL):  # what a kill leaves: pictures without a record, and half a line
         log = shell.folder / "tuned" / name / "pictures.jsonl"
         log.write_bytes(log.read_bytes()[:-40])
-    shutil.rmtree(shell.folder / "tuned" / "20-2resnet")
+    # Whether it is drawn at all depends on how fast the plans were.
+    shutil.rmtree(shell.folder / "tuned" / "20-2resnet", ignore_errors=True)
     assert shell(*words).code == 0
     again = front(shell.folder)
     assert again == nearly(whole)
