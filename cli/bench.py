@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli.arguments import (
     Commands,
@@ -17,6 +18,9 @@ from cli.arguments import (
     model_errors,
     read_settings,
 )
+
+if TYPE_CHECKING:
+    from core.config import Settings
 
 
 def add(commands: Commands) -> None:
@@ -67,6 +71,15 @@ def _bench_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
+@contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[Settings]:
+    """Context: the settings, with their cache folder made; raises `UsageError` for what cannot be measured."""
+    chosen = read_settings(options)
+    make_cache(chosen)
+    with _bench_errors(), model_errors():
+        yield chosen
+
+
 def _counting(
     benches: Commands, name: str, text: str, counts: Sequence[tuple[str, int, str]]
 ) -> argparse.ArgumentParser:  # fmt: skip
@@ -105,10 +118,8 @@ def _add_loras(benches: Commands) -> None:
 def _loras(options: argparse.Namespace) -> int:
     from benchmarks import loras
 
-    chosen = read_settings(options)
-    make_cache(chosen)
     wanted = loras.Wanted(options.rows, options.loras, options.rank, options.layers, options.rounds)
-    with _bench_errors(), model_errors():
+    with _opened(options) as chosen:
         loras.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
     return 0
 
@@ -125,10 +136,8 @@ def _add_lora_load(benches: Commands) -> None:
 def _lora_load(options: argparse.Namespace) -> int:
     from benchmarks import lora_load
 
-    chosen = read_settings(options)
-    make_cache(chosen)
     wanted = lora_load.Wanted(options.mib, options.rounds, options.steps, options.side)
-    with _bench_errors(), model_errors():
+    with _opened(options) as chosen:
         lora_load.run(chosen, wanted, results=options.results)
     return 0
 
@@ -149,10 +158,8 @@ def _add_control(benches: Commands) -> None:
 def _control(options: argparse.Namespace) -> int:
     from benchmarks import control
 
-    chosen = read_settings(options)
-    make_cache(chosen)
     wanted = control.Wanted(options.rows, options.rounds, options.control)
-    with _bench_errors(), model_errors():
+    with _opened(options) as chosen:
         control.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
     return 0
 
@@ -231,9 +238,7 @@ def _cohost(options: argparse.Namespace) -> int:
     check_steps(options.steps)
     if not 0.1 <= options.seconds <= 3600 or options.turns < 1:
         raise UsageError("--seconds: must be between 0.1 and 3600, and --turns at least 1")
-    chosen = read_settings(options)
-    make_cache(chosen)
-    with _bench_errors(), model_errors():
+    with _opened(options) as chosen:
         cohost.run(
             chosen,
             seconds=options.seconds,
