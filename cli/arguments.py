@@ -61,7 +61,7 @@ def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> Non
         parser.add_argument(
             "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"
         )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core, two beside a GPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import Commands, read_settings
 from contract.precision import is_quantized
 from core.extras import pip_install
+from core.threads import compute_threads, cores
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -84,7 +85,9 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     from core.kernels.describe import cuda_versions, describe
 
     if torch.cuda.is_available():
-        for k in range(torch.cuda.device_count()):
+        gpus = torch.cuda.device_count()
+        yield from threads(gpus * compute_threads(settings.threads, gpu=True), gpus, cores())
+        for k in range(gpus):
             memory = torch.cuda.get_device_properties(k).total_memory
             yield from gpu(f"cuda:{k}", describe(torch.device("cuda", k), settings.compiled_kernels), memory)
         versions = [f"{name} {number or 'is not installed'}" for name, number in cuda_versions().items()]
@@ -102,6 +105,15 @@ def gpu(what: str, device: DeviceInfo, memory_bytes: int) -> Iterator[Finding]:
     """A GPU's properties, and its kernels in each precision."""
     yield Finding("well", what, f"{device}, {memory_bytes / 2**30:.0f} GiB")
     yield from kernels(what, device, ("int8", "fp8", "bf16"))
+
+
+def threads(total: int, workers: int, processors: int) -> Iterator[Finding]:
+    """A note where this machine's workers compute on more CPU threads than it has processors."""
+    if total > processors:
+        said = f"{workers} workers compute on {total} CPU threads, and there are {processors} cores: they wait for each"
+        yield Finding(
+            "note", "threads", f"{said} other; set DIPTYCH_THREADS to {max(1, processors // workers)} or less"
+        )
 
 
 def kernels(what: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
@@ -178,6 +190,8 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             yield Finding(state, "worker", f"{worker.id}, {worker.state} ({worker.message or models}); {models}")
         if not workers:
             yield Finding("note", "worker", "none has announced itself")
+        here = [worker.threads for worker in workers if worker.host == socket.gethostname()]
+        yield from threads(sum(here), len(here), cores())
     except StoreError as error:
         yield Finding("ill", "redis", str(error))
     finally:

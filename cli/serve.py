@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -129,6 +130,7 @@ def _worker(options: argparse.Namespace) -> int:
     make_cache(settings)
     if options.each_gpu:
         return _each_gpu(settings, options)
+    _limit_threads(settings)
     _wait_for_redis(settings)
     from core.logs import configure
     from workers.boot import run
@@ -137,6 +139,15 @@ def _worker(options: argparse.Namespace) -> int:
     _begin_traces(settings, "diptych-worker")
     with model_errors():
         return int(run(settings) or 0)
+
+
+def _limit_threads(settings: Settings) -> None:
+    """Limit the threads of a GPU worker's libraries, before any of them is loaded."""
+    from core.threads import compute_threads, limit_threads
+    from deployment.devices import expects_gpu
+
+    if expects_gpu(settings.device, os.environ):
+        limit_threads(os.environ, compute_threads(settings.threads, gpu=True))
 
 
 def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:

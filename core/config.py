@@ -114,7 +114,9 @@ class Settings(BaseSettings):
         default=1536 * 1536, ge=0, description="pixels; larger pictures go through the VAE in tiles"
     )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one forward; 0: one per core")
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="CPU threads that compute; 0: one per core, two beside a GPU"
+    )
     backend: str = Field(
         default=AUTO,
         pattern=r"^[A-Za-z][\w.-]*$",

@@ -1,15 +1,42 @@
-"""Threads in the background: at a low priority, and such as cannot be interrupted, for which an exit must not wait."""
+"""Numbers of threads that compute, and threads in the background: of low priority, or uninterruptible at exit."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
 
+GPU_THREADS = 2  # of a worker on a GPU: its CPU work is small, and more threads spin for most of their time
+_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # last: tokenizers
+LIMITED: set[str] = set()  # variables that this process has limited itself by
 _NICE = 15
 _BEHIND = 14  # steps of niceness, a factor of 1.25 each, that leave a thread a twenty-fifth of a processor
+
+
+def cores() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_threads(setting: int, *, gpu: bool) -> int:
+    """CPU threads of one worker: the setting, or where it is 0 `GPU_THREADS` on a GPU and one per core elsewhere."""
+    return setting or (GPU_THREADS if gpu else cores())
+
+
+def limit_threads(environment: MutableMapping[str, str], threads: int) -> None:
+    """Limit the threads of OpenMP, BLAS and tokenizers, and make OpenMP's waiting threads sleep instead of spin.
+
+    The libraries read these variables when they are loaded: call it before torch is imported. Variables that the user
+    has set are kept.
+    """
+    for name in _COUNTS:
+        if name not in environment:
+            environment[name] = str(threads)
+            LIMITED.add(name)
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def lower_priority(what: str, *, idle: bool = False) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from core.config import Settings
@@ -40,6 +41,18 @@ def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = No
     if not found:
         raise NoDevices("no GPU is visible here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty)")
     return found
+
+
+def expects_gpu(device: str, environment: Mapping[str, str]) -> bool:
+    """Whether a worker of this device setting will run on a GPU, as far as is known before torch is imported."""
+    if device != "auto":
+        return device != "cpu"
+    try:
+        if metadata.version("torch").endswith("+cpu"):
+            return False
+        return bool(visible(environment))
+    except (metadata.PackageNotFoundError, NoDevices):
+        return False
 
 
 def _listed() -> str:

@@ -35,7 +35,7 @@ from pipeline.upscaling import UpscalerFolder
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
-from workers.devices import check_gpu, describe, fused, keep_compiled, kernels
+from workers.devices import check_gpu, describe, fused, keep_compiled, kernels, set_threads
 from workers.variants import Count, Say
 
 if TYPE_CHECKING:
@@ -86,11 +86,8 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
     For 8 bits, a model without a quantized variant is quantized first, once, into the cache; `count` receives the
     number of prompts done.
     """
-    import torch
-
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     device = device_of(settings)
+    set_threads(settings, device)
     keep_compiled(settings, device)
     if settings.model_name == STAND_IN_MODEL:
         log.warning(
@@ -296,10 +293,7 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
             log.warning("text generation runs on torch: %s", error)
 
     def make() -> TextRunner:
-        import torch
-
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        set_threads(settings, device)
         model, reason = load_text(name, settings.text_precision, device=device, lacks=why)
         log.info("text: %s in %s: %s", model.name, model.precision, reason)
         draft: Any = settings.text_draft or None

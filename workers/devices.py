@@ -12,6 +12,7 @@ from core.config import Settings
 from core.kernels import describe as description
 from core.kernels.cuda import driver, language
 from core.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
+from core.threads import LIMITED, compute_threads
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel
 
@@ -21,6 +22,19 @@ log = logging.getLogger(__name__)
 def describe(settings: Settings, device: str) -> DeviceInfo:
     """The properties of this device that select kernels. On a CPU the kernels are compiled for it, once."""
     return description.describe(torch.device(device), settings.compiled_kernels)
+
+
+def set_threads(settings: Settings, device: str) -> None:
+    """Set the number of CPU threads that compute: the setting's, else two on a GPU and torch's default on a CPU.
+
+    Where this process was limited for a GPU that torch does not see, a CPU gets one thread per core again.
+    """
+    gpu = device != "cpu"
+    threads = compute_threads(settings.threads, gpu=gpu)
+    if settings.threads or gpu or LIMITED:
+        torch.set_num_threads(threads)
+    if gpu:
+        log.info("%d CPU threads beside %s%s", threads, device, "" if settings.threads else "; DIPTYCH_THREADS sets it")
 
 
 def check_gpu(settings: Settings, device: str, precision: str) -> None:

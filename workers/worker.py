@@ -26,6 +26,7 @@ from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
 from core.jobs.store import JobStore
+from core.threads import compute_threads
 from workers.active_jobs import ActiveJobs
 from workers.control import ControlListener
 from workers.heartbeat import Heartbeat
@@ -208,7 +209,13 @@ class Worker:
             in_flight=self.prefetch.counts(),
             limits=self.prefetch.limits,
             version=_version(),
+            threads=self._threads(),
         )
+
+    def _threads(self) -> int:
+        """CPU threads that compute; 0 before a model is loaded."""
+        gpu = any(model.device.startswith("cuda") for model in self._models)
+        return compute_threads(self.settings.threads, gpu=gpu) if self._models else 0
 
     @staticmethod
     def _model(handler: JobHandler) -> ModelCard:

@@ -20,7 +20,7 @@ class WorkerCard:
     """What a worker last announced about itself.
 
     `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
-    `in_flight` and `limits` count jobs by queue.
+    `in_flight` and `limits` count jobs by queue; `threads` compute on the CPU, 0: not known.
     """
 
     id: StrictStr
@@ -33,6 +33,7 @@ class WorkerCard:
     in_flight: dict[StrictStr, StrictInt] = field(default_factory=dict)
     limits: dict[StrictStr, StrictInt] = field(default_factory=dict)
     version: StrictStr = ""
+    threads: StrictInt = 0
 
 
 _WORKER = TypeAdapter(WorkerCard)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cli
-from cli.doctor import gpu
+from cli.doctor import gpu, threads
+from core.jobs.cards import WorkerCard
 from core.jobs.keyring import Keyring
+from core.jobs.registry import Registry
 from core.kernels.device import DeviceInfo
+from core.threads import cores
 from deployment.redis import free_port
 from tests.core.kernels.test_device import A100, B200, H200, L4, NO_NVRTC, V100
 from tests.servers import redis_server, redis_url
@@ -127,3 +133,26 @@ def test_fp8_runs_from_ada_on(device: DeviceInfo) -> None:
     (fp8,) = [one for one in gpu("cuda:0", device, 2**30) if one.what == "cuda:0 fp8"]
     assert fp8.state == "well" and fp8.says.startswith("Triton kernels")
     assert (NO_NVRTC.nvrtc_lacks or "") in fp8.says if device is NO_NVRTC else "not a Hopper device" in fp8.says
+
+
+@given(each=st.integers(1, 64), workers=st.integers(1, 16), processors=st.integers(1, 256))
+def test_threads_of_all_workers_are_held_against_the_cores(each: int, workers: int, processors: int) -> None:
+    found = list(threads(each * workers, workers, processors))
+    assert [finding.state for finding in found] == ["note"] * (each * workers > processors)
+    if found and processors >= workers:  # following the advice ends the note
+        advised = int(found[0].says.partition("DIPTYCH_THREADS to ")[2].split()[0])
+        assert not list(threads(advised * workers, workers, processors))
+
+
+def test_workers_of_this_machine_are_counted(healthy: Path, capsys: pytest.CaptureFixture[str], redis_url: str) -> None:
+    registry = Registry(redis_url)
+    for number, host in enumerate((socket.gethostname(), socket.gethostname(), "elsewhere")):
+        card = WorkerCard(f"worker-{number}", host, 1, "ready", "", 1.5, threads=cores())
+        registry.announce(card, 600)
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
+    assert f"threads: 2 workers compute on {2 * cores()} CPU threads" in said
+    for number in range(3):
+        registry.deregister(f"worker-{number}")
+    registry.close()
+    assert "threads" not in run(capsys)[1]

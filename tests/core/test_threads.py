@@ -1,4 +1,4 @@
-"""How far behind others threads of the background run, as the system tells it."""
+"""Numbers of threads, as the libraries take them, and priorities of background threads, as the system tells them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,38 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.threads import GPU_THREADS, compute_threads, cores
+
+_LIMITED = """
+import os, sys
+from core.threads import LIMITED, limit_threads
+limit_threads(os.environ, 1)
+assert "torch" not in sys.modules
+import torch
+torch.randn(512, 512) @ torch.randn(512, 512)
+print(torch.get_num_threads(), len(os.listdir("/proc/self/task")), os.environ["OMP_WAIT_POLICY"], *sorted(LIMITED))
+"""
+
+
+@given(setting=st.integers(0, 1024), gpu=st.booleans())
+def test_a_setting_is_obeyed_and_only_a_gpu_needs_few_threads(setting: int, gpu: bool) -> None:
+    assert compute_threads(setting, gpu=gpu) == (setting or (GPU_THREADS if gpu else cores()))
+
+
+def test_libraries_that_are_loaded_later_keep_to_the_limit() -> None:
+    """One thread in all, so no team of OpenMP exists; what the user has set is kept."""
+    environment = {name: value for name, value in os.environ.items() if "_NUM_THREADS" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", _LIMITED], env=environment | {"OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "3"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    threads, tasks, policy, *limited = ran.stdout.split()
+    assert (threads, tasks, policy) == ("1", "1", "ACTIVE")
+    assert limited == ["MKL_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"]
+
 
 _SHOWN = """
 import os, threading

@@ -1,0 +1,76 @@
+"""A worker beside a GPU takes two CPU threads, before any library makes one for each core."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from core.threads import GPU_THREADS, cores
+from deployment.devices import expects_gpu
+
+# The command up to where the worker's process would boot, and then what the build does first.
+_STARTED = """
+import json, logging, os, sys
+import cli, workers.boot
+
+def boot(settings):
+    logging.getLogger("workers").setLevel(logging.INFO)
+    loaded = sorted({"torch", "numpy", "tokenizers"} & sys.modules.keys())
+    limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OMP_WAIT_POLICY")}
+    import torch
+    from workers.devices import set_threads
+    set_threads(settings, "cuda" if settings.device == "cuda" else "cpu")
+    print(json.dumps({"loaded": loaded, "threads": torch.get_num_threads(), **limits}))
+
+workers.boot.run = boot
+sys.exit(cli.main(["worker", *sys.argv[1:]]))
+"""
+
+
+def started(redis_url: str, device: str, *options: str) -> tuple[dict[str, object], str]:
+    """What a worker's process has set when it starts, and its log."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "RAYON_", "OPENBLAS_"))}
+    ran = subprocess.run(
+        [sys.executable, "-c", _STARTED, *options], capture_output=True, text=True, check=True,
+        env=kept | {"DIPTYCH_REDIS_URL": redis_url, "DIPTYCH_DEVICE": device, "DIPTYCH_COMPILE": "false"},
+    )  # fmt: skip
+    return json.loads(ran.stdout), ran.stderr
+
+
+@pytest.mark.parametrize(("options", "threads"), [((), GPU_THREADS), (("--threads", "3"), 3)])
+def test_a_gpu_worker_limits_its_threads_before_torch_is_loaded(
+    redis_url: str, options: tuple[str, ...], threads: int
+) -> None:
+    found, log = started(redis_url, "cuda", *options)
+    assert found == {
+        "loaded": [], "threads": threads, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }  # fmt: skip
+    assert f"{threads} CPU threads beside cuda" in log
+    assert ("DIPTYCH_THREADS sets it" in log) == (not options)
+
+
+def test_a_cpu_worker_keeps_all_cores(redis_url: str) -> None:
+    found, log = started(redis_url, "cpu")
+    assert found["OMP_NUM_THREADS"] is None and found["OMP_WAIT_POLICY"] is None
+    assert found["threads"] == cores() and "CPU threads" not in log
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
+def test_a_named_device_is_what_it_says(device: str, expected: bool) -> None:
+    assert expects_gpu(device, {"CUDA_VISIBLE_DEVICES": ""}) is expected
+
+
+@pytest.mark.parametrize(("version", "visible", "expected"), [
+    ("2.13.0", "0", True), ("2.13.0+cu130", "0", True), ("2.13.0+cpu", "0", False), ("2.13.0", "", False),
+])  # fmt: skip
+def test_auto_needs_a_gpu_and_a_torch_that_uses_it(
+    version: str, visible: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    assert expects_gpu("auto", {"CUDA_VISIBLE_DEVICES": visible}) is expected
