@@ -36,7 +36,7 @@ def main() -> int:
     words = [str(python), "-m", "evaluation.agreement", "--mlperf", str(mlperf), "--run", str(run)]
     done = subprocess.run(words, cwd=provenance.ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
-        record.publish("agreement", json.loads(done.stdout), rooms=ROOMS)
+        record.publish("agreement", json.loads(done.stdout), rooms=ROOMS, children=True)
     return done.returncode
 
 

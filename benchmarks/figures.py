@@ -162,15 +162,13 @@ def _since(rooms: dict[str, str]) -> str:
     if not rooms:
         return "What has changed since is not known."
     moved = {room: provenance.MOVED.get(room, room) for room in rooms}
-    changed = sorted({moved[room] for room, was in rooms.items() if _now(moved[room]) != was})
+    changed = sorted({moved[room] for room, was in rooms.items() if not _is_unchanged(moved[room], was)})
     if not changed:
         return "Nothing that was measured has changed since."
     return f"Changed since: {', '.join(f'`{room}`' for room in changed)}."
 
 
-@functools.cache
-def _now(room: str) -> str:
-    return provenance.digest(provenance.files(room))
+_is_unchanged = functools.cache(provenance.is_unchanged)
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:

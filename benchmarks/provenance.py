@@ -1,8 +1,10 @@
 """Collects a measurement's provenance: commit, digests of the measured parts of the tree, machine and command.
 
 Every result file contains it under `provenance`: it identifies the measured code, and the docs list the parts that have
-changed since. `python -m benchmarks.provenance` prints the commit of this tree, for `DIPTYCH_COMMIT` on a machine that
-has a copy of the tree without its `.git`.
+changed since. Of this process these are the modules that it has imported, with the kernels, scripts and tables that lie
+beside them; data, such as models, and what child processes run are named by each benchmark. `python -m
+benchmarks.provenance` prints the commit of this tree, for `DIPTYCH_COMMIT` on a machine that has a copy of the tree
+without its `.git`.
 """
 
 from __future__ import annotations
@@ -13,21 +15,26 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Files and folders whose contents decide figures; each benchmark adds its own file.
-SCHEDULING = ("core/batching", "contract/plan.py")
+# Files and folders whose contents decide figures of child processes, which do not report what they import.
+SCHEDULING = ("core/batching", "contract")
 QUANTIZATION = ("core/quant",)
-IMAGES = (*SCHEDULING, *QUANTIZATION, "unet_opt", "pipeline", "workers/build.py", "models/emoji-xl")
-TEXTS = (*SCHEDULING, *QUANTIZATION, "llm", "workers/build.py", "models/emoji-lm", "models/emoji-lm-draft")
-GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "unet_opt", "pipeline")
-GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, "core/cuda_graphs.py", "llm")
-SERVICE = (*IMAGES, "contract", "core/jobs", "core/artifacts.py", "api", "workers", "deployment")
+COMPUTE = (
+    "core/kernels", "core/ops", "core/graphs.py", "core/cuda_graphs.py", "core/threads.py", "core/transfers.py",
+    "core/digests.py", "core/failures.py", "core/config.py", "core/__init__.py",
+)  # fmt: skip
+BUILD = ("workers", "core/artifacts.py", "core/jobs", "core/logs.py", "core/traces.py", "core/extras.py")
+GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, *COMPUTE, "unet_opt", "pipeline")
+GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, *COMPUTE, "llm")
+IMAGES = (*GPU_IMAGES, *BUILD, "llm", "models/emoji-xl")
+TEXTS = (*GPU_TEXTS, *BUILD, "models/emoji-lm", "models/emoji-lm-draft")
+SERVICE = (*IMAGES, "api", "deployment", "cli")
 
 # Renamed files and folders: the name in result files and the current name.
 MOVED = {"core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py"}
@@ -44,16 +51,28 @@ _DIGITS = 10  # of a commit's id
 _BEGUN_S = time.time()
 
 
-def provenance(rooms: Sequence[str] = IMAGES, command: str | None = None) -> dict[str, Any]:
-    """The provenance of this process's measurement. `rooms` are the measured files and folders below `ROOT`."""
+def provenance(
+    rooms: Sequence[str] = IMAGES, command: str | None = None, *, children: bool = False, imported: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The provenance of this process's measurement.
+
+    `rooms` are measured files and folders below `ROOT`. Those with code count whole where they are what child processes
+    run (`children`); otherwise only what this process has imported counts, of any folder. `imported` are files that
+    child processes report by `loaded`.
+    """
     found = commit()
-    if found is not None and not found.endswith(DIRTY) and _changed_meanwhile(rooms):
+    seen = {*loaded(), *imported}
+    whole = {room: files(room) for room in sorted(set(rooms))}
+    if not children:
+        whole = {room: blobs for room, blobs in whole.items() if not any(name.endswith(".py") for name in blobs)}
+    parts = {room: digest(blobs) for room, blobs in whole.items()} | _by_folder(seen, [*whole])
+    if found is not None and not found.endswith(DIRTY) and _changed_meanwhile(parts):
         found += DIRTY
     return {
         "commit": found,
         "date": time.strftime("%Y-%m-%d"),
         "command": command or _command(sys.argv),
-        "rooms": {room: digest(files(room)) for room in sorted(set(rooms))},
+        "rooms": parts,
         "machine": machine(),
     }
 
@@ -108,6 +127,51 @@ def is_whole() -> bool:
     return _is_repository() and (_git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
 
 
+# -- what was imported ------------------------------------------------------------------------------------------------
+
+
+def loaded() -> set[str]:
+    """Files below `ROOT` that decide what this process has run, named relative to it.
+
+    These are its modules' sources, and the source files of other kinds that lie beside a module or in folders below it
+    that have no modules: kernels, scripts, tables. Tests are left out.
+    """
+    found = set()
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix == ".py" and path.is_relative_to(ROOT):
+            name = path.relative_to(ROOT).as_posix()
+            if is_source(name) and not path.relative_to(ROOT).parts[0].startswith("."):
+                found.add(name)
+    return found | {name for folder in {Path(name).parent for name in found} for name in _beside(folder)}
+
+
+def _beside(folder: Path) -> Iterator[str]:
+    """Source files that are no modules, of a package's folder and of the folders below it without modules."""
+    top = ROOT / folder
+    if top == ROOT:
+        return
+    for path in sorted(top.iterdir()):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and path.suffix != ".py" and is_source(name):
+            yield name
+        elif path.is_dir() and path.name != "__pycache__" and not any(path.rglob("*.py")):
+            yield from (below for below in files(name) if is_source(below))
+
+
+def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
+    """By folder the digest and the names of the files of it that lie in none of the rooms."""
+    folders: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if not any(name == room or name.startswith(f"{room}/") for room in rooms):
+            folder, _, file = name.rpartition("/")
+            folders.setdefault(folder, []).append(file)
+    return {
+        folder: " ".join((digest({f"{folder}/{file}": _blob(ROOT / folder / file) for file in found}), *found))
+        for folder, found in folders.items()
+    }
+
+
 # -- digests of parts of the tree --------------------------------------------------------------------------------------
 
 
@@ -135,6 +199,15 @@ def files_at(commit: str, room: str) -> dict[str, str]:
     return {name: about.split()[2] for about, _, name in entries if is_source(name) or name == room}
 
 
+def is_unchanged(room: str, recorded: str, at: str | None = None) -> bool:
+    """Whether a recorded room is the same now, or at a commit: all of it, or the files that the record names."""
+    was, *named = recorded.split(" ")
+    blobs = files(room) if at is None else files_at(at, room)
+    if named:
+        blobs = {name: blob for name, blob in blobs.items() if name.removeprefix(f"{room}/") in named}
+    return digest(blobs) == was
+
+
 def digest(blobs: Mapping[str, str]) -> str:
     """SHA-256 over the names and contents of files, its first 16 digits."""
     lines = "".join(f"{blob} {name}\n" for name, blob in sorted(blobs.items()))
@@ -143,7 +216,7 @@ def digest(blobs: Mapping[str, str]) -> str:
 
 def differing(commit: str, rooms: Mapping[str, str]) -> list[str]:
     """The recorded files and folders that differ from the commit: the measured tree was not that of the commit."""
-    return sorted(room for room, was in rooms.items() if digest(files_at(commit, room)) != was)
+    return sorted(room for room, was in rooms.items() if not is_unchanged(room, was, commit))
 
 
 def _blob(path: Path) -> str:
@@ -151,9 +224,14 @@ def _blob(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _changed_meanwhile(rooms: Iterable[str]) -> bool:
+def _changed_meanwhile(rooms: Mapping[str, str]) -> bool:
     """Whether a file was written after this process began, so that it may differ from the measured code."""
-    return any((ROOT / name).stat().st_mtime > _BEGUN_S for room in rooms for name in files(room))
+    for room, recorded in rooms.items():
+        _, *named = recorded.split(" ")
+        for name in (f"{room}/{file}" for file in named) if named else files(room):
+            if (ROOT / name).stat().st_mtime > _BEGUN_S:
+                return True
+    return False
 
 
 # -- how this process was started --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,23 +59,25 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def publish(
-    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES
-) -> dict[str, Any]:
+    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES,
+    children: bool = False, imported: Iterable[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Store and return the result with its provenance, as `write` does, and print it as the last line of stdout."""
-    whole = write(name, result, folder, rooms=rooms)
+    whole = write(name, result, folder, rooms=rooms, children=children, imported=imported)
     print(json.dumps(whole), flush=True)
     return whole
 
 
 def write(
-    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES
-) -> dict[str, Any]:
+    name: str, result: dict[str, Any], folder: Path | None = None, *, rooms: Sequence[str] = provenance.IMAGES,
+    children: bool = False, imported: Iterable[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Store the result with its provenance as `name`.json, and return both.
 
-    `rooms` are the measured files and folders. Where the tree has uncommitted changes the file
-    says so, and stderr too: docs cannot cite it.
+    `rooms`, `children` and `imported` are as in `provenance.provenance`. Where the tree has uncommitted changes the
+    file says so, and stderr too: docs cannot cite it.
     """
-    about = provenance.provenance(rooms)
+    about = provenance.provenance(rooms, children=children, imported=imported)
     whole = {**result, "provenance": about}
     (writable(folder or RESULTS) / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
     _warn(name, about["commit"])

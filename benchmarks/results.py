@@ -91,7 +91,7 @@ def published(data: Path, work: Path) -> None:
     with record.alone():
         found = json.loads(_run("-m", "evaluation.published", "--captions", str(captions)))
     rooms = (*provenance.IMAGES, "evaluation/published.py", "evaluation/stock.py", "models/emoji-clip")
-    record.write("published", found, rooms=rooms)
+    record.write("published", found, rooms=rooms, children=True)
 
 
 def _captions(data: Path) -> list[str]:

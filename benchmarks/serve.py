@@ -97,7 +97,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         ],
     )
     rooms = (*provenance.SERVICE, "benchmarks/serve.py", "benchmarks/flood.py")
-    return record.publish("serve", result, results, rooms=rooms)
+    return record.publish("serve", result, results, rooms=rooms, children=True)
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"a part failed with exit code {error.returncode}; the same command goes on", file=sys.stderr)
         return 1
-    record.publish("ways", found, rooms=ROOMS)
+    record.publish("ways", found, rooms=ROOMS, children=True)
     return 0
 
 

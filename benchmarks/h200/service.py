@@ -33,7 +33,6 @@ from benchmarks.h200.served import H200, POLL_S, TINY, Bench, GraphWatch, Plan, 
 
 _RECORDED_S = 30.0  # the longest to wait for the last graph, without traffic
 _PARTIAL = "service-partial.json"
-_SERVED = ("core/jobs", "core/artifacts.py", "api", "workers", "deployment", "cli")  # that figures depend on too
 STAGES = ("quantize", "serve", "warm", "engine", "emoji")
 _SCHEDULES: dict[str, Any] = {"off": "off", "auto": "auto", "2": {"interval": 2, "depth": "block"}}
 """DeepCache as the command line says it, and as a request does."""
@@ -240,8 +239,8 @@ def main() -> None:
             results["stages"][stage] = {**found, "stage_s": round(time.monotonic() - began, 1)}
             _keep(bench.results, results)
     _table(results["stages"])
-    rooms = (*provenance.GPU_IMAGES, *_SERVED, *(("models/emoji-xl",) if "emoji" in stages else ()))
-    record.publish(f"{options.name}-tiny" if options.tiny else options.name, results, bench.results, rooms=rooms)
+    name = f"{options.name}-tiny" if options.tiny else options.name
+    record.publish(name, results, bench.results, rooms=provenance.SERVICE, children=True)
     (bench.results / _PARTIAL).unlink(missing_ok=True)
     if any("failed" in found for found in results["stages"].values()):
         sys.exit(1)

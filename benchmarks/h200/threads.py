@@ -39,7 +39,6 @@ from deployment.devices import NoDevices, visible
 from deployment.redis import RedisServer, free_port
 
 _ROOT = provenance.ROOT
-_SERVED = ("core/jobs", "core/artifacts.py", "api", "workers", "deployment", "cli")
 _SPIN = {"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": "300000"}  # what OpenMP does where no policy is set
 _POLL_S = 0.25
 _STOP_S = 30.0
@@ -72,7 +71,7 @@ GPU = Plan(
     graphs_s=40.0,
 )  # fmt: skip
 TINY = replace(
-    GPU, model="random:tiny", size="32x32", clients=3, ramp_s=1.0, window_s=2.0, graphs_s=0.0,
+    GPU, model="random:tiny", size="32x32", clients=2, ramp_s=3.0, window_s=5.0, graphs_s=0.0,
     environment={"DIPTYCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "DIPTYCH_COMPILE": "false"},
 )  # fmt: skip
 
@@ -290,7 +289,7 @@ def main() -> int:
     _table(found)
     result = {"model": plan.model, "clients": plan.clients * found["workers"], "window_s": plan.window_s, **found}
     file = "threads-tiny" if options.tiny else "threads"
-    record.publish(file, result, options.results, rooms=(*provenance.GPU_IMAGES, *_SERVED))
+    record.publish(file, result, options.results, rooms=provenance.SERVICE, children=True)
     return 0
 
 
@@ -304,7 +303,7 @@ def _torch_threads() -> int:
 
 def _table(found: dict[str, Any]) -> None:
     rows = [
-        (name, mode, f"{case[mode]['pictures_per_s']:.2f}", f"{case[mode]['p99_s']:.2f}",
+        (name, mode, f"{case[mode]['pictures_per_s']:.2f}", f"{case[mode].get('p99_s', 0.0):.2f}",
          ", ".join(f"{percent}%" for percent in case[mode]["worker_cpu_percent"]))
         for name, case in found["threads"].items() for mode in found["modes"]
     ]  # fmt: skip

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
+import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -88,12 +91,12 @@ def test_rooms_are_compared_with_the_commit_and_with_the_tree(tree: Path) -> Non
 
 def test_what_changes_while_it_is_measured_is_dirty(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where it was committed meanwhile: the process may not have run it."""
-    assert not str(provenance.provenance(("core",))["commit"]).endswith(provenance.DIRTY)
+    assert not str(provenance.provenance(("core",), children=True)["commit"]).endswith(provenance.DIRTY)
     monkeypatch.setattr(provenance, "_BEGUN_S", time.time() - 5)
     (tree / "core" / "a.py").write_text("changed")
     _commit(tree)
     assert not str(provenance.commit()).endswith(provenance.DIRTY)
-    assert str(provenance.provenance(("core",))["commit"]).endswith(provenance.DIRTY)
+    assert str(provenance.provenance(("core",), children=True)["commit"]).endswith(provenance.DIRTY)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_a_command_is_told_without_the_machines_folders(arguments: list[str], to
 
 
 def test_a_record_says_all_and_a_dirty_one_warns(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = record.publish("any", {"rate": 1.5}, tree / "benchmarks" / "results", rooms=("core", "llm"))
+    whole = record.publish("any", {"rate": 1.5}, tree / "benchmarks" / "results", rooms=("core", "llm"), children=True)
     assert json.loads((tree / "benchmarks" / "results" / "any.json").read_text()) == whole
     said = capsys.readouterr()
     assert json.loads(said.out) == whole and not said.err
@@ -123,6 +126,71 @@ def test_a_record_says_all_and_a_dirty_one_warns(tree: Path, capsys: pytest.Capt
     assert provenance.differing(about["commit"], about["rooms"]) == []
     (tree / "llm" / "c.py").write_text("changed")
     os.utime(tree / "llm" / "c.py", (0, 0))
-    dirty = record.publish("any", {}, tree / "benchmarks" / "results", rooms=("core",))
+    dirty = record.publish("any", {}, tree / "benchmarks" / "results", rooms=("core",), children=True)
     assert dirty["provenance"]["commit"] == f"{about['commit']}-dirty"
     assert "docs cannot cite" in capsys.readouterr().err
+
+
+# What processes of both kinds import when they do their work, at the smallest size.
+_IMPORTED = """
+import json, sys
+from pathlib import Path
+from benchmarks import provenance
+from contract.image import ImageParameters
+from core.batching.request import Request
+from core.config import Settings
+from pipeline import tiny
+from workers.build import build
+settings = Settings(model=tiny.TINY, compile=False, cache_dir=Path(sys.argv[1]), precision="fp32")
+with build(settings) as works:
+    works.engine.submit(Request("one", "image", ImageParameters("a boat", 1, 32, 32, steps=2))).result()
+drawing = sorted(provenance.loaded())
+import api.app, cli.serve, deployment.devices, deployment.serve, workers.boot, workers.serving_runtime
+print(json.dumps([drawing, sorted(provenance.loaded()), provenance.provenance(("models/emoji-clip",))["rooms"]]))
+"""
+
+
+def covered(name: str, rooms: Mapping[str, str]) -> bool:
+    """Whether a file counts: by its whole room, or by name in its folder's."""
+    folder, _, file = name.rpartition("/")
+    named = rooms.get(folder, "").split(" ")[1:]
+    return file in named or any(
+        name == room or name.startswith(f"{room}/") for room, was in rooms.items() if " " not in was
+    )
+
+
+def test_every_imported_module_belongs_to_a_recorded_room(tmp_path: Path) -> None:
+    """To the result's own, which are taken from the process, and to the lists for children that do not report."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, str(tmp_path)], capture_output=True, text=True, check=True,
+        cwd=provenance.ROOT,
+    )  # fmt: skip
+    drawing, every, rooms = json.loads(ran.stdout.splitlines()[-1])
+    assert {"core/kernels/device.py", "core/threads.py", "core/ops/ops.py", "workers/build.py"} <= {*drawing}
+    assert [name for name in every if not covered(name, rooms)] == []
+    assert rooms.keys() >= {"models/emoji-clip"}, "data that a benchmark names"
+    for imported, listed in ((drawing, provenance.IMAGES), (every, provenance.SERVICE)):
+        own = [name for name in imported if not name.startswith("benchmarks/")]
+        assert [name for name in own if not covered(name, dict.fromkeys(listed, ""))] == []
+
+
+def test_what_was_not_imported_does_not_count(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module counts, and what lies beside it that is no module; another module of its folder does not."""
+    (tree / "core" / "other.py").write_text("other")
+    (tree / "core" / "scripts").mkdir()
+    (tree / "core" / "scripts" / "add.lua").write_text("add")
+    _commit(tree)
+    module = types.ModuleType("measured")
+    module.__file__ = str(tree / "core" / "a.py")
+    monkeypatch.setitem(sys.modules, "measured", module)
+    rooms = provenance.provenance(("llm",))["rooms"]
+    assert {room: was.split(" ")[1:] for room, was in rooms.items()} == {
+        "core": ["a.py", "b.h"], "core/scripts": ["add.lua"],
+    }  # fmt: skip
+    commit = str(provenance.commit())
+    assert provenance.differing(commit, rooms) == []
+    (tree / "core" / "other.py").write_text("changed")
+    assert all(provenance.is_unchanged(room, was) for room, was in rooms.items())
+    (tree / "core" / "b.h").write_text("changed")
+    assert not provenance.is_unchanged("core", rooms["core"])
+    assert provenance.is_unchanged("core", rooms["core"], commit)

@@ -129,7 +129,7 @@ def main() -> int:
     print("\n" + "\n".join(tables.chaos(result)))
     if not options.only and options.model == "tiny":
         rooms = (*provenance.SCHEDULING, "core/jobs", "api", "workers", "deployment", "tests/faults")
-        record.write("chaos", result, rooms=rooms)
+        record.write("chaos", result, rooms=rooms, children=True)
     return int(any(row.outcome.problems for row in rows))
 
 

@@ -152,7 +152,10 @@ def main() -> int:
         print(json.dumps(result))
     else:
         record.publish(
-            "neighbours", result, rooms=("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
+            "neighbours",
+            result,
+            rooms=("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py"),
+            children=True,
         )
     failed = [failure for name in ("alone", "burner", "peer", "beside") for failure in felt[name].failed]
     for failure in failed:
