@@ -173,7 +173,7 @@ class _Tuning:
             asked = {one.name: (one.request(draft), search.seconds(one)) for one in finalists}
             try:
                 speeds = tuning.measure(
-                    asked, self._source, prompts, self._state.setdefault("images_per_s", {}), self._keep_state,
+                    asked, self._source, prompts, self._state.setdefault("pairs", {}), self._keep_state,
                     self._tell,
                 )  # fmt: skip
             except Exception as error:  # of one image

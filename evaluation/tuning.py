@@ -43,9 +43,9 @@ _CACHES: tuple[DeepCache | None, ...] = (
 )  # fmt: skip
 _MULTISTEP = ("dpm++2m", "karras")  # for few steps
 _ROUNDS = ((8, 1 / 3), (24, 1 / 3), (64, 1 / 2))  # captions of each candidate, and the share of them that stays
-_IN_TURNS = 2
-_TIMED_S = 8.0  # about so long a turn of a finalist, but at least and at most so many times what is in flight
-_TIMED = (4, 8)
+_PAIRS = 3  # turns of each finalist, each right beside one of the full plan
+_TIMED_S = 6.0  # about so long a turn, but at least and at most so many times what is in flight
+_TIMED = (2, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,34 +238,57 @@ def measure(
     plans_of: Mapping[str, tuple[ImageParameters, float]],
     source: ImageSource,
     prompts: Sequence[str],
-    known: dict[str, list[float]],
+    known: dict[str, list[list[float]]],
     keep_known: Callable[[], None],
     tell: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Images per second of each plan, the median of turns in which every plan draws, with the engine full.
+    """Images per second of each plan, with the engine full.
 
-    `plans_of` has each plan's request and its estimated seconds. `known` has the turns that were measured before, and
-    gets those that are now; `keep_known` stores it.
+    Every turn of a plan has one of the full plan right before or after it, in the same process, and the speed-up is the
+    median of these pairs' ratios: a machine that gets slower, or other work on it, meets both alike. `plans_of` has
+    each plan's request and its estimated seconds, the full plan's first. `known` has the pairs of rates that were
+    measured before, the full plan's first, and gets those that are now; `keep_known` stores it.
     """
-    for turn in range(_IN_TURNS):
-        for name, (draft, estimated_s) in plans_of.items():
+    full, *others = plans_of
+    warm: set[str] = set()
+
+    def rate(name: str) -> float:
+        draft, estimated_s = plans_of[name]
+        if name not in warm:  # embeddings, widths of batches and buffers, which its first images make
+            _per_second(source, draft, prompts, 0.0, clock, most=1)
+            warm.add(name)
+        return _per_second(source, draft, prompts, estimated_s, clock)
+
+    for turn in range(_PAIRS):
+        for name in others or [full]:
             if len(known.setdefault(name, [])) > turn:
                 continue
-            tell(f"timing {name}, turn {turn + 1} of {_IN_TURNS}")
-            known[name].append(_per_second(source, draft, prompts, estimated_s))
+            tell(f"timing {name}, turn {turn + 1} of {_PAIRS}")
+            order = (full, name) if turn % 2 == 0 else (name, full)
+            rates = {one: rate(one) for one in order}
+            known[name].append([rates[full], rates[name]])
             keep_known()
-    return {name: round(median(known[name]), 4) for name in plans_of}
+    whole = median(beside for pairs_of in known.values() for beside, _ in pairs_of)
+    speedups = {name: median(own / beside for beside, own in known[name]) for name in others}
+    return {name: round(whole * speedups.get(name, 1.0), 4) for name in plans_of}
 
 
-def _per_second(source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float) -> float:
-    """Of a closed loop that keeps the engine full, from its first to its last image."""
+def _per_second(
+    source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float,
+    clock: Callable[[], float], most: int | None = None,
+) -> float:  # fmt: skip
+    """Of a closed loop that keeps the engine full, from its first to its last image.
+
+    `most` limits the images to so many times those in flight.
+    """
     width = max(1, source.width // 2)  # twice of which keep it full and waiting
-    count = round(min(_TIMED[1] * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
+    count = round(min((most or _TIMED[1]) * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
     wanted = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
-    started = time.perf_counter()
+    started = clock()
     for _, future in stream(source, ((one.seed, one) for one in wanted), width):
         source.take(future.result())
-    return round(count / (time.perf_counter() - started), 4)
+    return round(count / (clock() - started), 4)
 
 
 class Judged(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,27 +187,73 @@ def test_rounds_halve_by_speed_and_psnr_and_finalists_draw_everything(
     assert loads == 0, "a run that is known is read again"
 
 
-def test_speeds_are_the_medians_of_turns_that_are_kept() -> None:
-    class Source:
-        width = 8
-        drawn: ClassVar[list[ImageParameters]] = []
+class Machine:
+    """An image source on a clock of its own: an image takes time by its steps and the hour, and more at first."""
 
-        def submit(self, wanted: ImageParameters, tick: Any) -> Future[Any]:
-            self.drawn.append(wanted)
-            future: Future[Any] = Future()
-            future.set_result(None)
-            return future
+    width = 8
 
-        def take(self, result: Any) -> None:
-            pass
+    def __init__(self, slowdown: Callable[[float], float]) -> None:
+        self.now, self.drawn = 0.0, list[ImageParameters]()
+        self._slowdown, self._seen = slowdown, set[tuple[int, str]]()
 
-    known, kept, told = {"a": [3.0, 5.0], "b": [7.0]}, [], []
-    asked = {"a": (DRAFT, 1.0), "b": (replace(DRAFT, steps=3), 0.4)}
-    found = tuning.measure(asked, Source(), ["x", "y"], known, lambda: kept.append(dict(known)), told.append)
-    assert found["a"] == 4.0 and len(known["b"]) == 2 and len(kept) == len(told) == 1
-    assert found["b"] == pytest.approx((7 + known["b"][1]) / 2, abs=1e-3)
-    assert {one.steps for one in Source.drawn} == {3} and len(Source.drawn) == 20
-    assert {one.prompt for one in Source.drawn} == {"x", "y"} and len({one.seed for one in Source.drawn}) == 20
+    def clock(self) -> float:
+        return self.now
+
+    def submit(self, wanted: ImageParameters, tick: Any) -> Future[Any]:
+        self.drawn.append(wanted)
+        new = (wanted.steps, wanted.prompt) not in self._seen
+        self._seen.add((wanted.steps, wanted.prompt))
+        self.now += (0.02 + 0.01 * wanted.steps) * self._slowdown(self.now) + 3.0 * new
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def take(self, result: Any) -> None:
+        pass
+
+
+ASKED = {name: (replace(DRAFT, steps=steps), 0.01 * steps) for name, steps in ((FULL, 20), ("15", 15), ("10", 10))}
+TRUE = {FULL: 1.0, "15": 0.22 / 0.17, "10": 0.22 / 0.12}
+
+
+def measured(machine: Machine, known: dict[str, list[list[float]]]) -> dict[str, float]:
+    kept: list[int] = []
+    return tuning.measure(
+        ASKED,
+        machine,
+        ["x", "y"],
+        known,
+        lambda: kept.append(1),
+        lambda _: None,
+        machine.clock,  # type: ignore[arg-type]
+    )
+
+
+@given(end=st.floats(0.3, 4.0), burst=st.tuples(st.floats(0, 120), st.floats(0, 12), st.floats(1.0, 10.0)))
+def test_a_machine_that_changes_its_speed_does_not_change_who_is_how_fast(
+    end: float, burst: tuple[float, float, float]
+) -> None:
+    """Half the steps are at most twice as fast, however the machine drifts, and whatever slows one turn down."""
+    start, length, factor = burst
+
+    def slowdown(now: float) -> float:
+        drift = 1 + (end - 1) * min(1.0, now / 300)
+        return drift * (factor if start <= now < start + length else 1.0)
+
+    speeds = measured(Machine(slowdown), {})
+    for name, true in TRUE.items():
+        assert speeds[name] / speeds[FULL] == pytest.approx(true, rel=0.15), name
+
+
+def test_turns_of_a_stopped_search_are_compared_within_themselves() -> None:
+    """They were measured at another speed of the machine; none is measured again."""
+    known = {"15": [[1.0, TRUE["15"]]] * 3, "10": [[1.0, TRUE["10"]]]}
+    machine = Machine(lambda now: 0.1)
+    speeds = measured(machine, known)
+    assert {one.steps for one in machine.drawn} == {20, 10} and [len(pairs) for pairs in known.values()] == [3, 3]
+    for name, true in TRUE.items():
+        assert speeds[name] / speeds[FULL] == pytest.approx(true, rel=0.02), name
+    assert measured(Machine(lambda now: 5.0), known) == speeds
 
 
 def test_estimates_count_shallow_and_unguided_steps() -> None:
