@@ -6,8 +6,10 @@ Pages contain marks, in HTML comments, for:
     <!-- figures: serve h200/serve --> … <!-- end -->            the same table of another file
     <!-- figures: source h200/engine --> … <!-- end -->          only the provenance of a file
     <!-- = serve | p99_s | .2f -->15.22<!-- / -->                one figure: file, keys, format; `1000*.0f` scales it
+    <!-- elsewhere: MLPerf v5.1; https://… -->2.40<!-- end -->   figures of others, or of runs without a file
 
-Below each table follow its files' provenance and the measured parts of the tree that have changed since.
+Where figures from elsewhere are from is written behind them, for readers, with its address if there is one. Below each
+table follow its files' provenance and the measured parts of the tree that have changed since.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ TABLES: dict[str, Table] = {**CPU_TABLES, **GPU_TABLES, **WAY_TABLES}
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
+ELSEWHERE = re.compile(r"(<!-- elsewhere: ([^>]+?) -->)(.*?)(\s*)(<!-- end -->)", re.DOTALL)
+WRITTEN = re.compile(r"\s*<sub>Source: [^\n]*</sub>$")
 SOURCE = "source"
 
 
@@ -58,6 +62,8 @@ class Results:
 
     def path(self, name: str) -> Path:
         folder, _, stem = name.rpartition("/")
+        if folder.startswith("models/"):
+            return self._root / f"{name}.json"
         return self._root / "benchmarks" / folder / "results" / f"{stem}.json"
 
     def shown(self, name: str) -> str:
@@ -76,12 +82,23 @@ class Results:
 def fill(page: str, results: Results) -> str:
     """The page with every mark filled from the results. Raises `FigureError`."""
     page = BLOCK.sub(lambda mark: f"{mark[1]}{_block(mark[2], results)}\n{mark[4]}", page)
-    return INLINE.sub(lambda mark: f"{mark[1]}{_figure(mark[2], results)}{mark[4]}", page)
+    page = INLINE.sub(lambda mark: f"{mark[1]}{_figure(mark[2], results)}{mark[4]}", page)
+    return ELSEWHERE.sub(_with_source, page)
+
+
+def _with_source(mark: re.Match[str]) -> str:
+    """Figures from elsewhere with their source written behind them, below a table."""
+    text = WRITTEN.sub("", mark[3])
+    source, _, address = mark[2].partition("; ")
+    between = "\n\n" if text.endswith("|") else " "
+    named = f"[{source}]({address})" if address else source
+    return f"{mark[1]}{text}{between}<sub>Source: {named}.</sub>{mark[4]}{mark[5]}"
 
 
 def cited(page: str) -> set[str]:
     """Names of the files that a page's tables and sources use."""
-    return {name for mark in BLOCK.finditer(page) for name in _files(mark[2])[1]}
+    named = {name for mark in BLOCK.finditer(page) for name in _files(mark[2])[1]}
+    return {name for name in named if not name.startswith("models/")}
 
 
 def cited_inline(page: str) -> set[str]:
@@ -108,7 +125,7 @@ def _block(mark: str, results: Results) -> str:
     if missing:
         return f"Not measured yet: {', '.join(missing)}."
     lines = [] if kind == SOURCE else [*TABLES[kind].rows(*found), ""]
-    return "\n".join([*lines, *sources(names, results)])
+    return "\n".join([*lines, *sources([name for name in names if not name.startswith("models/")], results)]).rstrip()
 
 
 def _figure(mark: str, results: Results) -> str:
@@ -128,7 +145,7 @@ def _figure(mark: str, results: Results) -> str:
 # -- where figures come from -------------------------------------------------------------------------------------------
 
 
-def sources(names: tuple[str, ...], results: Results) -> list[str]:
+def sources(names: Sequence[str], results: Results) -> list[str]:
     """One line per file: commit, date, machine, command, and changes since."""
     lines = []
     for name in names:
@@ -163,6 +180,7 @@ def _since(rooms: dict[str, str]) -> str:
         return "What has changed since is not known."
     moved = {room: provenance.MOVED.get(room, room) for room in rooms}
     changed = sorted({moved[room] for room, was in rooms.items() if not _is_unchanged(moved[room], was)})
+    changed = [room for room in changed if not any(room.startswith(f"{other}/") for other in changed)]
     if not changed:
         return "Nothing that was measured has changed since."
     return f"Changed since: {', '.join(f'`{room}`' for room in changed)}."

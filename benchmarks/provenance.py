@@ -34,7 +34,7 @@ GPU_IMAGES = (*SCHEDULING, *QUANTIZATION, *COMPUTE, "unet_opt", "pipeline")
 GPU_TEXTS = (*SCHEDULING, *QUANTIZATION, *COMPUTE, "llm")
 IMAGES = (*GPU_IMAGES, *BUILD, "llm", "models/emoji-xl")
 TEXTS = (*GPU_TEXTS, *BUILD, "models/emoji-lm", "models/emoji-lm-draft")
-SERVICE = (*IMAGES, "api", "deployment", "cli")
+SERVICE = (*GPU_IMAGES, *BUILD, "llm", "api", "deployment", "cli")  # without a model
 
 # Renamed files and folders: the name in result files and the current name.
 MOVED = {"core/schedule.py": "contract/plan.py", "pipeline/parameters.py": "contract/image.py"}
@@ -153,7 +153,7 @@ def _beside(folder: Path) -> Iterator[str]:
         return
     for path in sorted(top.iterdir()):
         name = path.relative_to(ROOT).as_posix()
-        if path.is_file() and path.suffix != ".py" and is_source(name):
+        if path.is_file() and path.suffix not in (".py", ".sh") and is_source(name):
             yield name
         elif path.is_dir() and path.name != "__pycache__" and not any(path.rglob("*.py")):
             yield from (below for below in files(name) if is_source(below))

@@ -96,7 +96,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
             ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
         ],
     )
-    rooms = (*provenance.SERVICE, "benchmarks/serve.py", "benchmarks/flood.py")
+    rooms = (*provenance.SERVICE, "models/emoji-xl")
     return record.publish("serve", result, results, rooms=rooms, children=True)
 
 

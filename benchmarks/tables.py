@@ -37,6 +37,23 @@ def ladder(found: Result) -> list[str]:
     return markdown(("configuration", "images/s, median turn", "speedup", "slowest to fastest turn"), rows)
 
 
+def plans(found: Result) -> list[str]:
+    """The plans of a model's INT8 variant that `diptych tune` stored, the full one first."""
+    tuned = found["tuned"]["int8"]
+    rows = []
+    for one in reversed(tuned["front"]):
+        names = ", ".join(f"`{name}`" for name, fields in tuned["plans"].items() if fields == one["fields"])
+        value, low, high = (100 * (ratio - 1) for ratio in one["score_ratio"])
+        beside = (f"{one['psnr']:.1f} dB", f"{value:+.2f}% ({low:+.2f} to {high:+.2f})")
+        rows.append(
+            (
+                f"`{one['name']}`", names, f"{one['images_per_s']:.2f}", f"{one['speedup']:.2f}×",
+                *(beside if one["speedup"] != 1 else (NONE, NONE)),
+            )
+        )  # fmt: skip
+    return markdown(("plan", "names", "images/s", "speed", "PSNR", "score"), rows)
+
+
 def gate(name: str, ratio: Sequence[float]) -> str:
     """The verdict of `diptych evaluate` on a variant's CLIP score relative to fp32, with its interval."""
     if name == "fp32":
@@ -354,6 +371,7 @@ def control(found: Result) -> list[str]:
 TABLES = {
     "control": Table(("control",), control),
     "ladder": Table(("ladder",), ladder),
+    "plans": Table(("models/emoji-xl/plans",), plans),
     "layer-errors": Table(("layer-errors",), layer_errors),
     "lora-load": Table(("lora-load",), lora_load),
     "published": Table(("published",), published),

@@ -240,7 +240,8 @@ def main() -> None:
             _keep(bench.results, results)
     _table(results["stages"])
     name = f"{options.name}-tiny" if options.tiny else options.name
-    record.publish(name, results, bench.results, rooms=provenance.SERVICE, children=True)
+    rooms = (*provenance.SERVICE, *(("models/emoji-xl",) if "emoji" in stages else ()))
+    record.publish(name, results, bench.results, rooms=rooms, children=True)
     (bench.results / _PARTIAL).unlink(missing_ok=True)
     if any("failed" in found for found in results["stages"].values()):
         sys.exit(1)

@@ -221,6 +221,26 @@ def service(found: Result, scored: Result) -> list[str]:
     return markdown(header, rows)
 
 
+def threads(found: Result) -> list[str]:
+    """Images per second over HTTP of one worker for each GPU, by the CPU threads of each worker."""
+    titles = {"half": "20 steps, guidance, DeepCache in every second", "four": "4 steps, no guidance"}
+    rows = []
+    for name, case in found["threads"].items():
+        each = case["threads"][0]
+        label = f"default: {each}" if name == "default" else f"`{name}`"
+        if each == found["torch_default_threads"]:
+            label += ", as torch takes by itself"
+        cpu = [
+            f"{min(case[mode]['worker_cpu_percent'])} to {max(case[mode]['worker_cpu_percent'])}%" for mode in titles
+        ]
+        rows.append((label, *(f"{case[mode]['pictures_per_s']:.2f}" for mode in titles), *cpu))
+    header = (
+        f"{found['workers']} GPUs, {found['clients']} clients; CPU threads of each worker",
+        *(f"images/s, {title}" for title in titles.values()), "CPU of a worker, the first", "the second",
+    )  # fmt: skip
+    return markdown(header, rows)
+
+
 def starts(found: Result) -> list[str]:
     """Waiting times: quantization, cold and warm starts, first image, and until all graphs are recorded."""
     stages = found["stages"]
@@ -286,6 +306,7 @@ TABLES = {
     "h200-text-engine": Table(("h200/text",), text_engine),
     "h200-text-rates": Table(("h200/text",), text_rates),
     "h200-service": Table(("h200/service", "ways"), service),
+    "h200-threads": Table(("h200/threads",), threads),
     "h200-starts": Table(("h200/service",), starts),
     "h200-fidelity": Table(("h200/emoji-xl",), fidelity),
 }

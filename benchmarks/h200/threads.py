@@ -40,6 +40,7 @@ from deployment.redis import RedisServer, free_port
 
 _ROOT = provenance.ROOT
 _SPIN = {"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": "300000"}  # what OpenMP does where no policy is set
+_PARTIAL = "threads-partial.json"  # cases so far, in case the run is interrupted
 _POLL_S = 0.25
 _STOP_S = 30.0
 
@@ -67,7 +68,7 @@ class Plan:
 
 
 GPU = Plan(
-    model="random:sdxl", size="1024x1024", clients=24, prompts=2, ramp_s=6.0, window_s=12.0, ready_s=150.0,
+    model="random:sdxl", size="1024x1024", clients=24, prompts=2, ramp_s=6.0, window_s=10.0, ready_s=150.0,
     graphs_s=40.0,
 )  # fmt: skip
 TINY = replace(
@@ -116,7 +117,7 @@ class Part:
                 self.process.wait()
 
 
-def run(plan: Plan, folder: Path, processors: int) -> dict[str, Any]:
+def run(plan: Plan, folder: Path, results: Path, processors: int) -> dict[str, Any]:
     """Measure every number of threads, one service after the other."""
     environment = _environment(plan, folder)
     gpus = visible(environment)
@@ -130,7 +131,7 @@ def run(plan: Plan, folder: Path, processors: int) -> dict[str, Any]:
     for name, (options, extra) in cases.items():
         print(f"== {name}", flush=True)
         found[name] = _case(plan, folder, environment | extra, [*unet, *options], len(gpus))
-        (folder / "threads-partial.json").write_text(json.dumps(found, indent=1))
+        (results / _PARTIAL).write_text(json.dumps(found, indent=1))
     return {"workers": len(gpus), "torch_default_threads": processors, "modes": plan.modes(), "threads": found}
 
 
@@ -280,13 +281,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="diptych-threads-") as name:
         folder = Path(name)
         try:
-            found = run(plan, folder, processors)
+            found = run(plan, folder, options.results, processors)
         except (BenchFailure, NoDevices, subprocess.CalledProcessError) as error:
             print(f"failed: {error}", file=sys.stderr)
-            for kept in (*folder.glob("*.log"), *folder.glob("threads-partial.json")):
+            for kept in folder.glob("*.log"):
                 shutil.copy(kept, options.results / kept.name)
             return 1
     _table(found)
+    (options.results / _PARTIAL).unlink(missing_ok=True)
     result = {"model": plan.model, "clients": plan.clients * found["workers"], "window_s": plan.window_s, **found}
     file = "threads-tiny" if options.tiny else "threads"
     record.publish(file, result, options.results, rooms=provenance.SERVICE, children=True)

@@ -18,7 +18,7 @@ ROOT = provenance.ROOT
 TO_MEASURE_AGAIN = {
     "chaos", "peers",
 }  # fmt: skip
-LATER: set[str] = set()  # that a page has a place for and nobody has measured yet
+LATER = {"h200/threads"}  # that a page has a place for and nobody has measured yet
 
 
 def pages() -> dict[str, str]:
@@ -54,6 +54,23 @@ def test_pages_say_what_their_files_say() -> None:
 def test_every_page_says_where_its_single_figures_are_from() -> None:
     for name, page in pages().items():
         assert figures.cited_inline(page) <= figures.cited(page), name
+
+
+def test_sources_of_figures_from_elsewhere_are_read_by_people() -> None:
+    """Not in a comment alone; what others published with its address."""
+    for name, page in pages().items():
+        for mark in figures.ELSEWHERE.finditer(page):
+            source, _, address = mark[2].partition("; ")
+            assert f"<sub>Source: {f'[{source}]({address})' if address else source}.</sub>" in mark[3], (name, source)
+            assert address.startswith("https://") or "MLPerf" not in source, (name, source)
+
+
+def test_a_source_is_written_once_and_below_a_table() -> None:
+    page = "a <!-- elsewhere: MLPerf; https://x.y -->2.40<!-- end -->\n<!-- elsewhere: a run -->\n| 1 |\n<!-- end -->\n"
+    once = figures.fill(page, figures.Results())
+    assert "2.40 <sub>Source: [MLPerf](https://x.y).</sub><!-- end -->" in once
+    assert "| 1 |\n\n<sub>Source: a run.</sub>\n<!-- end -->" in once
+    assert figures.fill(once, figures.Results()) == once
 
 
 @pytest.mark.parametrize("name", sorted(cited() & stored()))
