@@ -11,9 +11,13 @@ BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
 TOOLS := build/tools
+comma := ,
 
-.PHONY: costs coverage docs rooms pins sbom audit results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
+
+help:  ## lists these commands
+	@awk -F':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model path/to/sdxl" for another option
 	$(BIN)/diptych serve $(if $(PORT),--port $(PORT)) $(ARGS)
@@ -67,8 +71,11 @@ scenarios: .venv/.installed  ## injects each fault into a running service many t
 mutants: .venv/.installed  ## mutation testing of ROOM=core/jobs/keyring.py: lists mutants that no test detects; ARGS="--sample 60"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
 
-coverage: .venv/.installed  ## test coverage, written to docs/coverage.md; ROOMS="api core/jobs", all otherwise
-	$(BIN)/python -m tests.coverage $(ROOMS)
+coverage: .venv/.installed  ## coverage of the tests of ROOMS="api core/jobs" (default: all), child processes included
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest $(addprefix tests/,$(ROOMS)) $(ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report $(if $(ROOMS),--include='$(subst $(eval ) ,$(comma),$(addsuffix /*,$(ROOMS)))')
 
 rooms: .venv/.installed  ## draws docs/rooms.svg, docs/rooms.md and docs/life.svg from the code
 	$(BIN)/python -m tests.drawings

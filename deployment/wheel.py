@@ -69,6 +69,7 @@ def stage(root: Path, folder: Path) -> None:
     """
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
+    shutil.copytree(root / "LICENSES", folder / "LICENSES")
     ours = rooms(root)
     modules = {_dotted(path, root) for room in ours for path in (root / room).rglob("*.py")}
     for top in (*sorted(ours), "models", TOP):

@@ -1,14 +1,8 @@
 #!/usr/bin/env bash
 # Trains what belongs to emoji-xl beside it, on one or two H100- or H200-class GPUs: the student emoji-xl-turbo, the edge
-# ControlNet, the IP-Adapter and the LoRAs of training/styles.py. Runs on the GPU machine, best right after scenes.sh ended
-# there: in the same WORK, of the denoiser and the emoji-clip that it trained. In a fresh WORK it takes the exported models:
-# MODELS is the folder that holds emoji-xl and emoji-clip, and .carry/ and .whl/ are as scenes.sh says (start.pt is not needed).
-#
-# On the GPU machine, in the repository's root, with OUT set to where answers are taken from:
-#   training/extras.sh begin                 starts the training
-#   WATCH_S=480 training/extras.sh watch     shows how far it is and brings what is trained, exported from averaged weights,
-#                                            at the latest after WATCH_S and a minute; again, until it says that all is
-# What came back is unpacked with: cat extras.tar.part-* | tar -x -C models/
+# ControlNet, the IP-Adapter and the LoRAs of training/styles.py. They belong to the denoiser and the emoji-clip that scenes.sh
+# trained in WORK; in a fresh WORK to those of MODELS. gpu.sh says how to call it. `watch` leaves
+# the folders of models/ in OUT/models, exported from averaged weights.
 #
 # Minutes:     0          1.5          3.3                         CONTROL_MIN
 #   GPU 0     | control                                           | IP-Adapter | LoRAs that are left
@@ -23,10 +17,8 @@ CONTROL_MIN=${CONTROL_MIN:-9} PROMPT_MIN=${PROMPT_MIN:-7}
 PAIRS_MIN=${PAIRS_MIN:-1.5} TURBO_MIN=${TURBO_MIN:-5} LORA_MIN=${LORA_MIN:-2.5}
 STYLES=(mosaic pencil)
 . "$(dirname "$0")/gpu.sh"
-MODELS=${MODELS:-$CARRIED}
 
 setup() {
-    install
     [ -f "$WORK/unet/state.pt" ] || said "$PYTHON" -m training.adopt "${COMMON[@]}" --models "$MODELS"
     rm -rf "$WORK"/begun-*
     mkdir -p "$WORK/models"
@@ -81,24 +73,25 @@ train() {
     wait
 }
 
-# bring_one NAME STAGE MODULE OPTION...: exports a stage that has a checkpoint, on the CPU.
-bring_one() {
+# export_one NAME STAGE MODULE OPTION...: exports a stage that has a checkpoint, on the CPU.
+export_one() {
     [ ! -f "$WORK/$2/state.pt" ] || CUDA_VISIBLE_DEVICES='' said "$PYTHON" -m "training.$3" "${COMMON[@]}" \
         --device cpu "${@:4}" >>"$WORK/export-$1.log" 2>&1 || { echo "$1 is not exported" && tail -n 5 "$WORK/export-$1.log"; }
 }
 
 # The turbo's folder has emoji-xl's index and links to its parts, which are exported for it alone and stay here.
-bring() {
+collect() {
     local style made
-    (bring_one emoji-xl turbo export --only emoji-xl && bring_one turbo turbo export --only emoji-xl-turbo) &
-    bring_one control control control --export &
-    bring_one ip-adapter ip_adapter ip_adapter --export &
-    (for style in "${STYLES[@]}"; do bring_one "lora-$style" "lora-$style" lora --style "$style" --export; done) &
+    (export_one emoji-xl turbo export --only emoji-xl && export_one turbo turbo export --only emoji-xl-turbo) &
+    export_one control control control --export &
+    export_one ip-adapter ip_adapter ip_adapter --export &
+    (for style in "${STYLES[@]}"; do export_one "lora-$style" "lora-$style" lora --style "$style" --export; done) &
     wait
     made=$(cd "$WORK/models" 2>/dev/null && ls -d emoji-xl-*) || { echo "nothing is trained yet" && return; }
+    mkdir -p "$OUT/models"
     # shellcheck disable=SC2086 # names without blanks
-    tar -C "$WORK/models" -cf - $made | split -b 15M -d - "$OUT/extras.tar.part-"
-    ls -l "$OUT"
+    cp -a $(printf "$WORK/models/%s " $made) "$OUT/models/"
+    ls -l "$OUT/models"
 }
 
 plan "$@"

@@ -1,24 +1,11 @@
 #!/usr/bin/env bash
-# Trains emoji-xl and emoji-clip on scenes, on one or two H100- or H200-class GPUs, in the background and in one go; commands
-# of at most ten minutes begin it and watch it. Begins where the packed models ended, so that a later session resumes an
-# earlier one. Does not know how to reach the machine: it runs on it.
-#
-# Before, on the machine with the models, beside the repository's code (neither folder is committed; 58 MB together):
-#   mkdir -p .carry/emoji && cp $DATA/emoji/* .carry/emoji/; cp -r $DATA/coco .carry/
-#   python -m training.tokens --data $DATA --work /tmp/start --variants 24; cp -r /tmp/start/tokens .carry/
-#   python -m training.start --data $DATA --work /tmp/start --models models --pack .carry/start.pt      # 27 MiB
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl \
-#       diffusers==0.42.1 importlib_metadata==10.2.0 lazy-importer==0.1.0 \
-#       pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5
-# With --denoiser beside --pack codec and emoji-clip stay as they are, and all the time is the unet's.
-# Of the code contract/, core/, evaluation/, llm/, pipeline/, training/ and unet_opt/ are used, 2 MB, and no models/.
-# Then, on the GPU machine, in the repository's root, with OUT set to where answers are taken from:
-#   TRAIN_S=1530 training/scenes.sh begin    starts the training, which ends TRAIN_S seconds later
-#   WATCH_S=540 training/scenes.sh watch     shows how far it is and brings the averaged weights, at the latest after
-#                                            WATCH_S; again and again, until it says that all is trained
-# kept.tar.part-* are unpacked with cat kept.tar.part-* | tar -x -C WORK, into a WORK with tokens/; then, on any machine:
+# Trains emoji-xl and emoji-clip on scenes, on one or two H100- or H200-class GPUs, from the weights in MODELS; gpu.sh says
+# how to call it: `TRAIN_S=1530 training/scenes.sh begin` starts the training, which ends TRAIN_S seconds later. `watch` leaves
+# averaged weights in OUT/kept. Laid over a WORK with tokens/, on any machine, they become models with:
 #   python -m training.export --data $DATA --work WORK --models models --only emoji-xl emoji-clip
 #   python -m training.judge_scenes --data $DATA --work WORK --models models
+# A `start.pt` in DATA, written by `python -m training.start --pack`, replaces MODELS: with --denoiser beside --pack codec and
+# emoji-clip stay as they are, and all the time is the unet's.
 #
 # Seconds:    0      30                      270                                          TRAIN_S
 #   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
@@ -32,11 +19,10 @@ TRAIN_S=${TRAIN_S:-1530} ROWS=${ROWS:-1024}
 . "$(dirname "$0")/gpu.sh"
 
 setup() {
-    install
-    [ ! -d "$CARRIED/tokens" ] || cp -r "$CARRIED/tokens" "$WORK/"
+    local source=(--models "$MODELS")
+    [ ! -f "$DATA/start.pt" ] || source=(--from "$DATA/start.pt")
     [ -f "$WORK/tokens/lm/tokenizer.json" ] || said "$PYTHON" -m training.tokens "${COMMON[@]}"
-    [ ! -f "$CARRIED/start.pt" ] || [ -f "$WORK/start/unet.pt" ] ||
-        said "$PYTHON" -m training.start "${COMMON[@]}" --from "$CARRIED/start.pt"
+    [ -f "$WORK/start/unet.pt" ] || said "$PYTHON" -m training.start "${COMMON[@]}" "${source[@]}"
 }
 
 # unet OPTION...: on all GPUs. A step of 384 rows keeps the host busy for 0.25 s, compiled or not (launches of 10 us each, a
@@ -92,10 +78,9 @@ train() {
 }
 
 # The averaged weights.
-bring() {
-    mkdir -p "$WORK/kept"
-    said "$PYTHON" -m training.start "${COMMON[@]}" --keep "$WORK/kept"
-    tar -C "$WORK/kept" -cf - . | split -b 15M -d - "$OUT/kept.tar.part-"
+collect() {
+    mkdir -p "$OUT/kept"
+    said "$PYTHON" -m training.start "${COMMON[@]}" --keep "$OUT/kept"
 }
 
 plan "$@"

@@ -1,19 +1,19 @@
 """Stage `start`: lets training begin where an exported emoji-xl and emoji-clip ended.
 
-`--pack FILE` writes their weights as one file of 8 bits a weight, small enough to travel beside the pictures: what is
-lost by it is learnt again in seconds. Without it the stage reads that file, or the exported folders themselves, and
-leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vocabulary.
+`--pack FILE` writes their weights as one file of 8 bits a weight, which begins training on a machine without the models:
+what is lost by it is learnt again in seconds. Without it the stage reads that file, or the exported folders themselves,
+and leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vocabulary.
 
-    python -m training.start --data DATA --work WORK --models models --pack .carry/start.pt
-    python -m training.start --data .carry --work WORK --from .carry/start.pt
+    python -m training.start --data DATA --work WORK --models models --pack DATA/start.pt
+    python -m training.start --data DATA --work WORK --from DATA/start.pt
 
 With `--denoiser` the file has no emoji-clip, and the codec as it is: it stays, and the denoiser alone is trained on.
 
 With `--text` training of the language models begins where emoji-lm and its draft ended, with their tokenizer: neither
 `tokens` nor a file comes before it.
 
-`--keep FOLDER` writes what the stages have trained so far, averaged weights alone and in 16 bits: a machine may be lost
-between two commands. Laid over another WORK, the folder's files are exported as the stages' own would be.
+`--keep FOLDER` writes what the stages have trained so far, averaged weights alone and in 16 bits. Laid over
+another WORK, the folder's files are exported as the stages' own would be.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 import * as service from "./service.js";
 
 const EXPAND = "Write one short, vivid description of a picture, in one sentence, from these words: ";
-// Trained to write a prompt out, and for nothing else: they are told the words alone, and no conversation.
-const WRITERS = new Set(["emoji-lm"]);
+/** Whether the model was trained to expand prompts: then it is sent the prompt alone, and no conversation. */
+const expandsPrompts = (model) => Boolean(model.diptych.expansion_instruction);
 
-/** Fill the tab. `draw` is given a prompt. */
+/** Fill the tab. `model` is an entry of /v1/models; `draw` is given a prompt. */
 export function open(tab, model, draw) {
   tab.innerHTML = `
     <ul class="talk" aria-live="polite"></ul>
@@ -41,7 +41,7 @@ export function open(tab, model, draw) {
     say("user", words);
     const line = say("assistant", "");
     try {
-      await service.chat(model, WRITERS.has(model) ? messages.slice(-1) : messages, (more) => (line.textContent += more));
+      await service.chat(model.id, expandsPrompts(model) ? messages.slice(-1) : messages, (more) => (line.textContent += more));
       messages.push({ role: "assistant", content: line.textContent });
       const button = document.createElement("button");
       button.textContent = "Draw this";
@@ -60,6 +60,6 @@ export function open(tab, model, draw) {
 /** A prompt, told more fully, as it comes. */
 export async function expand(model, prompt, tell) {
   let whole = "";
-  const content = WRITERS.has(model) ? prompt : EXPAND + prompt;
-  await service.chat(model, [{ role: "user", content }], (more) => tell((whole += more)));
+  const content = expandsPrompts(model) ? prompt : EXPAND + prompt;
+  await service.chat(model.id, [{ role: "user", content }], (more) => tell((whole += more)));
 }

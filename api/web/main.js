@@ -102,9 +102,9 @@ function fill(select, options, usual) {
 
 function offerText(model) {
   $("tabs").hidden = $("expand").hidden = !model;
-  if (!model || state.text === model.id) return;
-  state.text = model.id;
-  chat.open($("chat"), model.id, (prompt) => {
+  if (!model || state.text?.id === model.id) return;
+  state.text = model;
+  chat.open($("chat"), model, (prompt) => {
     turn("pictures");
     $("prompt").value = prompt;
     $("pictures-form").requestSubmit();

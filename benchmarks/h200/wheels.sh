@@ -1,6 +1,6 @@
 #!/bin/bash
-# Here, before call_loras.sh is run on a device machine that has torch, Triton and transformers for Python 3.12 and little
-# else: fetches the other wheels that it needs into .whl, which travels with the tree. Versions are those of constraints.txt.
+# Downloads into .whl the wheels that call_loras.sh needs on a GPU machine without a network that has Python 3.12, torch,
+# Triton and transformers. Versions are those of constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 names="diffusers pytest pluggy iniconfig hypothesis sortedcontainers rich markdown-it-py mdurl pygments
