@@ -1,8 +1,8 @@
 """Stage `start`: lets training begin where an exported emoji-xl and emoji-clip ended.
 
 `--pack FILE` writes their weights as one file of 8 bits a weight, which begins training on a machine without the
-models: what is lost by it is learnt again in seconds. Without it the stage reads that file, or the exported folders themselves,
-and leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vocabulary.
+models: what is lost by it is learnt again in seconds. Without it the stage reads that file, or the exported folders
+themselves, and leaves `start/NAME.pt` for each stage, with token embeddings moved to the new vocabulary.
 
     python -m training.start --data DATA --work WORK --models models --pack DATA/start.pt
     python -m training.start --data DATA --work WORK --from DATA/start.pt
