@@ -7,13 +7,16 @@ JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$
 # The tests of a file share fixtures, so a file runs in one process. The slowest files start first (tests/costs.json).
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Compiled code is kept: each of the hundreds of processes that tests start would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 COMPOSE := $(shell command -v docker-compose || echo docker compose)
 
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -24,6 +27,9 @@ serve: .venv/.installed  ## PORT=8080 for another port than 8000; ARGS="--model 
 
 test: .venv/.installed  ## all tests, on all cores; ARGS="-k floors -x" is passed to pytest
 	$(BIN)/pytest $(SPREAD) $(ARGS)
+
+test-long: .venv/.installed  ## the tests marked `long`, which take minutes to hours each; `make test` leaves them out
+	$(BIN)/pytest -m long $(ARGS)
 
 costs: .venv/.installed  ## the cost of tests in CPU seconds, slowest first; ARGS="tests/api" for some, "--write" updates tests/costs.json
 	$(BIN)/python -m tests.costs $(SPREAD) $(ARGS)

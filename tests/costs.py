@@ -96,14 +96,28 @@ def by_file(measures: list[Measure]) -> dict[str, float]:
     return dict(sorted(costs.items(), key=lambda cost: -cost[1]))
 
 
+def by_room(measures: list[Measure]) -> dict[str, tuple[float, float]]:
+    """Seconds of CPU (own and of ended children) and by the clock of each folder of tests, falling."""
+    costs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for one in measures:
+        room = one.file.rpartition("/")[0]
+        cpu_s, wall_s = costs[room]
+        costs[room] = cpu_s + one.cpu_s, wall_s + one.wall_s
+    return dict(sorted(costs.items(), key=lambda cost: -cost[1][0]))
+
+
 def report(measures: list[Measure]) -> str:
-    """The dearest files and the dearest single steps: where the clock runs on without the CPU, something is waited for.
+    """Costs by room, and the dearest files and single steps: where the clock runs on without the CPU, something is
+    waited for.
 
     The CPU is that of the tests' process and of children that have ended; of services that were killed it is unknown.
     """
     tests = len({one.test for one in measures})
     own, children = sum(one.own_s for one in measures), sum(one.children_s for one in measures)
-    lines = [f"{tests} tests took {own:.0f} s of CPU, and processes that they started {children:.0f} s", "", "   clock"]
+    lines = [f"{tests} tests took {own:.0f} s of CPU, and processes that they started {children:.0f} s"]
+    lines += ["", "   clock      CPU"]
+    lines += [f"{wall_s:8.1f} {cpu_s:8.1f} s  {room or '.'}" for room, (cpu_s, wall_s) in by_room(measures).items()]
+    lines += ["", "   clock"]
     lines += [f"{cost:8.1f} s  {file}" for file, cost in list(by_file(measures).items())[:_NAMED]]
     lines += ["", "   clock      CPU"]
     for one in sorted(measures, key=lambda one: -one.wall_s)[:_NAMED]:

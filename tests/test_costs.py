@@ -68,6 +68,18 @@ def test_measures_are_of_every_step_and_add_up(files: Path, tmp_path_factory: py
     assert "test_a.py::test_child (call)" in costs.report(measures)
 
 
+def test_rooms_are_told_by_the_cpu_of_their_tests_and_children() -> None:
+    measures = [
+        Measure("tests/test_a.py::x", "call", 9.0, 1.0, 0.0),
+        Measure("tests/core/jobs/test_b.py::y", "setup", 1.0, 2.0, 3.0),
+        Measure("tests/core/jobs/test_c.py::z", "call", 1.0, 0.5, 0.0),
+        Measure("tests/api/test_d.py::z", "call", 1.0, 2.0, 0.0),
+    ]
+    rooms = {"tests/core/jobs": (5.5, 2.0), "tests/api": (2.0, 1.0), "tests": (1.0, 9.0)}
+    assert costs.by_room(measures) == rooms and [*costs.by_room(measures)] == [*rooms]
+    assert "     2.0      5.5 s  tests/core/jobs\n" in costs.report(measures)
+
+
 def test_writing_keeps_what_was_not_run_and_drops_what_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "ROOT", tmp_path)
     monkeypatch.setattr(costs, "TABLE", tmp_path / "costs.json")

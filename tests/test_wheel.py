@@ -209,8 +209,8 @@ def test_what_needs_an_extra_names_it(bare: Path, tmp_path: Path) -> None:
 def test_it_serves_a_picture(bare: Path, tmp_path: Path) -> None:
     """API and worker are children of `diptych serve`, found by the names that they have in the wheel."""
     service = Served(
-        tmp_path, model=None, program=[str(bare / "diptych")], unset=["PYTHONPATH", "DIPTYCH_KERNELS"],
-        variables={"DIPTYCH_CACHE_DIR": cache(bare)},
+        tmp_path, model=None, program=[str(bare / "diptych")],
+        unset=["PYTHONPATH", "DIPTYCH_KERNELS", "DIPTYCH_TEXT_MODEL"], variables={"DIPTYCH_CACHE_DIR": cache(bare)},
     )  # fmt: skip
     try:
         service.ready()

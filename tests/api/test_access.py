@@ -35,7 +35,7 @@ class Guarded:
 
     def client(self, token: str) -> httpx2.Client:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.clients.append(httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=headers))
+        self.clients.append(httpx2.Client(base_url=self.api.url, timeout=PATIENCE_S, headers=headers, verify=False))
         return self.clients[-1]
 
 

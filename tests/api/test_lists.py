@@ -10,9 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.api.test_batches import begin
-from tests.api.world import Api, Worker, check_error, settings_of
-from tests.api.writing import TextWorker
-from tests.llm import stage
+from tests.api.world import TEXT, Api, Worker, check_error, eventually, settings_of
 
 COUNT = 7
 
@@ -84,9 +82,11 @@ def test_files_of_no_such_kind(shared: Api) -> None:
 def test_models_of_the_other_kind(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A request says what the model that it names is, and where to ask it; also as a stream and as a job."""
     settings = settings_of(redis_url, tmp_path_factory.mktemp("data"))
-    text = stage.small().name
-    with Worker(settings) as worker, TextWorker(settings, stage.small(), kernels=stage.kernels()), Api(settings) as api:
+    text = TEXT.name
+    with Worker(settings) as worker, Worker(settings, "worker-2") as other, Api(settings) as api:
         worker.announce()
+        other.announce(card=TEXT)
+        eventually(lambda: len(api.client.get("/v1/models").json()["data"]) == 2)
         drawn = {"prompt": "a cat", "model": text}
         written = {"messages": [{"role": "user", "content": "a cat"}], "model": "emoji-xl"}
         for path, fields in (

@@ -71,10 +71,10 @@ def test_opening_streams_does_not_stop_for_all_garbage(redis_url: str, folder: P
                 return int(child.stderr.readline())
 
             before = collections()
-            limits = httpx2.Limits(max_connections=600)
+            limits = httpx2.Limits(max_connections=450)
             many = streams.enter_context(httpx2.Client(base_url=client.base_url, timeout=PATIENCE_S, limits=limits))
             opened: list[Iterator[str]] = []
-            for _ in range(600):
+            for _ in range(450):
                 lines = streams.enter_context(many.stream("GET", f"/v1/jobs/{id}/events")).iter_lines()
                 assert next(lines).startswith("event: queued")
                 opened.append(lines)  # which would close the stream if nobody held it

@@ -95,7 +95,7 @@ def process(code: str, settings: Settings) -> Iterator[tuple[subprocess.Popen[st
         )  # fmt: skip
         port = listening.getsockname()[1]
     try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False) as client:
             eventually(lambda: answers(client) or child.poll() is not None)
             yield child, client
     finally:
@@ -126,7 +126,7 @@ class Api:
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = make_server(settings)
         self._thread = threading.Thread(target=self.server.run, args=([self._socket],))
-        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE_S, verify=False)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -29,7 +29,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One that is ready, for all tests of a module. What a test breaks, it waits to see mended."""
-    service = Served(tmp_path_factory.mktemp("served"), variables={"DIPTYCH_LEASE_S": "5"})
+    service = Served(
+        tmp_path_factory.mktemp("served"), unset=("DIPTYCH_TEXT_MODEL",), variables={"DIPTYCH_LEASE_S": "5"}
+    )
     try:
         service.ready()
         yield service

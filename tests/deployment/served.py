@@ -37,14 +37,18 @@ def environment(unset: Sequence[str] = (), **variables: str) -> dict[str, str]:
     """This process's environment with the tests' settings (less `unset`) and these, without Triton's interpreter."""
     dropped = ("DIPTYCH_", "TRITON_INTERPRET")
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
-    ours = {"PYTHONPATH": python_path(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0"}
+    ours = {
+        "PYTHONPATH": python_path(ROOT), "DIPTYCH_THREADS": "1", "DIPTYCH_COMPILE": "0", "DIPTYCH_KERNELS": "0",
+        "DIPTYCH_TEXT_MODEL": "off",
+    }  # fmt: skip
     return inherited | {name: value for name, value in ours.items() if name not in unset} | variables
 
 
 class Served:
     """Started at once. `command` goes before `program`, which is what `diptych` is here.
 
-    `model` may be any name; None leaves it to the default. `unset` are variables that `environment` is to leave out.
+    `model` may be any name; None leaves it to the default. `unset` are variables that `environment` is to leave out;
+    without "DIPTYCH_TEXT_MODEL" among them no text model is loaded.
     """
 
     def __init__(

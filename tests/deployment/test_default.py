@@ -29,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for folder in (EMBEDDED_MODEL, EMBEDDED_TEXT_MODEL):
         if not folder.is_dir():
             pytest.skip(f"models/{folder.name} is not here")
-    unset = ("DIPTYCH_KERNELS", "DIPTYCH_COMPILE")
+    unset = ("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL")
     service = Served(
         tmp_path_factory.mktemp("served"), model=None, unset=unset, variables={"DIPTYCH_CACHE_DIR": str(CACHE.parent)}
     )

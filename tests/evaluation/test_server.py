@@ -24,7 +24,7 @@ WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
 
 def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -> None:
-    service = Served(tmp_path / "service")
+    service = Served(tmp_path / "service", unset=("DIPTYCH_TEXT_MODEL",))
     try:
         service.ready()
         whole = ["evaluate", "--prompts", str(table(shell.folder)), "--steps", "2", "--lens", str(CLIP)]

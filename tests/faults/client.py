@@ -64,7 +64,7 @@ class Client:
     """
 
     def __init__(self, url: str) -> None:
-        self._http = httpx2.Client(base_url=url, timeout=30, trust_env=False)
+        self._http = httpx2.Client(base_url=url, timeout=30, trust_env=False, verify=False)
 
     def close(self) -> None:
         self._http.close()

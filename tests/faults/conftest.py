@@ -21,7 +21,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stand-ins"), settings=SHORT | {"lease_s": "2.5"}, niceness=0) as stack:
+    folder, settings = tmp_path_factory.mktemp("stand-ins"), SHORT | {"lease_s": "2.5"}
+    with Stack(folder, switches=("--step", "0.02"), settings=settings, niceness=0) as stack:
         yield stack
 
 

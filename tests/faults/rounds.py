@@ -230,7 +230,7 @@ class Follower:
     def _follow(self) -> None:
         last = {"Last-Event-ID": self.seen[-1][0]} if self.seen else {}
         timeout = httpx2.Timeout(10, read=60)
-        with httpx2.stream("GET", self._url, headers=last, timeout=timeout, trust_env=False) as response:
+        with httpx2.stream("GET", self._url, headers=last, timeout=timeout, trust_env=False, verify=False) as response:
             if response.status_code != 200:
                 return
             id = type = ""

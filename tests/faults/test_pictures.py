@@ -12,6 +12,6 @@ from tests.faults.stack import Stack
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
-    outcome = play(name, pictures, gallery, jobs=8, seconds=0.6)
+    outcome = play(name, pictures, gallery, jobs=8, seconds=0.3)
     assert outcome.problems == []
     assert (outcome.lost, outcome.twice) == (0, 0)

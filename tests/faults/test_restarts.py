@@ -73,7 +73,7 @@ class House:
 @contextmanager
 def house(folder: Path, workers: int) -> Iterator[House]:
     log = folder / "events"
-    with Stack(folder, workers, switches=("--log", str(log)), settings=ENOUGH, niceness=0) as stack:
+    with Stack(folder, workers, switches=("--log", str(log), "--step", "0.03"), settings=ENOUGH, niceness=0) as stack:
         try:
             yield House(stack, log)
         except BaseException as error:
@@ -99,7 +99,7 @@ def test_a_rolling_restart_is_not_noticed(tmp_path: Path) -> None:
         apis = {url(stack.listener).rstrip("/"): first, url(listener).rstrip("/"): second}
         wait_for("both APIs are ready", lambda: all(map(answers, apis)), START_S)
         rotation = Rotation(*apis)
-        clients = Clients(rotation, steps=30)
+        clients = Clients(rotation, steps=10)
         for k in range(3):
             clients.start(f"order-{k}", clients.order, n=1)
             clients.start(f"draw-{k}", clients.draw)
@@ -134,7 +134,7 @@ def test_a_rolling_restart_is_not_noticed(tmp_path: Path) -> None:
 
 def answers(address: str) -> bool:
     try:
-        return httpx2.get(f"{address}/readyz", trust_env=False).status_code == 200
+        return httpx2.get(f"{address}/readyz", trust_env=False, verify=False).status_code == 200
     except httpx2.TransportError:
         return False
 
@@ -142,7 +142,7 @@ def answers(address: str) -> bool:
 def test_a_model_of_another_name_takes_over(tmp_path: Path) -> None:
     with house(tmp_path, workers=1) as here:
         stack, address = here.stack, url(here.stack.listener).rstrip("/")
-        clients = Clients(Rotation(address), steps=20)
+        clients = Clients(Rotation(address), steps=7)
         clients.start("any", clients.order)
         clients.start("old", clients.order, model=MODEL)
         waiting: set[str] = set()
@@ -169,11 +169,11 @@ def test_a_model_of_another_name_takes_over(tmp_path: Path) -> None:
         assert back.terminate() == 0
         # Nobody will serve it any more.
         waiting = {clients.submit(f"never-{k}", {"prompt": "never", "model": MODEL}) for k in range(3)}
-        told: Any = httpx2.delete(f"{address}/v1/models/{MODEL}", timeout=60, trust_env=False).json()
+        told: Any = httpx2.delete(f"{address}/v1/models/{MODEL}", timeout=60, trust_env=False, verify=False).json()
         assert (told["deleted"], told["cancelled"]) == (True, 3)
         assert {state for state, _ in stack.states(list(waiting)).values()} == {"cancelled"}
         fields = {"type": "image", "prompt": "x", "model": MODEL}
-        assert httpx2.post(f"{address}/v1/jobs", json=fields, trust_env=False).status_code == 404
+        assert httpx2.post(f"{address}/v1/jobs", json=fields, trust_env=False, verify=False).status_code == 404
         clients.order("last", {"prompt": "last"})
         here.judge(clients, waiting=waiting)
         assert {stack.store.get(id).model for id in clients.accepted} == {MODEL, NEXT}  # type: ignore[union-attr]

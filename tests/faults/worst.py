@@ -37,7 +37,9 @@ class Attacker:
         self.address = urllib.parse.urlsplit(url)
         headers = {"Authorization": f"Bearer {key}"}
         limits = httpx2.Limits(max_connections=64)
-        self._http = httpx2.Client(base_url=url, headers=headers, timeout=20, trust_env=False, limits=limits)
+        self._http = httpx2.Client(
+            base_url=url, headers=headers, timeout=20, trust_env=False, verify=False, limits=limits
+        )
         self._receiver = _SilentReceiver()
         self._sockets: list[socket.socket] = []
         self._numbers = itertools.count()
