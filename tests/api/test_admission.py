@@ -121,10 +121,14 @@ def test_work_counts_pictures_steps_and_rows() -> None:
 
 
 def test_a_card_without_costs_is_no_obstacle() -> None:
+    idle = QueueBacklog(0, 0, 0, 0)
     for costs in (ImageCosts(), ImageCosts(encode_s=0.5)):
         card = dataclasses.replace(CARD, costs=costs)
         draft = admission.image_draft(fields(deadline_s=1), card)
-        admission.check_deadline(draft, card, QueueBacklog(0, 0, 0, 0), 1)
+        admission.check_deadline(draft, card, idle, 1)
+        assert draft.deadline_s == 1
+        with pytest.raises(ApiError):
+            admission.check_deadline(draft, CARD, idle, 1)
 
 
 def hopeless(backlog_ms: int, ready: int, **given: object) -> str | None:

@@ -59,5 +59,10 @@ def test_stopping_waits_for_the_last_look() -> None:
     assert ends == [True] and not stop.is_alive()
 
 
-def test_one_that_never_began_stops() -> None:
-    Poller("looks", "it", lambda: None).stop()
+def test_one_that_never_began_stops_and_never_looks() -> None:
+    looks: list[None] = []
+    poller = Poller("never begun", "it", lambda: looks.append(None))
+    poller.stop()
+    poller.wake()
+    assert poller.stopping and looks == []
+    assert "never begun" not in {thread.name for thread in threading.enumerate()}

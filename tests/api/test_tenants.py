@@ -175,10 +175,10 @@ def test_a_batch_that_there_is_is_worked_at(redis_url: str, folder: Path, scribe
 def test_a_batch_is_looked_at_while_others_are_answered(
     redis_url: str, folder: Path, scribe: Scribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """31 MiB of lines that take long to look at."""
+    """12 MiB of lines that take long to look at."""
     deep = json.dumps({"messages": [{"role": "user", "content": "a"}], "metadata": [[[]]] * 300}).encode()
     line = b'{"custom_id": "%d", "method": "POST", "url": "' + CHAT.encode() + b'", "body": ' + deep + b"}"
-    data = b"\n".join(line % k for k in range(31 * 2**20 // len(line)))
+    data = b"\n".join(line % k for k in range(12 * 2**20 // len(line)))
     with process(SERVE, settings_of(redis_url, folder)) as (_, http):
         file = http.post("/v1/files", files={"file": ("a", data)}, data={"purpose": "batch"}).json()["id"]
         asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}

@@ -54,6 +54,7 @@ def test_a_port_that_was_just_let_go_can_be_taken() -> None:
     port = free_port()
     for _ in range(2):
         with listen("127.0.0.1", port) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)
             client = socket.create_connection(("127.0.0.1", port), timeout=10)
             listener.accept()[0].close()  # this side closes first, and its end of the connection lingers
             client.close()

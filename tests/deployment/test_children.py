@@ -110,8 +110,10 @@ def test_what_it_left_behind_goes_too(start: Callable[..., ChildProcess]) -> Non
     child = start("import subprocess; print(subprocess.Popen(['sleep', '600']).pid)")
     (said,) = hear(child)
     grandchild = psutil.Process(int(said))
+    assert grandchild.is_running()
     child.kill()
     grandchild.wait(60)
+    assert child.code == 0 and not grandchild.is_running()
 
 
 def test_one_that_never_started_can_be_ended(tmp_path: Path) -> None:

@@ -385,12 +385,14 @@ def test_close_ends_subscriptions(store: JobStore, redis_url: str, client: redis
         time.sleep(0.001)
 
 
-def test_close_at_any_moment(store: JobStore, redis_url: str) -> None:
-    """Also while it connects, where a cancellation may get lost."""
+def test_close_at_any_moment(store: JobStore, redis_url: str, client: redis.Redis) -> None:
+    """Also while it connects, where a cancellation may get lost. Neither a task nor a connection stays."""
     id = make(store)
     store.cancel(id)
+    before = len(client.client_list())
 
     async def work() -> None:
+        tasks = asyncio.all_tasks()
         for turns in range(60):
             reader = EventReader(redis_url)
             await reader.start()
@@ -399,8 +401,13 @@ def test_close_at_any_moment(store: JobStore, redis_url: str) -> None:
             for _ in range(turns // 2):
                 await asyncio.sleep(0)
             await reader.close()
+            assert asyncio.all_tasks() == tasks
 
     run(work)
+    until = time.monotonic() + PATIENCE_S
+    while len(client.client_list()) > before:  # Redis notices in a moment
+        assert time.monotonic() < until, "a connection stays open"
+        time.sleep(0.001)
 
 
 def test_an_event_costs_the_same_however_many_are_followed(

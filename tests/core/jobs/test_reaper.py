@@ -82,7 +82,9 @@ def test_deadline_passes_with_no_worker(store: JobStore, client: redis.Redis) ->
     books.age(client, 600)
     reaper = Reaper(store, lambda envelope: None, every_s=0.01)
     reaper.start()
+    until = time.monotonic() + PATIENCE_S
     while (job := store.get(id)) is None or job.state is not JobState.EXPIRED:
+        assert time.monotonic() < until, job
         time.sleep(0.001)
     reaper.stop()
 
@@ -121,6 +123,7 @@ def test_stops_while_it_waits(store: JobStore) -> None:
     reaper.start()
     reaper.stop()  # returns, or the test would hang
     Reaper(store, lambda envelope: None).stop()  # and so does one that never started
+    assert not {"reaper", "clearer"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_many_reapers(store: JobStore, client: redis.Redis) -> None:
