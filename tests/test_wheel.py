@@ -76,7 +76,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         link(one, site)
     (wheel,) = folder.glob("diptych-*.whl")
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", "--no-compile", wheel], check=True)
     return python.parent
 
 

@@ -17,6 +17,7 @@ from contract.plan import AUTO
 from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
+from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
@@ -181,7 +182,9 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
     command = [sys.executable, "-c", SCRIPT, *words]
     root = Path(__file__).resolve().parents[2]
-    environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder)}
+    environment = {
+        "PYTHONPATH": python_path(root), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder),
+    }  # fmt: skip
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=shell.folder, env=environment, stdout=pipe, stderr=pipe)
     until = time.monotonic() + 240
