@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from tests.faults.bodies import requests
 from tests.faults.hostile import attack, summary
 
@@ -16,6 +18,15 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
     assert result["requests"] == 300 and len(result["statuses"]) == 14
     refused = sum(n for one in found.statuses.values() for status, n in one.items() if 400 <= status < 500)
     assert refused > 250, found.statuses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_ten_thousand_hostile_requests_are_refused(tmp_path: Path, seed: int) -> None:
+    found = attack(2000, seed, folder=tmp_path)
+    assert found.faults == [], found.faults
+    refused = sum(n for one in found.statuses.values() for status, n in one.items() if 400 <= status < 500)
+    assert refused > 1600, found.statuses
 
 
 def test_a_seed_is_a_sequence() -> None:

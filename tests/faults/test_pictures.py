@@ -10,8 +10,18 @@ from tests.faults.scenarios import PICTURES
 from tests.faults.stack import Stack
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
-    outcome = play(name, pictures, gallery, jobs=8, seconds=0.3)
+def check(name: str, pictures: Stack, gallery: Gallery, jobs: int, seconds: float) -> None:
+    outcome = play(name, pictures, gallery, jobs, seconds)
     assert outcome.problems == []
     assert (outcome.lost, outcome.twice) == (0, 0)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
+    check(name, pictures, gallery, jobs=8, seconds=0.3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_accepted_job_is_lost_under_a_longer_load(pictures: Stack, name: str) -> None:
+    check(name, pictures, Gallery(), jobs=24, seconds=2.0)
