@@ -20,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from deployment.wheel import BuildError, rename_imports, rooms
+from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,8 +82,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cache(bare: Path) -> str:
-    """Where the kernels in the wheel are compiled into, once for all tests."""
-    return str(bare.parent / "cache")
+    """A cache of its own, but for compiled kernels: they are found by a digest of the wheel's sources."""
+    folder = bare.parent / "cache"
+    if not folder.exists():
+        folder.mkdir()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(CACHE, target_is_directory=True)
+    return str(folder)
 
 
 def run(bare: Path, *words: str | Path, where: Path) -> subprocess.CompletedProcess[str]:

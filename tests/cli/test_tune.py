@@ -184,6 +184,7 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {
         "PYTHONPATH": python_path(root), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(shell.folder),
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=shell.folder, env=environment, stdout=pipe, stderr=pipe)

@@ -30,7 +30,7 @@ def test_no_job_is_lost_between_two_lives(serve: Callable[..., Served]) -> None:
     first = serve(variables={"DIPTYCH_DRAIN_S": "3600", "DIPTYCH_MAX_REQUESTS": "1"})
     first.ready()
     order = {"type": "image", "prompt": "a fox", "guidance_scale": 1.0}
-    jobs = [first.json("/v1/jobs", {**order, "steps": steps})["id"] for steps in (600, 3, 3)]
+    jobs = [first.json("/v1/jobs", {**order, "steps": steps})["id"] for steps in (400, 3, 3)]
     wait_until(lambda: first.json(f"/v1/jobs/{jobs[0]}")["status"] == "running", "a job in hand")
     first.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "diptych: the worker finishes what it has begun (Ctrl-C: hands it back)" in first.err, "a word")
