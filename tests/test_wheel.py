@@ -77,7 +77,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         link(one, site)
     (wheel,) = folder.glob("diptych-*.whl")
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", "--no-compile", wheel], check=True)
+    options = ("-q", "--no-deps", "--no-index", "--no-compile")
+    subprocess.run([*pip, "--python", python, "install", *options, wheel], check=True)
     return python.parent
 
 
