@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -101,12 +101,22 @@ def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(serve: Callable[..., 
             os.killpg(make.pid, signal.SIGKILL)
 
 
-def test_a_model_that_is_not_there_ends_it(serve: Callable[..., Served]) -> None:
-    service = serve(model="/nowhere")
-    assert service.ended(120) == 2
-    assert service.err.splitlines()[-1].startswith("diptych: model: /nowhere: no such folder")
-    assert "Traceback" not in service.err and service.out == ""
-    assert "starting it again" not in service.err
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One whose model is not there, on an address for everyone, with variables that are no settings."""
+    variables = {"DIPTYCH_PRECISON": "fp16", "diptych_port": "80"}
+    service = Served(tmp_path_factory.mktemp("refused"), "--host", "0.0.0.0", model="/nowhere", variables=variables)
+    try:
+        assert service.ended(120) == 2
+        yield service
+    finally:
+        service.close()
+
+
+def test_a_model_that_is_not_there_ends_it(refused: Served) -> None:
+    assert refused.err.splitlines()[-1].startswith("diptych: model: /nowhere: no such folder")
+    assert "Traceback" not in refused.err and refused.out == ""
+    assert "starting it again" not in refused.err
 
 
 def test_on_a_terminal_a_spinner_turns_and_leaves_whole_lines(serve: Callable[..., Served]) -> None:
@@ -132,10 +142,8 @@ def test_an_artifacts_url_of_no_use_ends_it(serve: Callable[..., Served]) -> Non
     assert "Traceback" not in service.err
 
 
-def test_who_can_be_reached_from_elsewhere_is_warned(serve: Callable[..., Served]) -> None:
-    service = serve("--host", "0.0.0.0", model="/nowhere")
-    assert service.ended(120) == 2
-    assert "other machines can reach the API; they are served once there is a key" in service.err
+def test_who_can_be_reached_from_elsewhere_is_warned(refused: Served) -> None:
+    assert "other machines can reach the API; they are served once there is a key" in refused.err
 
 
 def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_path: Path) -> None:
@@ -150,11 +158,9 @@ def test_a_machine_without_redis_is_told_so(serve: Callable[..., Served], tmp_pa
     assert service.err.splitlines() == ["diptych: starting", "diptych: redis-server did not start: out of order"]
 
 
-def test_a_variable_that_is_no_setting_is_spoken_of_once(serve: Callable[..., Served]) -> None:
-    service = serve(model="/nowhere", variables={"DIPTYCH_PRECISON": "fp16", "diptych_port": "80"})
-    assert service.ended(120) == 2
+def test_a_variable_that_is_no_setting_is_spoken_of_once(refused: Served) -> None:
     warning = "DIPTYCH_PRECISON is not a known setting and is ignored; did you mean DIPTYCH_PRECISION?"
-    assert service.err.count(warning) == 1
+    assert refused.err.count(warning) == 1
 
 
 def test_data_that_cannot_be_written_is_named(serve: Callable[..., Served], tmp_path: Path) -> None:
