@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         try:
             # No sandbox of its own: it needs rights that a container's root does not have.
-            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", *__import__("os").environ.get("CHR","").split()])
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except Error:
             pytest.skip("there is no Chromium (apt install chromium, or playwright install chromium)")
         yield browser
