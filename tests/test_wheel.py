@@ -92,12 +92,16 @@ def cache(bare: Path) -> str:
     return str(folder)
 
 
-def run(bare: Path, *words: str | Path, where: Path) -> subprocess.CompletedProcess[str]:
-    """A command, in a folder of its own and with no setting of this machine."""
+def environment(bare: Path) -> dict[str, str]:
+    """No setting of this machine, and no path on which modules would be found."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "PYTHON"))}
-    variables |= {"DIPTYCH_CACHE_DIR": cache(bare), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return variables | {"DIPTYCH_CACHE_DIR": cache(bare), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(bare: Path, *words: str | Path, where: Path) -> subprocess.CompletedProcess[str]:
+    """A command, in a folder of its own."""
     return subprocess.run(
-        [bare / "diptych", *words], cwd=where, env=variables, capture_output=True, text=True, timeout=300
+        [bare / "diptych", *words], cwd=where, env=environment(bare), capture_output=True, text=True, timeout=300
     )
 
 
@@ -159,7 +163,8 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
         "print(*sorted(d.name for d in m.distributions()), sep='\\n')\n"
         "print(pathlib.Path(c.__file__).is_relative_to(__import__('sys').prefix))"
     )
-    done = subprocess.run([bare / "python", "-c", code], cwd=bare, capture_output=True, text=True, check=True)
+    command = [bare / "python", "-c", code]
+    done = subprocess.run(command, cwd=bare, env=environment(bare), capture_output=True, text=True, check=True)
     *names, from_wheel = done.stdout.split()
     assert from_wheel == "True"
     assert not {name.lower() for name in names} & set(absent)
