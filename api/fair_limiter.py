@@ -6,6 +6,7 @@ For coroutines of one event loop; tenant_pool.py does the same for work on threa
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,25 +20,69 @@ T = TypeVar("T")
 
 
 class FairLimiter:
-    """At most `total` at once, on as many threads, and one per tenant; tenants in order of arrival."""
+    """At most `total` at once, on as many threads, and one per tenant; tenants in order of arrival.
 
-    def __init__(self, total: int) -> None:
+    The costs of those that run add up to `budget` at most; a turn that costs more than all of it runs alone.
+    """
+
+    def __init__(self, total: int, budget: int = 0) -> None:
         self._threads = anyio.CapacityLimiter(total)
         self._locks: dict[str, tuple[asyncio.Lock, list[None]]] = {}
+        self._free, self._running, self._used, self._budget = total, 0, 0, budget
+        self._queue: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function on a thread in the tenant's turn. A cancelled caller waits for its end."""
-        async with self._turn(tenant):
-            return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
+        async with self.turn(tenant):
+            return await self.on_thread(function, *args, **kwargs)
+
+    async def on_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking function on one of the threads, within a turn. A cancelled caller waits for its end."""
+        return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
 
     @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+    async def turn(self, tenant: str, cost: int = 0) -> AsyncIterator[None]:
+        """The tenant's turn, for as long as the context is open. Whoever waits for it should hold nothing large."""
         lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
         waiting.append(None)
         try:
             async with lock:
-                yield
+                await self._acquire(cost)
+                try:
+                    yield
+                finally:
+                    self._release(cost)
         finally:
             waiting.pop()
             if not waiting:
                 del self._locks[tenant]
+
+    async def _acquire(self, cost: int) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((ready, cost))
+        self._admit()
+        try:
+            await ready
+        except asyncio.CancelledError:
+            if ready.cancelled():
+                self._admit()  # those behind it
+            else:  # its turn had come
+                self._release(cost)
+            raise
+
+    def _release(self, cost: int) -> None:
+        self._free, self._running, self._used = self._free + 1, self._running - 1, self._used - cost
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let the first ones run: none overtakes, so that a large one is not passed by for ever."""
+        while self._queue and self._free:
+            ready, cost = self._queue[0]
+            if ready.cancelled():
+                self._queue.popleft()
+                continue
+            if self._running and self._budget and self._used + cost > self._budget:
+                return
+            self._queue.popleft()
+            self._free, self._running, self._used = self._free - 1, self._running + 1, self._used + cost
+            ready.set_result(None)

@@ -36,3 +36,42 @@ def test_one_of_a_tenant_and_so_many_in_all() -> None:
         assert not limiter._locks, "nothing of who is done is remembered"
 
     asyncio.run(play())
+
+
+def test_turns_stay_within_the_budget_and_none_is_overtaken() -> None:
+    """A large one waits for room, and small ones behind it wait with it; one above the whole budget runs alone."""
+
+    async def play() -> None:
+        limiter = FairLimiter(3, budget=10)
+        running: list[str] = []
+        ends = {name: asyncio.Event() for name in ("a", "b", "c", "d", "e")}
+
+        async def turn(name: str, cost: int) -> None:
+            async with limiter.turn(name, cost):
+                running.append(name)
+                await ends[name].wait()
+                running.remove(name)
+
+        async def settled() -> list[str]:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return sorted(running)
+
+        tasks = {
+            name: asyncio.create_task(turn(name, cost)) for name, cost in (("a", 6), ("b", 8), ("c", 1), ("d", 99))
+        }
+        assert await settled() == ["a"]
+        tasks["b"].cancel()
+        assert await settled() == ["a", "c"]
+        ends["a"].set()
+        assert await settled() == ["c"], "the one above the budget waits until it is alone"
+        tasks["e"] = asyncio.create_task(turn("e", 1))
+        ends["c"].set()
+        assert await settled() == ["d"]
+        ends["d"].set()
+        assert await settled() == ["e"]
+        ends["e"].set()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert not limiter._locks and not limiter._queue and (limiter._running, limiter._used) == (0, 0)
+
+    asyncio.run(play())
