@@ -1,0 +1,133 @@
+"""Walks over the chunks of a PNG, JPEG or WebP file and refuses what costs a decoder more than its size suggests.
+
+Reads the structure only: the number, kinds and sizes of chunks, and the size that the header declares. Runs before any
+decoder is called.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_PIXELS = 4096 * 4096
+MAX_SIDE = 8192  # resizing an image of one row costs more than its area suggests
+MAX_SCANS = 100  # of a JPEG, each of which decodes all of it again; encoders make about ten
+MAX_CHUNKS = 1024  # besides those that hold pixels; a camera or an editor writes some dozens
+MAX_ANCILLARY = 8 * 2**20  # bytes of all chunks that hold no pixels: profiles, text, thumbnails
+_DENSITY = (
+    256  # bytes of a PNG for each chunk of pixels; encoders write 8 KiB and more, the smallest devices some hundred
+)
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_JPEG = b"\xff\xd8"
+_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd9]")  # followed by a segment: none of a scan's bytes, no bare marker
+_SOS = 0xDA
+_SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the header of a frame
+_ONCE = frozenset((b"IHDR", b"PLTE", b"tRNS", b"iCCP", b"acTL"))
+
+
+class InvalidPicture(ValueError):
+    """The file is refused. The message says why, without the field's name."""
+
+
+def walk(data: bytes) -> tuple[int, int]:
+    """Check the file's structure; return the width and height that its header declares. Raises `InvalidPicture`."""
+    if data.startswith(_PNG):
+        size = _walk_png(data)
+    elif data.startswith(_JPEG):
+        size = _walk_jpeg(data)
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        size = _walk_webp(data)
+    else:
+        raise InvalidPicture("must be a PNG, JPEG or WebP image")
+    check_size(size)
+    return size
+
+
+def check_size(size: tuple[int, int]) -> None:
+    """Raises `InvalidPicture` for too many pixels, or none."""
+    if min(size) < 1:
+        raise InvalidPicture("must be a PNG, JPEG or WebP image")
+    if max(size) > MAX_SIDE:
+        raise InvalidPicture(f"is wider or higher than {MAX_SIDE} pixels")
+    if size[0] * size[1] > MAX_PIXELS:
+        raise InvalidPicture(f"has more than {MAX_PIXELS} pixels")
+
+
+class _Tally:
+    """Counts what a file holds besides its pixels."""
+
+    def __init__(self) -> None:
+        self._chunks, self._bytes = 0, 0
+
+    def add(self, length: int) -> None:
+        """Count one chunk. Raises `InvalidPicture` at a limit."""
+        self._chunks, self._bytes = self._chunks + 1, self._bytes + length
+        if self._chunks > MAX_CHUNKS:
+            raise InvalidPicture(f"has more than {MAX_CHUNKS} chunks besides its pixels")
+        if self._bytes > MAX_ANCILLARY:
+            raise InvalidPicture(f"has more than {MAX_ANCILLARY} bytes besides its pixels")
+
+
+def _walk_png(data: bytes) -> tuple[int, int]:
+    """Up to IEND, or to the last whole chunk: the decoder refuses a file that is cut off."""
+    if data[12:16] != b"IHDR" or len(data) < 33 or int.from_bytes(data[8:12], "big") != 13:
+        raise InvalidPicture("must be a PNG, JPEG or WebP image")
+    size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    check_size(size)
+    tally, seen, parts, most = _Tally(), {b"IHDR"}, 0, MAX_CHUNKS + len(data) // _DENSITY
+    at = 33
+    while at + 8 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if kind == b"IEND":
+            break
+        if kind in (b"IDAT", b"fdAT"):
+            parts += 1
+            if parts > most:
+                raise InvalidPicture("has its pixels in too many small chunks")
+        else:
+            if kind in _ONCE and kind in seen:
+                raise InvalidPicture(f"has two chunks {kind.decode()}")
+            seen.add(kind)
+            tally.add(length)
+        at += 12 + length
+    return size
+
+
+def _walk_jpeg(data: bytes) -> tuple[int, int]:
+    tally, scans, at = _Tally(), 0, 2
+    size: tuple[int, int] | None = None
+    while (marker := _MARKER.search(data, at)) is not None:
+        kind, at = marker[0][1], marker.end()
+        length = int.from_bytes(data[at : at + 2], "big")
+        if kind == _SOS:
+            scans += 1
+            if scans > MAX_SCANS:
+                raise InvalidPicture(f"is a JPEG of more than {MAX_SCANS} scans")
+        elif kind in _SOF:
+            tally.add(length)
+            if not scans:
+                if size is not None:
+                    raise InvalidPicture("has two headers")
+                size = int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 3 : at + 5], "big")
+                check_size(size)
+        else:
+            tally.add(length)
+        at += length
+    if size is None:
+        raise InvalidPicture("must be a PNG, JPEG or WebP image")
+    return size
+
+
+def _walk_webp(data: bytes) -> tuple[int, int]:
+    """By RFC 9649. Frames of an animation are walked too: their size is bounded as the canvas is."""
+    tally, at = _Tally(), 12
+    while at + 8 <= len(data):
+        length = int.from_bytes(data[at + 4 : at + 8], "little")
+        tally.add(0 if data[at : at + 4] in (b"VP8 ", b"VP8L", b"ANMF", b"ALPH") else length)
+        at += 8 + length + length % 2
+    if data[12:16] == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if data[12:16] == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF

@@ -1,0 +1,147 @@
+"""Decoding and resizing pictures, as the child processes do: sizes by the header, bits of every mode, damaged files."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from api import picture_codec
+from api.picture_codec import fit_mask, fit_picture, measure
+from api.picture_walk import MAX_PIXELS, MAX_SIDE, InvalidPicture
+from contract.image_fields import Margins
+from tests.api.test_edits import as_file, bomb, pixels
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    info, _ = measure(None, [data])
+    return info["width"], info["height"]
+
+
+def fitted(data: bytes, size: tuple[int, int], margins: Margins | None = None) -> np.ndarray:
+    sides = None if margins is None else (margins.left, margins.top, margins.right, margins.bottom)
+    _, (png,) = fit_picture({"margins": sides, "size": size}, [data])
+    image = Image.open(io.BytesIO(png))
+    assert (image.format, image.mode) == ("PNG", "RGB")
+    return np.asarray(image)
+
+
+def hole_of(mask: bytes | None, size: tuple[int, int], **more: Any) -> np.ndarray:
+    arguments = {"margins": None, "size": size, "soft": False, "own_size": size, **more}
+    return np.asarray(Image.open(io.BytesIO(fit_mask(arguments, [] if mask is None else [mask])[1][0])))
+
+
+@pytest.mark.parametrize("size", [(1, MAX_SIDE), (MAX_SIDE, 1)])
+def test_the_longest_picture_is_resized(size: tuple[int, int]) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", size).save(stream, "PNG")
+    assert size_of(stream.getvalue()) == size and fitted(stream.getvalue(), (64, 64)).shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("options", [{}, {"lossless": True}])
+def test_sizes_and_media_types_are_read_from_the_header(form: str, options: dict[str, Any]) -> None:
+    expected = {"width": 31, "height": 17, "media_type": f"image/{form.lower()}"}
+    assert measure(None, [as_file(pixels(31, 17), form, **options)]) == (expected, [])
+    assert size_of(as_file(pixels(31, 17, 4), "WEBP", **options)) == (31, 17)
+
+
+@pytest.mark.parametrize(("orientation", "turned"), [(1, False), (3, False), (6, True), (8, True)])
+@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+def test_a_turned_picture_is_turned_back(orientation: int, turned: bool, form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    array = np.repeat(pixels(2, 1), 32, 0).repeat(32, 1)
+    data = as_file(array, form, exif=exif)
+    size = (32, 64) if turned else (64, 32)
+    assert size_of(data) == size
+    stored = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(fitted(data, size), np.rot90(stored, {1: 0, 3: 2, 6: 3, 8: 1}[orientation]))
+
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MODES), st.integers(0, 99), st.booleans(), st.integers(1, 40))
+def test_a_picture_of_any_mode_is_composited_on_white(mode: str, seed: int, transparent: bool, rows: int) -> None:
+    """In bands of any height, with the bits of the whole picture composited at once."""
+    array = pixels(23, 37, 4, seed)
+    image = Image.fromarray(array).convert(mode if mode in ("LA", "RGBA") else "RGB").convert(mode)
+    more: dict[str, Any] = {}
+    if transparent and mode in ("1", "L", "P", "RGB"):
+        more["transparency"] = tuple(array[0, 0, :3].tolist()) if mode == "RGB" else int(seed % 2)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG" if mode == "CMYK" else "PNG", **more)
+    whole = Image.open(io.BytesIO(stream.getvalue())).convert("RGBA")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture_codec, "_BAND", 23 * rows)
+        white = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
+        assert np.array_equal(fitted(stream.getvalue(), (23, 37)), np.asarray(white))
+        alpha = np.asarray(whole.getchannel("A"))
+        if (alpha == 0).any():
+            hard = np.where(alpha == 0, 255, 0)
+            assert np.array_equal(hole_of(stream.getvalue(), (23, 37)), hard)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.binary(max_size=300), seed=st.integers(0, 99), cut=st.integers(0, 3000),
+    form=st.sampled_from(["PNG", "JPEG", "WEBP"]),
+)  # fmt: skip
+def test_a_damaged_file_is_refused_or_decoded(data: bytes, seed: int, cut: int, form: str) -> None:
+    whole = as_file(pixels(24, 16, seed=seed), form)
+    at = cut % len(whole)
+    for damaged in (data, whole[:at], whole[:at] + data + whole[at + len(data) :]):
+        try:
+            measure(None, [damaged])
+            assert fitted(damaged, (8, 8)).shape == (8, 8, 3)
+        except InvalidPicture as error:
+            assert str(error)
+
+
+def test_the_limit_of_pixels_is_exact() -> None:
+    assert MAX_PIXELS == 4096 * 4096
+    with pytest.raises(InvalidPicture, match="more than 16777216 pixels"):
+        measure(None, [bomb(4096, 4097)])
+    assert size_of(bomb(4096, 4096)) == (4096, 4096)
+
+
+SIDES, MARGIN = st.integers(1, 9), st.integers(0, 7)
+
+
+@settings(deadline=None)
+@given(SIDES, SIDES, MARGIN, MARGIN, MARGIN, MARGIN, st.booleans(), st.integers(0, 99))
+def test_margins_repeat_the_outermost_pixels_and_are_masked(
+    width: int, height: int, left: int, top: int, right: int, bottom: int, masked: bool, seed: int
+) -> None:
+    """As numpy pads."""
+    margins, sides = Margins(left=left, top=top, right=right, bottom=bottom), (left, top, right, bottom)
+    random = np.random.default_rng(seed)
+    array = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    alpha = random.choice(np.array([0, 255], np.uint8), (height, width))
+    alpha[0, 0] = 0
+    mask = as_file(np.dstack([array, alpha])) if masked else None
+    size, pads = margins.around((width, height)), ((top, bottom), (left, right))
+    assert np.array_equal(fitted(as_file(array), size, margins), np.pad(array, (*pads, (0, 0)), mode="edge"))
+    inside = 255 - alpha if masked else np.zeros_like(alpha)
+    hole = hole_of(mask, size, margins=sides, own_size=(width, height))
+    assert np.array_equal(hole, np.pad(inside, pads, constant_values=255))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255), min_size=4, max_size=4))
+def test_a_soft_mask_keeps_its_transparency(values: list[int]) -> None:
+    """All that is not opaque somewhere is a mask."""
+    alpha = np.array(values, np.uint8).reshape(2, 2)
+    mask = as_file(np.dstack([alpha] * 4))
+    if min(values) == 255:
+        with pytest.raises(InvalidPicture, match="has no transparent pixel"):
+            hole_of(mask, (2, 2), soft=True)
+        return
+    assert np.array_equal(hole_of(mask, (2, 2), soft=True), 255 - alpha)

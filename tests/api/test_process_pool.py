@@ -1,0 +1,101 @@
+"""A pool of child processes: its limits on memory, CPU time and calls, and that its memory returns."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from api.process_pool import CallCrashed, CallRefused, CallTimeout, ProcessPool, serve
+from tests.api.world import eventually
+
+MODULE = "tests.api.test_process_pool"
+
+
+def echo(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    return [arguments, os.getpid()], blobs[::-1]
+
+
+def refuse(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    raise ValueError("must be something else")
+
+
+def allocate(arguments: int, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    return len(bytes(arguments)), []
+
+
+def spin(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    while True:
+        pass
+
+
+def hang(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    time.sleep(3600)
+    return None, []
+
+
+def die(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    os.abort()
+
+
+def pool(**more: Any) -> ProcessPool:
+    given: dict[str, Any] = {"memory_bytes": 2**31, "cpu_s": 30, "timeout_s": 120.0, **more}
+    return ProcessPool(MODULE, **given)
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_calls_are_answered_and_a_process_is_used_again_up_to_its_calls() -> None:
+    processes, before = pool(calls=2), children()
+    try:
+        answers = [processes.call("echo", {"k": k}, [b"a", b"", b"bc" * 10**6]) for k in range(3)]
+        assert [answer[0][0] for answer in answers] == [{"k": k} for k in range(3)]
+        assert all(blobs == [b"bc" * 10**6, b"", b"a"] for _, blobs in answers)
+        first, second, third = (answer[0][1] for answer in answers)
+        assert first == second != third
+        with pytest.raises(CallRefused, match="must be something else"):
+            processes.call("refuse", None)
+    finally:
+        processes.close()
+    assert children() <= before
+
+
+def test_limits_end_the_call_and_not_the_pool() -> None:
+    processes, before = pool(cpu_s=1, memory_bytes=2**30), children()
+    try:
+        with pytest.raises(CallCrashed, match="memory"):
+            processes.call("allocate", 2**31)
+        with pytest.raises(CallCrashed, match="too long"):
+            processes.call("spin", None)
+        with pytest.raises(CallCrashed, match="cannot be decoded"):
+            processes.call("die", None)
+        assert processes.call("allocate", 2**20) == (2**20, [])
+    finally:
+        processes.close()
+    assert children() <= before
+
+
+def test_a_call_without_an_answer_times_out() -> None:
+    processes, before = pool(timeout_s=2.0), children()
+    with pytest.raises(CallTimeout):
+        processes.call("hang", None)
+    processes.close()
+    assert children() <= before
+
+
+def test_idle_processes_end() -> None:
+    processes, before = pool(idle_s=0.1), children()
+    pid = processes.call("echo", None)[0][1]
+    assert pid not in before
+    eventually(lambda: pid not in children())
+    assert processes.call("echo", None)[0][1] != pid
+    processes.close()
+
+
+if __name__ == "__main__":
+    serve(echo, refuse, allocate, spin, hang, die)
