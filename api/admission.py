@@ -6,7 +6,7 @@ import math
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
-from api.uploads import NO_PICTURES, PictureUploads, Upload
+from api.uploads import NO_PICTURES, PictureSource, PictureUploads
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, Size, TextCard
 from contract.estimates import solo_s, work_s
@@ -23,22 +23,23 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 }
 
 
-def image_draft(
-    fields: ImageFields, card: ImageCard, upload: Upload | None = None, pictures: PictureUploads = NO_PICTURES
-) -> JobDraft:
-    """Build the job for these fields on this model, without an owner. The source image (`upload`) and the pictures of
-    its controls and image prompts are not stored yet.
+def image_draft(fields: ImageFields, card: ImageCard, pictures: PictureUploads = NO_PICTURES) -> JobDraft:
+    """Build the job for these fields on this model, without an owner. Its pictures are not stored yet. Where their
+    sizes are unknown all else is checked, as if they had the model's native size.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
-    size, masked = (None, False) if upload is None else (upload.size, upload.masked)
-    if upload is not None and upload.margins is not None and fields.size is None and card.offer.offers(upload.size):
-        fields = fields.model_copy(update={"size": "{}x{}".format(*upload.size)})
+    source, size = pictures.source, None
+    if source is not None:
+        size = source.size or (card.native, card.native)
+        if source.margins is not None and fields.size is None and card.offer.offers(size):
+            fields = fields.model_copy(update={"size": "{}x{}".format(*size)})
     with invalid_as_api_error():
         like = pictures.controls[0].size if pictures.controls else None
-        job = image_job(fields, card.offer, size, masked=masked, like=like)
-    for one in pictures.controls:
-        _check_shape(one, job.size)
+        job = image_job(fields, card.offer, size, masked=source is not None and source.masked, like=like)
+    if pictures.measured:
+        for control in pictures.controls:
+            _check_shape(control.image, job.size)
     return JobDraft(
         id=new_id(),
         modality="image",
@@ -50,12 +51,13 @@ def image_draft(
     )
 
 
-def _check_shape(control: Upload, size: Size) -> None:
+def _check_shape(control: PictureSource, size: Size) -> None:
     """Raise `ApiError` (400) for a control's picture of another shape than the job's, which resizing would distort."""
+    assert control.size is not None
     (width, height), (w, h) = control.size, size
     if abs(math.log(width * h / height / w)) > _DISTORTION:
         words = f"is {width}x{height}, and the picture {w}x{h}: give one of that shape, or another size"
-        raise invalid_field(control.named, words, "mismatched_size")
+        raise invalid_field(control.field, words, "mismatched_size")
 
 
 def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:

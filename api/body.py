@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 from itertools import islice
-from typing import Any
+from typing import IO, Any
 
 from anyio.lowlevel import RunVar
 from fastapi import Request
@@ -65,19 +66,30 @@ async def read(request: Request, tenant: str) -> dict[str, Any]:
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
     """The raw body of a JSON request. Raises `ApiError` as `read`."""
+    raw = io.BytesIO()
+    await spool(request, raw, max_bytes)
+    return raw.getvalue()
+
+
+async def spool(request: Request, file: IO[bytes], max_bytes: int) -> int:
+    """Write the raw body of a JSON request to a file, which is then at its start; return its size. Raises `ApiError` as
+    `read`.
+    """
     _check_headers(request)
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large(max_bytes)
-    raw = bytearray()
+    size = 0
     try:
         async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > max_bytes:  # whatever Content-Length declared
+            size += len(chunk)
+            if size > max_bytes:  # whatever Content-Length declared
                 raise too_large(max_bytes)
+            file.write(chunk)
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
-    return bytes(raw)
+    file.seek(0)
+    return size
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -1,23 +1,25 @@
 """POST /v1/images/edits: OpenAI's endpoint. As images.py, from a source image and an optional mask.
 
-uploads.py checks and decodes the image.
+picture_decoder.py checks and decodes the pictures; a form's files are open, on disk, until that is done.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
-from api import body, images, references, schemas, submission
-from api.access import By, Caller
-from api.errors import ApiError, invalid_field
-from api.forms import form
-from api.references import CONTROL, IMAGE_PROMPT
-from api.service import Given, Service
-from api.uploads import MAX_BYTES, PictureUploads, Upload
+from api import body, images, schemas, submission
+from api.access import By, Caller, enforce_rate_limit
+from api.errors import invalid_field
+from api.forms import form, upload_source
+from api.references import CONTROL, IMAGE_PROMPT, NONE_GIVEN, GivenPictures
+from api.service import Given
+from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_STEPS
 from contract.control import ControlChoice
 from contract.image_fields import EditFields
@@ -60,35 +62,29 @@ _FILE = {"type": "string", "format": "binary"}
 async def edit(request: Request, service: Given, caller: By) -> Response:
     """Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
-    fields, upload, pictures = await _read(request, service, caller)
-    id = submission.idempotency_id(request, caller)
-    job, _ = await submission.submit(service, request, caller, fields, id, upload, pictures)
+    await enforce_rate_limit(request, service, caller)
+    async with _read(request, caller) as (fields, given):
+        id = submission.idempotency_id(request, caller)
+        job, _ = await submission.submit(service, request, caller, fields, id, given, charged=True)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
-async def _read(request: Request, service: Service, caller: Caller) -> tuple[EditFields, Upload, PictureUploads]:
-    """The request, as a form or as JSON, its source image, and its other pictures. Raises `ApiError`."""
+@asynccontextmanager
+async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditFields, GivenPictures]]:
+    """The request, as a form or as JSON, and its files, which are open as long as the context. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        named = schemas.read(schemas.EditBody, await body.read(request, caller.id))
-        read = await references.read(service, caller, named)
-        return named, read, await references.read_pictures(service, caller, named)
+        yield schemas.read(schemas.EditBody, await body.read(request, caller.id)), NONE_GIVEN
+        return
     async with form(request, max_bytes=_MOST * MAX_BYTES + _ENVELOPE, max_files=_MOST + 2, max_fields=100) as parts:
-        texts, files, several = await _parts(parts)
-    fields = schemas.read(EditFields, _typed(texts))
-    if "image" not in files:
-        raise invalid_field("image", "is required, as a file", "missing_required_parameter")
-    given = files["image"], files.get("mask"), "image", fields.outpaint
-    upload = await service.decoding.run(caller.id, Upload.of, *given)
-    return fields, upload, await references.read_pictures(service, caller, fields, several)
+        texts, given = _parts(parts)
+        yield schemas.read(EditFields, _typed(texts)), given
 
 
-async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], dict[str, list[bytes]]]:
-    """Texts and files by name, and those that may come several times. Raises `ApiError` (400, 413) for duplicates, and
-    for the wrong kind.
-    """
+def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
+    """Texts by name, and the files. Raises `ApiError` (400, 413) for duplicates, and for the wrong kind."""
     texts: dict[str, str] = {}
-    files: dict[str, bytes] = {}
-    several: dict[str, list[bytes]] = {name: [] for name in _SEVERAL}
+    files: dict[str, PictureSource] = {}
+    several: dict[str, list[PictureSource]] = {name: [] for name in _SEVERAL}
     for given, value in parts.multi_items():
         name = given.removesuffix("[]") if given in _LISTS else given
         if name in texts or name in files:
@@ -100,17 +96,17 @@ async def _parts(parts: FormData) -> tuple[dict[str, str], dict[str, bytes], dic
         if isinstance(value, UploadFile):
             if name not in (*_FILES, *_SEVERAL):
                 raise invalid_field(body.plain(name), "must not be a file", "invalid_type")
-            if (value.size or 0) > MAX_BYTES:
-                raise ApiError(413, f"{name}: is larger than {MAX_BYTES} bytes", param=name, code="body_too_large")
+            source = upload_source(name, value)
             if name in several:
-                several[name].append(await value.read())
+                several[name].append(source)
             else:
-                files[name] = await value.read()
+                files[name] = source
         elif name in (*_FILES, *_SEVERAL):
             raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
-    return texts, files, several
+    controls, image_prompts = (tuple(several[name]) for name in _SEVERAL)
+    return texts, GivenPictures(files.get("image"), files.get("mask"), controls, image_prompts)
 
 
 def _numbers(text: str, *, whole: bool) -> list[Any] | None:

@@ -1,6 +1,6 @@
 """/v1/files: input and output files of batches, and images to be edited, in OpenAI's format.
 
-batches.py checks the lines of a file, uploads.py checks images.
+batches.py checks the lines of a file, picture_decoder.py checks images: once, and the record keeps their size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 
-from api import uploads
 from api.access import By, Caller, enforce_rate_limit
 from api.errors import NO_RETRY, ApiError, invalid_field
-from api.forms import form
+from api.forms import form, upload_source
 from api.methods import bodiless
 from api.paging import Pagination, missing, page
+from api.picture_decoder import PictureInfo
 from api.service import Given, Service
+from contract.card import Size
 from core.artifacts import NoArtifact, Spool, media_type
 from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
 
@@ -65,11 +66,11 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     quota = _quota(service, caller)
     async with _upload(request) as (purpose, name, upload):
-        kind = _LINES
+        info = None
         if purpose == "vision":
-            kind = await service.decoding.run(caller.id, _media_type, upload)
+            info = await service.pictures.measure(caller.id, upload_source("file", upload))
         file = await service.writing.run(
-            caller.id, _keep_upload, service, caller.id, name, purpose, upload, kind, quota
+            caller.id, _keep_upload, service, caller.id, name, purpose, upload.file, info, quota
         )
     return JSONResponse(_object(file))
 
@@ -159,12 +160,12 @@ def gone(param: str) -> ApiError:
 
 def keep_spool(
     service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
-    id: str = "",
+    id: str = "", picture_size: Size | None = None,
 ) -> File:  # fmt: skip
     """Store a file of this media type for its retention time. Raises `ArtifactError`, `StoreError` and `FilesFull`."""
     id = id or new_file_id()
     key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
-    return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id)
+    return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id, picture_size=picture_size)
 
 
 def _quota(service: Service, caller: Caller) -> int:
@@ -174,23 +175,18 @@ def _quota(service: Service, caller: Caller) -> int:
 
 
 def _keep_upload(
-    service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], kind: str, quota: int
+    service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], info: PictureInfo | None, quota: int
 ) -> File:
     """Store an upload. Blocks. Raises `ApiError` (429) if the owner's quota is exceeded."""
     try:
         spool, used = Spool.of(upload), service.files.used_bytes(owner)
         if quota and used + spool.size > quota:  # before anything is written; the record enforces the limit
             raise FilesFull(used, quota)
-        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota)
+        kind, size = (_LINES, None) if info is None else (info.media_type, info.size)
+        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota, picture_size=size)
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None
-
-
-def _media_type(upload: IO[bytes]) -> str:
-    """Media type of an image, by its header. Blocks. Raises `ApiError`."""
-    upload.seek(0)
-    return uploads.media_type("file", upload.read(uploads.MAX_BYTES + 1))
 
 
 def _size(service: Service, file: File) -> int:
@@ -209,7 +205,7 @@ async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes
 
 
 @asynccontextmanager
-async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]:
+async def _upload(request: Request) -> AsyncIterator[tuple[str, str, UploadFile]]:
     """Purpose, name and content of an uploaded file; large content is on disk. Raises `ApiError`."""
     async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
@@ -220,7 +216,7 @@ async def _upload(request: Request) -> AsyncIterator[tuple[str, str, IO[bytes]]]
         if not upload.size:
             raise invalid_field("file", "must not be empty")
         name = upload.filename or ""
-        yield purpose, name if _NAME.fullmatch(name) else "file", upload.file
+        yield purpose, name if _NAME.fullmatch(name) else "file", upload
 
 
 def _object(file: File) -> dict[str, Any]:

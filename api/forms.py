@@ -1,4 +1,7 @@
-"""Parses a body as a multipart form with files; its size is checked by the declared length before it is read."""
+"""Parses a body as a multipart form with files: in UTF-8, within bounds, and on threads of its own.
+
+Large files are on disk. The body's size is checked by the declared length before it is read.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,34 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from tempfile import SpooledTemporaryFile
+from typing import BinaryIO, cast
 
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
 from fastapi import Request
-from starlette.datastructures import FormData
-from starlette.exceptions import HTTPException
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import FormData, UploadFile
 from starlette.requests import ClientDisconnect
 
+from api import body
 from api.errors import ApiError
+from api.uploads import PictureSource
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs rejected forms
+
+_MOST_TEXT = body.MAX_BYTES  # of all fields together, as of a JSON body
+_MOST_HEAD = 4096  # bytes of a part's Content-Disposition: its name and its file's name
+_MOST_TYPE = 512  # bytes of the request's Content-Type
+_PARAMETER = r';\s*([\w.-]{1,40})=(?:"([^"\\]*)"|([^\s;"]+))\s*'
+_TYPE = re.compile(rf"multipart/form-data\s*((?:{_PARAMETER})*);?", re.IGNORECASE | re.ASCII)
+_INLINE = 4096  # bytes that are parsed faster than a thread starts
+_THREADS = 4  # for chunks of forms
+_SPOOLED = 64 * 1024  # bytes of a file in memory
+
+_limiter: RunVar[anyio.CapacityLimiter] = RunVar("forms")
 
 
 @asynccontextmanager
@@ -28,14 +50,155 @@ async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: 
         raise ApiError(411, "content-length: must be given.", param="content-length", code="length_required")
     if int(declared) > max_bytes:
         raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        message = "content-type: must be multipart/form-data."
-        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
+    parts = _Parts(_boundary(request.headers.get("content-type", "")), max_files, max_fields)
     try:
-        parsed = await request.form(max_files=max_files, max_fields=max_fields)
-    except (HTTPException, ValueError, KeyError, ClientDisconnect):
-        raise ApiError(400, "The body is not a form, or has too many parts.", code="invalid_body") from None
-    try:
-        yield parsed
+        try:
+            async for chunk in request.stream():
+                if len(chunk) <= _INLINE:
+                    parts.feed(chunk)
+                else:
+                    await anyio.to_thread.run_sync(parts.feed, chunk, limiter=_threads())
+            parts.finish()
+        except ClientDisconnect:
+            raise _invalid("it ended early") from None
+        except FormParserError:
+            raise _invalid("its parts are malformed") from None
+        yield FormData(parts.items)
     finally:
-        await parsed.close()
+        parts.close()
+
+
+def upload_source(field: str, upload: UploadFile) -> PictureSource:
+    """The picture in a form's file, which can be read for as long as the form is open."""
+
+    def read() -> bytes:
+        upload.file.seek(0)
+        return upload.file.read()
+
+    return PictureSource(field, upload.size or 0, read)
+
+
+def _boundary(content_type: str) -> bytes:
+    """What separates the parts. Raises `ApiError` (415), also for a charset other than UTF-8."""
+    whole = _TYPE.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
+    found = () if whole is None else re.findall(_PARAMETER, whole[1], re.ASCII)
+    parameters: dict[str, str] = {name.lower(): quoted or plain for name, quoted, plain in found}
+    if not parameters.get("boundary") or parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8"):
+        message = "content-type: must be multipart/form-data with a boundary, in UTF-8."
+        raise ApiError(415, message, param="content-type", code="unsupported_media_type")
+    return parameters["boundary"].encode("latin-1")
+
+
+def _threads() -> anyio.CapacityLimiter:
+    """The limiter of this event loop."""
+    try:
+        return _limiter.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(_THREADS)
+        _limiter.set(limiter)
+        return limiter
+
+
+def _invalid(reason: str) -> ApiError:
+    return ApiError(400, f"The body is not a form: {reason}.", code="invalid_body")
+
+
+class _Parts:
+    """The parts of a form, collected by the callbacks of its parser. `feed` may be called on any thread, one at a time.
+
+    All methods raise `FormParserError` for a malformed form, and `ApiError` at a limit.
+    """
+
+    def __init__(self, boundary: bytes, max_files: int, max_fields: int) -> None:
+        self.items: list[tuple[str, str | UploadFile]] = []
+        self._left = {"files": max_files, "fields": max_fields}
+        self._text_left = _MOST_TEXT
+        self._files: list[UploadFile] = []
+        self._name, self._text, self._file = "", bytearray(), cast(UploadFile | None, None)
+        self._field, self._value, self._disposition = bytearray(), bytearray(), bytearray()
+        self._ended = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, chunk: bytes) -> None:
+        self._parser.write(chunk)
+
+    def finish(self) -> None:
+        self._parser.finalize()
+        if not self._ended:
+            raise _invalid("its last part has no end")
+        for file in self._files:
+            file.file.seek(0)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.file.close()
+
+    def _begin_part(self) -> None:
+        self._disposition, self._text, self._file = bytearray(), bytearray(), None
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._field.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._field, self._value = bytearray(), bytearray()
+
+    def _end_headers(self) -> None:
+        if len(self._disposition) > _MOST_HEAD:
+            raise _invalid("the name of a part is too long")
+        _, options = parse_options_header(bytes(self._disposition))
+        if b"name" not in options:
+            raise _invalid("a part has no name")
+        self._name = _decoded(options[b"name"])
+        if b"filename" not in options:
+            self._count("fields")
+            return
+        self._count("files")
+        filename = _decoded(options[b"filename"])
+        file = cast(BinaryIO, SpooledTemporaryFile(max_size=_SPOOLED))  # noqa: SIM115 - `close` closes it
+        self._file = UploadFile(file, size=0, filename=filename)
+        self._files.append(self._file)
+
+    def _count(self, kind: str) -> None:
+        self._left[kind] -= 1
+        if self._left[kind] < 0:
+            raise _invalid(f"it has too many {kind}")
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._file is not None:
+            self._file.file.write(data[start:end])
+            self._file.size = (self._file.size or 0) + end - start
+            return
+        self._text_left -= end - start
+        if self._text_left < 0:
+            raise ApiError(413, f"The fields are larger than {_MOST_TEXT} bytes.", code="body_too_large")
+        self._text += data[start:end]
+
+    def _end_part(self) -> None:
+        self.items.append((self._name, _decoded(self._text) if self._file is None else self._file))
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+def _decoded(text: bytes | bytearray) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _invalid("a name or a field is not UTF-8") from None

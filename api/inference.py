@@ -6,21 +6,23 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, schemas, submission, uploads
-from api.access import BEARER, identify
+from api import body, images, references, schemas, submission, uploads
+from api.access import BEARER, enforce_rate_limit, identify
 from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
+from api.references import GivenPictures
 from api.service import Given, Service
-from api.uploads import Upload
+from api.uploads import PictureSource
 from contract.image_fields import EditFields, ImageFields
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
@@ -28,6 +30,8 @@ from core.jobs.connection import StoreError
 router = APIRouter(tags=["images"])
 
 _MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64, and the rest
+_SPOOLED = 64 * 1024  # bytes in memory
+_COPIES = 4  # of a body while it is parsed: as bytes, as text, its image as text and as bytes
 _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
 # The client's names → ours; the others are the same as in /v1/images/generations and /v1/images/edits.
@@ -89,42 +93,63 @@ async def draw_with(name: str, request: Request, service: Given) -> Response:
 
 
 async def _answer(request: Request, service: Service, model: str | None) -> Response:
-    upload: Upload | None = None
+    edited = False
     try:
         caller = await identify(request)
         caller.check("images")
-        given, image = _split(await _body(request, service, caller.id))
-        if image is not None:
-            upload = await service.decoding.run(caller.id, _uploaded, image)
-        kind = ImageFields if upload is None else EditFields
-        fields = schemas.read(kind, {**given, "model": model})
-        id = submission.idempotency_id(request, caller)
-        job, _ = await submission.submit(service, request, caller, fields, id, upload)
+        await enforce_rate_limit(request, service, caller)
+        async with _request(request, service, caller.id) as (given, image):
+            edited = image is not None
+            fields = schemas.read(EditFields if edited else ImageFields, {**given, "model": model})
+            id = submission.idempotency_id(request, caller)
+            pictures = GivenPictures(image)
+            job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
         picture = results(await images.finished(service, request, job, stays=id is not None))[0]
         data = await service.stored(lambda: service.artifacts.get(picture["key"]))
     except (ApiError, StoreError, ArtifactError) as error:
         said = error if isinstance(error, ApiError) else store_error(error)
-        return _told(said, "inputs" if upload is None else "parameters.prompt")
+        return _told(said, "parameters.prompt" if edited else "inputs")
     return Response(data, media_type=picture["media_type"], headers={"X-Content-Type-Options": "nosniff"})
 
 
-async def _body(request: Request, service: Service, tenant: str) -> InferenceBody:
-    """The posted body, with the format of the `Accept` header as the default. Raises `ApiError`."""
+@asynccontextmanager
+async def _request(
+    request: Request, service: Service, tenant: str
+) -> AsyncIterator[tuple[dict[str, Any], PictureSource | None]]:
+    """Our fields, and the source image, if there is one, which can be read as long as the context is open.
+
+    A large body and its image are on disk, and in memory only in the tenant's turn. Raises `ApiError`.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
         raise _no_prompt()
-    raw = await body.collect(request, _MOST_BYTES)
-    read = schemas.read(InferenceBody, await service.decoding.run(tenant, body.parse, raw))
+    with SpooledTemporaryFile(_SPOOLED) as raw, SpooledTemporaryFile(_SPOOLED) as picture:
+        size = await body.spool(request, raw, _MOST_BYTES)
+
+        def parse() -> tuple[dict[str, Any], int | None]:
+            """The fields, and the length of the image."""
+            fields, image = _split(schemas.read(InferenceBody, body.parse(raw.read())), request)
+            if image is None:
+                return fields, None
+            message = "must be an image in base64, since there is a parameters.prompt"
+            return fields, picture.write(references.decoded("inputs", message, image))
+
+        def read() -> bytes:
+            picture.seek(0)
+            return picture.read()
+
+        fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
+        yield fields, None if length is None else PictureSource("inputs", length, read)
+
+
+def _split(asked: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:
+    """Our fields, and the source image in base64; None: there is none. The format of the `Accept` header is the
+    default. Raises `ApiError` (400).
+    """
+    parameters = {name: value for name, value in (asked.parameters or {}).items() if value is not None}
     accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
-    parameters = {name: value for name, value in (read.parameters or {}).items() if value is not None}
     if accepted is not None:
         parameters.setdefault("output_format", accepted)
-    return read.model_copy(update={"parameters": parameters})
-
-
-def _split(asked: InferenceBody) -> tuple[dict[str, Any], str | None]:
-    """Our fields, and the source image in base64; None: there is none. Raises `ApiError` (400)."""
-    parameters = dict(asked.parameters or {})
     size = _size(parameters)
     fields = {_NAMES.get(name, name): parameters.pop(name) for name in (*_NAMES, *_SHARED) if name in parameters}
     for name in parameters:
@@ -151,14 +176,6 @@ def _size(parameters: dict[str, Any]) -> str | None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 100_000):
             raise invalid_field(f"parameters.{name}", "must be a whole number of pixels", "invalid_type")
     return None if given["width"] is None else f"{given['width']}x{given['height']}"
-
-
-def _uploaded(text: str) -> Upload:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise invalid_field("inputs", "must be an image in base64, since there is a parameters.prompt") from None
-    return Upload.of(data, None, named="inputs")
 
 
 def _no_prompt() -> ApiError:

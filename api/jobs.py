@@ -63,8 +63,8 @@ async def put(id: str, request: Request, service: Given, caller: By) -> Response
 
 
 async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
-    fields, upload = await references.read_job(service, caller, await body.read(request, caller.id))
-    job, standing = await submission.submit(service, request, caller, fields, id, upload)
+    fields = references.read_job(await body.read(request, caller.id))
+    job, standing = await submission.submit(service, request, caller, fields, id)
     content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})
 

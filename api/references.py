@@ -1,6 +1,6 @@
-"""Resolves images that a JSON body references: an uploaded file by its id, or a data URL, as OpenAI has them.
+"""Resolves the pictures of a request: files of its form, uploaded files by their id, data URLs, as OpenAI has them.
 
-Never fetches a URL. uploads.py checks the images.
+Loads no bytes and never fetches a URL. picture_decoder.py checks the pictures.
 """
 
 from __future__ import annotations
@@ -8,118 +8,147 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from api import files, schemas
 from api.access import Caller
 from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
-from api.uploads import NO_PICTURES, PictureUploads, Upload
+from api.uploads import NO_PICTURES, PictureSource, PictureUploads, Upload
 from contract.control import ControlChoice
-from contract.image_fields import ControlFields, ImageFields, ImagePromptFields
+from contract.image_fields import ControlFields, EditFields, ImageFields, ImagePromptFields
 from contract.image_prompt import ImagePromptChoice
 from contract.picture_input import PictureInput
+from core.artifacts import digest_of
+from core.jobs.files import File
 
 CONTROL, IMAGE_PROMPT = "control_image", "image_prompt"  # a form's files, of what has no image of its own
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
-async def read_job(service: Service, caller: Caller, given: dict[str, Any]) -> tuple[ImageFields, Upload | None]:
-    """The fields of a job, by its type, and its source image. Raises `ApiError`, and as `fetch`."""
+class GivenPictures(NamedTuple):
+    """The pictures that a request holds beside its fields, such as a form's files."""
+
+    image: PictureSource | None = None
+    mask: PictureSource | None = None
+    controls: tuple[PictureSource, ...] = ()
+    image_prompts: tuple[PictureSource, ...] = ()
+
+
+NONE_GIVEN = GivenPictures()
+
+
+def read_job(given: dict[str, Any]) -> ImageFields:
+    """The fields of a job, by its type. Raises `ApiError`."""
     kind = given.get("type")
     if kind == "edit":
-        fields = schemas.read(schemas.EditJobFields, given)
-        return fields, await read(service, caller, fields)
+        return schemas.read(schemas.EditJobFields, given)
     if isinstance(kind, str) and kind != "image":
         raise invalid_field("type", "must be 'image' or 'edit'")
-    return schemas.read(schemas.JobFields, given), None
+    return schemas.read(schemas.JobFields, given)
 
 
-async def read(service: Service, caller: Caller, fields: EditBody) -> Upload:
-    """As `fetch`, without blocking."""
-    return await service.stored(fetch, service, caller.id, fields, admin=caller.may("admin"))
+def any_named(fields: ImageFields, given: GivenPictures = NONE_GIVEN) -> bool:
+    """Whether a request has any pictures."""
+    return bool(isinstance(fields, EditFields) or fields.control or fields.image_prompts or any(given))
 
 
-async def read_pictures(
-    service: Service, caller: Caller, fields: ImageFields, given: Mapping[str, Sequence[bytes]] | None = None
+async def resolve(
+    service: Service, caller: Caller, fields: ImageFields, given: GivenPictures = NONE_GIVEN
 ) -> PictureUploads:
-    """As `fetch_pictures`, without blocking."""
-    if not (fields.control or fields.image_prompts or given):
+    """As `Resolver.uploads`, without blocking."""
+    if not any_named(fields, given):
         return NO_PICTURES
-    return await service.stored(fetch_pictures, service, caller.id, fields, given, admin=caller.may("admin"))
+    return await service.call(Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, given)
 
 
-def fetch(service: Service, owner: str, fields: EditBody, *, admin: bool = False) -> Upload:
-    """The source image of these fields. Blocks. Raises `ApiError` (400, 404, 413), naming the field;
-    `ArtifactError`.
-    """
-    if len(fields.images) != 1:
-        raise invalid_field("images", "must contain one image: one can be edited at a time")
+class Resolver:
+    """Resolves the pictures of one request, each file once."""
 
-    bytes_of = partial(_bytes_of, service, owner, admin=admin)
-    mask = None if fields.mask is None else bytes_of("mask", fields.mask)
-    return Upload.of(bytes_of("images", fields.images[0]), mask, "images", fields.outpaint)
+    def __init__(self, service: Service, owner: str, *, admin: bool = False) -> None:
+        """Files are the owner's; with `admin` anybody's."""
+        self._service, self._owner, self._admin = service, owner, admin
+        self._files: dict[str, File] = {}
+
+    def uploads(self, fields: ImageFields, given: GivenPictures = NONE_GIVEN) -> PictureUploads:
+        """The pictures of these fields, with what is known of them. Blocks.
+
+        Raises `ApiError` (400, 404, 413), naming the field.
+        """
+        return PictureUploads(
+            self._source(fields, given) if isinstance(fields, EditFields) else None,
+            self._inputs(ControlChoice, fields.control or [], CONTROL, given.controls),
+            self._inputs(ImagePromptChoice, fields.image_prompts or [], IMAGE_PROMPT, given.image_prompts),
+        ).check()
+
+    def _source(self, fields: EditFields, given: GivenPictures) -> Upload:
+        """The source image of an edit."""
+        if not isinstance(fields, EditBody):
+            if given.image is None:
+                raise invalid_field("image", "is required, as a file", "missing_required_parameter")
+            return Upload(given.image, given.mask, fields.outpaint)
+        if len(fields.images) != 1:
+            raise invalid_field("images", "must contain one image: one can be edited at a time")
+        image = self._named("images", fields.images[0])
+        return Upload(image, None if fields.mask is None else self._named("mask", fields.mask), fields.outpaint)
+
+    def _inputs(
+        self,
+        kind: type[PictureInput],
+        entries: Sequence[ControlFields] | Sequence[ImagePromptFields],
+        file: str,
+        given: Sequence[PictureSource],
+    ) -> tuple[Upload, ...]:
+        """The pictures of a field's entries; `given` are those of the entries without an image, in order."""
+        if len(entries) > kind.MOST:
+            raise invalid_field(kind.FIELD, f"must be at most {kind.MOST}, not {len(entries)}")
+        field, rest, uploads = f"{kind.FIELD}.image", list(given), []
+        for entry in entries:
+            if entry.image is not None:
+                source = self._named(field, entry.image)
+            elif rest:
+                source = replace(rest.pop(0), field=field)
+            else:
+                raise invalid_field(field, "must be given", "missing_required_parameter")
+            uploads.append(Upload(source))
+        if rest:
+            raise invalid_field(file, f"is of no entry of {kind.FIELD}: each has an image of its own")
+        return tuple(uploads)
+
+    def _named(self, field: str, reference: ImageReference) -> PictureSource:
+        if (reference.file_id is None) == (reference.image_url is None):
+            raise invalid_field(field, "must have either file_id or image_url")
+        if reference.image_url is not None:
+            return _inline(field, reference.image_url)
+        id, param = reference.file_id or "", f"{field}.file_id"
+        if id not in self._files:
+            self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
+        file = self._files[id]
+        if file.purpose != "vision":
+            raise invalid_field(param, "must be a file with the purpose vision")
+        read = partial(files.content_of, self._service, file, param)
+        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size)
 
 
-def fetch_pictures(
-    service: Service, owner: str, fields: ImageFields, given: Mapping[str, Sequence[bytes]] | None = None, *,
-    admin: bool = False,
-) -> PictureUploads:  # fmt: skip
-    """The pictures of the fields' controls and image prompts.
+def _inline(field: str, url: str) -> PictureSource:
+    prefix = _DATA.match(url)
+    if prefix is None:
+        message = "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched"
+        raise invalid_field(f"{field}.image_url", message)
 
-    `given` are a form's files by name, of those without an image of their own. Blocks. Raises as `fetch`.
-    """
-    bytes_of, files = partial(_bytes_of, service, owner, admin=admin), given or {}
-    return PictureUploads(
-        _uploads(ControlChoice, fields.control or [], bytes_of, CONTROL, files.get(CONTROL, ())),
-        _uploads(ImagePromptChoice, fields.image_prompts or [], bytes_of, IMAGE_PROMPT, files.get(IMAGE_PROMPT, ())),
-    )
+    def read() -> bytes:
+        return decoded(f"{field}.image_url", "is not in base64", url[prefix.end() :])
+
+    return PictureSource(field, (3 * (len(url) - prefix.end()) + 3) // 4, read)
 
 
-def _uploads(
-    kind: type[PictureInput],
-    entries: Sequence[ControlFields] | Sequence[ImagePromptFields],
-    bytes_of: Callable[[str, ImageReference], bytes],
-    file: str,
-    given: Sequence[bytes],
-) -> tuple[Upload, ...]:
-    """The pictures of a field's entries; `given` are the form's files of this name. Raises `ApiError`."""
-    if len(entries) > kind.MOST:
-        raise invalid_field(kind.FIELD, f"must be at most {kind.MOST}, not {len(entries)}")
-    named, rest, found = f"{kind.FIELD}.image", list(given), []
-    for one in entries:
-        if one.image is not None:
-            data = bytes_of(named, one.image)
-        elif rest:
-            data = rest.pop(0)
-        else:
-            raise invalid_field(named, "must be given", "missing_required_parameter")
-        found.append(Upload.of(data, None, named))
-    if rest:
-        raise invalid_field(file, f"is of no entry of {kind.FIELD}: each has an image of its own")
-    return tuple(found)
-
-
-def _bytes_of(service: Service, owner: str, field: str, reference: ImageReference, *, admin: bool = False) -> bytes:
-    if (reference.file_id is None) == (reference.image_url is None):
-        raise invalid_field(field, "must have either file_id or image_url")
-    if reference.image_url is not None:
-        return _inline(f"{field}.image_url", reference.image_url)
-    param = f"{field}.file_id"
-    file = files.get(service, reference.file_id or "", owner, admin=admin, param=param)
-    if file.purpose != "vision":
-        raise invalid_field(param, "must be a file with the purpose vision")
-    return files.content_of(service, file, param)
-
-
-def _inline(field: str, url: str) -> bytes:
-    found = _DATA.match(url)
-    if found is None:
-        raise invalid_field(field, "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched")
+def decoded(field: str, message: str, text: str) -> bytes:
+    """The bytes of a base64 text. Raises `ApiError` (400) with this message."""
     try:
-        return base64.b64decode(url[found.end() :], validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise invalid_field(field, "is not in base64") from None
+        raise invalid_field(field, message) from None

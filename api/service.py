@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -19,6 +20,7 @@ from api.cards import CardCache
 from api.fair_limiter import FairLimiter
 from api.job_follower import JobFollower
 from api.links import ImageLinks
+from api.picture_decoder import PictureDecoder
 from api.presentation import QueueForecast
 from api.queue import MessageProducer
 from api.timeout_pool import TimeoutThreadPool
@@ -44,7 +46,6 @@ _THREADS = 24  # for Redis calls; its client has a few more connections, for the
 _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB
 _STORERS = 16  # threads for the artifact store, separate from those for Redis
-_DECODERS = 2  # of uploaded images: each may need some 200 MiB
 _WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
@@ -82,10 +83,11 @@ class Service:
         self.follower = JobFollower(self.store, self.reader, self.call, self.closing)
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
-        self.decoding = FairLimiter(_DECODERS)
+        self.pictures = PictureDecoder(self.stored)
         self._storers = TimeoutThreadPool("storage", _STORERS)
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self.reader.start()
         await self.cards.start()
         self.reaper.start()
@@ -99,6 +101,7 @@ class Service:
 
     def _close(self) -> None:
         self._storers.close()
+        self.pictures.close()
         self.reaper.stop()
         self.queue.close()
         self.redis.close()
@@ -128,6 +131,10 @@ class Service:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
             raise StorageDown("the artifact store does not respond in time") from None
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the event loop, for a thread of another pool. Call after `start`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def lacking(self) -> str:
         """A sentence naming the rights that the Redis user lacks; empty if unknown."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 
-from api import admission, references, uploads, webhooks
+from api import admission, references, webhooks
 from api.access import (
     Caller,
     apply_rate_limit,
@@ -25,15 +26,19 @@ from api.access import (
 )
 from api.cards import C
 from api.errors import ApiError, invalid_field
+from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
-from api.uploads import NO_PICTURES, FittedInputs, PictureUploads, Upload
-from contract.card import ImageCard
+from api.uploads import PictureUploads, Upload
+from contract import image_prompt
+from contract.card import ImageCard, Size
 from contract.image import ImageJob
 from contract.image_fields import ImageFields
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, new_id
+
+DraftFor = Callable[[PictureUploads, ImageCard], JobDraft]
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the job's record sets its retention
@@ -55,35 +60,34 @@ async def submit(
     caller: Caller,
     fields: ImageFields,
     id: str | None = None,
-    upload: Upload | None = None,
-    pictures: PictureUploads = NO_PICTURES,
+    given: GivenPictures = NONE_GIVEN,
+    *,
+    charged: bool = False,
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
-    With an `id` chosen by the client the job may exist already: it is returned unchanged. `upload` is the source of an
-    edit, `pictures` are those of controls and image prompts (default: those that the fields name): with any
-    `ArtifactError` may be raised. Also returns the queue position of a job created now.
+    With an `id` chosen by the client the job may exist already: it is returned unchanged. `given` are pictures that are
+    not among the fields; with any picture `ArtifactError` may be raised. Pictures are loaded last: after the rate limit
+    (unless it is `charged` already), the check against the card, and the quota. Also returns the queue position of a
+    job created now.
     """
-    if not pictures.any:
-        pictures = await references.read_pictures(service, caller, fields)
-    digest = "" if id is None else _digest(fields, upload, pictures)
-
-    def draft_for(card: ImageCard) -> JobDraft:
-        admission.check_expansion(fields, service.cards.now.expands(card.name))
-        return replace(
-            admission.image_draft(fields, card, upload, pictures), id=id or new_id(), owner=caller.id, digest=digest,
-            webhook=_webhook(service, request, fields),
-        )  # fmt: skip
-
+    pictured = references.any_named(fields, given)
+    if pictured and not charged:
+        await enforce_rate_limit(request, service, caller)
+        charged = True
+    pictures = await references.resolve(service, caller, fields, given)
+    digest = "" if id is None else await _digest(service, caller, fields, pictures)
+    draft_for = partial(_draft, service, request, caller, fields, id, digest)
     card = service.cards.now.model(fields.model, ImageCard)
-    draft, refusal = _attempt(draft_for, card)
-    plain = upload is None and not pictures.any
-    if draft is not None and plain and draft.deadline_s is None:
+    draft, refusal = _attempt(draft_for, pictures, card)
+    requests = [] if charged else request_costs(caller)
+    if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        requests, drawn = request_costs(caller), picture_costs(caller, ImageJob.read(draft.parameters).n)
+        drawn = picture_costs(caller, ImageJob.read(draft.parameters).n)
         job, standing = await _create(service, draft, request, requests + drawn, len(requests))
         return _same(job, caller, digest), standing
-    await enforce_rate_limit(request, service, caller)
+    if not charged:
+        await enforce_rate_limit(request, service, caller)
     there = None if id is None else await service.call(service.store.get, id)
     if there is not None:
         return _same(there, caller, digest), None
@@ -91,24 +95,45 @@ async def submit(
         raise refusal
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
-        draft = draft_for(card)
+        draft = draft_for(pictures, card)
     await _check_deadline(service, draft, card)
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
-    if not plain:
-        fitted = await service.decoding.run(caller.id, fitted_to, upload, pictures, draft)
-        await count_pictures(request, service, caller, n)  # before anything is stored
-        charges, draft = [], await service.stored(store_inputs, service, draft, fitted)
+    if pictured:
+        await count_pictures(request, service, caller, n)  # before anything is loaded
+        charges, draft = [], await _with_inputs(service, caller, draft, draft_for, pictures, card)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
 
 
+def _draft(
+    service: Service, request: Request, caller: Caller, fields: ImageFields, id: str | None, digest: str,
+    pictures: PictureUploads, card: ImageCard,
+) -> JobDraft:  # fmt: skip
+    admission.check_expansion(fields, service.cards.now.expands(card.name))
+    return replace(
+        admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
+        webhook=_webhook(service, request, fields),
+    )  # fmt: skip
+
+
+async def _with_inputs(
+    service: Service, caller: Caller, draft: JobDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
+) -> JobDraft:
+    """The draft with its pictures, made again where their sizes were unknown. Raises as `store_inputs`."""
+    if not pictures.measured:
+        pictures = await service.pictures.measured(caller.id, pictures)
+        draft = draft_for(pictures, card)
+        await _check_deadline(service, draft, card)
+    return await store_inputs(service, caller.id, draft, pictures)
+
+
 def _attempt(
-    draft_for: Callable[[ImageCard], JobDraft], card: ImageCard | None
+    draft_for: DraftFor, pictures: PictureUploads, card: ImageCard | None
 ) -> tuple[JobDraft | None, ApiError | None]:
     """The draft, or why there is none; neither without a card."""
     try:
-        return None if card is None else draft_for(card), None
+        return None if card is None else draft_for(pictures, card), None
     except ApiError as error:
         return None, error
 
@@ -181,31 +206,43 @@ async def _create(
     return made.job, made.standing
 
 
-def fitted_to(upload: Upload | None, pictures: PictureUploads, draft: JobDraft) -> FittedInputs:
-    """The upload's image and mask, and the pictures of controls and image prompts, as the draft's job reads them.
-    Raises `ApiError`, naming the field.
+async def store_inputs(service: Service, tenant: str, draft: JobDraft, pictures: PictureUploads) -> JobDraft:
+    """The draft with its pictures as its job reads them, decoded one after the other and stored until its record
+    references them. All sizes must be known. Equal pictures are decoded once.
+
+    Raises `ApiError`, naming the field, and `ArtifactError`.
     """
     job = ImageJob.read(draft.parameters)
-    return uploads.fitted(upload, pictures, job.size, soft=job.source is not None and bool(job.source.soft_mask))
+    keys: dict[Hashable, str] = {}
 
+    async def put(identity: Hashable, decode: Callable[[], Awaitable[bytes]]) -> str:
+        if identity not in keys:
+            data = await decode()
+            keep = lambda key: service.store.keep(key, _INPUT_S, hold=True)  # noqa: E731
+            keys[identity] = await service.stored(lambda: service.artifacts.put_kept(data, "image/png", keep))
+        return keys[identity]
 
-def store_inputs(service: Service, draft: JobDraft, inputs: FittedInputs) -> JobDraft:
-    """The draft with its source image and the pictures of its controls and image prompts, stored for it until its
-    record references them. Raises `ArtifactError`.
-    """
+    async def fitted(upload: Upload, size: Size) -> str:
+        identity = upload.image.identity, upload.margins, size
+        decode = partial(service.pictures.fit_picture, tenant, upload.image, upload.margins, size)
+        return await put(identity, decode)
 
-    def put(data: bytes) -> str:
-        return service.artifacts.put_kept(data, "image/png", lambda key: service.store.keep(key, _INPUT_S, hold=True))
-
-    keys = [None if data is None else put(data) for data in (inputs.image, inputs.mask)]
-    others, prompts = ([put(data) for data in own] for own in (inputs.controls, inputs.image_prompts))
-    asked = ImageJob.read(draft.parameters)
-    source = None if asked.source is None else replace(asked.source, image=keys[0], mask=keys[1])
-    controls = tuple(replace(one, image=key) for one, key in zip(asked.control, others, strict=True))
-    prompted = tuple(replace(one, image=key) for one, key in zip(asked.image_prompts, prompts, strict=True))
-    whole = replace(asked, source=source, control=controls, image_prompts=prompted)
-    stored = dict.fromkeys(filter(None, [*keys, *others, *prompts]))
-    return replace(draft, parameters=whole.to_dict(), inputs=tuple(stored))
+    source = job.source
+    if pictures.source is not None and source is not None:
+        upload = pictures.source
+        source = replace(source, image=await fitted(upload, job.size))
+        if upload.masked:
+            parts, soft = (tenant, upload.image, upload.mask, upload.margins, job.size), bool(source.soft_mask)
+            source = replace(source, mask=await put("mask", partial(service.pictures.fit_mask, *parts, soft=soft)))
+    controls = [await fitted(upload, job.size) for upload in pictures.controls]
+    prompts = [await fitted(upload, image_prompt.fitted(*(upload.size or (1, 1)))) for upload in pictures.image_prompts]
+    whole = replace(
+        job,
+        source=source,
+        control=tuple(replace(one, image=key) for one, key in zip(job.control, controls, strict=True)),
+        image_prompts=tuple(replace(one, image=key) for one, key in zip(job.image_prompts, prompts, strict=True)),
+    )
+    return replace(draft, parameters=whole.to_dict(), inputs=tuple(dict.fromkeys(keys.values())))
 
 
 def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
@@ -217,13 +254,17 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
     return {"url": url, "base": service.links(request).base}
 
 
-def _digest(fields: ImageFields, upload: Upload | None, pictures: PictureUploads) -> str:
+async def _digest(service: Service, caller: Caller, fields: ImageFields, pictures: PictureUploads) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
+    known = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
+    pictures = pictures.map(lambda source: known[source.identity])
     given = fields.model_dump(mode="json", exclude_none=True)
-    if upload is not None:
-        given["upload"] = upload.digest
-    for name, digests in pictures.digests.items():
-        given[f"uploads of {name}" if name in given else name] = digests
+    if pictures.source is not None:
+        given["upload"] = pictures.source.digest
+    for name in ("controls", "image_prompts"):
+        digests = [upload.digest for upload in getattr(pictures, name)]
+        if digests:
+            given[f"uploads of {name}" if name in given else name] = digests
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 
 

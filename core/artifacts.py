@@ -54,6 +54,11 @@ def media_type(key: str) -> str:
     return _MEDIA_TYPES[_checked(key)[3]]
 
 
+def digest_of(key: str) -> str:
+    """SHA-256 of an artifact's bytes, in hexadecimal, by its key. Raises `NoArtifact` for a malformed key."""
+    return _digest(_checked(key))
+
+
 def key_of(data: bytes, media_type: str) -> str:
     """The content-addressed key of these bytes."""
     return _key(hashlib.sha256(data).hexdigest(), media_type)

@@ -2,7 +2,7 @@
 
 Keys in Redis:
 
-    file:{id}             hash: owner, name, purpose, size, key of its artifact, created
+    file:{id}             hash: owner, name, purpose, size, key of its artifact, created; of a picture width and height
     files:{owner}         zset: id → creation time
     file_sizes:{owner}    hash: id → bytes, and `total`
 """
@@ -51,12 +51,13 @@ class File:
     size: int
     key: str
     created: int
+    picture_size: tuple[int, int] | None = None  # (width, height) of a picture that was checked; older records lack it
 
     @classmethod
     def of(cls, id: str, fields: Mapping[str, str]) -> Self:
         return cls(
             id, fields["owner"], fields["name"], fields["purpose"], int(fields["size"]), fields["key"],
-            int(fields["created"]),
+            int(fields["created"]), (int(fields["width"]), int(fields["height"])) if "width" in fields else None,
         )  # fmt: skip
 
 
@@ -77,16 +78,20 @@ class FileStore(RedisStore):
         self._add = self._client.script("files/add")
         self._forget = self._client.script("files/forget")
 
-    def add(self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "") -> File:
+    def add(
+        self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "",
+        picture_size: tuple[int, int] | None = None,
+    ) -> File:  # fmt: skip
         """Create the record of a file, which keeps its artifact. Raises `FilesFull` if it would exceed a `quota`.
 
         With an `id` chosen by the caller, an existing record stays unchanged.
         """
         id = id or new_file_id()
-        code, number = self._add(id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "")
+        sides = picture_size or ("", "")
+        code, number = self._add(id, owner, name, purpose, size, key, KEPT_S * 1000, quota or "", *sides)
         if code != _MADE:
             raise FilesFull(int(number), quota)
-        return File(id, owner, name, purpose, size, key, int(number))
+        return File(id, owner, name, purpose, size, key, int(number), picture_size)
 
     def reserve(self, id: str, artifact: str) -> bool:
         """Announce that the artifact of a file is about to be written. False: it is being deleted; ask again."""

@@ -15,13 +15,10 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai import OpenAI
 from PIL import Image
 
-from api.errors import ApiError
-from api.uploads import MAX_BYTES, MAX_PIXELS, Upload
+from api.uploads import MAX_BYTES
 from contract.image import ImageJob
 from core.jobs.record import Claim
 from tests.api.easel import Easel
@@ -362,59 +359,6 @@ def test_what_is_no_form_is_refused(shared: Api) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x"}
     check_error(shared.client.post(EDITS, content=b"nothing of the kind", headers=headers), 400, code=None)
     check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 411, "content-length")
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    data=st.binary(max_size=300),
-    seed=st.integers(0, 99),
-    cut=st.integers(0, 3000),
-    form=st.sampled_from(["PNG", "JPEG", "WEBP"]),
-)
-def test_damaged_files_are_refused_and_never_crash(data: bytes, seed: int, cut: int, form: str) -> None:
-    whole = as_file(pixels(24, 16, seed=seed), form)
-    at = cut % len(whole)
-    for damaged in (data, whole[:at], whole[:at] + data + whole[at + len(data) :]):
-        try:
-            image, _ = Upload.of(damaged, None).fitted((8, 8))
-        except ApiError as error:
-            assert error.status == 400 and error.param == "image"
-        else:
-            assert Image.open(io.BytesIO(image)).size == (8, 8)
-
-
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("options", [{}, {"lossless": True}])
-def test_sizes_are_known_before_pixels(form: str, options: dict[str, Any]) -> None:
-    assert Upload.of(as_file(pixels(31, 17), form, **options), None).size == (31, 17)
-    assert Upload.of(as_file(pixels(31, 17, 4), "WEBP", **options), None).size == (31, 17)
-
-
-def test_what_a_camera_turned_is_turned_back() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = Upload.of(as_file(np.repeat(pixels(2, 1), 32, 0).repeat(32, 1), "JPEG", exif=exif), None)
-    assert turned.size == (32, 64)
-    image = Image.open(io.BytesIO(turned.fitted((32, 64))[0]))
-    assert image.size == (32, 64)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-def test_pictures_of_every_kind_come_in_as_rgb_on_white(mode: str) -> None:
-    form = "JPEG" if mode == "CMYK" else "PNG"
-    stream = io.BytesIO()
-    Image.fromarray(pixels(16, 16, 4)).convert(mode).save(stream, form)
-    image = Image.open(io.BytesIO(Upload.of(stream.getvalue(), None).fitted((16, 16))[0]))
-    assert image.mode == "RGB"
-    clear = np.zeros((4, 4, 4), np.uint8)
-    assert (np.asarray(Image.open(io.BytesIO(Upload.of(as_file(clear), None).fitted((4, 4))[0]))) == 255).all()
-
-
-def test_limits_are_what_is_said() -> None:
-    assert MAX_PIXELS == 4096 * 4096
-    with pytest.raises(ApiError, match="more than 16777216 pixels"):
-        Upload.of(bomb(4096, 4097), None)
-    assert Upload.of(bomb(4096, 4096), None).size == (4096, 4096)
 
 
 def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:

@@ -1,7 +1,8 @@
 -- Creates a file's record. An existing record of the same id stays unchanged.
 -- include: shared/sizes
 -- KEYS: none
--- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or ''
+-- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or '', 10 and 11 width and height of a
+-- picture or ''
 -- Answer: {1, created} or {0, bytes that the owner already stores}
 
 local id, owner, kept_ms = ARGV[2], ARGV[3], tonumber(ARGV[8])
@@ -20,6 +21,7 @@ if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then
 end
 redis.call('HSET', P .. 'file:' .. id, 'owner', owner, 'name', ARGV[4], 'purpose', ARGV[5], 'size', ARGV[6],
   'key', ARGV[7], 'created', t[1])
+if ARGV[10] ~= '' then redis.call('HSET', P .. 'file:' .. id, 'width', ARGV[10], 'height', ARGV[11]) end
 redis.call('PEXPIRE', P .. 'file:' .. id, kept_ms)
 redis.call('ZADD', index, t[1] + t[2] / 1000000, id)  -- finer resolution than `created`: lists use this order
 redis.call('HSET', sizes, id, ARGV[6])

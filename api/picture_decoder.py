@@ -1,0 +1,147 @@
+"""Loads and decodes pictures of clients, in the tenant's turn and in child processes.
+
+The one place through which pictures go. Every picture is a turn of its own: whoever waits for it holds no bytes, and
+the bytes of those whose turn it is, with what decoding them takes, are within one budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from api.errors import ApiError, invalid_field
+from api.fair_limiter import FairLimiter
+from api.process_pool import CallCrashed, CallRefused, CallTimeout, ProcessPool
+from api.uploads import PictureSource, PictureUploads
+from contract.card import Size
+from contract.image_fields import Margins
+
+T = TypeVar("T")
+
+_PROCESSES = 2  # at once, and one per tenant
+_BUDGET = 208 * 2**20  # bytes of all turns: one picture of the most pixels, or several small ones
+_PIXEL_BYTES = 12  # that decoding takes for each pixel: the picture, a copy in RGB, one being resized
+_MEMORY = 2**30  # of a child's address space, shared libraries included
+_CPU_S = 10  # of one call; the largest picture takes two
+_WAIT_S = 60.0  # for one call on an overloaded machine
+_CALLS = 50  # until a child is replaced
+_IDLE_S = 15.0
+
+
+class Loader(Protocol):
+    """`Service.stored`: runs a blocking read on a thread for the artifact store."""
+
+    async def __call__(self, function: Callable[[], T], /) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInfo:
+    """What a picture's header says: its size after orientation, and its media type."""
+
+    size: Size
+    media_type: str
+
+
+class PictureDecoder:
+    """For one event loop. All methods raise `ApiError`: 400 naming the source's field, 503 on an overloaded machine."""
+
+    def __init__(self, load: Loader) -> None:
+        self._load = load
+        self._turns = FairLimiter(_PROCESSES, _BUDGET)
+        self._processes = ProcessPool(
+            "api.picture_codec", memory_bytes=_MEMORY, cpu_s=_CPU_S, timeout_s=_WAIT_S, calls=_CALLS, idle_s=_IDLE_S
+        )
+
+    def close(self) -> None:
+        self._processes.close()
+
+    async def run(self, tenant: str, cost: int, function: Callable[[], T]) -> T:
+        """Run a function that holds about `cost` bytes on a thread, in the tenant's turn."""
+
+        def call() -> T | ApiError:
+            try:
+                return function()
+            except ApiError as error:
+                # Idle threads keep their last exception, and so what its traceback and its cause hold.
+                error.__context__ = None
+                return error.with_traceback(None)
+
+        async with self._turns.turn(tenant, cost):
+            answer = await self._turns.on_thread(call)
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer
+
+    async def digested(self, tenant: str, source: PictureSource) -> PictureSource:
+        """The source with its digest."""
+        if source.digest is not None:
+            return source
+
+        def digest() -> str:
+            return hashlib.sha256(source.read()).hexdigest()
+
+        async with self._turns.turn(tenant, source.size_bytes):
+            return replace(source, digest=await self._load(digest))
+
+    async def measure(self, tenant: str, source: PictureSource) -> PictureInfo:
+        """Check the picture's structure and header. Nothing is decoded."""
+        source.check_bytes()
+        info, _ = await self._call(tenant, source.size_bytes, "measure", None, source)
+        return PictureInfo((info["width"], info["height"]), info["media_type"])
+
+    async def measured(self, tenant: str, uploads: PictureUploads) -> PictureUploads:
+        """The pictures with the sizes that were unknown, checked. Equal sources are measured once."""
+        sizes: dict[str | int, Size] = {}
+        for source in uploads.sources:
+            if source.size is None and source.identity not in sizes:
+                sizes[source.identity] = (await self.measure(tenant, source)).size
+        if not sizes:
+            return uploads
+        return uploads.map(lambda source: replace(source, size=source.size or sizes[source.identity])).check()
+
+    async def fit_picture(self, tenant: str, source: PictureSource, margins: Margins | None, size: Size) -> bytes:
+        """The picture in RGB as PNG, its transparent parts white, with its margins, resized to `size` with the Lanczos
+        filter.
+        """
+        arguments = {"margins": _sides(margins), "size": size}
+        return await self._fit(tenant, "fit_picture", arguments, source, source, size)
+
+    async def fit_mask(
+        self, tenant: str, image: PictureSource, mask: PictureSource | None, margins: Margins | None, size: Size, *,
+        soft: bool,
+    ) -> bytes:  # fmt: skip
+        """The mask in L as PNG, 255 where it is repainted: where `mask` is transparent, and in the margins of `image`.
+
+        Of a `soft` mask the values between 0 and 255 are kept: its transparency.
+        """
+        arguments = {"margins": _sides(margins), "size": size, "soft": soft, "own_size": image.size}
+        return await self._fit(tenant, "fit_mask", arguments, mask, image, size)
+
+    async def _fit(
+        self, tenant: str, function: str, arguments: Any, source: PictureSource | None, sized: PictureSource, size: Size
+    ) -> bytes:
+        """Call a function whose answer is one picture; `sized` has the pixels that it works on."""
+        width, height = sized.size or size
+        cost = (0 if source is None else source.size_bytes) + _PIXEL_BYTES * width * height
+        return (await self._call(tenant, cost, function, arguments, source))[1][0]
+
+    async def _call(
+        self, tenant: str, cost: int, function: str, arguments: Any, source: PictureSource | None
+    ) -> tuple[Any, list[bytes]]:
+        async with self._turns.turn(tenant, cost):
+            blobs = [] if source is None else [await self._load(source.read)]
+            try:
+                return await self._turns.on_thread(self._processes.call, function, arguments, blobs)
+            except (CallRefused, CallCrashed) as error:
+                raise invalid_field(None if source is None else source.field, str(error)) from None
+            except (CallTimeout, OSError):
+                message = "Pictures cannot be decoded in time at the moment; try again later."
+                raise ApiError(503, message, code="decoder_overloaded", headers={"Retry-After": "10"}) from None
+            finally:
+                blobs.clear()  # an error's traceback would hold them until the next full collection of garbage
+
+
+def _sides(margins: Margins | None) -> tuple[int, int, int, int] | None:
+    return None if margins is None else (margins.left, margins.top, margins.right, margins.bottom)

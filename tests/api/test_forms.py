@@ -1,0 +1,105 @@
+"""Forms: what is parsed equals what was sent, in chunks of any size; limits on fields, files and names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from python_multipart.exceptions import FormParserError
+
+from api.body import MAX_BYTES
+from api.errors import ApiError
+from api.forms import _boundary, _Parts
+from tests.faults.attacks import form_body
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\\;'), min_size=1, max_size=12)
+
+
+def parsed(body: bytes, size: int = 1000, *, files: int = 5, fields: int = 10) -> dict[str, Any]:
+    """Fields as text, files as bytes, by their names."""
+    parts = _Parts(b"edge", files, fields)
+    try:
+        for at in range(0, len(body), size):
+            parts.feed(body[at : at + size])
+        parts.finish()
+        return {
+            name: value if isinstance(value, str) else (value.file.read(), value.size) for name, value in parts.items
+        }
+    finally:
+        parts.close()
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(TEXT, TEXT, max_size=4), st.dictionaries(TEXT, st.binary(max_size=300), max_size=3),
+    st.integers(1, 400),
+)  # fmt: skip
+def test_what_is_sent_is_parsed_in_chunks_of_any_size(
+    fields: dict[str, str], files: dict[str, bytes], size: int
+) -> None:
+    files = {f"file {name}": data for name, data in files.items() if b"--edge" not in data}
+    body = form_body({name: text.encode() for name, text in fields.items()}, files)
+    if fields or files:
+        assert parsed(body, size) == fields | {name: (data, len(data)) for name, data in files.items()}
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 200), st.integers(1, 50))
+def test_a_broken_form_is_refused_or_parsed(noise: bytes, at: int, size: int) -> None:
+    body = form_body({"prompt": b"a cat"}, {"image": b"\x89PNG"})
+    try:
+        parsed(body[:at] + noise + body[at:], size)
+    except FormParserError:
+        pass
+    except ApiError as error:
+        assert error.status in (400, 413) and error.code in ("invalid_body", "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (form_body({}, {str(k): b"" for k in range(6)}), "too many files"),
+        (form_body({str(k): b"" for k in range(11)}, {}), "too many fields"),
+        (form_body({"a": bytes(MAX_BYTES // 2), "b": bytes(MAX_BYTES // 2 + 1)}, {}), f"larger than {MAX_BYTES} bytes"),
+        (form_body({"prompt": b"\xff"}, {}), "is not UTF-8"),
+        (form_body({"a": b""}, {}).replace(b'name="a"', b"x=1"), "has no name"),
+        (form_body({"a": b""}, {})[:-8], "its last part has no end"),
+    ],
+)  # fmt: skip
+def test_limits_are_those_of_a_json_body(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        parsed(body)
+
+
+@pytest.mark.parametrize("head", [b"X: y\r\n" * 9, b"X: " + b"y" * 5_000 + b"\r\n"])
+def test_headers_of_a_part_are_bounded(head: bytes) -> None:
+    with pytest.raises(FormParserError):
+        parsed(b"--edge\r\n" + head + b'Content-Disposition: form-data; name="a"\r\n\r\n\r\n--edge--\r\n')
+
+
+@pytest.mark.parametrize(
+    ("given", "boundary"),
+    [
+        ("multipart/form-data; boundary=edge", b"edge"),
+        ('Multipart/Form-Data;charset="UTF-8"; boundary="an edge"', b"an edge"),
+        ("multipart/form-data; boundary=----WebKitFormBoundary7M;", b"----WebKitFormBoundary7M"),
+        ("multipart/form-data; x=1; boundary='a'", b"'a'"),
+        ("multipart/form-data; boundary=edge; charset=latin-1", None),
+        ("multipart/form-data; boundary=edge; charset=utf-8; charset=idna", None),
+        ("multipart/form-data", None),
+        ("multipart/form-data; boundary=", None),
+        ("multipart/mixed; boundary=edge", None),
+        ("multipart/form-data" + ";" * 10_000, None),
+        ('multipart/form-data; boundary="' + '";' * 100, None),
+    ],
+)  # fmt: skip
+def test_the_content_type_is_read_strictly(given: str, boundary: bytes | None) -> None:
+    if boundary is not None:
+        assert _boundary(given) == boundary
+        return
+    with pytest.raises(ApiError, match=re.escape("content-type: must be multipart/form-data")) as caught:
+        _boundary(given)
+    assert caught.value.status == 415 and caught.value.param == "content-type"

@@ -1,0 +1,115 @@
+"""Pictures are decoded once for equal ones, measured once for a file, and charged to the tenant's turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from api.process_pool import CallTimeout
+from api.service import Service
+from core.jobs.files import FileStore
+from core.jobs.keyring import Keyring
+from deployment.redis import RedisServer
+from tests.api.test_edits import PNG, as_file, hole, pixels
+from tests.api.test_references import inline, uploaded
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.faults.attacks import CARD_OF_NINE, nine_times
+
+EDITS = "/v1/images/edits"
+
+
+@pytest.fixture(scope="module")
+def drawn(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
+    with Worker(settings) as worker:
+        worker.announce(card=CARD_OF_NINE)
+        with Api(settings) as api:
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            yield api
+
+
+def service_of(api: Api) -> Service:
+    service: Service = api.server.config.app.state.service  # type: ignore[union-attr]
+    return service
+
+
+@pytest.fixture
+def calls(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls of child processes by function."""
+    processes, counts = service_of(drawn).pictures._processes, Counter[str]()
+    call = processes.call
+
+    def counted(function: str, *given: Any) -> Any:
+        counts[function] += 1
+        return call(function, *given)
+
+    monkeypatch.setattr(processes, "call", counted)
+    return counts
+
+
+def order(api: Api, **fields: Any) -> httpx2.Response:
+    return api.post("/v1/jobs", **{"type": "edit", "prompt": "x", "steps": 2, **fields})
+
+
+def test_a_file_is_measured_when_it_is_handed_in_and_named_nine_times_decoded_by_size(
+    drawn: Api, calls: Counter[str]
+) -> None:
+    file = uploaded(drawn, as_file(pixels(200, 120)))
+    assert calls == {"measure": 1}
+    store = FileStore(drawn.settings.redis_url)
+    record = store.file(file["file_id"])
+    store.close()
+    assert record is not None and record.picture_size == (200, 120)
+    calls.clear()
+    assert order(drawn, **nine_times(file["file_id"])).status_code == 202
+    assert calls == {"fit_picture": 2}, "at the job's size for image and controls, and at the image prompts' own"
+
+
+def test_a_picture_in_the_body_is_measured_once(drawn: Api, calls: Counter[str]) -> None:
+    answer = order(drawn, images=[inline(as_file(pixels()))], mask=inline(as_file(hole())))
+    assert answer.status_code == 202, answer.text
+    assert calls == {"measure": 2, "fit_picture": 1, "fit_mask": 1}
+
+
+@pytest.mark.parametrize("fields", [{"steps": 100_000}, {"scheduler": "none"}, {"model": "no-such"}, {"n": 99}])
+def test_a_refused_request_decodes_nothing(drawn: Api, calls: Counter[str], fields: dict[str, Any]) -> None:
+    assert order(drawn, images=[inline()], **fields).status_code in (400, 404)
+    data = {"prompt": "x", **{name: str(value) for name, value in fields.items()}}
+    assert drawn.client.post(EDITS, data=data, files={"image": PNG}).status_code in (400, 404)
+    assert not calls
+
+
+def test_an_overloaded_machine_is_a_503_with_a_cause(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> Any:
+        raise CallTimeout("late")
+
+    monkeypatch.setattr(service_of(drawn).pictures._processes, "call", late)
+    answer = order(drawn, images=[inline()])
+    check_error(answer, 503, code="decoder_overloaded")
+    assert answer.headers["retry-after"] == "10"
+
+
+def test_rate_limit_and_quota_come_before_bytes(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    keyring = Keyring.of(settings)
+    tokens = [keyring.add(name, ["images"], **{name: "1/day"})[1] for name in ("rate", "quota")]
+    keyring.close()
+    with Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        for token, code in zip(tokens, ("rate_limit_exceeded", "quota_exceeded"), strict=True):
+            answers = [
+                api.client.post(
+                    "/v1/jobs",
+                    json={"type": "edit", "prompt": "x", "images": [inline(data)]},
+                    headers={"Authorization": f"Bearer {token}"},
+                )
+                for data in (PNG, b"no picture")
+            ]
+            assert answers[0].status_code == 202
+            check_error(answers[1], 429, code=code)
