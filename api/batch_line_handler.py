@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
-import json
-import threading
 from dataclasses import replace
 from typing import Any
 
 from api import admission, body, references, schemas, submission, text_drafts
+from api.batch_inputs import BatchInputs
 from api.batch_lines import BatchLine
 from api.batches import EDITS, KEEP_S, queue_of
 from api.cards import C
 from api.errors import ApiError, invalid_field, job_error
 from api.images import generated
+from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.uploads import FittedInputs
+from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_fields import ImageFields
 from core.artifacts import ArtifactError
@@ -36,8 +35,7 @@ class BatchLineHandler:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._fitting = threading.Lock()  # one at a time: each may need some 200 MiB
-        self._fitted: tuple[str, FittedInputs] | None = None  # of the last line checked
+        self._inputs = BatchInputs(service)
 
     def draft(self, batch: BatchRecord, number: int, line: BatchLine) -> JobDraft:
         """The job of a line; its id is derived from the line's, so that a line submitted twice is one job, and cannot
@@ -63,20 +61,17 @@ class BatchLineHandler:
         fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
         card = self._card(fields.model, ImageCard)
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
-        upload = None
-        if isinstance(fields, schemas.EditBody):
-            upload = references.fetch(self._service, batch.owner, fields)
-        pictures = references.fetch_pictures(self._service, batch.owner, fields)
-        draft = admission.image_draft(fields, card, upload, pictures)
-        if fields.priority is None:
-            draft = replace(draft, priority=_PRIORITY)
-        if upload is None and not pictures.any:
-            return draft
-        with self._fitting:
-            if self._fitted is None or self._fitted[0] != id:  # while the queue is full a line is retried
-                self._fitted = id, submission.fitted_to(upload, pictures, draft)
-            fitted = self._fitted[1]
-        return submission.store_inputs(self._service, draft, fitted)
+        if not references.any_named(fields):
+            return _draft(fields, card, NO_PICTURES)
+        return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
+
+    async def _with_pictures(self, owner: str, fields: ImageFields, card: ImageCard) -> JobDraft:
+        """As `_picture`, on the event loop, in the owner's turns."""
+        service = self._service
+        pictures = await service.call(references.Resolver(service, owner).uploads, fields)
+        _draft(fields, card, pictures)  # refused before anything is loaded
+        pictures = await service.pictures.measured(owner, pictures)
+        return await submission.store_inputs(service, owner, _draft(fields, card, pictures), pictures)
 
     def _card(self, name: str | None, kind: type[C]) -> C:
         now = self._service.cards.now
@@ -94,11 +89,10 @@ class BatchLineHandler:
             return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
-        content = json.loads(generated(self._service, job, links))
-        return {**told, "body": content, "keys": [made["key"] for made in results(job)]}
+        return {**told, "body": generated(job, links), "keys": [made["key"] for made in results(job)]}
 
-    def written(self, batch: BatchRecord, number: int, line: BatchLine, result: Result) -> bytes:
-        """The line in the output or error file for this result. OpenAI's format, with a newline."""
+    def written(self, batch: BatchRecord, number: int, line: BatchLine, result: Result) -> InlineDocument:
+        """The line in the output or error file for this result. OpenAI's format, without a newline."""
         response: Result = {name: result[name] for name in ("status_code", "request_id", "body") if name in result}
         if line["body"].get("response_format") == "b64_json":
             self._put_inside(response, result.get("keys", []))
@@ -108,14 +102,20 @@ class BatchLineHandler:
             "response": response or None,
             "error": result.get("error"),
         }
-        return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        return InlineDocument(self._service, told)
 
     def _put_inside(self, response: Result, keys: list[str]) -> None:
         """Replace links by images; where one is gone by now the link stays."""
         for image, key in zip(response["body"]["data"] if keys else [], keys, strict=False):
             with contextlib.suppress(ArtifactError):
-                image["b64_json"] = base64.b64encode(self._service.artifacts.get(key)).decode("ascii")
+                verified_size(self._service, key)
+                image["b64_json"] = Inline(key)
                 del image["url"]
+
+
+def _draft(fields: ImageFields, card: ImageCard, pictures: PictureUploads) -> JobDraft:
+    draft = admission.image_draft(fields, card, pictures)
+    return draft if fields.priority is not None else replace(draft, priority=_PRIORITY)
 
 
 def refusal(error: ApiError, id: str | None) -> Result:

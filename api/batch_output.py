@@ -91,7 +91,8 @@ class BatchOutput:
         name = "output" if result.get("status_code") == 200 else "error"
         if name not in self._spools:
             self._spools[name] = self._service.artifacts.spool()
-        self._spools[name].write(written)
+        written.write(self._spools[name].write)
+        self._spools[name].write(b"\n")
         self._told[name] += 1
         self._number += 1
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine
 from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
 
 from api import body, schemas, streaming, submission
 from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
+from api.inline_images import InlineDocument
 from api.links import ImageLinks
 from api.presentation import results, size
 from api.service import Given, Service
@@ -53,8 +54,9 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageFiel
         source = streaming.stream_images(service, job, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=stays)
-    content = await service.stored(generated, service, ended, links)
-    return Response(content, media_type="application/json")
+    answer = InlineDocument(service, generated(ended, links))
+    headers = {"Content-Length": str(await answer.verify())}
+    return StreamingResponse(answer.stream(), media_type="application/json", headers=headers)
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:
@@ -107,16 +109,13 @@ async def _left(request: Request) -> None:
         pass
 
 
-def generated(service: Service, job: Job, links: ImageLinks | None) -> bytes:
-    """The response's JSON, tens of megabytes with inline images: built on a thread.
-
-    Raises `core.artifacts.ArtifactError`.
-    """
+def generated(job: Job, links: ImageLinks | None) -> dict[str, Any]:
+    """The response's JSON; without `links` its images are `Inline`."""
     asked = ImageJob.read(job.parameters)
-    answer = {
+    return {
         "created": int(job.created),
         "data": [
-            {**streaming.content(service, job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
+            {**streaming.content(job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
             for k, image in enumerate(results(job))
         ],
         "size": size(job),
@@ -125,4 +124,3 @@ def generated(service: Service, job: Job, links: ImageLinks | None) -> bytes:
         "model": job.model,
         "job_id": job.id,
     }
-    return json.dumps(answer, separators=(",", ":"), allow_nan=False).encode("ascii")

@@ -17,6 +17,7 @@ import anyio
 from fastapi.sse import format_sse_event
 
 from api.errors import ApiError, job_error, store_error
+from api.inline_images import Inline, InlineDocument
 from api.job_follower import not_followed
 from api.links import ImageLinks
 from api.presentation import results, revised_prompt, size
@@ -26,6 +27,7 @@ from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
+_MARK = "{}"  # where an event's data goes
 # Images have no tokens, but clients expect these fields.
 _USAGE = {
     "total_tokens": 0, "input_tokens": 0, "output_tokens": 0,
@@ -58,8 +60,15 @@ async def stream_images(
             yield _error(job_error(ended))
         else:
             for k, _ in enumerate(results(ended)):
-                made = await service.stored(content, service, ended, k, links)
-                yield _event("completed", ended, {**made, "image_index": k, "usage": _USAGE})
+                data = {**content(ended, k, links), "image_index": k, "usage": _USAGE}
+                kind, content_of_event = _document("completed", ended, data)
+                document = InlineDocument(service, content_of_event)
+                await document.verify()
+                before, after = format_sse_event(event=kind, data_str=_MARK).split(_MARK.encode())
+                yield before
+                async for piece in document.stream():
+                    yield piece
+                yield after
     except ArtifactError as error:
         yield _error(store_error(error))
     finally:
@@ -68,15 +77,12 @@ async def stream_images(
                 await service.follower.cancel(job)
 
 
-def content(service: Service, job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
-    """A finished image: inline or as a link; and its prompt, if that was expanded.
-
-    Raises `core.artifacts.ArtifactError`.
-    """
+def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
+    """A finished image: inline or as a link; and its prompt, if that was expanded."""
     image = results(job)[k]
     if links is not None:
         return {"url": links.image(job, k, image["key"]), **revised_prompt(image)}
-    return {"b64_json": base64.b64encode(service.artifacts.get(image["key"])).decode("ascii"), **revised_prompt(image)}
+    return {"b64_json": Inline(image["key"]), **revised_prompt(image)}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:
@@ -88,9 +94,15 @@ async def _look(service: Service, job: Job, image: int) -> str | None:
 
 
 def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
+    kind, document = _document(what, job, data)
+    return format_sse_event(event=kind, data_str=json.dumps(document, separators=(",", ":"), allow_nan=False))
+
+
+def _document(what: str, job: Job, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """An event's type and data."""
     asked = ImageJob.read(job.parameters)
     kind = f"{'image_edit' if job.inputs else 'image_generation'}.{what}"
-    told = {
+    return kind, {
         "type": kind,
         **data,
         "created_at": int(job.created if what == "completed" else time.time()),
@@ -99,7 +111,6 @@ def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
         "background": "opaque",
         "output_format": "png" if what == "partial_image" else asked.output_format,
     }
-    return format_sse_event(event=kind, data_str=json.dumps(told, separators=(",", ":"), allow_nan=False))
 
 
 def _error(error: ApiError) -> bytes:

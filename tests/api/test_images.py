@@ -114,7 +114,11 @@ def test_a_picture_that_is_gone(shared: Api, worker: Worker, pool: ThreadPoolExe
     answer = pool.submit(shared.draw)
     claim = worker.take(new_job(worker, known))
     key = f"sha256/{'0' * 2}/{'0' * 62}.png"
-    worker.store.succeed(claim.id, claim.attempt, {"images": [{"key": key, "seed": 1, "media_type": "image/png"}]})
+    worker.store.succeed(
+        claim.id,
+        claim.attempt,
+        {"images": [{"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png"}]},
+    )
     gone = answer.result(PATIENCE_S)
     check_error(gone, 500, code="artifact_unreadable")
     assert gone.headers["x-should-retry"] == "false"

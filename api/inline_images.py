@@ -1,0 +1,101 @@
+"""Sends stored images in base64 inside of JSON without ever holding one whole.
+
+Images are checked against their keys before the first byte is sent; then they are read again, part by part, as fast as
+the client reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from api.service import Service
+from core.artifacts import ArtifactError, digest_of
+
+_PART = 3 * 2**17  # bytes of an image in memory; a multiple of 3, so that the base64 of its parts can be joined
+
+
+class Inline:
+    """A value of a JSON document that stands for an image in base64."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.mark = secrets.token_hex(16)
+
+
+def verified_size(service: Service, key: str) -> int:
+    """The size in bytes of an image that is whole. Blocks. Raises `ArtifactError`."""
+    size, digest = service.artifacts.size(key), hashlib.sha256()
+    for at in range(0, size, _PART):
+        digest.update(service.artifacts.read_part(key, at, min(_PART, size - at)))
+    if digest.hexdigest() != digest_of(key):
+        raise ArtifactError("an artifact is damaged: its content does not match its key")
+    return size
+
+
+def _part(service: Service, key: str, at: int, length: int) -> bytes:
+    return service.artifacts.read_part(key, at, length)
+
+
+class InlineDocument:
+    """A JSON document, some of whose values are `Inline`."""
+
+    def __init__(self, service: Service, document: Any) -> None:
+        self._service = service
+        self._images: dict[str, Inline] = {}
+        text = json.dumps(document, default=self._marked, separators=(",", ":"), allow_nan=False)
+        self._pieces = list(self._split(text))
+        self._sizes: dict[str, int] = {}
+
+    def _marked(self, value: Any) -> str:
+        assert isinstance(value, Inline)
+        self._images[value.mark] = value
+        return value.mark
+
+    def _split(self, text: str) -> Iterator[bytes | Inline]:
+        for image in self._images.values():  # in the document's order
+            before, text = text.split(image.mark, 1)
+            yield before.encode("ascii")
+            yield image
+        yield text.encode("ascii")
+
+    async def verify(self) -> int:
+        """Check all images; return the document's length in bytes. Raises `ArtifactError`."""
+        for image in self._images.values():
+            self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
+        return self._length()
+
+    def _parts(self, image: Inline) -> Iterator[tuple[int, int]]:
+        """Where each part of an image begins, and its length."""
+        size = self._sizes[image.key]
+        return ((at, min(_PART, size - at)) for at in range(0, size, _PART))
+
+    def _length(self) -> int:
+        return sum(
+            4 * ((self._sizes[piece.key] + 2) // 3) if isinstance(piece, Inline) else len(piece)
+            for piece in self._pieces
+        )
+
+    def write(self, write: Callable[[bytes], None]) -> None:
+        """Check all images and write the document's bytes, on a thread that may block. Raises `ArtifactError`."""
+        for image in self._images.values():
+            self._sizes[image.key] = verified_size(self._service, image.key)
+        for piece in self._pieces:
+            if isinstance(piece, Inline):
+                for at, length in self._parts(piece):
+                    write(base64.b64encode(_part(self._service, piece.key, at, length)))
+            else:
+                write(piece)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The document's bytes, after `verify`. Raises `ArtifactError`."""
+        for piece in self._pieces:
+            if isinstance(piece, Inline):
+                for at, length in self._parts(piece):
+                    yield base64.b64encode(await self._service.stored(_part, self._service, piece.key, at, length))
+            else:
+                yield piece

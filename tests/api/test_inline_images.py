@@ -1,0 +1,81 @@
+"""Answers with pictures in base64 are streamed: the same bytes, checked first, and never whole in the API's memory."""
+
+from __future__ import annotations
+
+import base64
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from core.artifacts import Artifacts
+from tests.api.test_images import new_job
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+from tests.faults.attacks import Monitor, usage
+
+MIB = 2**20
+
+
+def finish(worker: Worker, id: str, pictures: list[bytes]) -> None:
+    """End a job with these pictures."""
+    claim = worker.take(id)
+    images = [
+        {"key": worker.artifacts.put(data, "image/png"), "seed": k, "width": 64, "height": 64, "size_bytes": len(data),
+         "media_type": "image/png", "warnings": []}
+        for k, data in enumerate(pictures)
+    ]  # fmt: skip
+    assert worker.store.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.1})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_and_small_pictures_arrive_as_they_are(shared: Api, worker: Worker, stream: bool) -> None:
+    pictures = [random.Random(k).randbytes(size) for k, size in enumerate((MIB + 1, 0, 1, 2, 3 * 2**17, 3 * 2**17 + 1))]
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        answer = pool.submit(shared.draw, n=6, response_format="b64_json", stream=stream)
+        finish(worker, new_job(worker, known), pictures)
+        response = answer.result(PATIENCE_S)
+    assert response.status_code == 200
+    if stream:
+        lines = [line for line in response.text.splitlines() if line.startswith("data: ") and "b64_json" in line]
+        parts = [line.split('"b64_json":"')[1].split('"')[0] for line in lines]
+    else:
+        assert int(response.headers["content-length"]) == len(response.content)
+        parts = [image["b64_json"] for image in response.json()["data"]]
+    assert [base64.b64decode(part, validate=True) for part in parts] == pictures
+
+
+def test_a_damaged_picture_is_an_error_before_the_first_byte(shared: Api, worker: Worker) -> None:
+    data = random.Random(9).randbytes(MIB)
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        answer = pool.submit(shared.draw, response_format="b64_json")
+        id = new_job(worker, known)
+        key = Artifacts(shared.settings.artifacts).put(data, "image/png")
+        (shared.settings.data_dir / "artifacts" / key).write_bytes(data[:-1] + b"!")
+        claim = worker.take(id)
+        image = {"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "warnings": []}
+        assert worker.store.succeed(claim.id, claim.attempt, {"images": [image]})
+        check_error(answer.result(PATIENCE_S), 500, code="artifact_unreadable")
+
+
+def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder)
+    body = b'{"prompt": "x", "n": 10, "response_format": "b64_json"}'
+    with Worker(settings) as worker, process(SERVE, settings) as (child, client):
+        worker.announce()
+        eventually(lambda: client.get("/readyz").status_code == 200)
+        with socket.create_connection(("127.0.0.1", client.base_url.port or 0)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            head = f"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            (id,) = eventually(worker.ids)
+            before = usage(child.pid)[0]
+            with Monitor(str(client.base_url), child.pid) as monitor:
+                finish(worker, id, [random.Random(k).randbytes(4 * MIB) for k in range(10)])
+                assert connection.recv(12) == b"HTTP/1.1 200"
+                seen = len(monitor.rss_mib)
+                eventually(lambda: len(monitor.rss_mib) > seen + 5)
+        assert max(monitor.rss_mib) - before < 60
