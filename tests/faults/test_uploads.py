@@ -1,0 +1,32 @@
+"""Some hundred bodies drawn from the grammars of forms and pictures, at a real API process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from api.picture_codec import measure
+from tests.faults.attacks import Site, site
+from tests.faults.uploads import Body, _pictures, bodies, fault, split
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(Path(tmp_path_factory.mktemp("site")), 1) as running:
+        yield running
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(bodies)
+def test_a_hostile_body_is_refused_by_name(running: Site, body: Body) -> None:
+    answer = running.attacker.post(body.path, content=body.content, headers={"Content-Type": body.content_type})
+    assert fault(answer) is None
+
+
+def test_the_grammar_begins_with_sound_pictures() -> None:
+    for data in _pictures():
+        assert b"".join(split(data)) == data and len(split(data)) >= 2
+        assert measure(None, [data])[0]["width"] in (24, 40)

@@ -1,0 +1,286 @@
+"""Sends hostile forms and mutated pictures to an API process: `python -m tests.faults.uploads --bodies 10000`.
+
+Bodies are drawn by hypothesis from grammars of forms and of PNG, JPEG and WebP files. Prints the statuses, the longest
+gap of /healthz and the API's memory. The exit code is 1 if an answer is a 5xx other than a 503 with a code, names
+nothing that is wrong, or does not come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import struct
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import httpx2
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.faults.attacks import Monitor, chunk, form_body, site, usage
+
+EDITS, FILES, JOBS, INFERENCE = "/v1/images/edits", "/v1/files", "/v1/jobs", "/"
+# Codes of refusals that may name no field: the whole body is wrong, or the field's name may not be repeated.
+_NAMELESS = {"invalid_body", "body_too_large", "unknown_parameter", "repeated_field", "invalid_type"}
+
+
+@dataclass(frozen=True)
+class Body:
+    """One request; `repr` is cut, so that a failing example can be read."""
+
+    path: str
+    content_type: str
+    content: bytes = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"Body({self.path!r}, {self.content_type!r}, {len(self.content)} bytes: {self.content[:300]!r})"
+
+
+def fault(answer: httpx2.Response) -> str | None:
+    """What is wrong with an answer; None: nothing."""
+    if answer.status_code < 400:
+        return None
+    error = answer.json()["error"]
+    if isinstance(error, str):  # InferenceClient's form
+        error = {**answer.json(), "message": error}
+    if answer.status_code >= 500 and (answer.status_code != 503 or not error["code"]):
+        return f"{answer.status_code}: {answer.text}"
+    named = error["param"] or error["code"] in _NAMELESS
+    return None if named and error["message"] else f"{answer.status_code} names nothing: {answer.text}"
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _pictures() -> tuple[bytes, ...]:
+    """Sound pictures of several modes and encoders."""
+    found = []
+    grey = Image.linear_gradient("L").resize((40, 24))
+    for mode in ("1", "L", "P", "RGB", "RGBA", "I;16"):
+        found.append(_saved(grey.convert(mode), "PNG"))
+    found.append(_saved(grey, "PNG", optimize=True))
+    for options in ({}, {"progressive": True}, {"quality": 5, "subsampling": 2}):
+        found.append(_saved(grey.convert("RGB"), "JPEG", **options))
+    found += [_saved(grey, "JPEG"), _saved(grey.convert("CMYK"), "JPEG"), _saved(grey.convert("RGB"), "WEBP")]
+    found.append(_saved(grey.convert("RGBA"), "WEBP", lossless=True))
+    frames = [grey.convert("RGB").rotate(90 * k) for k in range(3)]
+    found += [_saved(frames[0], form, save_all=True, append_images=frames[1:]) for form in ("PNG", "WEBP")]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    found += [_saved(frames[0], form, exif=exif) for form in ("JPEG", "WEBP", "PNG")]
+    return tuple(found)
+
+
+def _saved(image: Image.Image, form: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def split(data: bytes) -> list[bytes]:
+    """The head and the chunks of a sound picture; a JPEG's scans are part of their segment."""
+    if data[:2] == b"\xff\xd8":
+        parts, at = [data[:2]], 2
+        while at < len(data):
+            end = at + 2 if data[at + 1] == 0xD9 else at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+            if data[at + 1] == 0xDA:
+                while end < len(data) and (data[end] != 0xFF or data[end + 1] in (0, *range(0xD0, 0xD8))):
+                    end += 1
+            parts.append(data[at:end])
+            at = end
+        return parts
+    png = data[:4] != b"RIFF"
+    parts, at = [data[: 8 if png else 12]], 8 if png else 12
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 4], "big") if png else int.from_bytes(data[at + 4 : at + 8], "little")
+        end = at + (12 + length if png else 8 + length + length % 2)
+        parts.append(data[at:end])
+        at = end
+    return parts
+
+
+_BOMBS = (
+    chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20))), chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**21))),
+    chunk(b"acTL", struct.pack(">II", 2**31 - 1, 0)), chunk(b"IDAT"), chunk(b"tRNS", bytes(300)),
+    chunk(b"PLTE", bytes(900)), chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 1, 16, 6, 0, 0, 1)),
+    chunk(b"eXIf", b"MM\0*\0\0\0\x08\xff\xff" + bytes(80)), chunk(b"IEND"), b"\xff\xd9", b"\xff\xda\x00\x02",
+    b"\xff\xe1\x00\x02", b"\xff\xe1\x00\x10Exif\0\0MM\0*\0\0\0\x08", b"\xff\xd0", b"\xff" * 50, b"\xff\xdd\x00\x04\0\1",
+    b"\xff\xc0\x00\x0b\x08\xff\xff\xff\xff\x01\x01\x11\x00", b"\xff\xc4\x00\x02", b"EXIF\x04\0\0\0MM\0*",
+    b"VP8X\x0a\0\0\0\xff\0\0\0" + b"\xff" * 6, b"ANMF" + struct.pack("<I", 2**32 - 1), b"VP8 \0\0\0\0",
+)  # fmt: skip
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> bytes:
+    """A picture with up to four mutations: of whole chunks first, of bytes then."""
+    parts = split(draw(st.sampled_from(_pictures())))
+    for _ in range(draw(st.integers(0, 2))):
+        k = draw(st.integers(0, len(parts) - 1))
+        what = draw(st.sampled_from(("repeat", "drop", "swap", "insert", "foreign")))
+        if what == "repeat":
+            parts[k : k + 1] = [parts[k]] * draw(st.sampled_from((2, 30, 1_100, 30_000)))
+        elif what == "drop":
+            del parts[k]
+        elif what == "swap":
+            j = draw(st.integers(0, len(parts) - 1))
+            parts[k], parts[j] = parts[j], parts[k]
+        elif what == "insert":
+            parts[k:k] = [draw(st.sampled_from(_BOMBS))] * draw(st.sampled_from((1, 1, 3, 2_000)))
+        else:
+            parts[k:k] = draw(st.sampled_from([split(one) for one in _pictures()]))
+        parts = parts or [b""]
+    data = bytearray(b"".join(parts))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, min(len(data), 400)))
+        what = draw(st.sampled_from(("bytes", "length", "cut", "zeros", "flip")))
+        if what == "bytes":
+            data[at:at] = draw(st.binary(max_size=20))
+        elif what == "length":
+            data[at : at + 4] = draw(
+                st.sampled_from((b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\xff\xff"))
+            )
+        elif what == "cut":
+            del data[draw(st.integers(0, len(data))) :]
+        elif what == "zeros":
+            data += bytes(draw(st.sampled_from((1, 1_000, 2**20))))
+        elif at < len(data):
+            data[at] ^= draw(st.integers(1, 255))
+    return bytes(data)
+
+
+# -- forms and JSON bodies ---------------------------------------------------------------------------------------------
+
+_NAMES = ("prompt", "image", "mask", "image[]", "n", "size", "steps", "purpose", "file", "control", "control_image",
+          "image_prompt", "image_prompts", "outpaint", "stream", "soft_mask", "", "ä", 'a"b', "a" * 300)  # fmt: skip
+_VALUES = ("a cat", "1", "-1", "true", "64x64", "vision", "batch", "{", "*",
+           '{"left":8}', "[1,2", "1e999", "\ud7ff", "\0", "",
+           '[{"model":"edges"}]', "9" * 4000, "é" * 2000)  # fmt: skip
+_TYPES = ("multipart/form-data; boundary=edge",) * 12 + (
+    'multipart/form-data; boundary="edge"; charset=utf-8', "multipart/form-data", "multipart/form-data; boundary=",
+    "multipart/form-data; boundary=other", "multipart/form-data; boundary=edge; charset=punycode",
+    "multipart/form-data; boundary=edge; charset=utf-16", "multipart/form-data" + ";" * 400,
+    "multipart/mixed; boundary=edge",
+    "multipart/form-data; boundary=" + "e" * 250, 'multipart/form-data; boundary="' + '";' * 200,
+    "application/x-www-form-urlencoded",
+)  # fmt: skip
+_HEADERS = (
+    b"", b"Content-Type: image/png\r\n", b"X: y\r\n" * 9, b"X: " + b"y" * 5_000 + b"\r\n", b"Content-Type: a\r\n b\r\n",
+    b"Content-Transfer-Encoding: base64\r\n", b"Content-Disposition: form-data\r\n", b": \r\n", b"X:\xff\r\n", b"\r\n",
+)  # fmt: skip
+
+
+@st.composite
+def _part(draw: st.DrawFn) -> bytes:
+    name = draw(st.sampled_from(_NAMES)).encode()
+    isfile = draw(
+        st.sampled_from((b"", b"", b'; filename="x.png"', b'; filename="' + b'a";' * 400, b"; filename*=utf-16''a"))
+    )
+    data = (
+        draw(pictures())
+        if isfile and draw(st.booleans())
+        else draw(st.sampled_from(_VALUES)).encode("utf-8", "replace")
+    )
+    head = b'Content-Disposition: form-data; name="' + name + b'"' + isfile + b"\r\n"
+    return head + draw(st.sampled_from(_HEADERS)) + b"\r\n" + data + b"\r\n"
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> Body:
+    """Parts of any kind between boundaries that may be broken."""
+    parts = [b"--edge\r\n" + part for part in draw(st.lists(_part(), max_size=6))]
+    if parts and draw(st.integers(0, 9)) == 0:
+        parts *= draw(st.sampled_from((2, 60, 200)))
+    body = b"".join(parts) + draw(
+        st.sampled_from((b"--edge--\r\n",) * 8 + (b"", b"--edge", b"--edge\r\n", b"--edge--x"))
+    )
+    if draw(st.integers(0, 7)) == 0:
+        body = draw(st.sampled_from((body.replace(b"\r\n", b"\n"), body[: len(body) // 2], b"\r\n" + body, body * 2)))
+    return Body(draw(st.sampled_from((EDITS, FILES))), draw(st.sampled_from(_TYPES)), body)
+
+
+@st.composite
+def uploads(draw: st.DrawFn) -> Body:
+    """Well-formed requests of every endpoint that takes pictures, with pictures that are not."""
+    path = draw(st.sampled_from((EDITS, EDITS, FILES, JOBS, INFERENCE)))
+    data = draw(pictures())
+    if path == FILES:
+        return Body(path, _TYPES[0], form_body({"purpose": b"vision"}, {"file": data}))
+    mask = draw(st.none() | pictures())
+    if path == EDITS and draw(st.booleans()):
+        files = {"image": data} | ({} if mask is None else {"mask": mask})
+        return Body(path, _TYPES[0], form_body({"prompt": b"x", "steps": b"2"}, files))
+    if path == INFERENCE:
+        fields: dict[str, object] = {
+            "inputs": base64.b64encode(data).decode(), "parameters": {"prompt": "x", "num_inference_steps": 2},
+        }  # fmt: skip
+    else:
+        fields = {"type": "edit"} if path == JOBS else {}
+        url = lambda one: {"image_url": "data:image/png;base64," + base64.b64encode(one).decode()}  # noqa: E731
+        fields |= {"prompt": "x", "steps": 2, "images": [url(data)]} | ({} if mask is None else {"mask": url(mask)})
+    return Body(path, "application/json", json.dumps(fields).encode())
+
+
+bodies: st.SearchStrategy[Body] = forms() | uploads()
+
+
+def every(count: int, number: int, send: Callable[[Body], None]) -> None:
+    """Call `send` with so many bodies of this seed. Nothing is shrunk: `send` collects what it finds."""
+    quiet = settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    run: Callable[[], None] = seed(number)(quiet(given(bodies)(send)))
+    run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.uploads", description=__doc__)
+    parser.add_argument("--bodies", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    statuses: Counter[str] = Counter()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, site(Path(folder), 1) as running:
+        before = usage(running.pid)[0]
+
+        def send(body: Body) -> None:
+            try:
+                answer = running.attacker.post(
+                    body.path, content=body.content, headers={"Content-Type": body.content_type}
+                )
+            except httpx2.TransportError as error:
+                faults.append(f"no answer ({error}): {body!r}")
+                return
+            statuses[f"{body.path} {answer.status_code}"] += 1
+            if (wrong := fault(answer)) is not None:
+                faults.append(f"{wrong}: {body!r}")
+
+        with Monitor(running.url, running.pid) as monitor:
+            every(options.bodies, options.seed, send)
+        gaps, rss = sorted(monitor.gaps_s), monitor.rss_mib
+        report = {
+            "bodies": statuses.total(), "statuses": dict(sorted(statuses.items())), "faults": len(faults),
+            "healthz_ms": {"p99": round(1e3 * gaps[int(0.99 * len(gaps))], 1), "longest": round(1e3 * gaps[-1], 1)},
+            "rss_mib": {"before": round(before, 1), "peak": round(max(rss), 1), "last": round(rss[-1], 1)},
+        }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    for one in faults[:50]:
+        print(f"wrong: {one}", file=sys.stderr)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
