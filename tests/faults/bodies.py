@@ -102,6 +102,8 @@ def _schema(draw: random.Random) -> HostileRequest:
         {"enum": ["x" * 50] * 5_000}, {"type": "array", "minItems": 10**9}, {"$ref": "http://169.254.169.254/"},
         {"properties": {str(i): {"type": "string"} for i in range(4_000)}},
         {"anyOf": [{"const": i} for i in range(9_000)]},
+        {"type": "object", "properties": {f"p{i}": {"type": ["string", "null"]} for i in range(1_500)}},
+        {"type": "string", "pattern": "(" + "|".join(f"(x{{{i}}}y?)*" for i in range(200)) + ")"},
     )  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": draw.choice(choices)}}
     return _json("schema", draw, _sound(draw, response_format=form), "/v1/chat/completions")
@@ -179,6 +181,28 @@ def _lines(draw: random.Random) -> HostileRequest:
     )
 
 
+def _charset(draw: random.Random) -> HostileRequest:
+    """A form in an encoding that is costly to decode, or none of text."""
+    given = _form("charset", draw, {"prompt": b"a" * draw.choice((10, 100_000)) + b"-9", "unknown": b"1"})
+    charset = draw.choice(
+        ("punycode", "idna", "utf-7", "utf-16", "rot13", "zlib", "x" * 500, '"', "utf-8; charset=idna")
+    )
+    return HostileRequest("charset", given.path, given.body, {
+        "Content-Type": f"{given.headers['Content-Type']}; charset={charset}"
+    })  # fmt: skip
+
+
+def _stuffed(draw: random.Random) -> HostileRequest:
+    """A small PNG with tens of thousands of chunks, empty or of text."""
+    picture = png(8, 8)
+    name, data = draw.choice(
+        ((b"juNk", b""), (b"tEXt", b"a\x00b"), (b"IDAT", b""), (b"zTXt", b"a\x00\x00x"), (b"fdAT", b""))
+    )
+    chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    picture = picture[:33] + chunk * draw.choice((5_000, 40_000)) + picture[33:]  # after the header
+    return _form("stuffed picture", draw, {"image": picture, "unknown": b"1", "prompt": b"a cat"})
+
+
 def _headers(draw: random.Random) -> HostileRequest:
     given = draw.choice((
         {"Content-Type": "application/json", "Content-Length": "99999999999999999999"},
@@ -217,6 +241,6 @@ def _path(draw: random.Random) -> HostileRequest:
 
 
 _KINDS: tuple[Callable[[random.Random], HostileRequest], ...] = (
-    _nested, _many, _number, _bytes, _repeated, _text, _schema, _address, _upload, _broken_form, _lines, _headers,
-    _packed, _path,
+    _nested, _many, _number, _bytes, _repeated, _text, _schema, _address, _upload, _broken_form, _lines, _charset,
+    _stuffed, _headers, _packed, _path,
 )  # fmt: skip

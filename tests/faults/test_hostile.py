@@ -15,7 +15,7 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
     found = attack(300, seed=1, folder=tmp_path)
     assert found.faults == [], found.faults
     result = summary(found)
-    assert result["requests"] == 300 and len(result["statuses"]) == 14
+    assert result["requests"] == 300 and len(result["statuses"]) == 16
     refused = sum(n for one in found.statuses.values() for status, n in one.items() if 400 <= status < 500)
     assert refused > 250, found.statuses
 
