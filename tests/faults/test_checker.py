@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.faults.histories.checker import RULES, check
-from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen, Told
+from tests.faults.histories.record import OK, REFUSED, UNKNOWN, Call, Fault, History, Level, Limits, Seen, Told
+from tests.faults.histories.returns import DESCRIPTORS, RSS_MIB
 
 ENDS = ("succeeded", "cancelled")
 
@@ -140,6 +141,29 @@ def waited(k: int) -> tuple[Told, ...]:
     return Told(f"1-{k}", "queued"), Told(f"2-{k}", "running", 1)
 
 
+SHARED, RATED = Limits(share=2), Limits(requests={"anna": (5, 2.0)}, pictures={"anna": (5, 2.0)})
+FILES = Limits(files={"anna": 10})
+
+
+def refused(op: str, at: float, about: str, status: int, code: str = "", **more: object) -> Call:
+    return replace(call(op, at, about, **more), outcome=REFUSED, status=status, code=code)  # type: ignore[arg-type]
+
+
+def waiting(op: str, count: int) -> list[Call]:
+    """Calls that may have made a job each, of which nobody knows the end."""
+    return [replace(call(op, k + 1, f"w{k}"), outcome=UNKNOWN, status=503) for k in range(count)]
+
+
+def asked(count: int, at: float) -> list[Call]:
+    """Calls that end at about that time and count against a rate."""
+    return [replace(call("list", at, ""), end=at + 0.4) for _ in range(count)]
+
+
+def filled(size: int, then: Call) -> list[Call]:
+    """So many bytes of files that are listed, and a quiet call after that."""
+    return [call("files", 55, "", quiet=True, size=size), then]
+
+
 WRONG: dict[str, list[History]] = {
     "events_are_of_their_job": [
         job(call("events", 60, "a", told=stream("a", "succeeded", created=2.0), whole=True, created=1.0)),
@@ -199,7 +223,7 @@ WRONG: dict[str, list[History]] = {
     ],
     "answers_are_documented": [
         job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code))
-        for status, code in ((500, ""), (502, "x"))
+        for status, code in ((500, ""), (502, "x"), (-1, ""))
     ],
     "batches_are_whole": [
         job(call("batch", 2, "", ids=("batch_1",), wants=("line-0 x", "line-1 y")), *ends)
@@ -210,6 +234,41 @@ WRONG: dict[str, list[History]] = {
             (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-0 x", "line-1 y")),),
             (call("batch_end", 60, "batch_1", code="completed", got=("line-0 x", "line-1 another's")),),
         )
+    ],
+    "strangers_get_nothing": [
+        job(call("probe file content", 60, "file-1", owner="anna", tenant=tenant)) for tenant in ("bert", "")
+    ] + [
+        # That it exists is told by any other answer than that of a thing that does not.
+        job(refused("probe job requeue", 60, "a", status, owner="anna", tenant=tenant))
+        for tenant, status in (("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
+    ],
+    "refusals_are_due": [
+        job(refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
+        job(*waiting("text", 1), refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
+        job(refused("text", 60, "b", 429, "queue_share_full"), *waiting("submit", 5), limits=SHARED),
+        # All that waited have ended, or are erased.
+        job(
+            call("submit", 1, "b", seen("b", "queued", 0)), call("erase", 2, "b"), call("batch", 1, "", ids=("x",)),
+            call("batch_end", 50, "x", code="completed"), refused("submit", 60, "c", 429, "queue_share_full"),
+            limits=Limits(share=1),
+        ),
+        job(refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+        job(*asked(20, at=40), refused("erase", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+        job(*asked(3, at=59), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+        job(*asked(1, at=59), refused("submit", 60, "b", 429, "quota_exceeded"), limits=RATED),
+        job(refused("submit", 60, "b", 400, "invalid_value")),
+    ],
+    "quiet_calls_are_answered": [
+        job(refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=9)),
+        job(refused("text", 60, "", 429, "queue_share_full", quiet=True), limits=Limits(share=1)),
+        job(refused("text", 60, "", 503, "store_down", quiet=True)),
+        job(*filled(6, refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=4)), limits=FILES),
+        job(*filled(6, call("upload", 60, "", quiet=True, size=5)), limits=FILES),
+        job(*filled(6, refused("upload", 60, "", 500, "", quiet=True, size=5)), limits=FILES),
+    ],
+    "resources_return": [
+        job(levels=[Level("api-0", 20 + DESCRIPTORS + 1, 100, 20, 100)]),
+        job(levels=[Level("worker-1", 20, 101 + RSS_MIB, 20, 100)]),
     ],
     "nothing_is_left": [job(left=["the image queue's counters are not zero"])],
 }  # fmt: skip
@@ -239,6 +298,25 @@ ALLOWED = [
         call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("disk_full",)),
     job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),
     job(replace(call("look", 60, "a", tenant="bert"), outcome=REFUSED, status=404)),
+    *(job(refused("probe job look", 60, "a", status, owner="anna", tenant=tenant))
+      for tenant, status in (("bert", 404), ("bert", 429), ("", 401))),
+    job(replace(call("probe job look", 60, "a", owner="anna", tenant="bert"), outcome=UNKNOWN, status=503)),
+    job(*waiting("submit", 2), refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
+    job(*waiting("text", 2), refused("text", 60, "b", 429, "queue_share_full"), limits=SHARED),
+    # A job that nobody saw end may wait, and so may all lines of a batch.
+    job(call("submit", 1, "b", seen("b", "queued", 0)), refused("submit", 40, "c", 429, "queue_share_full"),
+        call("finally", 50, "b", seen("b", "succeeded")), limits=SHARED),
+    job(replace(call("batch", 1, "", wants=("x", "y")), outcome=UNKNOWN),
+        refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
+    job(*asked(5, at=58), refused("erase", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+    # What was asked for before the history began is not known; after a jump of the clock, windows last longer.
+    job(refused("submit", 3, "b", 429, "rate_limit_exceeded"), limits=RATED),
+    replace(job(*asked(5, at=50), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+            faults=[Fault(1, "clock_redis", size=-6.0)]),
+    job(*waiting("submit", 5), refused("submit", 60, "b", 429, "rate_limit_exceeded"), limits=RATED),
+    job(*filled(6, refused("upload", 60, "", 429, "files_quota_exceeded", quiet=True, size=5)), limits=FILES),
+    job(*filled(6, call("upload", 60, "", quiet=True, size=4)), limits=FILES),
+    job(levels=[Level("api-0", 20 + DESCRIPTORS, 100 + RSS_MIB, 20, 100)]),
 ]  # fmt: skip
 
 

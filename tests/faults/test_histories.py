@@ -18,19 +18,25 @@ from tests.faults.histories.clocks import Clocks
 from tests.faults.histories.faults import KINDS, draw, possible
 from tests.faults.histories.history import play
 from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW, Proxy
-from tests.faults.histories.record import History
+from tests.faults.histories.record import Fault, History
 from tests.faults.histories.world import World
+
+# Faults that write into Redis or send requests, and end by themselves.
+JOINING = ("broken_messages", "new_fields", "hostile_bodies", "half_bodies", "large_batch", "no_memory")
 
 
 def test_a_short_history_is_accepted(tmp_path: Path) -> None:
     with World(tmp_path / "world", objects=True) as world:
-        schedule = draw(16, possible(world), 10, 4.0)
+        schedule = draw(16, possible(world), 10, 4.0) + [Fault(1.0, kind, seconds=0.3, size=1) for kind in JOINING]
         history = play(world, 16, schedule, 4.0)
         problems = check(history)
         if problems:
             history.write(tmp_path / "history.json")
         assert problems == [], world.logs()
-        assert len(history.faults) >= 5 and sum(call.op == "submit" for call in history.calls) >= 10
+        assert len(history.faults) >= 10 and sum(call.op == "submit" for call in history.calls) >= 10
+        assert sum(fault.kind in JOINING for fault in history.faults) >= 4
+        ops = {call.op for call in history.calls}
+        assert {"hostile", "upload", "text", "files"} <= ops and len(history.levels) == len(world.parts)
     assert History.read(_written(history, tmp_path)).calls == history.calls
 
 

@@ -239,13 +239,16 @@ class StagePictures:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
+        self.read_files(job)
+        return pictures(job)
+
+    def read_files(self, job: ImageJob) -> None:
         with self._lock:
             for file in files_of(job):
                 if file not in self._files:
                     self._note(file)
                 kept = [other for other in self._files if other != file]
                 self._files = [*kept, file][-self._most :] if self._most else []
-        return pictures(job)
 
     def tally(self, requests: Sequence[Any]) -> ImageJobProgress:
         return ImageJobProgress([request.steps for request in requests])

@@ -22,6 +22,7 @@ from tests.faults.histories.checker import check
 from tests.faults.histories.clients import WHAT
 from tests.faults.histories.faults import draw, possible
 from tests.faults.histories.history import play
+from tests.faults.histories.planted import BUGS
 from tests.faults.histories.record import Fault, History, faults
 from tests.faults.histories.shrink import shrink
 from tests.faults.histories.world import World
@@ -33,8 +34,9 @@ _RENEWED = 25  # histories of one world: then a new one, on the other kind of st
 class House:
     """Reuses a world as long as it is healthy and not too old."""
 
-    def __init__(self, other: Path | None, real: bool) -> None:
-        self._other, self._real = other, real
+    def __init__(self, other: Path | None, real: bool, bug: str = "") -> None:
+        """`bug`: what is planted into every part; empty: nothing."""
+        self._other, self._real, self._bug = other, real, bug
         self._open = ExitStack()
         self._world: World | None = None
         self._age = 0
@@ -43,7 +45,11 @@ class House:
         if self._world is None or self._world.objects != objects or self._age >= _RENEWED:
             self.close()
             folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="diptych-histories-")))
-            self._world = self._open.enter_context(World(folder, objects=objects, other=self._other, real=self._real))
+            bug = folder / "bug" if self._bug else None
+            if bug is not None:
+                bug.write_text(self._bug)
+            world = World(folder / "world", objects=objects, bug=bug, other=self._other, real=self._real)
+            self._world = self._open.enter_context(world)
         self._age += 1
         return self._world
 
@@ -118,10 +124,16 @@ def main() -> int:
         "--model", choices=("stand-in", "tiny"), default="stand-in",
         help="who draws; default: a stand-in, which starts at once, each of whose pictures is another",
     )  # fmt: skip
+    parser.add_argument(
+        "--planted", nargs="+", choices=BUGS, metavar="BUG",
+        help=f"plant each of these in turn, until a history is rejected, of {', '.join(BUGS)}",
+    )  # fmt: skip
     parser.add_argument("--replay", type=Path, metavar="FILE", help="play what failed once more")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     other = checkout(options.other, options.folder) if options.other else None
+    if options.planted:
+        return int(sum(_detect(bug, options) for bug in options.planted) < len(options.planted))
     house = House(other, real=options.model == "tiny")
     try:
         if options.replay:
@@ -132,6 +144,23 @@ def main() -> int:
         return _run(house, options)
     finally:
         house.close()
+
+
+def _detect(bug: str, options: argparse.Namespace) -> bool:
+    """Plant a bug and play until a history is rejected, or so many faults were played. Prints by which rules."""
+    house, played, number = House(None, options.model == "tiny", bug), 0, 0
+    try:
+        while played < options.faults:
+            schedule = draw(options.seed + number, possible(house.world(False)), options.each, options.span)
+            history, problems = one(house, options.seed + number, schedule, False, options.span, options.without)
+            played, number = played + len(history.faults), number + 1
+            if problems:
+                print(f"{bug}: {', '.join(sorted(rules(problems)))} after {played} faults", flush=True)
+                return True
+    finally:
+        house.close()
+    print(f"{bug}: not found in {played} faults", flush=True)
+    return False
 
 
 def _run(house: House, options: argparse.Namespace) -> int:

@@ -6,21 +6,22 @@ Each rule is one function; it reports nothing if a call's outcome is unknown.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tests.faults.histories.index import CANCEL, ERASE, SUBMIT, Index, Job, job_of
 from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, History, Seen, Told
-
-SUBMIT, ERASE, CANCEL, FINALLY = "submit", "erase", "cancel", "finally"
-Job = tuple[str, float]  # id, and when it was made
+from tests.faults.histories.returns import quiet_calls_are_answered, refusals_are_due, resources_return
 
 # Ends that only some faults may bring: code → kinds of faults.
 _EXPLAINED = {
-    "artifact_error": ("storage", "disk"),
+    "artifact_error": ("storage", "disk", "no_memory"),
+    "out_of_memory": ("no_memory",),
+    "engine_error": ("no_memory",),
     "crashed": (
-        "kill_worker", "pause_worker", "redis", "cut", "hang", "slow", "clock", "disown", "other", "storage", "disk",
+        "kill_worker", "pause_worker", "pause_reader", "redis", "cut", "hang", "slow", "clock", "disown", "other",
+        "storage", "disk", "no_memory",
     ),
 }  # fmt: skip
 _FEW = frozenset({502, 504})  # what no part of the service answers with
@@ -35,35 +36,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.text}"
-
-
-class Index:
-    """A history as the rules look at it."""
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.calls = sorted(history.calls, key=lambda call: call.begin)
-        self.submits = [call for call in self.calls if call.op == SUBMIT]
-        self.accepted: dict[Job, Call] = {}  # the first answer that says so
-        self.seen: dict[Job, list[tuple[Call, Seen]]] = defaultdict(list)
-        self.erases: dict[tuple[str, str], list[Call]] = defaultdict(list)  # by tenant and id
-        for call in self.calls:
-            if call.op == SUBMIT and call.outcome == OK:
-                self.accepted.setdefault(_job(call.seen[0]), call)
-            if call.op == ERASE and call.outcome != REFUSED:
-                self.erases[call.tenant, call.about].append(call)
-            shown = [*call.seen, *(told.job for told in call.told if told.job is not None)]
-            for seen in shown:
-                self.seen[_job(seen)].append((call, seen))
-        self.finally_ = {(call.tenant, call.about): call for call in self.calls if call.op == FINALLY}
-
-    def erased(self, call: Call, job: Job) -> bool:
-        """Whether an accepted job's owner may have erased it since."""
-        return any(erase.end >= call.begin for erase in self.erases[call.tenant, job[0]])
-
-
-def _job(seen: Seen) -> Job:
-    return seen.id, seen.created
 
 
 def check(history: History) -> list[Problem]:
@@ -206,10 +178,22 @@ def own_things_only(index: Index) -> Iterator[str]:
                 yield f"{call.op}: {call.tenant} was shown {job[0]}, which is {owners[job]}'s"
     things = {id: c.tenant for c in index.calls if c.op in ("upload", "batch") and c.outcome == OK for id in c.ids}
     for call in index.calls:
-        if call.outcome == OK and call.tenant and call.op in ("files", "content", "forget", "batch_look"):
+        if call.outcome == OK and call.tenant and call.op in ("files", "content", "forget", "batches", "batch_look"):
             for id in (*call.ids, *([call.about] if call.about else [])):
                 if things.get(id, call.tenant) != call.tenant:
                     yield f"{call.op}: {call.tenant} was shown {id}, which is {things[id]}'s"
+
+
+def strangers_get_nothing(index: Index) -> Iterator[str]:
+    """A thing that is another's is answered as one that does not exist; without a key, every thing as needing one."""
+    for call in index.calls:
+        if not call.owner or call.owner == call.tenant:
+            continue
+        who, whose = call.tenant or "nobody", f"{call.about}, which is {call.owner}'s"
+        if call.outcome == OK:
+            yield f"{call.op}: {who} was let at {whose}"
+        elif call.outcome == REFUSED and call.status not in (404 if call.tenant else 401, 429):
+            yield f"{call.op}: {who} was answered {call.status} {call.code} for {whose}, and so learns of it"
 
 
 def once_for_each_key(index: Index) -> Iterator[str]:
@@ -217,7 +201,7 @@ def once_for_each_key(index: Index) -> Iterator[str]:
     made: dict[tuple[str, str], Job] = {}
     for call in index.submits:
         if call.key and call.outcome == OK:
-            job = _job(call.seen[0])
+            job = job_of(call.seen[0])
             first = made.setdefault((call.tenant, call.key), job)
             if first != job and not index.erases.get((call.tenant, first[0])):
                 yield f"{call.key} of {call.tenant} made {first[0]} and {job[0]}"
@@ -293,6 +277,8 @@ def answers_are_documented(index: Index) -> Iterator[str]:
     for call in index.calls:
         if call.status in _FEW or (call.status >= 500 and call.status != 503 and call.code not in _NAMED):
             yield f"{call.op} {call.about}: answered {call.status} {call.code}"
+        if call.status < 0:
+            yield f"{call.op} {call.about}: no answer within {call.end - call.begin:.0f} s"
 
 
 _NAMED = frozenset({"artifact_error", "artifact_unreadable", "crashed"})
@@ -322,6 +308,7 @@ def nothing_is_left(index: Index) -> Iterator[str]:
 
 RULES: tuple[Callable[[Index], Iterator[str]], ...] = (
     accepted_means_ends, ends_stay, events_in_order, events_are_of_their_job, bytes_of_their_request,
-    pictures_are_there, own_things_only, once_for_each_key, ends_are_explained, limits_hold, answers_are_documented,
-    batches_are_whole, nothing_is_left,
+    pictures_are_there, own_things_only, strangers_get_nothing, once_for_each_key, ends_are_explained, limits_hold,
+    refusals_are_due, quiet_calls_are_answered, resources_return, answers_are_documented, batches_are_whole,
+    nothing_is_left,
 )  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import resource
 import signal
 import socket
 import time
@@ -12,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import redis
 
 from core.jobs import keys
+from tests.faults.histories import attacker, tampering
 from tests.faults.histories.proxy import CUT, HANG, PASS, SLOW
 from tests.faults.histories.record import Fault
 from tests.faults.histories.world import TENANTS, World
@@ -221,7 +225,74 @@ def _slow_readers(world: World, fault: Fault) -> Undo | None:
     return end
 
 
+def _pause_reader(world: World, fault: Fault) -> Undo | None:
+    """A worker hangs while it runs a job that names a LoRA."""
+    until = time.monotonic() + _LOOK_S
+    with contextlib.suppress(redis.RedisError, RuntimeError), world.direct(world.servers[0]) as client:
+        while time.monotonic() < until:
+            for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
+                parameters, worker = client.hmget(keys.job(id), "parameters", "worker")
+                pids = {card.pid for card in world.registry.workers() if card.id == worker}
+                part = next((part for part in world.crew if part.running and part.pid in pids), None)
+                if part is not None and parameters and json.loads(parameters).get("lora"):
+                    part.pause()
+                    return part.resume
+            time.sleep(0.02)
+    return None
+
+
+def _no_memory(world: World, fault: Fault) -> Undo | None:
+    """A worker gets no more memory than it has, and a little: what it loads or allocates meanwhile fails."""
+    part = world.crew[fault.target]
+    if not part.running:
+        return None
+    pid = part.pid
+    try:
+        size = psutil.Process(pid).memory_info().vms
+        resource.prlimit(pid, resource.RLIMIT_AS, (size + int(fault.size * 2**20), resource.RLIM_INFINITY))
+    except (OSError, psutil.Error):
+        return None
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # it may have ended
+            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    return end
+
+
+def _messages(world: World, fault: Fault) -> Undo | None:
+    try:
+        tampering.messages(world, int(fault.size))
+    except redis.RedisError:
+        return None
+    return _nothing
+
+
+def _new_fields(world: World, fault: Fault) -> Undo | None:
+    """Records get fields of a newer version, and a part of this one starts among them."""
+    try:
+        tampering.new_fields(world)
+    except redis.RedisError:
+        return None
+    process = world.parts[round(fault.size)].process
+    if process is not None and process.poll() is None:
+        process.terminate()
+    return _nothing
+
+
+def _attack(send: Callable[[World, int, int], None]) -> Callable[[World, Fault], Undo | None]:
+    """An attack on one API, drawn from the fault's size."""
+
+    def begin(world: World, fault: Fault) -> Undo | None:
+        send(world, int(fault.size), fault.target)
+        return _nothing
+
+    return begin
+
+
 _SHORT, _LEASE, _JUMP = (0.3, 1.5), (2.2, 3.5), (-6.0, 6.0)
+_SEED = (0, 10**9)
+_LOOK_S = 0.6  # until a worker is found that runs what a fault is about
 KINDS: dict[str, Kind] = {
     "kill_worker": Kind(_kill("crew"), weight=2),
     "kill_api": Kind(_kill("apis"), weight=1.5),
@@ -250,6 +321,14 @@ KINDS: dict[str, Kind] = {
     "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
     "disown": Kind(_disown),
     "slow_receivers": Kind(_slow_receivers, (1.0, 4.0), (0.5, 12.0)),
+    "pause_reader": Kind(_pause_reader, _LEASE, weight=1.5),
+    "no_memory": Kind(_no_memory, (0.3, 2.0), (0, 24)),
+    "cache_full": Kind(_filled("cache"), _LEASE, needs="real"),
+    "broken_messages": Kind(_messages, size=_SEED, weight=1.5),
+    "new_fields": Kind(_new_fields, size=(0, 3), weight=1.5),
+    "hostile_bodies": Kind(_attack(attacker.bodies), size=_SEED),
+    "half_bodies": Kind(_attack(attacker.half_bodies), size=_SEED),
+    "large_batch": Kind(_attack(attacker.batch), size=_SEED, weight=0.5),
     "slow_readers": Kind(_slow_readers, (1.0, 4.0)),
     "other_worker": Kind(_other("crew"), needs="other", weight=0.7),
     "other_api": Kind(_other("apis"), needs="other", weight=0.7),
@@ -261,6 +340,7 @@ def possible(world: World) -> list[str]:
     there = {
         "": True, "replica": world.replica, "objects": world.objects, "clocks": world.clocks.there,
         "small_disks": world.small_disks, "other": world.other is not None,
+        "real": world.real,
     }  # fmt: skip
     # On an object store nothing is written to the data folder.
     return [name for name, kind in KINDS.items() if there[kind.needs] and not (name == "disk_full" and world.objects)]

@@ -10,12 +10,13 @@ import hashlib
 import io
 import random
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx2
 from PIL import Image
 
-from tests.faults.histories.worker import edited
+from tests.faults.histories.worker import LORAS, edited
 from tests.workers.stage import picture
 
 _SIDE = 32
@@ -37,6 +38,19 @@ class Gallery(Protocol):
         """The fields of a job, and digests of its images. `name` is unique; a batch's `line` is short."""
         ...
 
+    def source(self, random_: random.Random) -> bytes | None:
+        """A picture to edit; None: what an edit of it brings is not known."""
+        ...
+
+    def edit(
+        self, random_: random.Random, name: str, source: bytes, file: str = ""
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The fields of an edit of this picture, and digests of its images.
+
+        `file`: the id of its upload; empty: inline.
+        """
+        ...
+
 
 class Computed:
     """Of the stand-in."""
@@ -50,11 +64,36 @@ class Computed:
             "prompt": prompt, "seed": seed, "n": n, "steps": 3 if line else random_.randrange(2, 25),
             "size": f"{_SIDE}x{_SIDE}",
         }  # fmt: skip
+        if not line and random_.random() < 0.2:
+            fields["lora"] = f"{random_.choice(LORAS)}:0.5"
         if line or random_.random() > 0.15:
             return fields, wanted(prompt, seed, n)
-        source = picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
-        given = {"image_url": "data:image/png;base64," + base64.b64encode(source).decode()}
-        return {**fields, "type": "edit", "images": [given]}, wanted(edited(prompt, _pixels(source)), seed, n)
+        source = self.source(random_)
+        return {**fields, **_editing(source)}, wanted(edited(prompt, _pixels(source)), seed, n)
+
+    def source(self, random_: random.Random) -> bytes:
+        return picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
+
+    def edit(
+        self, random_: random.Random, name: str, source: bytes, file: str = ""
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        fields = {"prompt": name, "seed": 0, "n": 1, "steps": 2, "size": f"{_SIDE}x{_SIDE}", **_editing(source, file)}
+        return fields, wanted(edited(name, _pixels(source)), 0)
+
+
+def _editing(source: bytes, file: str = "") -> dict[str, Any]:
+    inline = "data:image/png;base64," + base64.b64encode(source).decode()
+    return {"type": "edit", "images": [{"file_id": file} if file else {"image_url": inline}]}
+
+
+def loras(folder: Path) -> None:
+    """Write the LoRAs that a tiny model of noise may be asked for."""
+    from pipeline.load import load
+    from tests.pipeline.loras import write
+
+    model = load("random:tiny", device="cpu")
+    for seed, name in enumerate(LORAS):
+        write(model, folder, name, seed)
 
 
 class Drawn:
@@ -71,6 +110,7 @@ class Drawn:
                     "steps": 2 + k % 5,
                     "deterministic": True,
                     "n": 1 + (k % 4 == 0),
+                    **({"lora": LORAS[k % len(LORAS)]} if k % 3 == 0 else {}),
                 }
                 id = http.post("/v1/jobs", json={"type": "image", **fields}).json()["id"]
                 until = time.monotonic() + _PATIENCE_S
@@ -82,6 +122,14 @@ class Drawn:
     def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
         fields, wants = random_.choice([one for one in self._orders if not line or len(one[1]) == 1])
         return dict(fields), wants
+
+    def source(self, random_: random.Random) -> None:
+        return None
+
+    def edit(
+        self, random_: random.Random, name: str, source: bytes, file: str = ""
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        raise NotImplementedError("there is no source")
 
 
 def _pixels(png: bytes) -> bytes:

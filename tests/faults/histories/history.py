@@ -7,17 +7,20 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from core.jobs import keys
 from core.jobs.broker import QUEUES
 from core.jobs.record import QueueBacklog
-from tests.faults.histories.clients import Book, Client, Line, Own
+from tests.faults.histories import attacker
+from tests.faults.histories.clients import Client, Own
 from tests.faults.histories.faults import Play
 from tests.faults.histories.gallery import digest
+from tests.faults.histories.line import Book, Line, bytes_of
+from tests.faults.histories.quiet import ended, levels, patiently, quiet, warm_up
 from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, Fault, History, Limits, Seen, Told
-from tests.faults.histories.world import RATES, TENANTS, World
+from tests.faults.histories.strangers import Thing
+from tests.faults.histories.world import HOSTILE, QUOTAS, RATES, SHARE, TENANTS, World
 
 END_S = 150.0  # until all has ended: far beyond what is needed, since it only decides that something never ends
 _KEPT = 1000  # entries of a stream; the first are dropped then
@@ -33,6 +36,8 @@ def play(
     `without`: what clients do not do.
     """
     world.settle()
+    if not world.warm:
+        warm_up(world, world.gallery)
     book, over = Book(), threading.Event()
     heard = len(world.heard)
     world.histories += 1
@@ -40,11 +45,14 @@ def play(
         f"h{seed}n{world.histories}"  # of one world no two histories share a name, not even the same one played again
     )
     made: list[tuple[str, Own]] = []
+    things: list[Thing] = []
     crowd = []
     for k in range(clients):
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
         hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
-        crowd.append(Client(f"{name}c{k}", TENANTS[k % len(TENANTS)], line, made, world.gallery, hook, over, without))
+        crowd.append(
+            Client(f"{name}c{k}", TENANTS[k % len(TENANTS)], line, made, things, world.gallery, hook, over, without)
+        )
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
@@ -61,7 +69,9 @@ def play(
     history = History(seed, playing.played, limits=limits(world))
     try:
         world.settle()
-        history.left += list(read_back(world, book, crowd, made, end_s))
+        attacker.calm(world, time.monotonic() + end_s)
+        history.left += read_back(world, book, crowd, made, end_s)
+        history.levels += levels(world)
     finally:
         for client in crowd:
             client.line.close()
@@ -75,6 +85,11 @@ def play(
             book.write(
                 Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen)
             )
+    for begin, end, kind, status in world.statuses:
+        outcome = OK if 200 <= status < 300 else UNKNOWN if status <= 0 or status >= 500 else REFUSED
+        times = begin - book.started, end - book.started
+        book.write(Call("hostile", HOSTILE, *times, outcome, status, about=kind))
+    world.statuses.clear()
     history.calls, history.seconds = book.calls, book.now()
     return history
 
@@ -85,7 +100,7 @@ def limits(world: World) -> Limits:
         for found, limit in zip(rates, given, strict=True):
             count, _, span = limit.partition("/")
             found[tenant] = int(count), _SPANS[span]
-    return Limits(world.max_attempts, world.max_queued, *rates)
+    return Limits(world.max_attempts, world.max_queued, *rates, SHARE, dict(QUOTAS))
 
 
 def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[str, Own]], end_s: float) -> list[str]:
@@ -95,16 +110,16 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
     try:
         for client in crowd:
             for again in client.unresolved:
-                client.note(_patiently(again, world, until))
+                client.note(patiently(again, world, until))
         jobs = {(tenant, own.id): own for tenant, own in made}
         for (tenant, id), own in jobs.items():
-            last = _ended(world, line, tenant, id, until)
+            last = ended(world, line, tenant, id, until)
             if last.outcome != OK:
                 continue
-            follow = _patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
+            follow = patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
             if follow.outcome == OK and last.seen[0].status == "succeeded":
                 wants = own.wants if last.seen[0].created == own.created else ()
-                _patiently(
+                patiently(
                     lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True),
                     world,
                     until,
@@ -113,21 +128,23 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
         for client in crowd:
             for link in client.links:
                 about = {"about": link.id, "created": link.created, "wants": link.wants}
-                _patiently(
-                    lambda link=link, about=about: line.call("link", "", "GET", link.link, _bytes, **about)[0],
+                patiently(
+                    lambda link=link, about=about: line.call("link", "", "GET", link.link, bytes_of, **about)[0],
                     world,
                     until,
                 )  # type: ignore[misc]
             for file, wants in client.made:
-                _patiently(
-                    lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until
-                )  # type: ignore[misc]
+                patiently(lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until)  # type: ignore[misc]
             for batch in client.batches:
                 _batch(world, line, batch, until)
-            _patiently(lambda t=client.tenant: line.list(t), world, until)  # type: ignore[misc]
+            patiently(lambda t=client.tenant: line.list(t), world, until)  # type: ignore[misc]
+        left = _left(world, min(until, time.monotonic() + 30))
+        if not left:
+            quiet(world, line, world.gallery, until)
+            left = _left(world, min(until, time.monotonic() + 30))
+        return left
     finally:
         line.close()
-    return _left(world, min(until, time.monotonic() + 30))
 
 
 def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
@@ -147,33 +164,6 @@ def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
         for told in lives.values():
             whole = told[-1].type in FINAL and len(told) < _KEPT
             book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
-
-
-def _bytes(response: Any) -> dict[str, Any]:
-    return {"got": (digest(response.content),)}
-
-
-def _patiently(ask: Callable[[], Call], world: World, until: float) -> Call:
-    """Ask until there is an answer, of whatever kind."""
-    while (call := ask()).outcome == UNKNOWN and time.monotonic() < until:
-        world.tend()
-        time.sleep(0.2)
-    return call
-
-
-def _ended(world: World, line: Line, tenant: str, id: str, until: float) -> Call:
-    """Look at a job until it has ended; the last look is written down as what it is in the end."""
-    while True:
-        call, _ = line.call("finally", tenant, "GET", f"/v1/jobs/{id}", _shown, keep=False, about=id)
-        done = call.outcome == REFUSED or (call.outcome == OK and call.seen[0].final)
-        if done or time.monotonic() > until:
-            return line.book.write(call)
-        world.tend()
-        time.sleep(0.1)
-
-
-def _shown(response: Any) -> dict[str, Any]:
-    return {"seen": (Seen.of(response.json()),)}
 
 
 def _batch(world: World, line: Line, batch: Call, until: float) -> None:

@@ -2,8 +2,8 @@
 
     BUG=file python -m tests.faults.histories.planted api --fd N | worker …
 
-The file names the active bug. Bugs replace parts of the scripts' text: if the product no longer contains that part, the
-process exits, so that no bug is silently missing.
+The file names the active bugs. Some replace parts of the scripts' text: if the product no longer contains that part,
+the process exits, so that no bug is silently missing.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from core.jobs import connection
+from core.jobs.connection import RedisClient, Script
+from core.jobs.rates import LIMITS
 from core.jobs.scripts import load
 
 FENCING, SWEEP, LINK = "fencing-off", "sweep-off", "link-without-artifact"
 AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
-BUGS = (FENCING, SWEEP, LINK, AFTER, LOST, OTHERS)
+FILES, JOBS, BATCHES, HINT, OPEN = "files-of-others", "jobs-of-others", "batches-of-others", "forbidden", "without-key"
+SHARE, QUOTA, EXCESS, RATE = "share-never-shrinks", "quota-never-shrinks", "quota-off", "rate-never-returns"
+MEMORY, DESCRIPTORS = "memory-kept", "descriptors-kept"
+BUGS = (
+    FENCING, SWEEP, LINK, AFTER, LOST, OTHERS, FILES, JOBS, BATCHES, HINT, OPEN, SHARE, QUOTA, EXCESS, RATE, MEMORY,
+    DESCRIPTORS,
+)  # fmt: skip
+_KEPT_BYTES = 2**20  # of each call and picture
 
 
-def bug() -> str:
-    """The one that is in now; empty if none is."""
+def bugs() -> frozenset[str]:
+    """Those that are in now."""
     try:
-        return Path(os.environ["BUG"]).read_text()
+        return frozenset(Path(os.environ["BUG"]).read_text().split())
     except OSError:
-        return ""
+        return frozenset()
 
 
 def _changed(text: str, pattern: str, new: str) -> str:
@@ -41,41 +52,55 @@ def _changed(text: str, pattern: str, new: str) -> str:
     return changed
 
 
-def _scripts() -> dict[tuple[str, str], str]:
-    """(bug, script) → the script with the bug."""
-    report, renew, finish = (load(f"jobs/{name}") for name in ("report", "renew", "finish"))
+def _edits() -> dict[str, list[tuple[str, str, str]]]:
+    """Each script's text → what bugs change in it: the bug, a pattern, and what takes its place."""
+    names = ("report", "renew", "finish", "claim", "cancel", "erase", "sweep")
+    text = {name: load(f"jobs/{name}") for name in names}
+    text |= {"create": load("jobs/create", LIMITS), "forget": load("files/forget")}
     # Whether it is the attempt that runs which writes.
     holds = r" and (job\.attempt == ARGV\[i \+ 1\]|holds\(job, ARGV\[i \+ 1\]\))"
     ended = r" or (job\.attempt ~= ARGV\[3\]|not holds\(job, ARGV\[3\]\))"
-    job = "job" if "emit(job, " in finish else "job.id"
-    return {
-        (FENCING, report): _changed(report, holds, ""),
-        (FENCING, renew): _changed(renew, r" and job\.worker == ARGV\[2\]" + holds, ""),
-        (FENCING, finish): _changed(finish, ended, ""),
-        (AFTER, finish): _changed(
-            finish, r"(  return 1\nend\nreturn)", f"  emit({job}, 'progress', '{{\"steps_done\":1}}')\n\\1"
-        ),
-    }  # fmt: skip
+    job = "job" if "emit(job, " in text["finish"] else "job.id"
+    after = f"  emit({job}, 'progress', '{{\"steps_done\":1}}')\n\\1"
+    edits = {
+        "report": [(FENCING, holds, "")],
+        "renew": [(FENCING, r" and job\.worker == ARGV\[2\]" + holds, "")],
+        "finish": [(FENCING, ended, ""), (AFTER, r"(  return 1\nend\nreturn)", after)],
+        "forget": [(QUOTA, r"\ndiscount\(.*", "\n")],
+    }
+    for name in ("claim", "cancel", "erase", "sweep", "finish", "create"):
+        edits.setdefault(name, []).append((SHARE, r"redis\.call\('SREM', (P \.\. 'waiting|waiting).*?\)(?= end)", ""))
+    return {text[name]: changes for name, changes in edits.items()}
 
 
 def plant() -> None:
     """Have what this process does from now on go by what the file says."""
-    changed = _scripts()
-    make, call = connection.Script.__init__, connection.Script.__call__
+    edits = _edits()
+    for text, changes in edits.items():
+        for _, pattern, new in changes:
+            _changed(text, pattern, new)
 
-    def made(script: Any, client: Any, text: str) -> None:
-        make(script, client, text)
-        script.others = {}
-        for (name, original), other in changed.items():
-            if original == text:
-                script.others[name] = variant = object.__new__(connection.Script)
-                make(variant, client, other)
+    @cache
+    def script(text: str, active: frozenset[str]) -> Script:
+        for name, pattern, new in edits.get(text, ()):
+            text = _changed(text, pattern, new) if name in active else text
+        return Script(cast("RedisClient", None), text)
 
-    def called(script: Any, *arguments: Any) -> Any:
-        return call(getattr(script, "others", {}).get(bug(), script), *arguments)
+    class Planted(Script):
+        """A script that is, at each of its uses, what the bugs that are in now make of it."""
 
-    connection.Script.__init__ = made  # type: ignore[method-assign,assignment]
-    connection.Script.__call__ = called  # type: ignore[method-assign]
+        def __init__(self, client: Any, text: str) -> None:
+            self._client, self._original = client, text
+
+        @property
+        def text(self) -> str:  # type: ignore[override]
+            return script(self._original, bugs()).text
+
+        @property
+        def sha(self) -> str:  # type: ignore[override]
+            return script(self._original, bugs()).sha
+
+    connection.Script = Planted  # type: ignore[misc]
 
     from core.jobs.store import JobStore
     from core.jobs.upkeep import SweepResult
@@ -87,13 +112,14 @@ def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> Non
     original = getattr(owner, name)
 
     def chosen(*given: Any, **named: Any) -> Any:
-        return (instead if bug() == which else original)(*given, **named)
+        return (instead if which in bugs() else original)(*given, **named)
 
     setattr(owner, name, chosen)
 
 
 def _api() -> None:
-    from api import links, pictures
+    from api import files, links, pictures
+    from core.jobs.rates import RateLimitCost
     from core.jobs.submissions import Submissions
 
     def blind(secret: bytes, *given: Any) -> str:
@@ -110,13 +136,70 @@ def _api() -> None:
 
     async def lose(submissions: Any, draft: Any, *given: Any, **named: Any) -> Any:
         """Every other job is said to be made, and is not."""
-        if bug() == LOST and zlib.crc32(draft.id.encode()) % 2:
+        if LOST in bugs() and zlib.crc32(draft.id.encode()) % 2:
             made = await make(submissions, draft, *given, **named)
             _forget(draft.id)
             return made
         return await make(submissions, draft, *given, **named)
 
     Submissions.make = lose  # type: ignore[method-assign]
+    _strangers()
+    charge = RateLimitCost.arguments.fget
+    assert charge is not None
+
+    def slow(cost: RateLimitCost) -> tuple[str, ...]:
+        """The charge's counter lives a hundred times as long as its window."""
+        last, this, most, seconds, n = charge(cost)
+        return last, this, most, str(int(seconds) * 100 if RATE in bugs() else seconds), n
+
+    RateLimitCost.arguments = property(slow)  # type: ignore[assignment]
+    _when(files, "_quota", EXCESS, lambda *_: 0)
+
+
+def _strangers() -> None:
+    """Bugs by which a caller reaches what is another's."""
+    from api import access, batches, files
+    from api.errors import ApiError
+    from api.service import of
+
+    get, find, identify = files.get, batches._find, access.identify
+
+    def anybodys(*given: Any, **named: Any) -> Any:
+        return get(*given, **{**named, "admin": True})
+
+    def anybodys_batch(service: Any, id: str, caller: Any) -> Any:
+        return find(service, id, replace(caller, scopes=caller.scopes | {"admin"}))
+
+    def forbids(caller: Any, job: Any) -> bool:
+        """Others' jobs are answered with another status than jobs that do not exist."""
+        if job.owner != caller.id:
+            raise ApiError(403, "This job is another's.", code="forbidden")
+        return True
+
+    async def anybody(request: Any) -> Any:
+        """Who shows no key is let in by the first one. Each call may keep memory, and a file descriptor."""
+        _keep()
+        service = of(request)
+        if OPEN in bugs() and "authorization" not in request.headers and service.cards.now.keys:
+            return access._caller(next(iter(service.cards.now.keys.values())), service)
+        return await identify(request)
+
+    _when(files, "get", FILES, anybodys)
+    _when(access.Caller, "sees", JOBS, lambda *_: True)
+    _when(access.Caller, "sees", HINT, forbids)
+    _when(batches, "_find", BATCHES, anybodys_batch)
+    access.identify = anybody
+
+
+_KEPT: list[bytearray] = []
+
+
+def _keep() -> None:
+    """Memory that is never freed, and a file that is never closed."""
+    if MEMORY in bugs():
+        _KEPT.append(bytearray(b"x" * _KEPT_BYTES))
+    if DESCRIPTORS in bugs():
+        os.open(os.devnull, os.O_RDONLY)
 
 
 def _forget(id: str) -> None:
@@ -135,7 +218,8 @@ def _worker() -> None:
     drawn = stage.picture
 
     def anothers(prompt: str, *given: Any) -> bytes:
-        return drawn("a picture of somebody else" if bug() == OTHERS else prompt, *given)
+        _keep()
+        return drawn("a picture of somebody else" if OTHERS in bugs() else prompt, *given)
 
     stage.picture = anothers
 

@@ -1,4 +1,4 @@
-"""Defines the record of a history: calls with answers, faults, final counters; with JSON serialization.
+"""Defines the record of a history: calls with answers, faults, final counters and levels; with JSON serialization.
 
 Times are seconds of one monotonic clock since the history began.
 """
@@ -52,6 +52,8 @@ class Call:
 
     `about`: the id that it names. `wants`: digests of the bytes that the job's pictures (the file, the text) must have.
     `got`: digests of those that came. `ids`: what a list named. `created`: of which job of this id it must speak.
+    `owner`: the tenant that the named thing belongs to, where another or nobody asks for it. `size`: bytes of an
+    upload, or of all files that a list named. `quiet`: all jobs had ended, and nothing else was asked meanwhile.
     """
 
     op: str
@@ -71,6 +73,9 @@ class Call:
     ids: tuple[str, ...] = ()
     cost: int = 1  # pictures that are counted against the tenant's quota
     whole: bool = False  # `told` is all that there is, from the first to the last
+    owner: str = ""
+    size: int = 0
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,17 +91,33 @@ class Fault:
 
 @dataclass(frozen=True)
 class Limits:
-    """The configured limits of a history's service; rates as (count, seconds), by tenant."""
+    """The configured limits of a history's service; rates as (count, seconds), by tenant; 0, or no entry: none.
+
+    `share`: jobs of one tenant that may wait in a queue. `files`: bytes of a tenant's files.
+    """
 
     max_attempts: int = 3
     max_queued: int = 1000
     requests: dict[str, tuple[int, float]] = field(default_factory=dict)
     pictures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    share: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a process holds once all has ended, and what one of its kind held after warm-up."""
+
+    part: str
+    descriptors: int
+    rss_mib: float
+    warm_descriptors: int
+    warm_rss_mib: float
 
 
 @dataclass
 class History:
-    """All of one history. `left`: what is not as it was before any job, though all have ended. `unplayed`: why not."""
+    """All of one history. `left`: what is not as it was before any job, though all have ended."""
 
     seed: int
     faults: list[Fault] = field(default_factory=list)
@@ -104,6 +125,7 @@ class History:
     limits: Limits = field(default_factory=Limits)
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    levels: list[Level] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,6 +147,7 @@ class History:
         return cls(
             raw["seed"], faults(raw["faults"]), [_call(one) for one in raw["calls"]],
             Limits(**{**raw["limits"], **rates}), list(raw["left"]), raw["seconds"],
+            [Level(**one) for one in raw["levels"]],
         )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from tests.workers import stage
 from workers.artifact_writer import ArtifactWriter
 from workers.handlers import pictures
 
+LORAS = ("brush", "ink", "chalk", "wash", "coal", "pastel")  # that requests may name; the stand-in does not draw them
+
 
 def edited(prompt: str, pixels: bytes) -> str:
     """The prompt whose picture the stand-in draws where it edits these pixels (RGB) by another one."""
@@ -28,6 +30,7 @@ def main() -> int:
     artifacts = Artifacts(config.read().artifacts)
 
     def requests(handler: stage.StagePictures, job: ImageJob) -> list[Any]:
+        handler.read_files(job)
         found = pictures(job, fetch=artifacts.get)
         return [
             one if one.edit is None else replace(one, prompt=edited(one.prompt, one.edit.image), edit=None)
@@ -38,6 +41,8 @@ def main() -> int:
         choices = [{"text": one.text, "finish_reason": "stop", "tokens": 1, "logprobs": []} for one in made]
         return {"choices": choices, "prompt_tokens": [1] * len(made)}
 
+    plain = stage.StagePictures.card
+    stage.StagePictures.card = lambda handler: replace(plain(handler), loras=LORAS)  # type: ignore[method-assign]
     stage.StagePictures.requests = requests  # type: ignore[method-assign]
     stage.StageText.build_result = answers  # type: ignore[method-assign]
     return stage.main()

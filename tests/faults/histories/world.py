@@ -10,6 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +25,24 @@ from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisError, RedisServer
 from tests.faults.histories.clocks import Clocks
-from tests.faults.histories.gallery import Computed, Drawn, Gallery
+from tests.faults.histories.gallery import Computed, Drawn, Gallery, loras
 from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import Part, wait_for
 from tests.faults.site import Site
 
 START_S = 120.0
+_FILES = 4  # that a worker's stand-in has in memory
 _OFTEN = 10  # starts without ever being ready
 TENANTS = ("anna", "bert", "carl")
-RATES = {"carl": ("90/minute", "40/minute")}  # requests and pictures
+HOSTILE = "attacker"  # a tenant without clients, whose key hostile faults use
+RATES = {"bert": ("12/second", "10/second"), "carl": ("90/minute", "40/minute")}  # requests and pictures
+QUOTAS = {"bert": 2**20}  # bytes of files
+SHARE = 20  # jobs of a tenant that may wait in a queue
 SETTINGS = {
     "lease_s": "2", "drain_s": "0.3", "max_attempts": "8", "max_queued": "60", "image_jobs": "4", "text_jobs": "4",
     "model": "random:tiny", "kernels": "false", "compile": "false", "threads": "1", "webhook_private": "true",
-    "rate": "", "retention_s": "1800",
+    "rate": "", "retention_s": "1800", "key_queued": str(SHARE),
 }  # fmt: skip
 
 
@@ -45,7 +50,7 @@ SETTINGS = {
 class World(Site):
     """Starts on `with`, and leaves no process and no mount behind. Parts are started by the thread that enters it.
 
-    `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that says what is planted.
+    `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that names what is planted.
     `other`: a checkout of another version, which parts may be started from. `real`: pictures by a tiny model of noise,
     which takes torch's time to start, else by the stand-in.
     """
@@ -61,14 +66,20 @@ class World(Site):
     redis_away: bool = False  # on purpose: nobody starts it again
     redis_paused: bool = False
     redis_limited: bool = False  # to no memory at all
+    attacked: bool = False  # something hostile was sent, and may have left jobs behind
+    threads: list[threading.Thread] = field(default_factory=list)  # that send it
+    statuses: list[tuple[float, float, str, int]] = field(default_factory=list)  # answers: from, to, kind, status
+    patience_s: float = 20.0  # for the windows of rates to pass, and for connections and memory to be given back
     parts: list[Part] = field(default_factory=list)
+    warm: dict[str, tuple[int, float]] = field(default_factory=dict)  # kind of part → descriptors and MiB, once warm
 
     def _start(self) -> None:
         self.clocks = Clocks(self.folder / "clocks")
         self.heard: list[tuple[float, str, dict[str, Any]]] = []
         self.receiver = Receiver(lambda path, told: self.heard.append((time.monotonic(), path, told)))
         self.storage = Storage()
-        self.disks = {name: self._disk(name, size) for name, size in (("redis", "64m"), ("data", "48m"))}
+        sizes = {"redis": "64m", "data": "96m", "cache": "64m"}
+        self.disks = {name: self._disk(name, size) for name, size in sizes.items()}
         self._redis()
         primary = self.servers[0].port
         self.links = {name: Proxy(primary) for name in ("api", "worker", "own")}
@@ -86,21 +97,25 @@ class World(Site):
         worker = [
             *self._command("tests.faults.histories.worker", "worker"),
             "--text",
+            "--files",
+            str(_FILES),
             *(["--real"] if self.real else []),
         ]
         for k in range(2):
             place = self._environment("worker", f"worker-{k}")
             self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard))
         self.apis, self.crew = self.parts[:2], self.parts[2:]
+        if self.real:
+            loras(self.folder / "loras")
         own = self._settings("own")
         self.max_attempts, self.max_queued = own.max_attempts, own.max_queued
         self.store, self.registry = JobStore.of(own), Registry.of(own)
         self._closing += [self.store, self.registry]
         keyring = Keyring.of(own)
         self.tokens = {}
-        for name in TENANTS:
+        for name in (*TENANTS, HOSTILE):
             rate, quota = RATES.get(name, ("", ""))
-            self.tokens[name] = keyring.add(name, rate=rate, quota=quota)[1]
+            self.tokens[name] = keyring.add(name, rate=rate, quota=quota, file_bytes=QUOTAS.get(name, 0))[1]
         keyring.close()
         for part in self.parts:
             part.start()
@@ -115,7 +130,9 @@ class World(Site):
         server = self.servers[0]
         return {
             **SETTINGS, "redis_url": f"redis://:{server.password}@127.0.0.1:{self.links[link].port}/0",
-            "data_dir": str(self.disks["data"]), **({"artifacts_url": "s3://pictures"} if self.objects else {}),
+            "data_dir": str(self.disks["data"]), "cache_dir": str(self.disks["cache"]),
+            **({"artifacts_url": "s3://pictures"} if self.objects else {}),
+            **({"lora_dir": str(self.folder / "loras")} if self.real else {}),
         }  # fmt: skip
 
     def _settings(self, link: str) -> Settings:
