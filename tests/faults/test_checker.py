@@ -240,7 +240,7 @@ WRONG: dict[str, list[History]] = {
     ] + [
         # That it exists is told by any other answer than that of a thing that does not.
         job(refused("probe job requeue", 60, "a", status, owner="anna", tenant=tenant))
-        for tenant, status in (("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
+        for tenant, status in (("bert", 400), ("bert", 403), ("bert", 409), ("bert", 401), ("", 404), ("", 403))
     ],
     "refusals_are_due": [
         job(refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
@@ -301,6 +301,7 @@ ALLOWED = [
     *(job(refused("probe job look", 60, "a", status, owner="anna", tenant=tenant))
       for tenant, status in (("bert", 404), ("bert", 429), ("", 401))),
     job(replace(call("probe job look", 60, "a", owner="anna", tenant="bert"), outcome=UNKNOWN, status=503)),
+    job(refused("probe picture control", 60, "file-1", 400, owner="anna", tenant="bert")),
     job(*waiting("submit", 2), refused("submit", 60, "b", 429, "queue_share_full"), limits=SHARED),
     job(*waiting("text", 2), refused("text", 60, "b", 429, "queue_share_full"), limits=SHARED),
     # A job that nobody saw end may wait, and so may all lines of a batch.

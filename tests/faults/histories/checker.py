@@ -13,6 +13,7 @@ from itertools import pairwise
 from tests.faults.histories.index import CANCEL, ERASE, SUBMIT, Index, Job, job_of
 from tests.faults.histories.record import FINAL, OK, REFUSED, UNKNOWN, Call, History, Seen, Told
 from tests.faults.histories.returns import quiet_calls_are_answered, refusals_are_due, resources_return
+from tests.faults.histories.strangers import EARLY
 
 # Ends that only some faults may bring: code → kinds of faults.
 _EXPLAINED = {
@@ -189,10 +190,11 @@ def strangers_get_nothing(index: Index) -> Iterator[str]:
     for call in index.calls:
         if not call.owner or call.owner == call.tenant:
             continue
+        early = 400 if call.op in EARLY else 0
         who, whose = call.tenant or "nobody", f"{call.about}, which is {call.owner}'s"
         if call.outcome == OK:
             yield f"{call.op}: {who} was let at {whose}"
-        elif call.outcome == REFUSED and call.status not in (404 if call.tenant else 401, 429):
+        elif call.outcome == REFUSED and call.status not in (404 if call.tenant else 401, 429, early):
             yield f"{call.op}: {who} was answered {call.status} {call.code} for {whose}, and so learns of it"
 
 

@@ -15,6 +15,8 @@ JOB, FILE, PICTURE, BATCH = (
     "picture",
     "batch",
 )  # kinds; a picture is a file, to be edited
+# Asks that a model without control networks refuses before it looks for the picture.
+EARLY = ("probe picture control", "probe picture image prompt")
 
 
 @dataclass(frozen=True)
