@@ -114,7 +114,7 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
         jobs = {(tenant, own.id): own for tenant, own in made}
         for (tenant, id), own in jobs.items():
             last = ended(world, line, tenant, id, until)
-            if last.outcome != OK:
+            if last.outcome != OK or not last.seen[0].final:
                 continue
             follow = patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
             if follow.outcome == OK and last.seen[0].status == "succeeded":
