@@ -22,7 +22,7 @@ from tests.faults.histories.record import Fault, History
 from tests.faults.histories.world import World
 
 # Faults that write into Redis or send requests, and end by themselves.
-JOINING = ("broken_messages", "new_fields", "hostile_bodies", "half_bodies", "large_batch", "no_memory")
+JOINING = ("broken_messages", "new_fields", "hostile_bodies", "broken_bodies", "large_batch", "no_memory")
 
 
 def test_a_short_history_is_accepted(tmp_path: Path) -> None:

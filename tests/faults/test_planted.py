@@ -9,35 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from tests.faults.histories import planted
 from tests.faults.histories.checker import Problem, check
 from tests.faults.histories.clients import Client, Own
 from tests.faults.histories.gallery import wanted
 from tests.faults.histories.history import limits, read_back
 from tests.faults.histories.line import Book, Line
-from tests.faults.histories.planted import (
-    AFTER,
-    BATCHES,
-    BUGS,
-    EXCESS,
-    FENCING,
-    FILES,
-    HINT,
-    JOBS,
-    LINK,
-    LOST,
-    MEMORY,
-    OPEN,
-    OTHERS,
-    QUOTA,
-    RATE,
-    SWEEP,
-)  # fmt: skip
-from tests.faults.histories.planted import (
-    DESCRIPTORS as OPENED,
-)
-from tests.faults.histories.planted import (
-    SHARE as SHARES,
-)
 from tests.faults.histories.quiet import levels, warm_up
 from tests.faults.histories.record import Fault, History
 from tests.faults.histories.returns import DESCRIPTORS
@@ -139,6 +116,16 @@ def strangers(world: World, client: Client) -> list[Fault]:
     return []
 
 
+def spoiled(world: World, client: Client) -> list[Fault]:
+    """Each API is sent a large body that is no JSON."""
+    for url in world.urls():
+        line = Line(client.line.book, [url], world.tokens, client.line.random)
+        headers = {"Content-Type": "application/json"}
+        line.call("spoiled", "anna", "POST", "/v1/jobs", headers=headers, given={"content": b"[" * 200_000})
+        line.close()
+    return []
+
+
 def busy(world: World, client: Client) -> list[Fault]:
     """More jobs than may wait at once come and go, more calls than a rate allows, and as many as show a leak."""
     for k in range(SHARE + 1):
@@ -168,21 +155,22 @@ STRANGERS, DUE, QUIET = "strangers_get_nothing", "refusals_are_due", "quiet_call
 # what that says.
 GROUPS: list[tuple[tuple[Callable[[World, Client], list[Fault]], ...], float, dict[str, tuple[str, str]]]] = [
     ((peaceful, strangers), PATIENCE_S, {
-        LINK: ("bytes_of_their_request", "link of"), AFTER: ("events_in_order", "after its end"),
-        FILES: (STRANGERS, "probe file content: carl"), JOBS: (STRANGERS, "probe job look: carl"),
-        BATCHES: (STRANGERS, "probe batch look: carl"), OPEN: (STRANGERS, "nobody was let"),
-        QUOTA: (QUIET, "upload of"),
+        planted.LINK: ("bytes_of_their_request", "link of"), planted.AFTER: ("events_in_order", "after its end"),
+        planted.FILES: (STRANGERS, "probe file content: carl"), planted.JOBS: (STRANGERS, "probe job look: carl"),
+        planted.BATCHES: (STRANGERS, "probe batch look: carl"), planted.OPEN: (STRANGERS, "nobody was let"),
+        planted.QUOTA: (QUIET, "upload of"),
     }),
-    ((strangers, stalled), PATIENCE_S, {
-        HINT: (STRANGERS, "403 forbidden"), EXCESS: (QUIET, "beyond the quota"), FENCING: ("events_in_order", ""),
+    ((strangers, stalled, spoiled), PATIENCE_S, {
+        planted.HINT: (STRANGERS, "403 forbidden"), planted.EXCESS: (QUIET, "beyond the quota"),
+        planted.FENCING: ("events_in_order", ""), planted.TURN: (QUIET, "submit: anna"),
     }),
     ((busy,), PATIENCE_S, {
-        OTHERS: ("bytes_of_their_request", "picture of"), SHARES: (DUE, "share was full"),
-        RATE: (DUE, "bert had asked"), MEMORY: ("resources_return", "MiB"),
-        OPENED: ("resources_return", "file descriptors"),
+        planted.OTHERS: ("bytes_of_their_request", "picture of"), planted.SHARE: (DUE, "share was full"),
+        planted.RATE: (DUE, "bert had asked"), planted.MEMORY: ("resources_return", "MiB"),
+        planted.DESCRIPTORS: ("resources_return", "file descriptors"),
     }),
     ((killed, taken), 3.0, {
-        SWEEP: ("accepted_means_ends", "never ended"), LOST: ("accepted_means_ends", "is lost"),
+        planted.SWEEP: ("accepted_means_ends", "never ended"), planted.LOST: ("accepted_means_ends", "is lost"),
     }),  # the last leaves counters behind that nobody puts right
 ]  # fmt: skip
 
@@ -233,4 +221,4 @@ def test_planted_bugs_are_found(world: World, number: int) -> None:
 
 
 def test_every_bug_is_tried() -> None:
-    assert sorted(name for *_, bugs in GROUPS for name in bugs) == sorted(BUGS)
+    assert sorted(name for *_, bugs in GROUPS for name in bugs) == sorted(planted.BUGS)

@@ -20,6 +20,7 @@ from tests.faults.hostile import send
 
 _REQUESTS = 8
 _LINES = 10_000
+_SPOILED = 200_000  # bytes
 _TIMEOUT = httpx2.Timeout(10, connect=2)
 _LIVE = ("queued", "running")
 
@@ -39,19 +40,24 @@ def bodies(world: World, seed: int, api: int) -> None:
     _start(world, run)
 
 
-def half_bodies(world: World, _: int, api: int) -> None:
-    """Send requests with a tenant's key whose large bodies end in the middle."""
+def broken_bodies(world: World, _: int, api: int) -> None:
+    """Send requests with a tenant's key whose large bodies end in the middle, or are no JSON."""
     address = world.listeners[api].getsockname()
 
     def run() -> None:
-        head = (
-            f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {world.tokens['anna']}\r\n"
-            f"Content-Type: multipart/form-data; boundary=edge\r\nContent-Length: {16 * 2**20}\r\n\r\n"
+        key = f"Host: localhost\r\nAuthorization: Bearer {world.tokens['anna']}\r\nConnection: close\r\n"
+        form = (
+            f"POST /v1/files HTTP/1.1\r\n{key}Content-Type: multipart/form-data; boundary=edge\r\n"
+            f"Content-Length: {16 * 2**20}\r\n\r\n"
             '--edge\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
-        ).encode()
-        for _ in range(_REQUESTS):
+        )
+        spoiled = f"POST /v1/jobs HTTP/1.1\r\n{key}Content-Type: application/json\r\nContent-Length: {_SPOILED}\r\n\r\n"
+        for k in range(_REQUESTS):
+            data = (spoiled.encode() + b"[" * _SPOILED) if k % 2 else form.encode() + bytes(2**20)
             with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as connection:
-                connection.sendall(head + bytes(2**20))
+                connection.sendall(data)
+                if k % 2:
+                    connection.recv(100)  # the answer
 
     _start(world, run)
 

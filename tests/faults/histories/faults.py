@@ -327,7 +327,7 @@ KINDS: dict[str, Kind] = {
     "broken_messages": Kind(_messages, size=_SEED, weight=1.5),
     "new_fields": Kind(_new_fields, size=(0, 3), weight=1.5),
     "hostile_bodies": Kind(_attack(attacker.bodies), size=_SEED),
-    "half_bodies": Kind(_attack(attacker.half_bodies), size=_SEED),
+    "broken_bodies": Kind(_attack(attacker.broken_bodies)),
     "large_batch": Kind(_attack(attacker.batch), size=_SEED, weight=0.5),
     "slow_readers": Kind(_slow_readers, (1.0, 4.0)),
     "other_worker": Kind(_other("crew"), needs="other", weight=0.7),

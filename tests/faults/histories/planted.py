@@ -8,6 +8,7 @@ the process exits, so that no bug is silently missing.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -29,10 +30,10 @@ FENCING, SWEEP, LINK = "fencing-off", "sweep-off", "link-without-artifact"
 AFTER, LOST, OTHERS = "event-after-end", "lost-write", "others-bytes"
 FILES, JOBS, BATCHES, HINT, OPEN = "files-of-others", "jobs-of-others", "batches-of-others", "forbidden", "without-key"
 SHARE, QUOTA, EXCESS, RATE = "share-never-shrinks", "quota-never-shrinks", "quota-off", "rate-never-returns"
-MEMORY, DESCRIPTORS = "memory-kept", "descriptors-kept"
+TURN, MEMORY, DESCRIPTORS = "turn-kept", "memory-kept", "descriptors-kept"
 BUGS = (
-    FENCING, SWEEP, LINK, AFTER, LOST, OTHERS, FILES, JOBS, BATCHES, HINT, OPEN, SHARE, QUOTA, EXCESS, RATE, MEMORY,
-    DESCRIPTORS,
+    FENCING, SWEEP, LINK, AFTER, LOST, OTHERS, FILES, JOBS, BATCHES, HINT, OPEN, SHARE, QUOTA, EXCESS, RATE, TURN,
+    MEMORY, DESCRIPTORS,
 )  # fmt: skip
 _KEPT_BYTES = 2**20  # of each call and picture
 
@@ -119,6 +120,7 @@ def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> Non
 
 def _api() -> None:
     from api import files, links, pictures
+    from api.fair_limiter import FairLimiter
     from core.jobs.rates import RateLimitCost
     from core.jobs.submissions import Submissions
 
@@ -144,6 +146,21 @@ def _api() -> None:
 
     Submissions.make = lose  # type: ignore[method-assign]
     _strangers()
+    run = FairLimiter.run
+    failed: set[tuple[int, str]] = set()
+
+    async def keep(limiter: FairLimiter, tenant: str, *given: Any, **named: Any) -> Any:
+        """Work that fails never gives the tenant's turn back."""
+        if TURN in bugs() and (id(limiter), tenant) in failed:
+            await asyncio.Event().wait()
+        try:
+            return await run(limiter, tenant, *given, **named)
+        except BaseException:
+            if TURN in bugs():
+                failed.add((id(limiter), tenant))
+            raise
+
+    FairLimiter.run = keep  # type: ignore[method-assign]
     charge = RateLimitCost.arguments.fget
     assert charge is not None
 

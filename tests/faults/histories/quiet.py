@@ -5,13 +5,17 @@ All but one of these calls stay within their tenant's limits, so they must be an
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import random
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import psutil
+from PIL import Image
 
 from tests.faults.histories.gallery import Gallery
 from tests.faults.histories.line import Book, Line, shown
@@ -22,11 +26,15 @@ from tests.faults.histories.world import QUOTAS, World
 _WITHIN = ("anna", "bert")  # tenants whose rates return within seconds
 _ROUNDS = 3  # of warm-up
 _SMALL = 2048  # bytes
+_SIDE = 256  # pixels
 _NUMBERS = itertools.count()
 
 
 def quiet(world: World, line: Line, gallery: Gallery, until: float) -> None:
-    """Ask for a picture, a text and room for files, while nothing else is asked. Every job has ended afterwards."""
+    """Ask for a picture, a text, an edit of a large picture, and room for files, while nothing else is asked.
+
+    Every job has ended afterwards.
+    """
     for tenant in _WITHIN:
         name = f"quiet-{tenant}-{next(_NUMBERS)}-{line.random.randrange(10**9)}"
         fields, wants = gallery.order(line.random, name, line=True)
@@ -37,6 +45,10 @@ def quiet(world: World, line: Line, gallery: Gallery, until: float) -> None:
         elif made.code in RATE_CODES:
             continue  # the others would wait as long
         _asked(world, line, partial(line.text, tenant, name))
+        if not world.real:
+            edit = _asked(world, line, partial(line.submit, tenant, f"{name}-edit", _large_edit(line.random), ()))
+            if edit.outcome == OK:
+                ended(world, line, tenant, edit.about, until)
         listed = _asked(world, line, partial(line.files, tenant, limit=10_000))
         size = QUOTAS[tenant] - listed.size if tenant in QUOTAS else _SMALL
         if listed.outcome != OK or size <= 0:
@@ -48,6 +60,14 @@ def quiet(world: World, line: Line, gallery: Gallery, until: float) -> None:
         for upload in uploads:
             if upload.outcome == OK:
                 _asked(world, line, partial(line.forget, tenant, upload.ids[0]))
+
+
+def _large_edit(random_: random.Random) -> dict[str, Any]:
+    """An edit whose body is read and checked in the tenant's turn, since it is large."""
+    stream = io.BytesIO()
+    Image.frombytes("RGB", (_SIDE, _SIDE), random_.randbytes(3 * _SIDE**2)).save(stream, "PNG")
+    inline = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    return {"type": "edit", "prompt": "quiet", "steps": 2, "size": "32x32", "images": [{"image_url": inline}]}
 
 
 def _asked(world: World, line: Line, ask: Callable[..., Call]) -> Call:
