@@ -114,6 +114,8 @@ class Client(threading.Thread):
         if logos and (own := self.line.random.choice(logos)):
             if not own.link:
                 self.look(own)
+            if not own.link and self.line.random.random() < 0.7:
+                return  # later, when its link outlives it
             self.line.erase(self.tenant, own.id)
             self.own.remove(own)
 
@@ -139,7 +141,8 @@ class Client(threading.Thread):
 
     def link(self) -> None:
         if self.links:
-            own = self.line.random.choice(self.links)
+            erased = [own for own in self.links if own not in self.own]
+            own = self.line.random.choice(erased if erased and self.line.random.random() < 0.5 else self.links)
             about = {"about": own.id, "created": own.created, "wants": own.wants}
             self.line.call("link", "", "GET", own.link, bytes_of, **about)
 
@@ -208,6 +211,6 @@ class Client(threading.Thread):
 
 # What a client does, and how often.
 WHAT = {
-    "put": 9, "post": 5, "resolve": 3, "reuse": 3, "erase": 2, "erase_logo": 3, "cancel": 2, "look": 6, "follow": 4,
+    "put": 9, "post": 5, "resolve": 3, "reuse": 4, "erase": 2, "erase_logo": 4, "cancel": 2, "look": 6, "follow": 4,
     "fetch": 5, "link": 4, "list": 2, "probe": 6, "text": 3, "files": 2, "batch": 0.7, "edit": 0.7,
 }  # fmt: skip

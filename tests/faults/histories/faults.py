@@ -298,7 +298,7 @@ KINDS: dict[str, Kind] = {
     "kill_api": Kind(_kill("apis"), weight=1.5),
     "stop_worker": Kind(_terminate("crew"), weight=0.7),
     "stop_api": Kind(_terminate("apis"), weight=0.7),
-    "pause_worker": Kind(_pause("crew"), (0.5, 3.5), weight=2),
+    "pause_worker": Kind(_pause("crew"), (0.5, 4.5), weight=2),
     "pause_api": Kind(_pause("apis"), (0.3, 2.5)),
     "pause_redis": Kind(_pause_redis, _SHORT),
     "redis_killed": Kind(_away("kill"), _SHORT, weight=1.5),

@@ -58,7 +58,7 @@ class Computed:
     def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
         # Some ask for the same as others do, and share its artifact.
         prompt = f"common {random_.randrange(4)}" if random_.random() < 0.2 else name
-        prompt += f" STEP={0.005 if line else random_.choice((0.005, 0.01, 0.02, 0.05))}"
+        prompt += f" STEP={0.005 if line else random_.choice((0.005, 0.01, 0.02, 0.05, 0.1))}"
         seed, n = random_.randrange(3), 1 if line else random_.choice((1, 1, 1, 2))
         fields: dict[str, Any] = {
             "prompt": prompt, "seed": seed, "n": n, "steps": 3 if line else random_.randrange(2, 25),
