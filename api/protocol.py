@@ -2,7 +2,8 @@
 
 A client that sends headers or a body too slowly gets a 408 and is closed, one that does not read is closed, and the
 number of connections is limited: idle ones are closed for new ones, oldest first. A malformed request gets an error in
-the API's format, and nothing is answered after it.
+the API's format, and nothing is answered after it. A response that is complete before its request's body closes the
+connection, after a while in which the client can read it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api import request_ids
 from api.errors import NO_RETRY, ApiError
+from api.http_connection import HttpConnection
 from core.config import Settings
 
 _SLOWEST = 1024  # bytes per second of a body, or of a response being read
@@ -29,6 +31,7 @@ _LINGER_S = 5.0  # for the last bytes written when a connection is closed
 _OTHERS = 256  # open files other than clients: Redis, storage, logs
 _PLENTY = 65_536
 _AT_ONCE = 2048
+_MAX_HEAD_BYTES = 64 * 1024
 
 
 def connection_limit() -> tuple[int, int]:
@@ -91,6 +94,26 @@ def _unread(transport: asyncio.Transport) -> int:
     return ours + int.from_bytes(kernels, sys.byteorder)
 
 
+class _LingeringTransport:
+    """A transport that closes after lingering where the client may still be sending a body."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+
+    def close(self) -> None:
+        if self._protocol.lingers:
+            self._protocol.linger()
+        else:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._protocol.closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class HttpProtocol(H11Protocol):
     """`idle` are all connections without a complete request, oldest first; shared by one server's connections."""
 
@@ -100,15 +123,21 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.conn: HttpConnection = HttpConnection(self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
         self._slow: asyncio.TimerHandle | None = None  # deadline for a complete head, or body
         self._in_body, self._until = False, 0.0
         self._read_timeout = ReadTimeout(self.loop, self.patience_s)
-        self._closing = False
+        self.closing = False  # for writing: what still arrives is discarded
+
+    @property
+    def lingers(self) -> bool:
+        """Whether closing now could reset the connection, and lose the response."""
+        return self.conn.discards and not self.closing
 
     # -- incoming ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.most and not self._make_room():
             message = f"This server has {self.most} connections open, and no room for another; try again soon."
             self._refuse(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
@@ -117,9 +146,14 @@ class HttpProtocol(H11Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        if self.conn.discards:
+            self.conn.receive_data(data)
+            if self.conn.endless:
+                self.transport.abort()
             return
         super().data_received(data)
+        if self.closing:
+            return
         state = self.conn.their_state
         if state is h11.IDLE:
             if self._slow is None:
@@ -185,7 +219,7 @@ class HttpProtocol(H11Protocol):
 
     def _bodiless(self) -> None:
         self._slow = None
-        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+        if self.conn.their_state is not h11.SEND_BODY or self.conn.discards or self.transport.is_closing():
             return
         now = self.loop.time()
         # The server keeps it waiting, or it was in time since this was set.
@@ -223,17 +257,27 @@ class HttpProtocol(H11Protocol):
         oldest.transport.abort()
         return True
 
-    def _close(self) -> None:
-        """Close for writing, and discard what still arrives: closing with unread data could lose the response."""
-        self._closing = True
+    def linger(self) -> None:
+        """Close for writing, and discard what still arrives for `_LINGER_S`: closing with unread data could reset the
+        connection before the client has read the response.
+        """
+        self.closing = self.conn.discards = True
         self.idle.pop(self, None)
         self._expect_nothing()
-        if self.transport.can_write_eof() and not self.transport.is_closing():
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(_LINGER_S, self.transport.abort)
+        self.loop.call_later(_LINGER_S, self._end)
+
+    def _end(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.close()
+            self._read_timeout.watch(self.transport)
+        else:
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "What came is no HTTP/1.1.", code="invalid_http"))
+        self._refuse(self.conn.refusal)
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error if no response has begun, and close.
@@ -265,4 +309,4 @@ class HttpProtocol(H11Protocol):
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
-        self._close()
+        self.linger()
