@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -88,6 +90,20 @@ By = Annotated[Caller, Depends(_Identified())]
 async def enforce_rate_limit(request: Request, service: Service, caller: Caller) -> None:
     """Charge one request to the rate limit. Raises `ApiError` (429)."""
     await _count(request, service, request_costs(caller))
+
+
+@asynccontextmanager
+async def charge_refusals(request: Request, service: Service, caller: Caller) -> AsyncIterator[None]:
+    """Context manager that charges a request whose body is refused to the rate limit.
+
+    For requests that are charged with the creation of their job otherwise, in one call of Redis. Raises `ApiError`: 429
+    in place of the refusal if the limit is exceeded.
+    """
+    try:
+        yield
+    except ApiError:
+        await enforce_rate_limit(request, service, caller)
+        raise
 
 
 async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:

@@ -5,11 +5,11 @@ batch_lines.py reads the lines, batch_line_handler.py translates them, and batch
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from api import batch_lines, body, files, schemas
 from api.access import By, Caller, count_pictures, enforce_rate_limit
@@ -17,6 +17,8 @@ from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
+from contract.strict import StrictModel
+from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
 
@@ -30,29 +32,27 @@ _PAGES = Pagination(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a bat
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
 _SCOPES = {"image": "images", "text": "text"}
 
-_Word = Annotated[str, Field(max_length=512)]
 
-
-class BatchFields(BaseModel):
+class BatchFields(StrictModel):
     """The fields of a new batch."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="BatchRequest")
+    model_config = ConfigDict(title="BatchRequest")
 
-    input_file_id: str = Field(description="of a file with the purpose batch")
+    input_file_id: str = Field(max_length=64, description="of a file with the purpose batch")
     endpoint: Literal[
         "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions"
     ] = Field(description="that every line asks")  # fmt: skip
     completion_window: Literal["24h"] = Field(description="after which what is not done is given up")
-    metadata: dict[_Word, _Word] | None = Field(default=None, max_length=16, description="kept, and told again")
+    metadata: Metadata | None = Field(default=None, description="kept, and told again")
 
 
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
     """An unusable file creates a failed batch whose errors name the lines."""
-    fields = schemas.read(BatchFields, await body.read(request, caller.id))
     caller.check("files")
-    caller.check(_SCOPES[queue_of(fields.endpoint)])
     await enforce_rate_limit(request, service, caller)
+    fields = schemas.read(BatchFields, await body.read(request, caller.id))
+    caller.check(_SCOPES[queue_of(fields.endpoint)])
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be a file with the purpose batch")

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from api import body, schemas, streaming, submission
-from api.access import By
+from api.access import By, charge_refusals
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
 from api.inline_images import InlineDocument
@@ -41,7 +41,8 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     the request.
     """
     caller.check("images")
-    fields = schemas.read(ImageFields, await body.read(request, caller.id))
+    async with charge_refusals(request, service, caller):
+        fields = schemas.read(ImageFields, await body.read(request, caller.id))
     id = submission.idempotency_id(request, caller)
     job, _ = await submission.submit(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)

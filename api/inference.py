@@ -24,6 +24,7 @@ from api.references import GivenPictures
 from api.service import Given, Service
 from api.uploads import PictureSource
 from contract.image_fields import EditFields, ImageFields
+from contract.strict import StrictModel
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
 
@@ -32,6 +33,7 @@ router = APIRouter(tags=["images"])
 _MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64, and the rest
 _SPOOLED = 64 * 1024  # bytes in memory
 _COPIES = 4  # of a body while it is parsed: as bytes, as text, its image as text and as bytes
+_MOST_PARAMETERS = 100
 _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
 # The client's names → ours; the others are the same as in /v1/images/generations and /v1/images/edits.
@@ -43,19 +45,24 @@ _OTHERWISE = {  # fields that this endpoint expresses in another way, or does no
 _SHARED = tuple(name for name in EditFields.model_fields if name not in _OTHERWISE)
 
 
-class InferenceBody(BaseModel):
+class InferenceBody(StrictModel):
     """The body that the client posts."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="InferenceRequest")
+    model_config = ConfigDict(title="InferenceRequest")
 
-    inputs: str = Field(description="the prompt; or a picture in base64, with parameters.prompt")
+    inputs: str = Field(
+        max_length=_MOST_BYTES, description="the prompt; or a picture in base64, with parameters.prompt"
+    )
     parameters: dict[str, Any] | None = Field(
         default=None,
+        max_length=_MOST_PARAMETERS,
         description="width and height, or target_size; num_inference_steps; "
         + ", ".join(_SHARED)
         + ": as in /v1/images/generations and /v1/images/edits",
     )
-    options: dict[str, Any] | None = Field(default=None, description="accepted and ignored")
+    options: dict[str, Any] | None = Field(
+        default=None, max_length=_MOST_PARAMETERS, description="accepted and ignored"
+    )
 
 
 class InferenceError(BaseModel):

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import admission, body, references, schemas, submission
-from api.access import By, Caller, enforce_rate_limit
+from api.access import By, Caller, charge_refusals, enforce_rate_limit
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
 from api.presentation import job_object, retrieved
@@ -63,7 +63,8 @@ async def put(id: str, request: Request, service: Given, caller: By) -> Response
 
 
 async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
-    fields = references.read_job(await body.read(request, caller.id))
+    async with charge_refusals(request, service, caller):
+        fields = references.read_job(await body.read(request, caller.id))
     job, standing = await submission.submit(service, request, caller, fields, id)
     content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})

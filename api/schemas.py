@@ -14,14 +14,21 @@ from pydantic_core import PydanticCustomError
 from api.body import plain
 from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, OBJECT, WORD, range_error
+from contract.characters import too_long
 from contract.image_fields import EditFields, ImageFields
 from contract.image_fields import ImageReference as ImageReference
+from contract.strict import UNKNOWN, StrictModel
+
+_MAX_URL = 2048  # characters
+_MAX_PICTURES = 16  # validated one by one; one is accepted
 
 
-class _OfJob(BaseModel):
+class _OfJob(StrictModel):
     """The fields of every job."""
 
-    webhook_url: str | None = Field(default=None, description="an address that is told of the end, signed")
+    webhook_url: str | None = Field(
+        default=None, max_length=_MAX_URL, description="an address that is told of the end, signed"
+    )
 
     @field_validator("stream", check_fields=False)
     @classmethod
@@ -45,7 +52,10 @@ class EditBody(EditFields):
     model_config = ConfigDict(title="EditJSONRequest")
 
     images: list[ImageReference] = Field(
-        description="the picture to begin with", json_schema_extra={"minItems": 1, "maxItems": 1}
+        max_length=_MAX_PICTURES,
+        fail_fast=True,
+        description="the picture to begin with",
+        json_schema_extra={"minItems": 1, "maxItems": 1},
     )
     mask: ImageReference | None = Field(
         default=None, description="of the same size: what is transparent in it is drawn anew, all else is kept"
@@ -97,6 +107,8 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     parts = [
         plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST, FLAG) and not isinstance(part, int)
     ]
+    if first["type"] == UNKNOWN:
+        parts.append(plain(first["ctx"]["name"]))
     field = None if None in parts else ".".join(part for part in parts if part is not None)
     if rules and first["type"] in rules:
         named, words = rules[first["type"]]
@@ -104,6 +116,8 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
     bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
     if first["type"] in ("greater_than_equal", "less_than_equal") and len(bounds) == 2:
         raise invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
+    if first["type"] in ("too_long", "string_too_long"):
+        raise invalid_field(field, too_long(first["input"], first["ctx"]["max_length"]))
     raise _complaint(first["type"], field, first.get("ctx", {}))
 
 
@@ -151,7 +165,7 @@ def _inline(schema: Any, parts: dict[str, Any]) -> Any:
 def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError:
     if kind in ("model_type", "model_attributes_type"):
         return invalid_field(field, "must be an object", "invalid_type")
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", UNKNOWN):
         if field is None:
             return invalid_field(None, "A field whose name is no plain word is not known.", "unknown_parameter")
         return invalid_field(field, "is not known", "unknown_parameter")

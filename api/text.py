@@ -54,8 +54,8 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
-    ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     await enforce_rate_limit(request, service, caller)
+    ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
     card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)

@@ -78,7 +78,6 @@ _RULES = {
     "echo_tokens": ("echo", "needs prompts that are texts, not token ids"),
     "logit_bias": ("logit_bias", 'must be an object of token ids, such as "70", and numbers from -100 to 100'),
     "prompt": ("prompt", "must be a text, texts, token ids, or lists of token ids"),
-    "too_long": (None, "has more entries than are allowed"),
     "too_short": (None, "must not be empty"),
     "string_pattern_mismatch": (None, "must be a name of letters, digits, - and _"),
     "union_tag_not_found": (None, "must be text or a list"),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 
 # Control characters except tab and line ends, and surrogates, which cannot be encoded as UTF-8.
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+def too_long(value: Sized, most: int) -> str:
+    """The message for a text, a list or an object that is longer than allowed."""
+    return f"has {len(value)} {'characters' if isinstance(value, str) else 'entries'}, at most {most} are allowed"
+
+
 def text_error(text: str, max_characters: int) -> str | None:
     """The reason why the text is invalid, without echoing it; None if it is valid."""
     if len(text) > max_characters:
-        return f"has {len(text)} characters, at most {max_characters} are allowed"
+        return too_long(text, max_characters)
     found = _FORBIDDEN.search(text)
     if found is not None:
         code = f"U+{ord(found[0]):04X}"

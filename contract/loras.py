@@ -9,7 +9,7 @@ MAX_LORAS = 8  # per request
 MAX_SCALE = 100.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")  # cannot be a path to another folder
 _SCALE = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,3})?")
-_LONGEST = 4096  # characters
+MAX_CHARACTERS = 4096
 
 
 class LoraReference(NamedTuple):
@@ -28,8 +28,8 @@ def read(text: str) -> tuple[LoraReference, ...]:
 
     Raises ValueError. Its message quotes only well-formed names.
     """
-    if len(text) > _LONGEST:
-        raise ValueError(f"must be at most {_LONGEST} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"must be at most {MAX_CHARACTERS} characters")
     found: list[LoraReference] = []
     for part in filter(None, (part.strip(" ") for part in text.split(","))):
         name, colon, scale = part.partition(":")

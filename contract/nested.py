@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from contract.errors import Invalid
+from contract.strict import StrictModel
 
 
-class Nested(BaseModel):
+class Nested(StrictModel):
     """An object among a request's fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @classmethod
     def read(cls, field: str, told: Mapping[str, Any]) -> Self:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from contract.bounds import check_number
 from contract.errors import Invalid
+from contract.strict import StrictModel
 
 BLOCK, RESNET = "block", "resnet"
 DEPTHS = (BLOCK, RESNET)
@@ -147,10 +148,10 @@ def rows_and_depths(
     return tuple((width, deep[k] or (k > 0 and width > widths[k - 1])) for k, width in enumerate(widths))
 
 
-class CacheFields(BaseModel):
+class CacheFields(StrictModel):
     """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title="DeepCache")
+    model_config = ConfigDict(title="DeepCache")
 
     interval: int | None = Field(default=None, ge=1, le=1000, description="every so many steps one is deep; default: 2")
     depth: Literal["block", "resnet"] | None = Field(
@@ -159,8 +160,9 @@ class CacheFields(BaseModel):
     first: int | None = Field(default=None, ge=0, le=1000, description="so many first steps are deep")
     last: int | None = Field(default=None, ge=0, le=1000, description="so many last steps are deep")
     deep_steps: list[int] | None = Field(
-        default=None, max_length=1000, description="exactly these are deep, counted from 0; without the fields above"
-    )
+        default=None, max_length=1000, fail_fast=True,
+        description="exactly these are deep, counted from 0; without the fields above",
+    )  # fmt: skip
 
 
 OFF, AUTOMATIC = "off", "auto"

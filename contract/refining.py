@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from contract.errors import Invalid
 from contract.loras import is_name
 from contract.nested import Nested
+from contract.strict import MAX_NAME
 
 FIELD = "refiner"
 FROM = 0.8
@@ -19,7 +20,7 @@ class Refining(Nested):
 
     model_config = ConfigDict(title="Refiner")
 
-    model: str = Field(description="of the model's refiners")
+    model: str = Field(max_length=MAX_NAME, description="of the model's refiners")
     start: float = Field(
         default=FROM, gt=0, lt=1, allow_inf_nan=False, alias="from",
         description="the share of the noise schedule that the model itself runs, as diffusers' denoising_end; 0.8 by "

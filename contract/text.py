@@ -11,16 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
 from contract.errors import Invalid
+from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_MESSAGES = 1000
+MAX_PARTS = 1000  # of a message
 MAX_BIASED = 1024  # tokens per request
+MAX_KEYWORDS = 1000  # of a JSON schema, at its top
+MAX_METADATA = 16  # as in OpenAI's API
 MAX_STOPS = 4  # as in OpenAI's API
 MAX_STOP_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
@@ -31,31 +36,34 @@ _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 def _kind(value: Any) -> str:
     return WORD if isinstance(value, str) else LIST
 
 
+_StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
-    Annotated[str, Tag(WORD)] | Annotated[list[str], Field(max_length=MAX_STOPS), Tag(LIST)], Discriminator(_kind)
+    Annotated[_StopText, Tag(WORD)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(LIST)],
+    Discriminator(_kind),
 ]
 
 
-class StreamOptions(BaseModel):
-    model_config = _STRICT
+_Word = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[_Word, _Word], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)]
 
+
+class StreamOptions(StrictModel):
     include_usage: bool | None = Field(default=None, description="true: a last chunk tells the usage")
     include_obfuscation: bool | None = Field(default=None, description=_IGNORED)
 
 
-class TextFields(BaseModel):
+class TextFields(StrictModel):
     """Fields shared by chats and completions."""
 
-    model_config = _STRICT
-
-    model: str | None = Field(default=None, description="a name from /v1/models; default: the first that is live there")
+    model: str | None = Field(
+        default=None, max_length=MAX_NAME, description="a name from /v1/models; default: the first that is live there"
+    )
     max_tokens: int | None = Field(default=None, ge=1, description="of the answer, at most")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="how many answers, 1 by default")
     temperature: float | None = Field(
@@ -80,7 +88,7 @@ class TextFields(BaseModel):
         default=None, max_length=MAX_BIASED,
         description="by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
     )  # fmt: skip
-    user: str | None = Field(default=None, description=_IGNORED)
+    user: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
 
     top_k: int | None = Field(default=None, ge=0, le=1_000_000, description="0, the default: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False, description="0 by default")
@@ -129,40 +137,34 @@ def _is_bias(token: Any, value: Any) -> bool:
     return _TOKEN.fullmatch(token) is not None and number and abs(value) <= MAX_BIAS
 
 
-class TextPart(BaseModel):
-    model_config = _STRICT
-
+class TextPart(StrictModel):
     type: Literal["text"]
-    text: str
+    text: str = Field(max_length=MAX_CHARACTERS)
 
 
-class Message(BaseModel):
-    model_config = _STRICT
-
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is taken for system")
     content: Annotated[
-        Annotated[str, Tag(WORD)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)], Discriminator(_kind)
+        Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)],
+        Discriminator(_kind),
     ]
-    name: str | None = Field(default=None, description=_IGNORED)
-    refusal: str | None = Field(default=None, description=_IGNORED)
+    name: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    refusal: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class JsonSchema(BaseModel):
-    model_config = _STRICT
-
+class JsonSchema(StrictModel):
     name: str = Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
-    description: str | None = Field(default=None, description=_IGNORED)
+    description: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
     strict: bool | None = Field(default=None, description="accepted and ignored: answers always fit the schema")
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema", max_length=MAX_KEYWORDS)
 
 
-class ResponseFormat(BaseModel):
-    model_config = _STRICT
-
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -172,18 +174,20 @@ class ChatFields(TextFields):
 
     model_config = ConfigDict(title="ChatRequest")
 
-    messages: list[Message] = Field(min_length=1, max_length=1000)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="the newer name of max_tokens")
     logprobs: bool | None = Field(default=None, description="true: log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="and of so many of the likeliest")
     response_format: ResponseFormat | None = None
-    metadata: dict[str, str] | None = Field(default=None, description=_IGNORED)
+    metadata: Metadata | None = Field(default=None, description=_IGNORED)
     store: bool | None = Field(default=None, description=_IGNORED)
-    service_tier: str | None = Field(default=None, description=_IGNORED)
-    reasoning_effort: str | None = Field(default=None, description=_IGNORED)
-    verbosity: str | None = Field(default=None, description=_IGNORED)
-    safety_identifier: str | None = Field(default=None, description=_IGNORED)
-    prompt_cache_key: str | None = Field(default=None, description="accepted and ignored: equal beginnings are found")
+    service_tier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    reasoning_effort: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    verbosity: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    safety_identifier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    prompt_cache_key: str | None = Field(
+        default=None, max_length=MAX_IGNORED, description="accepted and ignored: equal beginnings are found"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> ChatFields:
@@ -230,7 +234,8 @@ class CompletionFields(TextFields):
     model_config = ConfigDict(title="CompletionRequest")
 
     prompt: Annotated[
-        Annotated[str, Tag(WORD)] | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
+        Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
+        | Annotated[list[Any], Field(min_length=1, max_length=100_000), Tag(LIST)],
         Discriminator(_kind),
     ] = Field(description="a text, texts, a list of token ids, or several of them")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description="of the tokens and the likeliest")

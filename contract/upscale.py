@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from contract.errors import Invalid
 from contract.loras import is_name
 from contract.nested import Nested
+from contract.strict import MAX_NAME
 
 FIELD = "upscale"
 MAX_SCALE = 8  # times width and height
@@ -24,7 +25,7 @@ class Upscale(Nested):
 
     model_config = ConfigDict(title="Upscale")
 
-    model: str = Field(description="of the model's upscalers")
+    model: str = Field(max_length=MAX_NAME, description="of the model's upscalers")
     scale: float | None = Field(
         default=None, ge=1, le=MAX_SCALE, allow_inf_nan=False,
         description="times width and height, at most the network's own factor, the default",

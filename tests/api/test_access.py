@@ -403,6 +403,22 @@ def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> No
 
 
 @pytest.mark.parametrize(
+    "path", ["/v1/jobs", "/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/batches"]
+)
+def test_a_refused_body_counts(guarded: tuple[Guarded, Worker], path: str) -> None:
+    """Whatever is wrong with it: no JSON, another type, an unknown field, or too long a list."""
+    doors, _ = guarded
+    client = doors.key("images", "text", "files", rate="4/hour")
+    json_type = {"Content-Type": "application/json"}
+    bodies = [b"{", b"[]", b'{"x": 1}', json.dumps({"messages": [{}] * 999, "control": [{}] * 99}).encode()]
+    for left, content in zip((3, 2, 1, 0), bodies, strict=True):
+        refused = client.post(path, content=content, headers=json_type)
+        check_error(refused, 400)
+        assert refused.headers["x-ratelimit-remaining-requests"] == str(left)
+    check_error(client.post(path, content=b"{", headers=json_type), 429, code="rate_limit_exceeded")
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("public_url", "pictures.example"), ("public_url", "https://a@b"), ("public_url", "http://a b"),
      ("public_url", "https://:443/"), ("public_url", "https://a/?b"), ("cors_origins", "https://a, b"),

@@ -1,0 +1,41 @@
+"""The base of all models of requests: strict types, no unknown fields, few errors for any input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
+MAX_NAME = 256  # characters of a model's, sampler's, plan's or network's name
+MAX_IGNORED = 10_000  # characters of a text that is accepted and ignored
+
+
+class StrictModel(BaseModel):
+    """An object of a request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, value: Any) -> Any:
+        """Reject an object with more names than there are fields by its first unknown name: pydantic would build an
+        error for each.
+        """
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            name = next(name for name in value if name not in known)
+            raise PydanticCustomError(UNKNOWN, "an unknown field", {"name": name})
+        return value
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Reject a longer object before its entries are validated: pydantic would build an error for each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", "too many entries", {"max_length": count})
+        return value
+
+    return BeforeValidator(check)

@@ -1,0 +1,171 @@
+"""All lists, texts and objects of requests are bounded, and an invalid body costs few errors, whatever its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from api import schemas
+from api.app import create_app
+from api.batches import BatchFields
+from api.errors import ApiError
+from api.inference import InferenceBody
+from contract.text import ChatFields, CompletionFields
+from tests.api.world import Api, check_error, settings_of
+
+MODELS: list[type[BaseModel]] = [
+    schemas.ImageFields, schemas.EditFields, schemas.EditBody, schemas.JobFields, schemas.EditJobFields, ChatFields,
+    CompletionFields, InferenceBody, BatchFields,
+]  # fmt: skip
+WHOLE = [
+    schemas.EditJobFields,
+    ChatFields,
+    CompletionFields,
+    InferenceBody,
+    BatchFields,
+]  # have all parts of the others
+MAX_ERRORS = 100  # pydantic builds, for any body
+# Any JSON, bounded by the body's bytes, values and depth alone.
+FREE = {
+    "InferenceRequest.parameters.*", "InferenceRequest.options.*", "JsonSchema.schema.*", "CompletionRequest.prompt[]",
+}  # fmt: skip
+
+
+def unbounded(schema: dict[str, Any], parts: dict[str, Any], at: str) -> Iterator[str]:
+    """Where in this JSON schema a text, a list or an object has no upper bound."""
+    if "$ref" in schema:
+        part = parts[schema["$ref"].rpartition("/")[2]]
+        yield from unbounded(part, parts, part.get("title", at))
+        return
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from unbounded(choice, parts, at)
+    kind = schema.get("type")
+    if kind is None and not schema.keys() & {"anyOf", "oneOf", "enum", "const"} and at not in FREE:
+        yield f"{at}: anything"
+    if kind == "string" and not schema.keys() & {"maxLength", "enum", "const"} and schema.get("format") != "binary":
+        yield f"{at}: a string without maxLength"
+    if kind == "array":
+        if "maxItems" not in schema:
+            yield f"{at}: an array without maxItems"
+        yield from unbounded(schema.get("items", {}), parts, f"{at}[]")
+    if kind == "object":
+        more = schema.get("additionalProperties", True)
+        if more is not False:
+            if "maxProperties" not in schema:
+                yield f"{at}: an object without maxProperties"
+            yield from unbounded({} if more is True else more, parts, f"{at}.*")
+        for name, inner in schema.get("properties", {}).items():
+            yield from unbounded(inner, parts, f"{at}.{name}")
+
+
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema()
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_a_model_has_no_field_without_a_bound(kind: type[BaseModel]) -> None:
+    schema = schema_of(kind)
+    assert list(unbounded(schema, schema.get("$defs", {}), schema["title"])) == []
+
+
+def test_the_document_has_no_body_of_another_model(tmp_path: Path) -> None:
+    """Every JSON body of the published document is that of a model above."""
+    known = {schema_of(kind)["title"] for kind in MODELS}
+    document = create_app(settings_of("redis://127.0.0.1:1/0", tmp_path)).openapi()
+    found = set()
+    for path in document["paths"].values():
+        for operation in path.values():
+            content = operation.get("requestBody", {}).get("content", {})
+            for kind, described in content.items():
+                schema = described["schema"]
+                for choice in schema.get("oneOf", [schema]):
+                    if kind == "application/json" or "title" in choice:
+                        found.add(choice["title"])
+    assert len(found) >= 8 and found <= known
+
+
+def items(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema rejects, in many places at once: long lists and objects of what is wrong."""
+    if "$ref" in schema:
+        return items(parts[schema["$ref"].rpartition("/")[2]], parts)
+    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    if choices:
+        return st.one_of([items(choice, parts) for choice in choices])
+    many = st.sampled_from([1, 3, 900, 2000])
+    strangers = st.builds(lambda n: {f"x{k}": 1 for k in range(n)}, many)
+    if schema.get("type") == "array":
+        inner = st.one_of(items(schema.get("items", {}), parts), strangers, st.just({}), st.none())
+        return st.builds(lambda item, n: [item] * n, inner, many)
+    if schema.get("type") == "object":
+        named = {
+            name: st.one_of(items(inner, parts), st.just([])) for name, inner in schema.get("properties", {}).items()
+        }
+        return st.one_of(strangers, st.fixed_dictionaries({}, optional=named))
+    return st.one_of(st.just([1] * 2000), st.just({}), st.just("a"), st.none())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [schemas.EditJobFields, ChatFields, CompletionFields, InferenceBody, BatchFields],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_invalid_body_costs_few_errors(kind: type[BaseModel]) -> None:
+    schema = schema_of(kind)
+
+    @settings(max_examples=40)
+    @given(items(schema, schema.get("$defs", {})))
+    def check(body: Any) -> None:
+        if not isinstance(body, dict):
+            return
+        try:
+            kind.model_validate(body)
+        except ValidationError as error:
+            assert error.error_count() <= MAX_ERRORS
+        try:
+            schemas.read(kind, body)
+        except ApiError as error:
+            assert error.status == 400 and len(str(error)) < 1000
+
+    check()
+
+
+HELLO = {"role": "user", "content": "hello"}
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/chat/completions", {"messages": [{}] * 999}, "messages.role", "must be given"),
+    ("/v1/chat/completions", {"messages": [HELLO] * 1001}, "messages", "has 1001 entries, at most 1000 are allowed"),
+    (
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 1001}]}, "messages.content.type",
+        "must be given",
+    ),
+    (
+        "/v1/chat/completions", {"messages": [HELLO], "metadata": {f"{k}": 1 for k in range(17)}}, "metadata",
+        "has 17 entries, at most 16 are allowed",
+    ),
+    (
+        "/v1/chat/completions", {"messages": [HELLO], "stop": ["a" * 257]}, "stop",
+        "has 257 characters, at most 256 are allowed",
+    ),
+    ("/v1/chat/completions", {"messages": [HELLO], **{f"x{k}": 1 for k in range(99)}}, "x0", "is not known"),
+    ("/v1/jobs", {"type": "image", "prompt": "a", "control": [{"model": "a"}] * 5}, "control", "at most 4 are allowed"),
+    ("/v1/jobs", {"type": "image", "prompt": "a", "control": [{}] * 9999}, "control.model", "must be given"),
+    (
+        "/v1/jobs", {"type": "image", "prompt": "a", "control": [{f"x{k}": 1 for k in range(99)}]}, "control.x0",
+        "is not known",
+    ),
+    ("/v1/jobs", {"type": "image", "prompt": "a", "image_prompts": [{"model": "a"}] * 5}, "image_prompts", "at most 4"),
+    ("/v1/jobs", {"type": "image", "prompt": "a" * 10_001}, "prompt", "has 10001 characters, at most 10000"),
+    ("/v1/jobs", {"type": "image", "prompt": "a", "user": "a" * 10_001}, "user", "at most 10000 are allowed"),
+    ("/v1/images/generations", {"prompt": "a", "model": "a" * 257}, "model", "has 257 characters, at most 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, body, field, words", CASES)
+def test_what_is_too_long_is_named(shared: Api, path: str, body: dict[str, Any], field: str, words: str) -> None:
+    error = check_error(shared.post(path, **body), 400, param=field)
+    assert words in error["message"] and error["message"].startswith(f"{field}: ")
