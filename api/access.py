@@ -51,11 +51,13 @@ HERE = Caller("", frozenset(SCOPES))
 
 
 async def identify(request: Request) -> Caller:
-    """The caller of this request. Raises `ApiError` (401), and `StoreDown` while the keys have not been read yet."""
+    """The caller of this request, by what Redis says during it. Raises `ApiError` (401), and `StoreDown` while the keys
+    have not been read yet.
+    """
     service, bearer = of(request), await BEARER(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
-    if not service.cards.now.guarded:
+    if not await service.cards.guarded():
         return HERE
     keys = service.cards.now.keys
     if bearer is None:

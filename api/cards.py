@@ -15,6 +15,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from contract.card import ModelCard, TextCard
+from core.jobs.access import AccessReader
 from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
@@ -82,13 +83,16 @@ class RegistrySnapshot:
 class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
-    def __init__(self, registry: Registry, store: JobStore, keyring: Keyring, beside: Path | None = None) -> None:
+    def __init__(
+        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, beside: Path | None = None
+    ) -> None:
         """`beside` is the folder of this Redis, if it runs beside this process."""
         self._beside = beside
         self.trouble = ""  # why Redis does not reply, where known
         self._registry = registry
         self._store = store
         self._keyring = keyring
+        self._access = access
         self._task: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         self._looked = -float("inf")
@@ -117,6 +121,7 @@ class CardCache:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        await self._access.close()
 
     async def find(self, name: str | None, kind: type[C]) -> C | None:
         """The model's card. If it is missing, the snapshot is refreshed first: a worker may have just started."""
@@ -138,6 +143,16 @@ class CardCache:
         await asyncio.sleep(before + _AGAIN_S - time.monotonic())
         if self._looked == before:
             await self.renew()
+
+    async def guarded(self) -> bool:
+        """Whether requests need a key, as Redis says after this call began, or said last if it does not reply."""
+        if not self.now.guarded and self.redis_answers:
+            with contextlib.suppress(StoreError):
+                if await self._access.guarded():
+                    await self.renew()
+                    if not self.now.guarded:  # that look had begun before
+                        await self.renew()
+        return self.now.guarded
 
     async def _run(self) -> None:
         while True:

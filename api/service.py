@@ -26,6 +26,7 @@ from api.queue import MessageProducer
 from api.timeout_pool import TimeoutThreadPool
 from core.artifacts import ArtifactError, Artifacts, StorageDown
 from core.config import Settings, SettingsError
+from core.jobs.access import AccessReader
 from core.jobs.batches import BatchStore
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import EventReader
@@ -75,7 +76,7 @@ class Service:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = CardCache(self.registry, self.store, self.keyring, _beside(settings))
+        self.cards = CardCache(self.registry, self.store, self.keyring, AccessReader(self.redis), _beside(settings))
         self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now

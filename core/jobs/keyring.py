@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 _RATE = re.compile(RATE)
 _SHARE = re.compile(SHARE)
 _MOST_BYTES = 2**50
-_GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
+GUARDED, _OPEN = "keys", "open"  # values of `keys.ACCESS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class Keyring(RedisStore):
             pipe.get(keys.ACCESS)  # read after the keys: it is set before the last key is revoked
             found, said = pipe.execute()
         known = {key.id: key for key in (_key(json.loads(text)) for text in found.values())}
-        if known and said != _GUARDED:  # keys of a version that stored no access state
+        if known and said != GUARDED:  # keys of a version that stored no access state
             with contextlib.suppress(StoreFull):
-                self._client.set(keys.ACCESS, _GUARDED)
-        return AccessPolicy(known, not known and said == _GUARDED, not known and said == _OPEN)
+                self._client.set(keys.ACCESS, GUARDED)
+        return AccessPolicy(known, not known and said == GUARDED, not known and said == _OPEN)
 
     def revoke(self, id: str, *, end: bool = False) -> bool:
         """Delete a key by id. False: it does not exist. APIs notice within a second or two.

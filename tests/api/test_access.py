@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import httpx2
 import pytest
 
+from api import cards
 from api.links import sign, signed
 from core.config import Settings, SettingsError, read
 from core.jobs.keyring import Keyring
@@ -103,6 +104,28 @@ def test_a_well_formed_token_with_a_wrong_secret_opens_nothing(guarded: tuple[Gu
             check_error(client.get(path), 401, code="invalid_api_key")
     assert worker.ids() == set(), "nothing was made"
     assert [client.get("/v1/models").status_code for client in good] == [200, 200, 401]
+
+
+def test_the_first_key_closes_the_service_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However old the API's snapshot of the keys is: nobody is admitted without one, and its jobs are its own."""
+    monkeypatch.setattr(cards, "_EVERY_S", 3600.0)  # it never looks by itself
+    for first, path in [("PUT", "/v1/jobs/mine"), ("PUT", "/v1/jobs/after"), ("DELETE", "/v1/jobs/before")]:
+        with Worker(settings) as worker, closing(Keyring.of(settings)) as keyring:
+            worker.redis.flushall()
+            worker.announce()
+            with Api(settings) as api:
+                assert api.client.put("/v1/jobs/before", json=JOB).status_code == 202
+                key, token = keyring.add("the first")
+                if path == "/v1/jobs/mine":
+                    owner = {"Authorization": f"Bearer {token}"}
+                    assert api.client.put(path, json=JOB, headers=owner).status_code == 202
+                    assert worker.job("mine").owner == key.id
+                    assert api.client.get(path, headers=owner).status_code == 200
+                    check_error(api.client.get("/v1/jobs/before", headers=owner), 404)
+                else:
+                    refused = api.client.request(first, path, json=JOB if first == "PUT" else None)
+                    check_error(refused, 401, code="invalid_api_key")
+                    assert worker.ids() == {"before"}
 
 
 def test_only_hashes_are_kept(redis_url: str, settings: Settings) -> None:

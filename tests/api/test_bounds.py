@@ -29,7 +29,7 @@ WHOLE = [
     CompletionFields,
     InferenceBody,
     BatchFields,
-]  # have all parts of the others
+]  # all parts
 MAX_ERRORS = 100  # pydantic builds, for any body
 # Any JSON, bounded by the body's bytes, values and depth alone.
 FREE = {
