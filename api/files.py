@@ -12,24 +12,23 @@ from functools import partial
 from typing import IO, Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
+from api import stored_bytes
 from api.access import By, Caller, enforce_rate_limit
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form, upload_source
-from api.methods import bodiless
 from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
 from api.service import Given, Service
 from contract.card import Size
-from core.artifacts import NoArtifact, Spool, media_type
+from core.artifacts import NoArtifact, Spool
 from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
 
 router = APIRouter(tags=["batches"])
 
 MAX_BYTES = 32 * 2**20
-_PART = 2**20  # bytes of a file in memory at once
 _ENVELOPE = 64 * 1024  # of a form around its file
 _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
@@ -116,12 +115,10 @@ async def retrieve(id: str, service: Given, caller: By) -> Response:
 async def content(id: str, request: Request, service: Given, caller: By) -> Response:
     caller.check("files")
     file = await find(service, id, caller)
-    size = await service.stored(_size, service, file)
-    headers = {"X-Content-Type-Options": "nosniff", "Content-Length": str(size)}
-    if size <= _PART or bodiless(request.scope):
-        data = b"" if bodiless(request.scope) else await service.stored(content_of, service, file)
-        return Response(data, media_type=media_type(file.key), headers=headers)
-    return StreamingResponse(_parts(service, file, size), media_type=media_type(file.key), headers=headers)
+    try:
+        return await stored_bytes.respond(service, request, file.key, {"X-Content-Type-Options": "nosniff"}, file.size)
+    except NoArtifact:
+        raise gone("id") from None
 
 
 @router.delete("/v1/files/{id}", summary="Forget a file")
@@ -187,21 +184,6 @@ def _keep_upload(
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None
-
-
-def _size(service: Service, file: File) -> int:
-    try:
-        return service.artifacts.size(file.key)
-    except NoArtifact:
-        raise gone("id") from None
-
-
-async def _parts(service: Service, file: File, size: int) -> AsyncIterator[bytes]:
-    def part(at: int) -> bytes:
-        return service.artifacts.read_part(file.key, at, min(_PART, size - at))
-
-    for at in range(0, size, _PART):
-        yield await service.stored(part, at)
 
 
 @asynccontextmanager

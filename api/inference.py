@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, references, schemas, submission, uploads
+from api import body, images, references, schemas, stored_bytes, submission, uploads
 from api.access import BEARER, enforce_rate_limit, identify
 from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
@@ -112,11 +112,11 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
         picture = results(await images.finished(service, request, job, stays=id is not None))[0]
-        data = await service.stored(lambda: service.artifacts.get(picture["key"]))
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
     except (ApiError, StoreError, ArtifactError) as error:
         said = error if isinstance(error, ApiError) else store_error(error)
         return _told(said, "parameters.prompt" if edited else "inputs")
-    return Response(data, media_type=picture["media_type"], headers={"X-Content-Type-Options": "nosniff"})
 
 
 @asynccontextmanager

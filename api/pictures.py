@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from api import ranges
+from api import stored_bytes
 from api.access import BEARER, By, identify
 from api.errors import ApiError, invalid_field
 from api.jobs import check_id, find
@@ -83,10 +83,9 @@ async def image(job: Annotated[Job, Depends(_seen)], k: str, request: Request, s
     if _has(request, headers["ETag"]):
         return Response(status_code=304, headers={name: headers[name] for name in ("Cache-Control", "ETag")})
     try:
-        data = await service.stored(lambda: service.artifacts.get(picture["key"]))
+        return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
     except NoArtifact:
         raise _no_image() from None
-    return ranges.respond(request, data, picture["media_type"], headers)
 
 
 @router.get(

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-from fastapi import Request, Response
+from fastapi import Request
 
 from api.errors import ApiError
 
 _ONE = re.compile(r"bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 
-def respond(request: Request, data: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
-    """The bytes, or the one requested range of them; `headers` hold their strong `ETag`.
+def requested(request: Request, size: int, tag: str) -> tuple[int, int] | None:
+    """The first and the last byte of the one requested range of content with this strong `ETag`; None: all of it.
 
     A `Range` of several ranges, of another unit, or under an `If-Range` that is not this ETag is ignored, as the RFC
     allows. Raises `ApiError` (416) for one beyond the end.
     """
-    told = {**headers, "Accept-Ranges": "bytes"}
-    wanted = _wanted(request, headers["ETag"])
-    if wanted is None:
-        return Response(data, media_type=media_type, headers=told)
-    first, last = _within(wanted, len(data))
-    told["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-    return Response(data[first : last + 1], 206, media_type=media_type, headers=told)
+    digits = _digits(request, tag)
+    return None if digits is None else _within(digits, size)
 
 
-def _wanted(request: Request, tag: str) -> tuple[str, str] | None:
+def _digits(request: Request, tag: str) -> tuple[str, str] | None:
     """The digits before and behind the hyphen, one of which may be empty; None: the whole content."""
     given = request.headers.getlist("range")
     found = _ONE.fullmatch(given[0]) if len(given) == 1 else None
@@ -38,9 +32,9 @@ def _wanted(request: Request, tag: str) -> tuple[str, str] | None:
     return found[1], found[2]
 
 
-def _within(wanted: tuple[str, str], size: int) -> tuple[int, int]:
+def _within(digits: tuple[str, str], size: int) -> tuple[int, int]:
     """The first and the last byte."""
-    first, last = wanted
+    first, last = digits
     if not first:  # the last so many bytes
         found = max(0, size - int(last)), size - 1
     else:
