@@ -69,6 +69,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 @router.get("/v1/batches", summary="List batches", openapi_extra=_PAGES.document())
 async def batches(request: Request, service: Given, caller: By) -> Response:
     """The caller's batches, or everybody's for an admin; newest first."""
+    await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     owner = None if caller.may("admin") else caller.id
     found = await service.call(service.batches.batches, owner, after=after, limit=limit)

@@ -35,6 +35,7 @@ _PICTURES = ("image/png", "image/jpeg", "image/webp")
 _PURPOSES = ("batch", "vision")
 _LISTED = (*_PURPOSES, "batch_output")
 _PAGES = Pagination(default=10_000, most=10_000, id="file-[0-9a-f]{24}", what="a file")
+_MOST_LISTED = 1000  # of a page
 _NAME = re.compile(r"[\w .@()+,=-]{1,255}")
 _FORM = {
     "requestBody": {
@@ -83,8 +84,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     ),
 )
 async def files(request: Request, service: Given, caller: By) -> Response:
-    """The caller's files."""
+    """The caller's files. A page has at most 1,000, whatever the limit."""
     caller.check("files")
+    await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     given = request.query_params
     purpose, order = given.get("purpose"), given.get("order", "desc")
@@ -93,7 +95,12 @@ async def files(request: Request, service: Given, caller: By) -> Response:
     if order not in ("asc", "desc"):
         raise invalid_field("order", "must be asc or desc")
     found = await service.call(
-        service.files.files, caller.id, purpose=purpose, oldest=order == "asc", after=after, limit=limit
+        service.files.files,
+        caller.id,
+        purpose=purpose,
+        oldest=order == "asc",
+        after=after,
+        limit=min(limit, _MOST_LISTED),
     )
     if found is None:
         raise missing()

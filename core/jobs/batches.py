@@ -21,8 +21,9 @@ from typing import Any, Literal, Self
 
 from core.config import Settings
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.files import KEPT_S, File, ListPage, list_page
+from core.jobs.files import KEPT_S, File
 from core.jobs.keys import PREFIX
+from core.jobs.lists import ListPage, ListReader
 from core.jobs.record import milliseconds, pairs, to_json
 
 LIVE = ("in_progress", "cancelling")
@@ -113,6 +114,7 @@ class BatchStore(RedisStore):
         self._advance = self._client.script("batches/advance")
         self._note = self._client.script("batches/note")
         self._turn = self._client.script("batches/turn")
+        self._lists = ListReader(self._client, "batch", BatchRecord.of)
         self._retention_ms = milliseconds(retention_s)
 
     @classmethod
@@ -152,8 +154,7 @@ class BatchStore(RedisStore):
         """
         if owner is None:
             self._index_all()
-        index = f"{PREFIX}every_batch" if owner is None else f"{PREFIX}batches:{owner}"
-        return list_page(self._client, index, "batch", BatchRecord.of, lambda _: True, False, after, limit)
+        return self._lists.page("every_batch" if owner is None else f"batches:{owner}", after=after, limit=limit)
 
     def _index_all(self) -> None:
         """Add batches that were made before the index of all batches existed. Runs once."""

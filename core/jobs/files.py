@@ -10,19 +10,15 @@ Keys in Redis:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
-
-import redis
+from typing import Any, Self
 
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.keys import PREFIX
-
-T = TypeVar("T")
+from core.jobs.lists import ListPage, ListReader
 
 KEPT_S = 30 * 86_400  # files and batches
-_PORTION = 100  # records per round trip of a list
 _MADE = 1
 _RESERVED_MS = 3_600_000  # between an artifact's first byte and its file's record
 
@@ -61,14 +57,6 @@ class File:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ListPage(Generic[T]):
-    """One page of a list; `more` says whether another follows."""
-
-    items: list[T]
-    more: bool
-
-
 class FileStore(RedisStore):
     """The files' records."""
 
@@ -77,6 +65,7 @@ class FileStore(RedisStore):
         self._reserve = self._client.script("files/reserve")
         self._add = self._client.script("files/add")
         self._forget = self._client.script("files/forget")
+        self._lists = ListReader(self._client, "file", File.of)
 
     def add(
         self, owner: str, name: str, purpose: str, size: int, key: str, *, quota: int = 0, id: str = "",
@@ -112,32 +101,10 @@ class FileStore(RedisStore):
         """List an owner's files with this purpose, newest first unless `oldest`, after the given one. None: that one
         does not exist.
         """
-        wanted = lambda file: purpose in (None, file.purpose)  # noqa: E731
-        return list_page(self._client, f"{PREFIX}files:{owner}", "file", File.of, wanted, oldest, after, limit)
+        field = "purpose" if purpose else ""
+        index = f"files:{owner}"
+        return self._lists.page(index, field=field, value=purpose or "", oldest=oldest, after=after, limit=limit)
 
     def forget(self, file: File) -> None:
         """Delete the record; the artifact is deleted within seconds unless something else references it."""
         self._forget(file.id)
-
-
-def list_page(
-    client: redis.Redis, index: str, kind: str, of: Callable[[str, Mapping[str, str]], T],
-    wanted: Callable[[T], bool], oldest: bool, after: str, limit: int,
-) -> ListPage[T] | None:  # fmt: skip
-    """Read a page of an index: for each id a hash `{kind}:{id}`, some of which may be gone."""
-    rank: Any = (client.zrank if oldest else client.zrevrank)(index, after) if after else -1
-    if rank is None:
-        return None
-    found: list[T] = []
-    while len(found) <= limit:
-        ids: Any = client.zrange(index, rank + 1, rank + _PORTION, desc=not oldest)
-        with client.pipeline(transaction=False) as pipe:
-            for id in ids:
-                pipe.hgetall(f"{PREFIX}{kind}:{id}")
-            records: Any = pipe.execute()
-        made = (of(id, fields) for id, fields in zip(ids, records, strict=True) if fields)
-        found += [one for one in made if wanted(one)]
-        rank += len(ids)
-        if len(ids) < _PORTION:
-            break
-    return ListPage(found[:limit], len(found) > limit)

@@ -370,7 +370,7 @@ def test_all_apis_sign_alike_after_redis_was_emptied(guarded: tuple[Guarded, Wor
 
 def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
     doors, _ = guarded
-    few, many = doors.key(rate="2/hour"), doors.key(rate="")
+    few, many = doors.key("images", "files", rate="2/hour"), doors.key(rate="")
     for left in (1, 0):
         answer = few.post("/v1/jobs", json=JOB)
         assert answer.status_code == 202
@@ -382,6 +382,8 @@ def test_requests_are_counted_by_key(guarded: tuple[Guarded, Worker]) -> None:
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert refused.headers["x-should-retry"] == "false", "an hour is longer than a client waits"
     assert few.get("/v1/jobs").status_code == 200, "looking is not counted"
+    for path in ("/v1/files", "/v1/batches"):  # lists that may be long are
+        check_error(few.get(path), 429, code="rate_limit_exceeded")
     answer = many.post("/v1/jobs", json=JOB)
     assert answer.status_code == 202 and answer.headers["x-ratelimit-limit-requests"] == "600", "the service's own"
 

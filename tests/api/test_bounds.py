@@ -161,6 +161,10 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/jobs", {"type": "image", "prompt": "a", "image_prompts": [{"model": "a"}] * 5}, "image_prompts", "at most 4"),
     ("/v1/jobs", {"type": "image", "prompt": "a" * 10_001}, "prompt", "has 10001 characters, at most 10000"),
     ("/v1/jobs", {"type": "image", "prompt": "a", "user": "a" * 10_001}, "user", "at most 10000 are allowed"),
+    (
+        "/v1/jobs", {"type": "image", "prompt": "a", "webhook_url": "http://a.example/" + "x" * 2048}, "webhook_url",
+        "at most 2048 are allowed",
+    ),
     ("/v1/images/generations", {"prompt": "a", "model": "a" * 257}, "model", "has 257 characters, at most 256"),
 ]  # fmt: skip
 

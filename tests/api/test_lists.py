@@ -9,6 +9,7 @@ import openai
 import pytest
 from PIL import Image
 
+from api import files
 from tests.api.test_batches import begin
 from tests.api.world import TEXT, Api, Worker, check_error, eventually, settings_of
 
@@ -24,12 +25,12 @@ def client(shared: Api) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def made(client: openai.OpenAI, shared: Api) -> tuple[list[str], list[str]]:
     """Ids of batches, and of all files, oldest first."""
-    batches, files = [], []
+    batches, uploads = [], []
     for k in range(COUNT):
         batch = begin(client, b"no json")  # which has failed at once
         batches.append(batch.id)
-        files += [batch.input_file_id, client.files.create(file=(f"{k}.png", picture()), purpose="vision").id]
-    return batches, files
+        uploads += [batch.input_file_id, client.files.create(file=(f"{k}.png", picture()), purpose="vision").id]
+    return batches, uploads
 
 
 def picture() -> bytes:
@@ -52,6 +53,16 @@ def test_every_file_comes_once(client: openai.OpenAI, made: tuple[list[str], lis
     assert [file.id for file in client.files.list(limit=limit, order="asc")] == made[1]
     pictures = list(client.files.list(limit=limit, purpose="vision"))
     assert len(pictures) == COUNT and {file.purpose for file in pictures} == {"vision"}
+
+
+def test_a_page_of_files_is_bounded(
+    client: openai.OpenAI, made: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its limit, and although the default is OpenAI's; the client goes on by itself."""
+    monkeypatch.setattr(files, "_MOST_LISTED", 4)
+    pages = list(client.files.list().iter_pages())
+    assert [len(page.data) for page in pages] == [4, 4, 4, 2]
+    assert [file.id for page in pages for file in page.data] == made[1][::-1]
 
 
 def test_what_comes_meanwhile_moves_no_page(client: openai.OpenAI, made: tuple[list[str], list[str]]) -> None:

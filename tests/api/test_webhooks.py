@@ -124,7 +124,7 @@ def test_no_redirect_is_followed() -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://a.example", "http://", "https://user@a.example/", "http://a b", "http://a.example:0", "http://é.example",
-     "http://a.example/" + "x" * 2048, "http://[", "javascript:1", "//a.example", "http://:80/", "http://a/b c",
+     "http://[", "javascript:1", "//a.example", "http://:80/", "http://a/b c",
      "http://[::1]x/", "http://a..b/", "http://a%20b/", "http://a\\b/", "http://a:"],
 )  # fmt: skip
 def test_what_is_no_address(url: str) -> None:
