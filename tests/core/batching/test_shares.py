@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
+from core.batching.shares import Shares, account
 from tests.core.batching.fake import Ask, Clock, Cost, Drive, FakeRunner, affine, flat, linear
 from tests.core.batching.fake import drive as fake_drive
 from tests.core.batching.test_preemption import Growing
@@ -300,3 +301,47 @@ def test_a_tenant_whose_requests_are_all_old_does_not_go_before_others_for_it() 
     done = sum(map(len, runner.committed.values()))
     drive.add("b", STEPS, tenant="b")
     assert iterations_before(drive, runner, "b", "a") - done <= 16 + STEPS.steps
+
+
+@settings(FIXED, max_examples=100)
+@given(
+    curve=st.sampled_from([flat(), linear(), affine(1.0, 0.1), affine(1.0, 0.01), affine(0.5, 2.0)]),
+    there=st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 9), st.integers(1, 3), st.booleans()), min_size=1, max_size=12
+    ),
+    iterations=st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True), min_size=1, max_size=6),
+)
+def test_an_iteration_is_charged_whole_and_once(
+    curve: Cost, there: list[tuple[str, int, int, bool]], iterations: list[list[int]]
+) -> None:
+    """What all accounts pay together is what it cost; each pays for its own rows, and only those that took part."""
+    runner = FakeRunner(Clock(), slots=64, costs={"": curve})
+    shares = Shares({"image": runner})
+    requests = []
+    for k, (tenant, priority, rows, elder) in enumerate(there):
+        request = Request(f"r{k}", "image", Ask(rows=rows, encode=False), priority=priority, tenant=tenant, elder=elder)
+        request.phase = "step"
+        requests.append(request)
+        shares.enter(request)
+        shares.begin(request)
+    charged = shares._devices["image"].charged
+    for chosen in iterations:
+        batch = [requests[k] for k in chosen if k < len(requests)]
+        if not batch:
+            continue
+        rows = sum(map(runner.rows, batch))
+        group = runner.group(batch[0])
+        before = dict(charged)
+        shares.charge(runner, group, batch, rows)
+        paid = {who: charged[who] - before[who] for who in charged}
+        assert sum(paid.values()) == pytest.approx(runner.cost(group, rows))
+        assert min(paid.values()) >= 0
+        mine = account(batch[0])
+        others = {account(request) for request in batch if request.tenant != batch[0].tenant}
+        assert all(not seconds for who, seconds in paid.items() if who not in others | {mine})
+        beside = {who: sum(runner.rows(r) for r in batch if account(r) == who) for who in others}
+        for who, own in beside.items():
+            share = own / sum(beside.values())
+            assert paid[who] == pytest.approx(share * (runner.cost(group, rows) - paid[mine]))
+        alone_s, whole_s = runner.cost(group, rows - sum(beside.values())), runner.cost(group, rows)
+        assert paid[mine] == pytest.approx(whole_s if whole_s <= 1.1 * alone_s else alone_s)

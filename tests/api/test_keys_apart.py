@@ -1,0 +1,118 @@
+"""Two keys of one service: what one may do, is told and is signed with says nothing of the other."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+from collections.abc import Iterator
+from contextlib import closing
+
+import httpx2
+import pytest
+
+from core.config import Settings
+from core.jobs.keyring import Keyring
+from core.jobs.record import JobDraft
+from deployment.redis import RedisServer
+from tests.api.test_access import JOB, Guarded
+from tests.api.test_webhooks import Receiver
+from tests.api.world import Api, Worker, check_error, eventually, settings_of
+
+
+@pytest.fixture(scope="module")
+def settings(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return settings_of(redis_server.url, tmp_path_factory.mktemp("data"), webhook_private=True)
+
+
+@pytest.fixture(scope="module")
+def guarded(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
+    with closing(Keyring.of(settings)) as keyring, Worker(settings) as worker:
+        keyring.add("the first")
+        worker.announce()
+        with Api(settings) as api:
+            eventually(lambda: api.client.get("/readyz").status_code == 200)
+            doors = Guarded(api, keyring)
+            yield doors, worker
+            for client in doors.clients:
+                client.close()
+
+
+def key_id(client: httpx2.Client) -> str:
+    return str(client.key_id)  # type: ignore[attr-defined]
+
+
+def failed(worker: Worker, owner: httpx2.Client, modality: str) -> str:
+    """The id of an owner's job that failed."""
+    id = f"failed-{modality}-{key_id(owner)}"
+    worker.store.create(JobDraft(id, modality, "emoji-xl", {"n": 1, "width": 64, "height": 64}, owner=key_id(owner)))
+    assert worker.store.fail(id, worker.take(id).attempt, "engine_error", "it broke")
+    return id
+
+
+@pytest.mark.parametrize(("modality", "right", "wrong"), [("image", "images", "text"), ("text", "text", "images")])
+def test_a_job_is_tried_again_with_its_scope(
+    guarded: tuple[Guarded, Worker], modality: str, right: str, wrong: str
+) -> None:
+    """It belonged to a key that may no longer make such jobs."""
+    doors, worker = guarded
+    owner = doors.key(wrong, "files")
+    id = failed(worker, owner, modality)
+    before = worker.ids()
+    check_error(owner.post(f"/v1/jobs/{id}/requeue"), 403, code="insufficient_scope")
+    check_error(doors.key(right).post(f"/v1/jobs/{id}/requeue"), 404, code="job_not_found")
+    assert worker.ids() == before
+
+
+def test_a_job_that_an_admin_tries_again_stays_its_owners(guarded: tuple[Guarded, Worker]) -> None:
+    doors, worker = guarded
+    owner, admin = doors.key(rate="9/hour"), doors.key("admin", rate="9/hour")
+    id = owner.post("/v1/jobs", json=JOB).json()["id"]
+    assert worker.store.fail(id, worker.take(id).attempt, "engine_error", "it broke")
+    again = admin.post(f"/v1/jobs/{id}/requeue")
+    assert again.status_code == 202 and again.headers["x-ratelimit-remaining-requests"] == "8"
+    assert worker.job(again.json()["id"]).owner == key_id(owner)
+    assert owner.get(f"/v1/jobs/{again.json()['id']}").status_code == 200
+    assert owner.post("/v1/jobs", json=JOB).headers["x-ratelimit-remaining-requests"] == "7"
+
+
+def test_webhooks_are_signed_with_their_owners_secret(guarded: tuple[Guarded, Worker]) -> None:
+    """And not with another's, nor with that of nobody's jobs."""
+    doors, worker = guarded
+    keys = [doors.key() for _ in range(2)]
+    secrets = [base64.b64decode(doors.keyring.webhook_secret(owner).removeprefix("whsec_")) for owner in
+               ("", *map(key_id, keys))]  # fmt: skip
+    assert len(set(secrets)) == 3
+    for k, client in enumerate(keys, start=1):
+        with Receiver() as receiver:
+            id = client.post("/v1/jobs", json={**JOB, "webhook_url": receiver.url}).json()["id"]
+            worker.work(id)
+            eventually(lambda heard=receiver.heard: heard)
+        _, headers, body = receiver.heard[0]
+        assert json.loads(body)["data"]["id"] == id
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        digests = [base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode() for secret in secrets]
+        assert headers["webhook-signature"] == f"v1,{digests[k]}"
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/images/generations"])
+def test_an_idempotency_key_is_its_owners(guarded: tuple[Guarded, Worker], path: str) -> None:
+    """The same of another is another: neither is told the other's job, or that there is one."""
+    doors, worker = guarded
+    keys = [doors.key(), doors.key()]
+    headers = {"Idempotency-Key": f"mine-{path}"}
+    if path == "/v1/jobs":
+        jobs = [client.post(path, json=JOB, headers=headers).json() for client in keys]
+        ids = [job["id"] for job in jobs]
+        assert [client.post(path, json=JOB, headers=headers).json()["id"] for client in keys] == ids
+    else:
+        ids = []
+        for client in keys:
+            before = worker.ids()
+            with pytest.raises(httpx2.TimeoutException):
+                client.post(path, json={"prompt": "a cat"}, headers=headers, timeout=0.5)
+            eventually(lambda before=before: len(worker.ids() - before) == 1, "each makes its own")
+            ids += worker.ids() - before
+    assert len(set(ids)) == 2
+    assert [worker.job(id).owner for id in ids] == list(map(key_id, keys))
