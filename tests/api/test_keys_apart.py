@@ -8,6 +8,7 @@ import hmac
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -116,3 +117,18 @@ def test_an_idempotency_key_is_its_owners(guarded: tuple[Guarded, Worker], path:
             ids += worker.ids() - before
     assert len(set(ids)) == 2
     assert [worker.job(id).owner for id in ids] == list(map(key_id, keys))
+
+
+def test_a_link_to_a_picture_beyond_the_last_is_not_signed(guarded: tuple[Guarded, Worker]) -> None:
+    """By whatever signature; and its owner is told that there is none."""
+    doors, worker = guarded
+    owner, stranger = doors.key(), doors.client("")
+    id = owner.post("/v1/jobs", json={**JOB, "n": 2}).json()["id"]
+    worker.work(id)
+    links = [urlsplit(image["url"]) for image in owner.get(f"/v1/jobs/{id}").json()["images"]]
+    for link in links:
+        assert stranger.get(f"{link.path}?{link.query}").status_code == 200
+        for k in ("2", "3", "99", "-1", "x"):
+            path = f"/v1/jobs/{id}/images/{k}"
+            check_error(stranger.get(f"{path}?{link.query}"), 403, "signature", "invalid_signature")
+            check_error(owner.get(path), 404, "k", "image_not_found")
