@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,12 +66,36 @@ def test_so_many_at_once_of_a_tenant_and_of_a_lane(go: threading.Event) -> None:
     eventually(lambda: len(running) == 3)
     items.submit("bob", "a", "bob", work("bob"))
     eventually(lambda: "bob" in running)
-    assert len(running) == 4 and max(map(running.count, "abc")) <= 2
+    assert len(running) == 4 and max(Counter(name[0] for name in running if name != "bob").values()) <= 2
     tenants, lanes = items.full()
     assert tenants == {"ann"} and lanes == {("ann", lane) for lane in "abc"}
     assert not items.submit("ann", "a", "a0", work("again")), "it waits, or runs"
     go.set()
     eventually(lambda: len(running) == 10 and items.room == 8)
+    items.stop()
+
+
+def test_a_lane_leaves_room_for_the_tenants_other_lanes(go: threading.Event) -> None:
+    """Whatever waits in it, and however many threads and places of the tenant are free."""
+    items, running = pool(8, of_tenant=3, of_lane=2), list[str]()
+
+    def work(name: str) -> Work:
+        def run(bound: Deadline) -> None:
+            running.append(name)
+            go.wait(PATIENCE_S)
+
+        return run
+
+    for k in range(5):
+        items.submit("ann", "a", f"a{k}", work("a"))
+    eventually(lambda: len(running) >= 2)
+    items.submit("bob", "a", "bob", work("bob"))  # by when it runs, a third of ann's could have begun
+    eventually(lambda: "bob" in running)
+    items.submit("ann", "b", "b", work("b"))
+    eventually(lambda: len([name for name in running if name != "bob"]) >= 3)
+    assert sorted(running) == ["a", "a", "b", "bob"]
+    go.set()
+    eventually(lambda: len(running) == 7)
     items.stop()
 
 
