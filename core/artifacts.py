@@ -289,11 +289,6 @@ def _checked(key: str) -> re.Match[str]:
     return match
 
 
-def digest_of(key: str) -> str:
-    """The SHA-256 of the content that this key is of, as hex digits."""
-    return _digest(_checked(key))
-
-
 def _digest(key: re.Match[str]) -> str:
     return key[1] + key[2]
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import io
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from PIL import Image
 
 from core.config import Settings
 from core.jobs.keyring import Keyring
@@ -42,6 +45,12 @@ def guarded(settings: Settings) -> Iterator[tuple[Guarded, Worker]]:
 
 def key_id(client: httpx2.Client) -> str:
     return str(client.key_id)  # type: ignore[attr-defined]
+
+
+def png() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGBA", (64, 64)).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def failed(worker: Worker, owner: httpx2.Client, modality: str) -> str:
@@ -132,3 +141,28 @@ def test_a_link_to_a_picture_beyond_the_last_is_not_signed(guarded: tuple[Guarde
             path = f"/v1/jobs/{id}/images/{k}"
             check_error(stranger.get(f"{path}?{link.query}"), 403, "signature", "invalid_signature")
             check_error(owner.get(path), 404, "k", "image_not_found")
+
+
+@pytest.mark.parametrize("field", ["images", "mask"])
+def test_a_request_reads_its_owners_files_alone(guarded: tuple[Guarded, Worker], field: str) -> None:
+    """In whichever field it names another's: that one does not exist for it, and nothing is made."""
+    doors, worker = guarded
+    owner, other, admin = doors.key("images", "files"), doors.key("images", "files"), doors.key("admin")
+    picture = {"file": ("a.png", png(), "image/png")}
+    mine, theirs = (
+        {"file_id": client.post("/v1/files", data={"purpose": "vision"}, files=picture).json()["id"]}
+        for client in (other, owner)
+    )
+    fields: dict[str, Any] = {"type": "edit", "prompt": "a cat", "images": [mine]}
+    if field == "images":
+        fields[field] = [theirs]
+    else:
+        fields[field] = theirs
+    before = worker.ids()
+    for path in ("/v1/jobs", "/v1/images/edits"):
+        named = fields if path == "/v1/jobs" else {name: fields[name] for name in fields if name != "type"}
+        check_error(other.post(path, json=named), 404, code="file_not_found")
+    assert worker.ids() == before
+    if field == "images":
+        assert admin.post("/v1/jobs", json={**fields, "images": [theirs]}).status_code == 202
+        assert owner.post("/v1/jobs", json={**fields, "images": [theirs]}).status_code == 202
