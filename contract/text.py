@@ -5,7 +5,6 @@ Only the worker can check the model's context, since it counts tokens. null mean
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
 from contract.errors import Invalid
+from contract.json_schema import check_json_schema
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most
 
 MAX_LOGPROBS = 20
@@ -214,18 +214,17 @@ class ChatFields(TextFields):
             messages=messages,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            json_schema=self.schema_text,
+            json_schema=self._schema_text(),
         )
 
-    @property
-    def schema_text(self) -> str | None:
-        """The JSON schema for the answers, as text; None for any text."""
+    def _schema_text(self) -> str | None:
+        """The JSON schema for the answers, as text; None for any text. Raises `Invalid` for one beyond its bounds."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
         if wanted.json_schema is None:
             return '{"type":"object"}'
-        return json.dumps(wanted.json_schema.json_schema or {}, separators=(",", ":"))
+        return check_json_schema(wanted.json_schema.json_schema or {})
 
 
 class CompletionFields(TextFields):

@@ -1,87 +1,134 @@
-"""Constrains an answer to a JSON schema, token by token, with llguidance (the optional extra "text")."""
+"""Constrains an answer to a JSON schema, token by token, with llguidance (the optional extra "text").
+
+A schema is compiled once for all answers of a job, on the thread that submits them: after contract/json_schema.py has
+found it within its bounds, and a process with limits of time and memory (grammar_checker.py) has compiled it before.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+import weakref
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from contract.errors import Invalid
+from contract.json_schema import FIELD, check_json_schema
 from core.extras import pip_install
+from llm.grammar_checker import GrammarChecker, TurnsByTenant
+from llm.grammar_process import compile_grammar, first_line, make_tokenizer
 from llm.instances import has_finite_instance
 
-_SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
+_BURST_S, _TOKEN_S = 0.25, 0.001  # of the CPU, for the masks of all answers with one grammar: at once, and per token
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer, which llguidance reads once, on first use."""
+    """Compiles schemas for one tokenizer, which llguidance reads once, on first use. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = list(ends)
         self._known: Any = None
+        self._checker: GrammarChecker | None = None
+        self._turns = TurnsByTenant()
+        self._compiled: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
 
-    def check(self, schema: str) -> None:
-        """Raise `Invalid` for an invalid schema, one that llguidance does not support, or one without instances."""
-        try:
-            parsed = json.loads(schema)
-        except ValueError:
-            raise Invalid("json_schema", "is not JSON") from None
-        except RecursionError:
-            raise Invalid("json_schema", "is nested too deeply") from None
-        if not isinstance(parsed, dict):
-            raise Invalid("json_schema", "must be an object")
-        matcher = self.matcher(schema)
-        if not has_finite_instance(parsed):
-            raise Invalid(
-                "json_schema", "no finite text satisfies it: a $ref leads back to itself through what is required"
-            )
-        matcher.allowed()
+    def compile(self, schema: str, tenant: str = "") -> Grammar:
+        """The grammar of a schema: the same object for all that need it at once.
 
-    def matcher(self, schema: str) -> GrammarMatcher:
-        """Raises `Invalid` for a schema that cannot be enforced."""
+        Raises `Invalid` for an invalid schema, one that llguidance does not support or that takes too much to compile,
+        and one without instances.
+        """
+        grammar = self._compiled.get(schema)
+        if grammar is not None:
+            return grammar
+        text = _checked(schema)
+        with self._turns.turn(tenant):
+            grammar = self._compiled.get(schema)
+            if grammar is None:
+                self._compiled[schema] = grammar = self._compile(text)
+            return grammar
+
+    def close(self) -> None:
+        """End the process that checks schemas."""
+        if self._checker is not None:
+            self._checker.close()
+
+    def _compile(self, schema: str) -> Grammar:
+        if self._known is None or self._checker is None:
+            self._read_tokenizer()
+        assert self._checker is not None
+        self._checker.check(schema)
         try:
-            import llguidance
-            import llguidance.hf
-        except ImportError:
-            raise Invalid("json_schema", f"llguidance is not installed here ({pip_install('text')})") from None
-        if self._known is None:
-            self._known = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None
-            )
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _SPACE})
-            found = llguidance.LLMatcher(self._known, grammar)
+            matcher, mask = compile_grammar(self._known, schema)
         except ValueError as error:
-            raise Invalid("json_schema", _first_line(str(error))) from None
-        if found.is_error():
-            raise Invalid("json_schema", _first_line(found.get_error()))
-        return GrammarMatcher(found, self._vocabulary)
+            raise Invalid(FIELD, first_line(str(error)) or "cannot be enforced") from None
+        return Grammar(matcher, _allowed(mask, self._vocabulary))
+
+    def _read_tokenizer(self) -> None:
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text = backend.to_str()
+        try:
+            self._known = make_tokenizer(text, self._vocabulary, self._ends)
+        except ImportError:
+            raise Invalid(FIELD, f"llguidance is not installed here ({pip_install('text')})") from None
+        self._checker = GrammarChecker(text, self._vocabulary, self._ends)
+
+
+class Grammar:
+    """A compiled schema: makes an answer's matcher by copying, and limits what the masks of all its answers take."""
+
+    def __init__(self, matcher: Any, first: Tensor) -> None:
+        self._matcher = matcher
+        self.first = first  # bool [V]: which tokens an answer may begin with
+        self._lock = threading.Lock()
+        self._left_s = _BURST_S
+
+    def matcher(self) -> GrammarMatcher:
+        """A matcher at the beginning of an answer. Takes microseconds."""
+        with self._lock:
+            return GrammarMatcher(self, self._matcher.deep_copy())
+
+    def charge(self, seconds: float) -> None:
+        """Account for a token's mask. Raises `Invalid` if masks took too long by now."""
+        with self._lock:
+            self._left_s = min(_BURST_S, self._left_s + _TOKEN_S) - seconds
+            if self._left_s < 0:
+                raise Invalid(FIELD, "takes too long at each token: use fewer alternatives or simpler patterns")
 
 
 class GrammarMatcher:
     """An answer's state in its grammar."""
 
-    def __init__(self, inner: Any, vocabulary: int) -> None:
+    def __init__(self, grammar: Grammar, inner: Any) -> None:
+        self._grammar = grammar
         self._inner = inner
-        self._vocabulary = vocabulary
+        self._begun = False
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, bool [V]. Raises `Invalid` if there are none and the answer is incomplete."""
+        if not self._begun:
+            return self._grammar.first
+        started = time.thread_time()
         mask = self._inner.compute_bitmask()
         self._check()
-        words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
-        bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
-        return bits.bool().flatten()[: self._vocabulary]
+        self._grammar.charge(time.thread_time() - started)
+        return _allowed(mask, len(self._grammar.first))
 
     def take(self, token: int) -> None:
-        """Advance by a token. Raises RuntimeError for one that was not allowed."""
+        """Advance by an allowed token. Raises `Invalid` if that takes more than a step may."""
+        self._begun = True
         if not self._inner.consume_token(token):
-            raise RuntimeError(f"token {token} does not fit the grammar: {self._inner.get_error()}")
+            self._check()
+            raise RuntimeError(f"token {token} does not fit the grammar")
 
     @property
     def ended(self) -> bool:
@@ -92,9 +139,29 @@ class GrammarMatcher:
     def _check(self) -> None:
         """llguidance reports an error, and then offers the end token, where the grammar has no continuation."""
         if self._inner.is_error():
-            reason = self._inner.stop_reason()
-            raise Invalid("json_schema", f"no token satisfies the schema ({reason})")
+            raise Invalid(FIELD, f"no token satisfies the schema ({first_line(self._inner.get_error())})")
 
 
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "it cannot be held to")[:200]
+def _checked(schema: str) -> str:
+    """The schema as compact JSON. Raises `Invalid` for one that is no object, beyond its bounds, or that no finite text
+    satisfies.
+    """
+    try:
+        parsed = json.loads(schema)
+    except ValueError:
+        raise Invalid(FIELD, "is not JSON") from None
+    except RecursionError:
+        raise Invalid(FIELD, "is nested too deeply") from None
+    if not isinstance(parsed, dict):
+        raise Invalid(FIELD, "must be an object")
+    text = check_json_schema(parsed)
+    if not has_finite_instance(parsed):
+        raise Invalid(FIELD, "no finite text satisfies it: a $ref leads back to itself through what is required")
+    return text
+
+
+def _allowed(mask: bytes, vocabulary: int) -> Tensor:
+    """bool [V] of a mask's bits."""
+    words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+    bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return bits.bool().flatten()[:vocabulary]

@@ -19,7 +19,6 @@ from contract.text import (
 )
 
 MAX_TOP_K = 1 << 20
-MAX_SCHEMA_CHARACTERS = 65_536
 
 Finish = Literal["stop", "length"]
 
@@ -104,8 +103,6 @@ def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
     _check_stop(wanted.stop)
     if wanted.json_schema is not None and not isinstance(wanted.json_schema, str):
         raise Invalid("json_schema", "must be text")
-    if wanted.json_schema is not None and len(wanted.json_schema) > MAX_SCHEMA_CHARACTERS:
-        raise Invalid("json_schema", f"must have at most {MAX_SCHEMA_CHARACTERS} characters")
 
 
 def _check_length(wanted: TextParameters, vocabulary: int, context: int) -> None:

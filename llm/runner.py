@@ -88,7 +88,7 @@ class TextRunner:
         self._model_runner = ModelRunner(self.execution, self.guessing)
         self._sequences = max_requests
         self._allocator = KVAllocator(self.execution.cache, self.pages, sequences=max_requests)
-        self._constraints = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
+        self._grammars = GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
         self._costs = CostTable(guess_s=_GUESS_S)
         self._planner = StepPlanner(self.guessing, self._costs[GROUP], chunk=chunk, pace_s=pace_s)
 
@@ -101,12 +101,12 @@ class TextRunner:
         most = min(self.context, self.pages.tokens)
         parameters.check(wanted, vocabulary=self.model.vocabulary, context=most)
         if wanted.json_schema is not None:
-            self._constraints.check(wanted.json_schema)
+            request.checked = self._grammars.compile(wanted.json_schema, request.tenant)
 
     def admit(self, request: Request) -> bool:
         if self._allocator.full:
             return False
-        work: SequenceState = request.work or self._sequence(request.parameters)
+        work: SequenceState = request.work or self._sequence(request)
         if not self._allocator.allocate(work):
             return False
         request.work = work
@@ -202,8 +202,9 @@ class TextRunner:
         progress = (0 if made is None else work.answered, total)
         return Outcome(progress, token=news, result=whole, finished=whole is not None)
 
-    def _sequence(self, wanted: parameters.TextParameters) -> SequenceState:
-        matcher = None if wanted.json_schema is None else self._constraints.matcher(wanted.json_schema)
+    def _sequence(self, request: Request) -> SequenceState:
+        wanted, grammar = request.parameters, request.checked
+        matcher = None if grammar is None else grammar.matcher()
         return SequenceState(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
 
     # -- before and after --------------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ class TextRunner:
         return self._costs.measured()
 
     def close(self) -> None:
-        """Stop the lane if it is the runner's own."""
+        """Stop the process that checks schemas, and the lane if it is the runner's own."""
+        self._grammars.close()
         if self._own_lane:
             self._lane.close()
 

@@ -155,8 +155,8 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     held, drawn, free = (
         SequenceState(TextParameters(PROMPT, 50, **wanted), model.tokenizer, model.vocabulary, matcher, lookup=False)
         for wanted, matcher in (
-            (GREEDY, constraints.matcher('{"type": "boolean"}')),
-            (SEEDED, constraints.matcher('{"type": "integer"}')),
+            (GREEDY, constraints.compile('{"type": "boolean"}').matcher()),
+            (SEEDED, constraints.compile('{"type": "integer"}').matcher()),
             (GREEDY, None),
         )
     )

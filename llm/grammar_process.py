@@ -1,0 +1,142 @@
+"""A process that compiles JSON schemas for a worker within limits of time, memory and stack: run as a script.
+
+llguidance has no limit for all that a schema may cost it: some of a hundred characters take minutes or gigabytes, others
+overflow its stack, which ends the process. Here this ends nothing but a fork of this process. It reads frames of JSON
+on its standard input (first a tokenizer, then one schema each) and answers each with a frame. `compile_grammar` is also what
+the worker calls, with schemas that were compiled here. Imports only llguidance, and nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+CPU_S = 1.0  # to compile a schema, and to compute which tokens an answer may begin with
+MEMORY_BYTES = 256 * 2**20  # and beyond what the tokenizer takes
+STACK_BYTES = 2 * 2**20  # a quarter of what the worker's threads have
+MAX_MESSAGE = 200  # characters
+_SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
+_FRAME = struct.Struct(">I")
+# A step's mask: a sixth of llguidance's defaults, so that one step takes some milliseconds at most.
+_LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False}
+
+
+def make_tokenizer(tokenizer: str, vocabulary: int, ends: list[int]) -> Any:
+    """llguidance's tokenizer, of a tokenizers JSON. Raises ImportError without llguidance."""
+    import llguidance
+
+    return llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends or None)
+
+
+def compile_grammar(tokenizer: Any, schema: str) -> tuple[Any, bytes]:
+    """A matcher at an answer's beginning, and its first mask. Raises ValueError with one line."""
+    import llguidance
+
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+    limits = llguidance.LLParserLimits(**_LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(first_line(matcher.get_error()))
+    return matcher, mask
+
+
+def first_line(text: str) -> str:
+    """The first line of an error, cut, and with everything escaped that is no printable character."""
+    line = next(iter(text.strip().splitlines()), "")[:MAX_MESSAGE]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)[:MAX_MESSAGE]
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """The next frame's JSON. Raises EOFError."""
+    head = stream.read(_FRAME.size)
+    body = stream.read(_FRAME.unpack(head)[0]) if len(head) == _FRAME.size else b""
+    if len(head) < _FRAME.size or len(body) < _FRAME.unpack(head)[0]:
+        raise EOFError
+    return json.loads(body)
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    """Write a frame of JSON."""
+    body = json.dumps(value).encode()
+    stream.write(_FRAME.pack(len(body)) + body)
+    stream.flush()
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    told = read_frame(requests)
+    tokenizer = make_tokenizer(told["tokenizer"], told["vocabulary"], told["ends"])
+    del told
+    _limit_memory()
+    write_frame(answers, {})
+    while True:
+        write_frame(answers, {"error": _error(tokenizer, read_frame(requests))})
+
+
+def _error(tokenizer: Any, schema: str) -> str | None:
+    """Why a schema is refused; None if it is not. Compiles it in a fork of this process, which has no other thread."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            _on_small_stack(lambda: _compile(tokenizer, schema, writing))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as result:  # noqa: PTH123: a descriptor
+        error = result.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code == -signal.SIGPROF:
+        return f"takes more than {CPU_S:g} s to compile"
+    if code < 0:
+        return "takes too much memory or nesting to compile"
+    return error or None
+
+
+def _compile(tokenizer: Any, schema: str, writing: int) -> None:
+    """Write to the descriptor why the schema is refused; nothing if it is not."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the signal ends this process
+    try:
+        compile_grammar(tokenizer, schema)
+    except ValueError as error:
+        os.write(writing, (first_line(str(error)) or "cannot be enforced").encode())
+    except BaseException as error:  # a panic of llguidance
+        os.write(writing, f"cannot be compiled ({type(error).__name__})".encode())
+
+
+def _limit_memory() -> None:
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        most = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _on_small_stack(function: Callable[[], None]) -> None:
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's terminal sends it to both; the worker ends this
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(5)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        _serve(requests, answers)
+    except (EOFError, BrokenPipeError):
+        pass  # the worker has ended
+
+
+if __name__ == "__main__":
+    main()
