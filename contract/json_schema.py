@@ -163,7 +163,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _check_multiple(value: Any) -> None:
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         digits = Decimal(str(value)).normalize().as_tuple().digits
         if len(digits) > len(str(MAX_MULTIPLE)) or int("".join(map(str, digits))) > MAX_MULTIPLE:
             raise Invalid(FIELD, f"multipleOf must be at most {MAX_MULTIPLE}, its decimal point left out")

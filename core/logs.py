@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 _JOB = contextvars.ContextVar("job", default="")
 _REQUEST = contextvars.ContextVar("request", default="")
+_MOST_CHARACTERS = 300  # of a text from outside
 _ID = re.compile(r"\bjob_[0-9a-f]{24}\b")
 
 
@@ -38,6 +39,13 @@ def request_context(id: str) -> Iterator[None]:
 def current_request_id() -> str:
     """The current request's id, also while its job runs; empty outside of one."""
     return _REQUEST.get()
+
+
+def one_line(text: str) -> str:
+    """Text from outside for a log: its first line, cut, with everything escaped that is no printable character."""
+    line = next(iter(text.strip().splitlines()), "")
+    cut = line[:_MOST_CHARACTERS] + ("…" if len(line) > _MOST_CHARACTERS or len(line) < len(text.strip()) else "")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 class JsonLines(logging.Formatter):

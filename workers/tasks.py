@@ -20,7 +20,7 @@ from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
-from core.logs import job_context, request_context
+from core.logs import job_context, one_line, request_context
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.checker import UnsafeImage
@@ -205,12 +205,12 @@ class WorkerTasks:
                 # The engine cannot be trusted any more: the process exits, and the lease expires.
                 return "lost"
             case Invalid():
-                log.warning("job %s was rejected: %s", id, made)
+                log.warning("job %s was rejected: %s", id, one_line(str(made)))
                 self._patiently(lambda: store.refuse(id, attempt, made))
                 return "failed"
             case _:
                 code, message = _told(made)
-                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, made)
+                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, one_line(str(made)))
                 self._patiently(lambda: store.fail(id, attempt, code, message))
                 return "failed"
 
@@ -239,6 +239,6 @@ def _told(error: Exception) -> tuple[str, str]:
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
         case ArtifactError():
-            return "artifact_error", f"an artifact could not be kept or read: {error}"
+            return "artifact_error", f"an artifact could not be kept or read: {one_line(str(error))}"
         case _:
             return "engine_error", f"the engine failed at this job ({type(error).__name__})"

@@ -167,6 +167,7 @@ def test_a_grammar_allows_what_it_allows_and_no_other_row_is_touched() -> None:
     assert made[0].tokens == [int(logits[0].where(allowed, -torch.inf).argmax())]
     assert digits[made[1].tokens[0]]
     assert made[2].tokens == [int(logits[2].argmax())]
+    constraints.close()
 
 
 def test_rows_that_are_not_finite_are_found() -> None:

@@ -1,0 +1,194 @@
+"""A grammar is compiled once for all answers of a job, never on the engine's thread, and what it takes is limited."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.errors import Invalid
+from contract.json_schema import check_json_schema
+from core.batching.engine import Engine
+from core.batching.request import Request
+from core.batching.runner import Lane
+from llm import constrain
+from llm.constrain import GrammarCompiler
+from llm.grammar_checker import GrammarChecker
+from llm.parameters import TextParameters
+from llm.runner import TextRunner
+from tests.llm import stage
+from tests.schemas import heavy, hostile
+from tests.workers.stage import StageRunner
+from tests.workers.stage import TextParameters as Drawn
+
+llguidance = pytest.importorskip("llguidance")
+
+# A hundred characters or two: what takes minutes, gigabytes, or the whole stack.
+MINUTES = json.dumps({"type": "integer", "allOf": [{"multipleOf": p} for p in (101, 103, 107, 109)]})
+GIGABYTES = json.dumps({"type": "object", "minProperties": 1, "additionalProperties": False,
+                        "properties": {f"p{i}": {} for i in range(1000)}})  # fmt: skip
+STACK = json.dumps({"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)} | {"d1500": {}},
+                    "$ref": "#/$defs/d0"})  # fmt: skip
+
+
+def make_compiler() -> GrammarCompiler:
+    model = stage.small()
+    return GrammarCompiler(model.tokenizer, model.vocabulary, sorted(model.ends))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The name of the thread of each compilation in this process."""
+    threads: list[str] = []
+    real = llguidance.LLMatcher
+
+    class Counted:
+        grammar_from_json_schema = staticmethod(real.grammar_from_json_schema)
+
+        def __new__(cls, *given: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llguidance, "LLMatcher", Counted)
+        yield threads
+
+
+def test_sixteen_answers_compile_once_and_never_on_the_engines_thread_or_the_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside the text and the picture of another tenant; that some of them are preempted changes nothing."""
+    model = stage.small()
+    wanted = TextParameters(stage.plain(model, "x"), 12, seed=1, json_schema=json.dumps(heavy(1)))
+    lane, ended = Lane("lane"), []
+    runner = TextRunner(model, lane=lane, kernels=stage.kernels(), pages=30)
+    pictures = StageRunner("picture", lane, 0.001, 4, lambda *_: None)
+    with counted(monkeypatch) as threads, Engine([runner, pictures]) as engine:  # type: ignore[list-item]
+        answers = [engine.submit(Request(f"a{i}", "text", replace(wanted, seed=i), tenant="a")) for i in range(16)]
+        others = [
+            engine.submit(Request("b", "text", replace(wanted, json_schema=None), tenant="b")),
+            engine.submit(Request("c/1/0", "picture", Drawn("a cat", 4), tenant="b")),
+        ]
+        for future in (*answers, *others):
+            ended.append(future.result(timeout=300))
+    runner.close()
+    lane.close()
+    assert threads == ["MainThread"] and len({answer.text for answer in ended[:16]}) > 1
+    assert all('{"1_' in answer.text or answer.text.startswith("{") for answer in ended[:16])
+
+
+def test_a_grammar_is_one_object_while_somebody_needs_it_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make_compiler()
+    with counted(monkeypatch) as threads:
+        first = compiler.compile('{"type": "boolean"}')
+        assert compiler.compile('{"type": "boolean"}') is first and len(threads) == 1
+        del first
+        compiler.compile('{"type": "boolean"}')
+        assert len(threads) == 2
+    compiler.close()
+
+
+def test_matchers_of_one_grammar_are_independent() -> None:
+    compiler = make_compiler()
+    grammar = compiler.compile('{"enum": [true, false]}')
+    one, other = grammar.matcher(), grammar.matcher()
+    start = one.allowed()
+    one.take(int(start.nonzero()[0]))
+    assert not bool((one.allowed() == start).all()) and bool((other.allowed() == start).all())
+    compiler.close()
+
+
+def test_what_takes_too_much_to_compile_is_refused_and_remembered() -> None:
+    model = stage.small()
+    tokenizer = model.tokenizer.backend_tokenizer.to_str()
+    checker = GrammarChecker(tokenizer, model.vocabulary, sorted(model.ends))
+    for schema, words in (
+        (MINUTES, "takes more than 1 s to compile"), (GIGABYTES, "to compile"), (STACK, "takes too much memory or nesting to compile"),
+        ('{"minItems": "5"}', "Expected positive integer"),
+    ):  # fmt: skip
+        with pytest.raises(Invalid, match=f"json_schema: .*{words}"):
+            checker.check(schema)
+        checker.check('{"type": "object"}')
+    checker.close()
+    with pytest.raises(Invalid, match="more than 1 s"):
+        checker.check(MINUTES)
+    assert checker._process is None  # no process was asked again
+    checker.close()
+
+
+def test_a_checker_whose_process_is_killed_starts_another() -> None:
+    model = stage.small()
+    checker = GrammarChecker(model.tokenizer.backend_tokenizer.to_str(), model.vocabulary, sorted(model.ends))
+    checker.check("{}")
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGKILL)
+    checker._process.wait()
+    checker.check('{"type": "null"}')
+    checker.close()
+
+
+def test_errors_are_one_short_line_of_printable_characters() -> None:
+    compiler = make_compiler()
+    with pytest.raises(Invalid) as caught:
+        compiler.compile(json.dumps({"type": "string", "pattern": "(" + "\x1b[31m\n" * 100}))
+    assert len(caught.value.message) <= 200 and caught.value.message.isprintable()
+    compiler.close()
+
+
+def test_a_schema_whose_steps_take_too_long_ends_its_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a step are llguidance's; here they are so low that an object's first name exceeds them."""
+    monkeypatch.setattr(constrain, "_BURST_S", 0.0)
+    monkeypatch.setattr(constrain, "_TOKEN_S", 0.0)
+    model = stage.small()
+    wanted = TextParameters(stage.plain(model, "x"), 8, seed=1, json_schema='{"type": "object"}')
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        held = engine.submit(Request("a", "text", wanted))
+        free = engine.submit(Request("b", "text", replace(wanted, json_schema=None)))
+        with pytest.raises(Invalid, match="json_schema: takes too long at each token"):
+            held.result(timeout=300)
+        assert free.result(timeout=300).tokens
+
+
+AMBIGUOUS = {"type": "array", "items": {"anyOf": [
+    {"type": "array", "items": {"type": "string", "maxLength": i + 1}} for i in range(300)]}}  # fmt: skip
+
+
+def test_a_step_beyond_llguidances_limits_is_the_requests_error() -> None:
+    """It was an internal error (500), with the grammar in the log."""
+    model = stage.small()
+    wanted = TextParameters(stage.plain(model, "x"), 60, seed=1, json_schema=json.dumps(AMBIGUOUS))
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        futures = [engine.submit(Request(f"{seed}", "text", replace(wanted, seed=seed))) for seed in range(4)]
+        for future in futures:
+            error = future.exception(timeout=300)
+            assert error is None or (
+                isinstance(error, Invalid) and error.field == "json_schema" and len(str(error)) < 300
+            )
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = make_compiler()
+    yield compiler
+    compiler.close()
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32))
+def test_hostile_schemas_are_compiled_or_refused_by_name(compiler: GrammarCompiler, seed: int) -> None:
+    schema = hostile(random.Random(seed))
+    try:
+        matcher = compiler.compile(check_json_schema(schema)).matcher()
+        matcher.take(int(matcher.allowed().nonzero()[0]))
+    except Invalid as error:
+        assert error.field == "json_schema" and str(error).isprintable() and len(str(error)) <= 250
