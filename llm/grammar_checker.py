@@ -1,4 +1,4 @@
-"""Asks a child process (grammar_process.py) whether schemas can be compiled within its limits, and remembers answers."""
+"""Asks a child process (grammar_process.py) whether schemas can be compiled within limits, and remembers answers."""
 
 from __future__ import annotations
 

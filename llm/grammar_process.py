@@ -1,13 +1,15 @@
 """A process that compiles JSON schemas for a worker within limits of time, memory and stack: run as a script.
 
-llguidance has no limit for all that a schema may cost it: some of a hundred characters take minutes or gigabytes, others
-overflow its stack, which ends the process. Here this ends nothing but a fork of this process. It reads frames of JSON
-on its standard input (first a tokenizer, then one schema each) and answers each with a frame. `compile_grammar` is also what
-the worker calls, with schemas that were compiled here. Imports only llguidance, and nothing of this project.
+llguidance has no limit for all that a schema may cost it: some of a hundred characters take minutes or gigabytes,
+others overflow its stack, which ends the process. Here this ends nothing but a fork of this process. It reads frames
+of JSON on its standard input (first a tokenizer, then one schema each) and answers each with a frame.
+`compile_grammar` is also what the worker calls, with schemas that were compiled here. Imports only llguidance, and
+nothing of this project.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -25,8 +27,14 @@ STACK_BYTES = 2 * 2**20  # a quarter of what the worker's threads have
 MAX_MESSAGE = 200  # characters
 _SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
 _FRAME = struct.Struct(">I")
-# A step's mask: a sixth of llguidance's defaults, so that one step takes some milliseconds at most.
-_LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False}
+# Half of llguidance's defaults for a step, which then takes 25 ms at most; a row has room for 500 optional properties.
+_LIMITS = {
+    "max_items_in_row": 2_500,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
 
 
 def make_tokenizer(tokenizer: str, vocabulary: int, ends: list[int]) -> Any:
@@ -91,7 +99,7 @@ def _error(tokenizer: Any, schema: str) -> str | None:
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as result:  # noqa: PTH123: a descriptor
+    with os.fdopen(reading, "rb") as result:
         error = result.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if code == -signal.SIGPROF:
@@ -132,10 +140,8 @@ def main() -> None:
     os.nice(5)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the worker has ended
         _serve(requests, answers)
-    except (EOFError, BrokenPipeError):
-        pass  # the worker has ended
 
 
 if __name__ == "__main__":

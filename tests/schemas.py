@@ -1,4 +1,4 @@
-"""Draws hostile JSON schemas: each is large or deep in some of the dimensions that compiling a grammar may suffer from."""
+"""Draws hostile JSON schemas: each is large or deep in a dimension that compiling a grammar may suffer from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ Schema = dict[str, Any]
 _SIZES = (0, 1, 2, 5, 16, 17, 32, 33, 100, 101, 300, 500, 501, 2_000, 5_000)
 _NUMBERS = (0, 1, 7, 99, 1_000, 1_001, 10**6, 10**6 + 1, 2**31, 2**63, 10**18, -1, 0.1, 1e-7, 1e300, 101 * 103 * 107)
 _PATTERNS = (
-    "(a+)+" * 30 + "$", "^[a-z]{1,1000}$", "^(([a-z]{1,100}){1,100}){1,100}$", "(a|b)*c(a|b){20}", r"\w{1,1000}", "(" * 300,
-    r"\p{L}\P{Lu}[^\p{N}]" * 40, "[ab]*a[ab]{50}$", "a{99999999999}", "^(?!x)", "(?:" * 200 + "a" + ")" * 200, "[^\\]", "",
+    "(a+)+" * 30 + "$", "^[a-z]{1,1000}$", "^(([a-z]{1,100}){1,100}){1,100}$", "(a|b)*c(a|b){20}", r"\w{1,1000}",
+    "(" * 300,
+    r"\p{L}\P{Lu}[^\p{N}]" * 40, "[ab]*a[ab]{50}$", "a{99999999999}", "^(?!x)", "(?:" * 200 + "a" + ")" * 200,
+    "[^\\]", "",
     "x.{30}y|y.{30}x|z.{29}w", "^(a?){300}a{300}$", "." * 1_000, "." * 1_001, "é\U0001f600" * 100,
 )  # fmt: skip
 _FORMATS = ("uri", "email", "date-time", "ipv6", "hostname", "uuid", "iri", "no such format")
@@ -141,7 +143,8 @@ def _odd(draw: random.Random, depth: int) -> Schema:
     return draw.choice((
         {"x-guidance": {"whitespace_pattern": "(a|b)*c(a|b){20}"}}, {"$ref": "http://169.254.169.254/"}, {"$ref": 5},
         {"$ref": "#" + "/x" * 20_000}, {"type": "nothing"}, {"type": ["string"] * 500}, {"required": "a"}, {"enum": {}},
-        {"properties": []}, {"not": {}}, {"description": "x" * 66_000}, {"uniqueItems": True}, {"if": {}, "then": False},
+        {"properties": []}, {"not": {}}, {"description": "x" * 66_000}, {"uniqueItems": True}, {"if": {},
+        "then": False},
         {"\x1b[31m\u202e": 1, "dependentSchemas": {}}, {"$schema": "no such draft"}, {"$id": "#"}, {"minLength": "5"},
     ))  # fmt: skip
 

@@ -14,6 +14,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from api import text_drafts
+from api.errors import ApiError
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from llm import tiny
@@ -280,6 +282,35 @@ def test_a_schema_that_cannot_be_held_to_is_refused(api: Api) -> None:
     pytest.importorskip("llguidance")
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     check_error(api.post(CHAT, **ASK, response_format=wanted), 400, "json_schema")
+
+
+def constrained(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+@pytest.mark.parametrize("kind", ["properties", "enum", "pattern"])
+def test_a_schema_beyond_a_bound_is_refused_before_there_is_a_job(kind: str) -> None:
+    schema = {
+        "properties": {"properties": {f"p{i}": {} for i in range(501)}}, "enum": {"enum": [*range(2_001)]},
+        "pattern": {"properties": {"a": {"pattern": "a{1001}"}}},
+    }[kind]  # fmt: skip
+    with pytest.raises(ApiError, match="at most") as caught:
+        text_drafts.chat(constrained(schema))
+    assert caught.value.status == 400 and caught.value.param == "json_schema"
+
+
+def test_a_schema_whose_tokens_cost_too_much_is_a_400_and_is_not_logged_whole(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was an internal error, and the log got the grammar."""
+    pytest.importorskip("llguidance")
+    marker = "never in a log " * 20
+    schema = {"type": "object", "required": ["a"], "additionalProperties": False, "description": marker,
+              "properties": {"a": {"type": "string", "pattern": "^(a?){300}a{300}$"}}}  # fmt: skip
+    error = check_error(api.post(CHAT, **constrained(schema) | {"max_tokens": 60, "n": 2}), 400, "json_schema")
+    assert "no token satisfies the schema (lexer error" in error["message"] and len(error["message"]) < 300
+    rejected = [record.getMessage() for record in caplog.records if "rejected" in record.getMessage()]
+    assert rejected and all(len(message) < 400 and "never in a log" not in message for message in rejected)
 
 
 NEVER = {"$ref": "#"}

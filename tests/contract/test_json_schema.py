@@ -40,18 +40,24 @@ BOUNDS: dict[str, tuple[Any, int, str]] = {
     ),
     "optional": (lambda n: {"properties": names(n)}, json_schema.MAX_OPTIONAL, "501 optional properties in one object"),
     "counted": (
-        lambda n: {"properties": names(n), "minProperties": 1}, json_schema.MAX_COUNTED, "33 optional properties in an object with",
+        lambda n: {"properties": names(n), "minProperties": 1}, json_schema.MAX_COUNTED,
+        "33 optional properties in an object with",
     ),
     "patterned": (lambda n: {"patternProperties": names(n)}, json_schema.MAX_PATTERNED, "17 patternProperties"),
     "values": (lambda n: {"enum": [*range(n)]}, json_schema.MAX_VALUES, "too many values of enums, at most 2000"),
     "name": (lambda n: {"properties": {"x" * n: {}}}, json_schema.MAX_NAME, "1001 characters in a name or value"),
     "value": (lambda n: {"enum": ["x" * n]}, json_schema.MAX_NAME, "1001 characters in a name or value"),
     "const": (lambda n: {"const": "x" * n}, json_schema.MAX_NAME, "1001 characters in a name or value"),
-    "patterns": (lambda n: {"anyOf": [{"pattern": "a"}] * n}, json_schema.MAX_PATTERNS, "too many patterns, at most 200"),
-    "pattern": (lambda n: {"pattern": "x" * n}, json_schema.MAX_PATTERN, "1001 characters in a pattern"),
-    "name's pattern": (lambda n: {"patternProperties": {"x" * n: {}}}, json_schema.MAX_PATTERN, "1001 characters in a pattern"),
-    "repeats": (lambda n: {"pattern": f"a{{3,{n}}}"}, json_schema.MAX_REPEATS, "too many repetitions in a pattern, at most 1000"),
-    "zeros": (lambda n: {"pattern": f"a{{{'0' * 20}{n}}}"}, json_schema.MAX_REPEATS, "too many repetitions in a pattern"),
+    "patterns": (lambda n: {"anyOf": [{"pattern": "a"}] * n}, json_schema.MAX_PATTERNS,
+        "too many patterns, at most 200"),
+    "pattern": (lambda n: {"pattern": "x" * n}, json_schema.MAX_PATTERN,
+        "1001 characters in a pattern"),
+    "name's pattern": (lambda n: {"patternProperties": {"x" * n: {}}}, json_schema.MAX_PATTERN,
+        "1001 characters in a pattern"),
+    "repeats": (lambda n: {"pattern": f"a{{3,{n}}}"}, json_schema.MAX_REPEATS,
+        "too many repetitions in a pattern, at most 1000"),
+    "zeros": (lambda n: {"pattern": f"a{{{'0' * 20}{n}}}"}, json_schema.MAX_REPEATS,
+        "too many repetitions in a pattern"),
     "branches": (
         lambda n: {"anyOf": [{}] * (n - 9), "items": {"oneOf": [{}] * 9}}, json_schema.MAX_BRANCHES,
         "too many branches of anyOf and oneOf, at most 1000",
@@ -109,7 +115,8 @@ LIST = {
 ADDRESS = create_model("Address", street=(str, ...), city=(str | None, None), zip=(int, 0))
 FIELDS: dict[str, Any] = {
     **{f"text_{i}": (str | None, None) for i in range(150)}, **{f"number_{i}": (float, 0.5) for i in range(150)},
-    **{f"address_{i}": (ADDRESS | None, None) for i in range(100)}, **{f"list_{i}": (list[ADDRESS], ...) for i in range(50)},
+    **{f"address_{i}": (ADDRESS | None, None) for i in range(100)},
+    **{f"list_{i}": (list[ADDRESS], ...) for i in range(50)},
 }  # fmt: skip
 WIDE = create_model("Wide", **FIELDS).model_json_schema()
 ENUM = {"enum": [f"country {i}" for i in range(300)]}
@@ -133,7 +140,8 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(
-        st.sampled_from(["properties", "required", "enum", "pattern", "$ref", "allOf", "multipleOf", "maxItems", "a"]), inner,
+        st.sampled_from(["properties", "required", "enum", "pattern", "$ref", "allOf", "multipleOf", "maxItems", "a"]),
+        inner,
         max_size=4,
     ),
     max_leaves=20,

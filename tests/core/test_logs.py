@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 
-from core.logs import JsonLines, job_context
+from core.logs import JsonLines, job_context, one_line
 
 
 def test_lines() -> None:
@@ -33,3 +33,10 @@ def test_lines() -> None:
     assert lines[0]["message"] == "it is\nlate, ä" and lines[0]["level"] == "WARNING"
     assert lines[0]["logger"] == "workers.tasks" and lines[0]["time"].endswith("Z")
     assert lines[4]["error"].endswith("ValueError: why")
+
+
+def test_text_from_outside_is_one_line_cut_and_escaped() -> None:
+    text = one_line("a\x1b[31m\u202e" + "b" * 1000 + "\nsecond")
+    assert text.startswith("a\\x1b[31m\\u202ebb") and text.endswith("…") and len(text) < 330
+    assert text.isprintable() and "second" not in text
+    assert one_line(" plain text ") == "plain text" and one_line("") == ""

@@ -113,7 +113,8 @@ def test_what_takes_too_much_to_compile_is_refused_and_remembered() -> None:
     tokenizer = model.tokenizer.backend_tokenizer.to_str()
     checker = GrammarChecker(tokenizer, model.vocabulary, sorted(model.ends))
     for schema, words in (
-        (MINUTES, "takes more than 1 s to compile"), (GIGABYTES, "to compile"), (STACK, "takes too much memory or nesting to compile"),
+        (MINUTES, "takes more than 1 s to compile"), (GIGABYTES, "to compile"), (STACK,
+        "takes too much memory or nesting to compile"),
         ('{"minItems": "5"}', "Expected positive integer"),
     ):  # fmt: skip
         with pytest.raises(Invalid, match=f"json_schema: .*{words}"):
