@@ -28,7 +28,7 @@ MAX_MESSAGE = 200  # characters
 _SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
 _FRAME = struct.Struct(">I")
 # Half of llguidance's defaults for a step, which then takes 25 ms at most; a row has room for 500 optional properties.
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_500,
     "step_lexer_fuel": 100_000,
     "step_max_items": 25_000,
