@@ -6,8 +6,9 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from itertools import islice
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from anyio.lowlevel import RunVar
 from fastapi import Request
@@ -15,6 +16,8 @@ from starlette.requests import ClientDisconnect
 
 from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
+
+T = TypeVar("T")
 
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
@@ -59,9 +62,15 @@ def _parsers() -> FairLimiter:
 
 async def read(request: Request, tenant: str) -> dict[str, Any]:
     """The body's top-level object. Raises `ApiError`: 415 if the headers declare no JSON, 413, 400."""
+    return await read_as(request, tenant, lambda fields: fields)
+
+
+async def read_as(request: Request, tenant: str, validate: Callable[[dict[str, Any]], T]) -> T:
+    """What `validate` makes of the body's top-level object. Raises `ApiError` as `read`, and what `validate` raises."""
     raw = await collect(request)
-    # A small body is parsed faster than a thread starts; a large one may take long, so it must not block the loop.
-    return parse(raw) if len(raw) <= _LARGE else await _parsers().run(tenant, parse, raw)
+    if len(raw) <= _LARGE:  # parsed faster than a thread starts
+        return validate(parse(raw))
+    return await _parsers().run(tenant, lambda: validate(parse(raw)))  # may take long: it must not block the loop
 
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:

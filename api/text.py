@@ -55,7 +55,7 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
-    ask = text_drafts.READ[endpoint](await body.read(request, caller.id))
+    ask = await body.read_as(request, caller.id, text_drafts.READ[endpoint])
     card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +287,16 @@ def test_a_schema_that_cannot_be_held_to_is_refused(api: Api) -> None:
 
 def constrained(schema: dict[str, Any]) -> dict[str, Any]:
     return {**ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_a_large_body_is_validated_on_a_thread_of_its_own(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    real = text_drafts.READ[CHAT]
+    monkeypatch.setitem(text_drafts.READ, CHAT, lambda given: threads.append(threading.get_ident()) or real(given))
+    large = {**constrained({"type": "boolean"}), "user": "x" * 40_000}
+    for fields in (ASK, ASK, large):
+        assert api.post(CHAT, **fields).status_code == 200
+    assert threads[0] == threads[1] != threads[2]
 
 
 @pytest.mark.parametrize("kind", ["properties", "enum", "pattern"])

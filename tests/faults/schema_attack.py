@@ -13,7 +13,6 @@ import random
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,11 +88,17 @@ def fuzz(count: int, seed: int) -> Counter[str]:
     return ends
 
 
+def writes(client: httpx2.Client) -> bool:
+    """Whether the service writes texts by now, which it does after pictures."""
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    return client.post("/v1/chat/completions", json=asked).status_code == 200
+
+
 def beside(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of a tenant's requests alone and beside the attack, what the attack got, and whether all workers live."""
     from core.jobs.keyring import Keyring
     from deployment.redis import address_in
-    from tests.deployment.served import Served
+    from tests.deployment.served import Served, wait_until
     from tests.faults.neighbours import Felt, _client, live
 
     service = Served(folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE"))
@@ -106,7 +111,7 @@ def beside(folder: Path, rounds: int) -> dict[str, Any]:
         felt = {"alone": Felt(), "beside": Felt()}
         statuses: list[Counter[int]] = []
         with _client(service.url, keys[0]) as client:
-            time.sleep(3)  # until keys are known everywhere
+            wait_until(lambda: writes(client), "a text")
             live(client, 3, Felt())
             live(client, rounds, felt["alone"])
             thread = threading.Thread(target=lambda: statuses.append(attack(service.url, keys[1])))
