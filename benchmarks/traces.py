@@ -45,7 +45,7 @@ class Order(NamedTuple):
 def draw_batch(runner: ImageRunner, requests: Sequence[Request]) -> None:
     """Draw a batch to its end, as request-level batching does: all join at the start and leave at the end."""
     for request in requests:
-        if not runner.admit(request):
+        if runner.admit(request) is not None:
             raise record.BenchError(f"the runner has no room for a batch of {len(requests)}")
     live = list(requests)
     while live:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from contract.errors import Invalid
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, LaneTicket
+from core.batching.runner import Lane, LaneTicket, NotYet
 from core.failures import translate_device_errors
 from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
@@ -103,15 +103,18 @@ class TextRunner:
         if wanted.json_schema is not None:
             request.checked = self._grammars.compile(wanted.json_schema, request.tenant)
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset()
+
+    def admit(self, request: Request) -> NotYet | None:
         if self._allocator.full:
-            return False
+            return NotYet()
         work: SequenceState = request.work or self._sequence(request)
         if not self._allocator.allocate(work):
-            return False
+            return NotYet()
         request.work = work
         self._planner.plan(request)
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         self.preempt(request)

@@ -15,6 +15,7 @@ from contract import students
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.picture_input import PictureInput
+from core.batching.runner import NotYet
 from core.batching.slots import Budget, Slots
 from pipeline import denoise, refining, sigmas
 from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
@@ -150,6 +151,15 @@ class CheckedInputs(NamedTuple):
     upscaler: Upscaler | None = None
 
 
+@dataclass(slots=True)
+class _RequestFiles:
+    """The files that are reserved for one request."""
+
+    loras: AdapterLease | None = None
+    networks: list[ControlNetwork] | None = None
+    image_adapters: Sequence[object] = ()
+
+
 class MemoryLedger:
     """Accounts for the memory that all requests hold together."""
 
@@ -180,39 +190,59 @@ class MemoryLedger:
         if needed > self.memory.capacity:
             raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
-    def take(self, wanted: ImageParameters, scheduler: str, found: CheckedInputs) -> ImageState | None:
-        """Reserve all that the request will hold; None means not yet, and then nothing is reserved."""
+    def take(self, wanted: ImageParameters, scheduler: str, found: CheckedInputs) -> ImageState | NotYet:
+        """Reserve all that the request will hold; `NotYet`: nothing is reserved."""
+        files = _RequestFiles()
+        try:
+            refusal = self._take_files(wanted, files) or self._take_room(wanted, scheduler, found, files)
+        except BaseException:
+            self._give_files(files)
+            raise
+        if isinstance(refusal, NotYet):
+            self._give_files(files)
+        return refusal
+
+    def _take_files(self, wanted: ImageParameters, files: _RequestFiles) -> NotYet | None:
+        """Reserve the request's files, as far as there is room. First of all: `NotYet` names what they wait for."""
+        wait = self.slots.taken > 0  # alone nothing is delayed by what is read again
+        if wanted.lora:
+            assert self._adapters is not None
+            files.loras = self._adapters.take(wanted.lora, wait=wait)
+            if files.loras is None:
+                return NotYet("lora")
+        if wanted.control:
+            assert self._controls is not None
+            files.networks = self._controls.take(wanted.control, wait=wait)
+            if files.networks is None:
+                return NotYet("control")
+        if wanted.image_prompts:
+            assert self._image_prompts is not None
+            adapters = self._image_prompts.take(wanted.image_prompts, wait=wait)
+            if adapters is None:
+                return NotYet("image_prompts")
+            files.image_adapters = adapters
+        return None
+
+    def _take_room(
+        self, wanted: ImageParameters, scheduler: str, found: CheckedInputs, files: _RequestFiles
+    ) -> ImageState | NotYet:
+        """Reserve memory and a slot; the request's state with its `files`."""
         needed = self.size_bytes(wanted, found.prompts.chunks, found.upscaler)
         if not self.memory.take(needed):
-            return None
+            return NotYet()
         slot = self.slots.take()
         if slot is None:
             self.memory.give(needed)
-            return None
-        taken: AdapterLease | None = None
-        networks: list[ControlNetwork] | None = None
-        encoders: Sequence[object] | None = ()
-        wait = self.slots.taken > 1  # alone nothing is delayed by what is read again
+            return NotYet()
         try:
-            if wanted.lora:
-                assert self._adapters is not None
-                taken = self._adapters.take(wanted.lora, wait=wait)
-            if wanted.control:
-                assert self._controls is not None
-                networks = self._controls.take(wanted.control, wait=wait)
-            if wanted.image_prompts:
-                assert self._image_prompts is not None
-                encoders = self._image_prompts.take(wanted.image_prompts, wait=wait)
-            if (wanted.lora and taken is None) or (wanted.control and networks is None) or encoders is None:
-                self._give(slot, needed, taken, networks)
-                return None
-            work = self._work(wanted, scheduler, found, slot, needed, taken)
+            work = self._work(wanted, scheduler, found, slot, needed, files.loras)
+            work.networks, work.image_adapters = files.networks, files.image_adapters
+            if self._image_prompts is not None:
+                work.image_tokens = self._image_prompts.tokens(wanted.image_prompts)
         except BaseException:
-            self._give(slot, needed, taken, networks)
+            self.slots.give(slot)
+            self.memory.give(needed)
             raise
-        work.networks, work.image_adapters = networks, encoders
-        if self._image_prompts is not None:
-            work.image_tokens = self._image_prompts.tokens(wanted.image_prompts)
         return work
 
     def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
@@ -222,19 +252,17 @@ class MemoryLedger:
         self.memory.give(2 * work.row_bytes)
 
     def give(self, work: ImageState) -> None:
-        self._give(work.slot, work.size_bytes, work.taken, work.networks)
+        self.slots.give(work.slot)
+        self.memory.give(work.size_bytes)
+        self._give_files(_RequestFiles(work.taken, work.networks))
 
-    def _give(
-        self, slot: list[int], size_bytes: int, taken: AdapterLease | None, networks: list[ControlNetwork] | None
-    ) -> None:
-        self.slots.give(slot)
-        self.memory.give(size_bytes)
-        if taken is not None:
+    def _give_files(self, files: _RequestFiles) -> None:
+        if files.loras is not None:
             assert self._adapters is not None
-            self._adapters.give(taken)
-        if networks is not None:
+            self._adapters.give(files.loras)
+        if files.networks is not None:
             assert self._controls is not None
-            self._controls.give(networks)
+            self._controls.give(files.networks)
 
     def size_bytes(self, wanted: ImageParameters, chunks: int = 1, upscaler: Upscaler | None = None) -> int:
         """Its size at most: latents, its enlarged image, controls, image prompts, and each row's conditioning, with so

@@ -14,7 +14,7 @@ from contract.card import ImageOffer
 from contract.errors import Invalid
 from contract.image import ImageParameters, check
 from core.batching.request import Request
-from core.batching.runner import Lane, LaneTicket
+from core.batching.runner import Lane, LaneTicket, NotYet
 from core.failures import translate_device_errors
 from pipeline import control_costs, refining, samplers
 from pipeline.adapters import check_loras, refused
@@ -153,14 +153,20 @@ class ImageRunner:
         except ModelError as error:
             raise Invalid("upscale", str(error)) from error
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        """The fields whose files the request needs: each kind has a cache with a budget of its own."""
+        wanted: ImageParameters = request.parameters
+        named = {"lora": wanted.lora, "control": wanted.control, "image_prompts": wanted.image_prompts}
+        return frozenset(field for field, value in named.items() if value)
+
+    def admit(self, request: Request) -> NotYet | None:
         name = request.parameters.scheduler or self.default_scheduler
         work = self.holdings.take(request.parameters, name, request.checked or self._read(request.parameters))
-        if work is None:
-            return False
+        if isinstance(work, NotYet):
+            return work
         request.work = work
         request.phase = ENCODE if request.parameters.edit is None else IMAGE
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         work, request.work = request.work, None

@@ -14,6 +14,7 @@ from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, STEPS, VAE, 
 from contract.image import ImageParameters
 from contract.plan import rows_and_depths
 from core.batching.request import Outcome, Request
+from core.batching.runner import NotYet
 from core.batching.slots import Budget, Slots
 
 _MOST_ROWS = {ENCODE: 32, VAE: 4}  # as ImageRunner bounds them; denoising steps have the settings' `max_rows`
@@ -144,18 +145,21 @@ class SimulatedRunner:
     def check(self, request: Request) -> None:
         """Does nothing: requests were checked against the table before the first arrival."""
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset()
+
+    def admit(self, request: Request) -> NotYet | None:
         wanted: ImageParameters = request.parameters
         needed = held_bytes(self._costs, wanted)
         if not self.memory.take(needed):
-            return False
+            return NotYet()
         slot = self._slots.take()
         if slot is None:
             self.memory.give(needed)
-            return False
+            return NotYet()
         request.work = _Work(slot, needed, phases_of(wanted))
         request.phase = ENCODE
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         work, request.work = request.work, None

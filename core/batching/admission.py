@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from core.batching.batcher import Batch
 from core.batching.elders import Elders
 from core.batching.request import Request, State
-from core.batching.runner import DeviceLost, OutOfMemory, PreemptibleRunner, Runner
+from core.batching.runner import DeviceLost, NotYet, OutOfMemory, PreemptibleRunner, Runner
 from core.batching.shares import Shares
 from core.batching.waiting import Waiting
 
@@ -19,7 +19,7 @@ class Admission:
         self._runners = runners
         self._growing = {name: runner for name, runner in runners.items() if isinstance(runner, PreemptibleRunner)}
         self.shares = Shares(runners)
-        self.waiting = {name: Waiting(self.shares) for name in runners}
+        self.waiting = {name: Waiting(self.shares, runner.resources) for name, runner in runners.items()}
         self.running: dict[str, dict[str, Request]] = {name: {} for name in runners}
         self.elders = Elders(starvation_s, self._promote)
 
@@ -51,33 +51,44 @@ class Admission:
     def admit(self, name: str, now: float) -> Request | None:
         """Admit by urgency until the runner says not yet: no request overtakes one that needs more room.
 
-        Stops early at a request that can never be served and returns it, its error set: to be ended, before this is
-        called again.
+        Where a request's own resources have none it is passed over, with all that need one of these, and keeps its
+        place: of those that need any of them it is still the first. Stops early at a request that can never be served
+        and returns it, its error set: to be ended, before this is called again.
         """
         runner, waiting, running = self._runners[name], self.waiting[name], self.running[name]
-        growing = self._growing.get(name)
-        while (request := waiting.first()) is not None:
+        closed: set[str] = set()
+        while (request := waiting.first(closed)) is not None:
             try:
-                admitted = runner.admit(request)
-                while not admitted and growing and (victim := self.shares.preemption_victim(request, running)):
-                    self._preempt(growing, victim)
-                    admitted = runner.admit(request)
+                refusal = self._ask(name, request)
             except DeviceLost:
                 raise
             except Exception as error:
                 request.error = error
                 return request
-            if not admitted:
-                if running:
+            if refusal is not None:
+                if not running:
+                    request.error = _too_large(request)
+                    return request
+                if not refusal.resource:
                     return None
-                request.error = _too_large(request)
-                return request
+                closed |= runner.resources(request)
+                continue
             waiting.count -= 1
             request.state = State.RUNNING
             request.started = now if request.started is None else request.started
             running[request.id] = request
             self.shares.begin(request)
         return None
+
+    def _ask(self, name: str, request: Request) -> NotYet | None:
+        """The runner's answer, once as many others as may be preempted for the request were."""
+        runner, growing = self._runners[name], self._growing.get(name)
+        while (refusal := runner.admit(request)) is not None and not refusal.resource and growing is not None:
+            victim = self.shares.preemption_victim(request, self.running[name])
+            if victim is None:
+                break
+            self._preempt(growing, victim)
+        return refusal
 
     def reserve(self, batch: Batch) -> bool:
         """Have the runner take what the batch needs, at the cost of the least urgent. False: nothing to launch now.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from core.batching.request import Outcome, Request
 
@@ -18,6 +18,14 @@ class OutOfMemory(RuntimeError):
 
 class DeviceLost(RuntimeError):
     """An error that sticks to the device: no later result from this process could be trusted."""
+
+
+class NotYet(NamedTuple):
+    """Why a request is not admitted now: `resource`, one of its `resources`, has no room; "": what all requests share
+    has none.
+    """
+
+    resource: str = ""
 
 
 class Ticket(Protocol):
@@ -54,8 +62,18 @@ class Runner(Protocol):
         """Raise `Invalid`, naming the field, for what can never be served. On the submitting thread."""
         ...
 
-    def admit(self, request: Request) -> bool:
-        """Take all that the request will hold and set its phase. False means not yet: nothing is held."""
+    def resources(self, request: Request) -> frozenset[str]:
+        """What the request needs beside what all requests share, by name, such as a cache of files. It never changes.
+
+        A request that waits for one of these delays only requests that need one of them too.
+        """
+        ...
+
+    def admit(self, request: Request) -> NotYet | None:
+        """Take all that the request will hold and set its phase; `NotYet`: nothing is held.
+
+        Where several things have no room, one of its `resources` is named before what all requests share.
+        """
         ...
 
     def release(self, request: Request) -> None:

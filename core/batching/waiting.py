@@ -1,12 +1,12 @@
 """One modality's requests that wait for admission: of each account the most urgent first, accounts by their shares.
 
-A lazy heap: outdated entries stay until they are popped, or until they outnumber those that wait.
+There is a queue for each set of resources that requests need, so that those that need others can be passed over as one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 
 from core.batching.request import Request, State
 from core.batching.shares import Account, Order, Shares, account
@@ -15,14 +15,12 @@ _Entry = tuple[tuple[int, float, int], int, Request]
 
 
 class Waiting:
-    """`count` is how many wait. An account's place is looked at again when it comes up: it only ever moves back."""
+    """`count` is how many wait. `resources` says what a request needs, as `Runner.resources`."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: Shares, resources: Callable[[Request], frozenset[str]]) -> None:
         self._shares = shares
-        self._heaps: dict[Account, list[_Entry]] = {}
-        self._places: list[tuple[Order, Account]] = []
-        self._place: dict[Account, Order] = {}  # the entry of `_places` that counts
-        self._entries = self._added = 0
+        self._resources = resources
+        self._queues: dict[frozenset[str], _Queue] = {}
         self.count = 0
 
     def add(self, request: Request) -> None:
@@ -32,6 +30,48 @@ class Waiting:
 
     def place(self, request: Request) -> None:
         """It waits, and from now on by the order that it has now."""
+        needed = self._resources(request)
+        if needed not in self._queues:
+            self._queues[needed] = _Queue(self._shares)
+        self._queues[needed].place(request)
+
+    def first(self, closed: Set[str] = frozenset()) -> Request | None:
+        """The request to admit next, of those that need none of the `closed` resources."""
+        heads = [queue.first() for needed, queue in self._queues.items() if needed.isdisjoint(closed)]
+        return min((request for request in heads if request is not None), key=self._shares.order, default=None)
+
+    def sweep(self) -> None:
+        """Let go of requests that no longer wait: heaps keep their results."""
+        if any(queue.size > 2 * self.count + 16 for queue in self._queues.values()):
+            self.reset([request for queue in self._queues.values() for request in queue.requests()])
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """These wait, and no others."""
+        self._queues, self.count = {}, 0
+        for request in requests:
+            self.add(request)
+
+
+class _Queue:
+    """Requests that need the same resources, in a lazy heap: outdated entries stay until they are popped.
+
+    An account's place is looked at again when it comes up: it only ever moves back.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._heaps: dict[Account, list[_Entry]] = {}
+        self._places: list[tuple[Order, Account]] = []
+        self._place: dict[Account, Order] = {}  # the entry of `_places` that counts
+        self._entries = self._added = 0
+
+    @property
+    def size(self) -> int:
+        """How many entries there are, outdated ones too."""
+        return max(self._entries, len(self._places))
+
+    def place(self, request: Request) -> None:
+        """It waits by the order that it has now."""
         who, order = account(request), self._shares.order(request)
         self._added += 1
         self._entries += 1
@@ -62,17 +102,10 @@ class Waiting:
             heapq.heapreplace(self._places, (now, who))
         return None
 
-    def sweep(self) -> None:
-        """Let go of requests that no longer wait: heaps keep their results."""
-        if self._entries > 2 * self.count + 16 or len(self._places) > 2 * self.count + 16:
-            entries = [(entry, who) for who, heap in self._heaps.items() for entry in heap]
-            self.reset({entry[2].id: entry[2] for entry, who in entries if _waits(entry, who)}.values())
-
-    def reset(self, requests: Iterable[Request]) -> None:
-        """These wait, and no others."""
-        self._heaps, self._places, self._place, self._entries, self.count = {}, [], {}, 0, 0
-        for request in requests:
-            self.add(request)
+    def requests(self) -> list[Request]:
+        """Those that wait, each once."""
+        entries = [(entry, who) for who, heap in self._heaps.items() for entry in heap]
+        return [*{entry[2].id: entry[2] for entry, who in entries if _waits(entry, who)}.values()]
 
 
 def _waits(entry: _Entry, who: Account) -> bool:

@@ -17,7 +17,7 @@ import torch
 from contract.errors import Invalid
 from core.batching.engine import Aborted
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import Lane
+from core.batching.runner import Lane, NotYet
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
 from llm.pages import PAGE
@@ -217,11 +217,11 @@ def test_text_that_cannot_be_made_fails_its_request_alone() -> None:
     with stage.serving(model, kernels=stage.kernels()) as (engine, runner):
         admit = runner.admit
 
-        def spoilt(request: Request) -> bool:
-            admitted: bool = admit(request)
-            if admitted and request.id == "bad":
+        def spoilt(request: Request) -> NotYet | None:
+            refusal: NotYet | None = admit(request)
+            if refusal is None and request.id == "bad":
                 request.work.writer = None
-            return admitted
+            return refusal
 
         runner.admit = spoilt
         told: list[int] = []
@@ -334,7 +334,7 @@ def test_a_retried_iteration_draws_the_same() -> None:
     model, lane = stage.emoji(), Lane("text")
     runner = TextRunner(model, lane=lane, kernels=stage.kernels(), draft=stage.emoji_draft())
     request = Request("a", "text", TextParameters(stage.chat(model, "cat"), 12, temperature=1.2, seed=4))
-    assert runner.admit(request)
+    assert runner.admit(request) is None
     made: list[Any] = []
     while not made or not made[-1].finished:
         assert runner.reserve([request])

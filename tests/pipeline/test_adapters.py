@@ -204,6 +204,25 @@ def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, mo
         assert abs(levels(wide[name]) - levels(narrow[name])).max() <= 1
 
 
+def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
+    folder: Path, model: ImageModel, one: int
+) -> None:
+    """It keeps its place: no request with a LoRA that comes later is admitted before it."""
+    crank = Crank(Watching(model, loras=folder, lora_bytes=one))
+    crank.submit("long", ImageParameters("a hat", 1, 32, 32, steps=30, lora="a"), tenant="long")
+    crank.turn()
+    crank.submit("waiting", ImageParameters("a hat", 1, 32, 32, steps=2, lora="b"), tenant="waiting")
+    later = crank.submit("later", ImageParameters("a hat", 1, 32, 32, steps=2, lora="a"), tenant="later")
+    crank.submit("plain", ImageParameters("a hat", 1, 32, 32, steps=2), tenant="plain")
+    while "plain" not in crank.ended:
+        assert "long" not in crank.ended, "the plain picture waited for a file that it does not use"
+        crank.turn()
+    while "waiting" not in crank.ended:
+        assert later.started is None, "a later request took the room first"
+        crank.turn()
+    assert crank.pictures().keys() == {"long", "waiting", "later", "plain"}
+
+
 class Gate:
     """Holds the reading of one file until it is opened."""
 

@@ -18,7 +18,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.engine import Aborted, Engine
 from core.batching.request import Request, State
-from core.batching.runner import Lane
+from core.batching.runner import Lane, NotYet
 from pipeline import samplers
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
@@ -316,9 +316,9 @@ def test_prompts_are_read_once_however_often_admission_is_tried(monkeypatch: pyt
         raise AssertionError("read again")
 
     monkeypatch.setattr(runner._conditioner, "read", refuse)
-    assert runner.admit(first)
-    assert not any(runner.admit(request) for _ in range(3))
+    assert runner.admit(first) is None
+    assert all(runner.admit(request) == NotYet() for _ in range(3))
     runner.release(first)
-    assert runner.admit(request)
+    assert runner.admit(request) is None
     runner.release(request)
     runner.close()

@@ -55,7 +55,7 @@ from contract.text import TextJob
 from core import config
 from core.batching.engine import Engine
 from core.batching.request import Outcome, Request
-from core.batching.runner import Lane, LaneTicket, OutOfMemory
+from core.batching.runner import Lane, LaneTicket, NotYet, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
 from core.threads import UninterruptibleThread
@@ -122,13 +122,16 @@ class StageRunner:
         elif not isinstance(request.parameters.steps, int) or request.parameters.steps < 1:
             raise Invalid("steps", "must be a whole number, 1 or more")
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset()
+
+    def admit(self, request: Request) -> NotYet | None:
         slots = self._slots.take()
         if slots is None:
-            return False
+            return NotYet()
         request.work, request.phase = _Progress(slots), "encode"
         self._note("admit", request)
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         self._slots.give(request.work.slots)

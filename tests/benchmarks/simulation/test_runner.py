@@ -10,7 +10,7 @@ from benchmarks.simulation.runner import Device, SimulatedRunner, Span
 from benchmarks.simulation.traffic import Guidance, picture
 from contract.plan import DeepCache
 from core.batching.request import Request
-from core.batching.runner import Runner
+from core.batching.runner import NotYet, Runner
 from pipeline.backends.backend import Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.load import load
@@ -43,7 +43,7 @@ def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: Guidance,
         wanted = replace(picture(native, 6, guided, cached), prompt="a red boat")
         request = Request("a", "image", wanted)
         runner.check(request)
-        assert runner.admit(request)
+        assert runner.admit(request) is None
         pair.append((runner, request))
     assert real.modality == simulated.modality
     while True:
@@ -85,7 +85,7 @@ def test_what_is_left_is_what_it_will_take(cached: DeepCache | None, guided: Gui
     now = 0.0
     runner = SimulatedRunner(affine(), Device(), lambda: now)
     request = Request("a", "image", picture(SIZE, 6, guided, cached))
-    assert runner.admit(request)
+    assert runner.admit(request) is None
     left: list[tuple[float, float]] = []
     finished = False
     while not finished:
@@ -104,21 +104,21 @@ def test_room_is_counted_in_slots_and_bytes() -> None:
     requests = [
         Request(str(n), "image", picture(SIZE, 4, True, cached)) for n, cached in enumerate((DeepCache(2), None))
     ]
-    assert runner.admit(requests[0]) and runner.memory.taken == 1 + 2 * (10 + 5)
-    assert runner.admit(requests[1]) and runner.memory.taken == 31 + 21
-    assert not runner.admit(Request("2", "image", picture(SIZE, 4, False, None))) and runner.memory.taken == 52
+    assert runner.admit(requests[0]) is None and runner.memory.taken == 1 + 2 * (10 + 5)
+    assert runner.admit(requests[1]) is None and runner.memory.taken == 31 + 21
+    assert runner.admit(Request("2", "image", picture(SIZE, 4, False, None))) and runner.memory.taken == 52
     runner.release(requests[1])
     runner.release(requests[0])
     assert runner.memory.taken == 0 and runner.held() == 0
     unbound = SimulatedRunner(affine(), Device(max_requests=1), lambda: 0.0)
-    assert unbound.admit(requests[0]) and not unbound.admit(requests[1])
+    assert unbound.admit(requests[0]) is None and unbound.admit(requests[1]) == NotYet()
 
 
 def test_a_row_is_given_back_after_the_last_guided_step() -> None:
     now, taken = 0.0, []
     runner = SimulatedRunner(affine(), Device(), lambda: now)
     request = Request("a", "image", picture(SIZE, 4, (0.0, 0.5), DeepCache(2)))
-    assert runner.admit(request)
+    assert runner.admit(request) is None
     finished = False
     while not finished:
         taken.append(runner.memory.taken)

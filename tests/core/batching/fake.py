@@ -19,10 +19,10 @@ from typing import Any
 from contract.errors import Invalid
 from core.batching.batcher import Batch
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import DeviceLost, Lane, OutOfMemory, Ticket
+from core.batching.runner import DeviceLost, Lane, NotYet, OutOfMemory, Ticket
 from core.batching.scheduler import Scheduler
 from core.batching.shares import account
-from core.batching.slots import Slots
+from core.batching.slots import Budget, Slots
 
 Cost = Callable[[int], float]
 Fault = Callable[[str, Sequence[Request], int], "BaseException | None"]
@@ -101,6 +101,7 @@ class Ask:
     vae: bool = True
     once: bool = False
     interval: int = 1
+    files: tuple[tuple[str, int], ...] = ()  # what it takes of the runner's `rooms`
 
     def phase(self, step: int) -> str:
         return "shallow" if step % self.interval else "step"
@@ -209,6 +210,7 @@ class FakeRunner:
         *,
         modality: str = "image",
         slots: int = 16,
+        rooms: Mapping[str, int] | None = None,
         limit: int = 16,
         costs: Mapping[str, Cost] | None = None,
         lanes_of: Mapping[str, str] | None = None,
@@ -220,6 +222,7 @@ class FakeRunner:
         self.clock = clock
         self.modality = modality
         self.slots = Slots(slots)
+        self.rooms = {name: Budget(capacity) for name, capacity in (rooms or {}).items()}
         self.limits: dict[str, int] = {"": limit}
         self.costs = dict(costs or {"": flat()})
         self.lanes_of = dict(lanes_of or {})
@@ -252,23 +255,32 @@ class FakeRunner:
         if request.parameters.steps < 1:
             raise Invalid("steps", "must be at least 1")
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset(name for name, _ in request.parameters.files)
+
+    def admit(self, request: Request) -> NotYet | None:
         self.calls += 1
         self.require(request.id not in self.holding, f"{request.id} was admitted twice")
         self.require(not request.state.final, f"{request.id} was admitted after its end")
         if request.id in self.admit_error:
             raise self.admit_error[request.id]
         ask: Ask = request.parameters
+        for name, amount in ask.files:
+            if self.rooms[name].taken + amount > self.rooms[name].capacity:
+                self.refused.append(request.id)
+                return NotYet(name)
         slots = self.slots.take(ask.slots)
         if slots is None:
             self.refused.append(request.id)
-            return False
+            return NotYet()
+        for name, amount in ask.files:
+            self.require(self.rooms[name].take(amount), f"{request.id} names {name} twice")
         request.work = Work(slots)
         request.phase = "once" if ask.once else "encode" if ask.encode else "step"
         self.holding[request.id] = request
         self.admitted.append(request.id)
         self.committed[request.id] = []
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         self.calls += 1
@@ -279,6 +291,8 @@ class FakeRunner:
         self.holding.pop(request.id, None)
         kept = min(self.leaks, len(request.work.slots))
         self.leaks -= kept
+        for name, amount in request.parameters.files:
+            self.rooms[name].give(amount)
         self.slots.give(request.work.slots[kept:])
         request.work.slots = []
 

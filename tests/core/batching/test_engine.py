@@ -336,7 +336,7 @@ def breaks_outcomes(runner: FakeRunner) -> None:
 
 
 def breaks_admission(runner: FakeRunner) -> None:
-    def admit(request: Request) -> bool:
+    def admit(request: Request) -> None:
         raise KeyboardInterrupt("broken runner")
 
     runner.admit = admit  # type: ignore[method-assign]

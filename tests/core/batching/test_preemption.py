@@ -12,7 +12,7 @@ import pytest
 
 from core.batching.engine import Closed, Engine
 from core.batching.request import Outcome, Request, State
-from core.batching.runner import Lane, LaneTicket, OutOfMemory
+from core.batching.runner import Lane, LaneTicket, NotYet, OutOfMemory
 from core.batching.scheduler import Scheduler
 
 
@@ -32,8 +32,11 @@ class Flat:
     def check(self, request: Request) -> None:
         pass
 
-    def admit(self, request: Request) -> bool:
-        return True
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset()
+
+    def admit(self, request: Request) -> NotYet | None:
+        return None
 
     def release(self, request: Request) -> None:
         pass
@@ -84,13 +87,16 @@ class Growing:
     def check(self, request: Request) -> None:
         pass
 
-    def admit(self, request: Request) -> bool:
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset()
+
+    def admit(self, request: Request) -> NotYet | None:
         work = request.work or Progress()
         if self.capacity - self.taken < work.done + 1:
-            return False
+            return NotYet()
         request.work = work
         self._take(work, work.done + 1)
-        return True
+        return None
 
     def release(self, request: Request) -> None:
         self._take(request.work, -request.work.held)

@@ -23,7 +23,7 @@ steps = st.lists(
 def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]) -> None:
     runner = FakeRunner(Clock())
     shares = Shares({"image": runner})
-    waiting = Waiting(shares)
+    waiting = Waiting(shares, runner.resources)
 
     def promote(request: Request) -> None:
         if request.state is State.RUNNING:
@@ -37,12 +37,13 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
             waiting.place(request)
 
     elders = Elders(5.0, promote)
+    asks = [Ask(files=tuple((name, 1) for name in names)) for names in ("", "x", "y", "xy")]
     live: list[Request] = []
     now = 0.0
     for number, (what, priority, pick) in enumerate(steps, 1):
         running = [r for r in live if r.state is State.RUNNING]
         if what == "add":
-            request = Request(f"r{number}", "image", Ask(), priority, arrival=now, tenant="abc"[pick % 3])
+            request = Request(f"r{number}", "image", asks[pick % 4], priority, arrival=now, tenant="abc"[pick % 3])
             request.sequence, request.due = number, now
             live.append(request)
             elders.add(request)
@@ -73,7 +74,9 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
         waiting.sweep()
         left = [r for r in live if r.state is State.WAITING]
         assert waiting.count == len(left)
-        assert waiting.first() is min(left, key=shares.order, default=None)
+        for closed in (set(), {"x"}, {"x", "y"}):
+            others = (r for r in left if runner.resources(r).isdisjoint(closed))
+            assert waiting.first(closed) is min(others, key=shares.order, default=None)
         for tenant in "abc":
             own = [r for r in live if r.tenant == tenant]
             aged = {own[0].id} if own and now - own[0].arrival >= 5.0 else set()
