@@ -9,6 +9,7 @@ import ipaddress
 import json
 import re
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from contract.printable import printable
 from pipeline.folder import ModelError
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 30.0  # without a byte
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _START_BYTES = 512
+_NUMBER = "[0-9]{1,18}"  # in headers, where int() also takes digits of other scripts
+_VALIDATOR = re.compile(r"[ -~]{1,500}")
 _BROKEN = (OSError, http.client.HTTPException)
 
 
@@ -110,12 +114,18 @@ class _Download:
                 reason = "it ended early"
             except urllib.error.HTTPError as error:
                 if error.code not in _AGAIN:
-                    raise ModelError(f"{shown(self._url)}: the server answers {error.code} {error.reason}") from error
+                    answer = f"{error.code} {printable(str(error.reason))}"
+                    raise ModelError(f"{shown(self._url)}: the server answers {answer}") from error
                 reason = f"the server answers {error.code}"
             except _BROKEN as error:
                 if isinstance(error, OSError) and error.filename is not None:  # the disk's, not the network's
                     raise
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
+                reason = printable(str(getattr(error, "reason", error)) or type(error).__name__)
+            except ModelError:
+                raise
+            except (ValueError, LookupError) as error:  # of the libraries that read addresses and headers
+                why = printable(f"{type(error).__name__}: {error}")
+                raise ModelError(f"{shown(self._url)}: the server's answer cannot be read ({why})") from error
             failed = 1 if self._size > most else failed + 1
             if failed >= self._options.attempts:
                 kept = f"; {self._size} bytes are kept, and the same command goes on from there" if self._size else ""
@@ -164,20 +174,22 @@ class _Download:
     def _take_headers(self, answer: Any) -> int:
         """The whole file's size, or 0 where the server does not say; the file is emptied unless it is gone on with."""
         given, total = answer.headers.get("Content-Length"), 0
-        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+        span = re.fullmatch(rf"bytes ({_NUMBER})-{_NUMBER}/({_NUMBER})", answer.headers.get("Content-Range", ""))
         if answer.status == 206 and span is not None and int(span[1]) == self._size:
             total = int(span[2])
         else:
             self._begin_anew()
             if answer.status != 200:
                 raise http.client.HTTPException(f"the server answers {answer.status} with another part of the file")
-            total = int(given) if given and given.isdigit() else 0
+            total = int(given) if given and re.fullmatch(_NUMBER, given) else 0
         self._check_limit(total)
         free = shutil.disk_usage(self._part.parent).free
         if total - self._size > free:
             raise ModelError(f"{shown(self._url)}: has {total} bytes, and {self._part.parent} has room for {free} more")
         tag = answer.headers.get("ETag", "")
         validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
+        if not _VALIDATOR.fullmatch(validator):  # it is sent back in a header
+            validator = ""
         self._name = _name(answer.headers.get_filename() or urllib.parse.urlsplit(answer.url).path)
         if total and validator:
             told = {"validator": validator, "total": total, "name": self._name}
@@ -225,11 +237,23 @@ def _name(path: str) -> str:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to addresses that a download may begin with."""
+    """Follows redirects to encrypted addresses, and, of an address on this machine that the user gave, to such ones.
 
-    def redirect_request(self, *arguments: Any) -> urllib.request.Request | None:
-        _check_address(arguments[-1])
-        return super().redirect_request(*arguments)
+    No other server can send a download to a service of this machine.
+    """
+
+    def redirect_request(
+        self, request: urllib.request.Request, answer: IO[bytes], *arguments: Any
+    ) -> urllib.request.Request | None:
+        url = arguments[-1]
+        try:
+            _check_address(url)
+            if _on_this_machine(url) and not _on_this_machine(request.full_url):
+                raise ModelError(f"{shown(request.full_url)}: leads to {shown(url)}, an address of this machine")
+        except ModelError:
+            answer.close()
+            raise
+        return super().redirect_request(request, answer, *arguments)
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -250,8 +274,20 @@ def _check_address(url: str) -> None:
     raise ModelError(f"{shown(url)}: must begin with https://, so that nobody on the way can change the file")
 
 
+def _on_this_machine(url: str) -> bool:
+    return _is_here(urllib.parse.urlsplit(url).hostname or "")
+
+
 def _is_here(host: str) -> bool:
+    host = host.rstrip(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))  # 127.1, 2130706433
+        except (OSError, UnicodeError):
+            return False
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return any(known.is_loopback or known.is_unspecified for known in (address, mapped) if known is not None)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import fcntl
 import http.server
 import re
+import shutil
+import socket
+import ssl
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ class Site:
     sized: bool = True
     statuses: list[int] = field(default_factory=list)  # of the first answers
     asked: list[str] = field(default_factory=list)  # the ranges
+    redirect: str = ""  # from /moved/
     url: str = ""
 
 
@@ -50,6 +56,9 @@ def site() -> Iterator[Site]:
 
 def serve(site: Site, handler: Any) -> None:
     site.asked.append(handler.headers.get("Range", ""))
+    if site.redirect and handler.path.startswith("/moved/"):
+        handler.answer(302, headers={"Location": site.redirect})
+        return
     if handler.path == "/elsewhere":
         handler.answer(302, headers={"Location": "http://example.com/x"})
         return
@@ -216,3 +225,94 @@ def test_nobody_listening_is_said(tmp_path: Path) -> None:
     server.server_close()
     with pytest.raises(ModelError, match=r"the connection broke 2 times \(.*refused"):
         download(f"http://127.0.0.1:{server.server_port}/x", tmp_path, options(attempts=2))
+
+
+def test_a_redirect_within_this_machine_is_followed_where_the_user_named_it(site: Site, tmp_path: Path) -> None:
+    site.redirect = site.url
+    assert download(site.url.replace("/files/", "/moved/"), tmp_path, options()).file.read_bytes() == site.data
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST.", "127.0.0.1", "127.1", "2130706433", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"]
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_no_other_server_leads_to_this_machine(
+    scheme: str, host: str, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encrypted server of another name, which only this process believes to be elsewhere."""
+    port = site.url.split(":")[2].split("/")[0]
+    site.redirect = f"{scheme}://{host}:{port}/files/x"
+    with encrypted(site, tmp_path, monkeypatch) as url, pytest.raises(ModelError) as refused:
+        download(url, tmp_path / "store", options(attempts=1))
+    assert str(refused.value) == f"{url}: leads to {site.redirect}, an address of this machine"
+    assert len(site.asked) == 1, "and it was not asked"
+
+
+def test_an_encrypted_server_leads_to_no_unencrypted_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.redirect = "http://models.example/x"
+    with encrypted(site, tmp_path, monkeypatch) as url, pytest.raises(ModelError, match="must begin with https://"):
+        download(url, tmp_path / "store", options(attempts=1))
+    site.redirect = ""
+    with encrypted(site, tmp_path, monkeypatch) as url:
+        assert download(url, tmp_path / "store", options()).file.read_bytes() == site.data
+
+
+@contextmanager
+def encrypted(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of the site at models.example, over TLS with a certificate that this process trusts."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    made = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+            "-subj", "/CN=models.example", "-addext", "subjectAltName=DNS:models.example", "-keyout", str(key),
+            "-out", str(certificate)]  # fmt: skip
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    class Page(Handler):
+        def respond(self) -> None:
+            serve(site, self)
+
+    resolve = socket.getaddrinfo
+
+    def here(host: str, *given: Any, **named: Any) -> Any:
+        return resolve("127.0.0.1" if host == "models.example" else host, *given, **named)
+
+    with monkeypatch.context() as patch, LocalServer(Page) as server:
+        server._server.socket = context.wrap_socket(server._server.socket, server_side=True)
+        patch.setattr(socket, "getaddrinfo", here)
+        patch.setenv("SSL_CERT_FILE", str(certificate))
+        yield f"https://models.example:{server._server.server_port}/moved/x"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Content-Length", "\u00b2"),
+        ("Content-Length", "9" * 5_000),
+        ("Content-Length", "-5"),
+        ("Content-Range", f"bytes {'9' * 5_000}-1/{'9' * 5_000}"),
+        ("Content-Range", "bytes \u00b2-1/2"),
+        ("ETag", '"folded\r\n tag"'),
+        ("ETag", '"\x1b[31m"'),
+        ("Content-Disposition", "attachment; filename*=none''%ff"),
+        ("Location", "https://[half"),
+    ],
+)
+def test_headers_that_are_no_numbers_are_no_tracebacks(name: str, value: str, site: Site, tmp_path: Path) -> None:
+    """The file arrives, or one `ModelError` says why it does not."""
+    site.headers = {"ETag": '"one"', name: value}
+    site.sized = name != "Content-Length"
+    site.break_after = [MIB]
+    site.redirect = value if name == "Location" else ""
+    address = site.url.replace("/files/", "/moved/") if site.redirect else site.url
+    try:
+        found = download(address, tmp_path, options(attempts=3))
+    except Exception as error:
+        assert type(error) is ModelError and str(error).isprintable()
+    else:
+        assert found.file.read_bytes() in (site.data, site.data[:MIB])
