@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from cli import bench, captions, chat, convert, doctor, evaluate, generate, keys, mlperf, models, quantize, serve, tune
 from cli.arguments import CommandFailed, UsageError
+from contract.printable import printable_lines
 from core.threads import uninterruptible
 
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except KeyboardInterrupt as error:
-        print(f"stopped: {error}" if str(error) else "stopped", file=sys.stderr)
+        print(f"stopped: {printable_lines(str(error))}" if str(error) else "stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has closed it: print nothing, and fail no flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -44,10 +45,10 @@ def _run(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options) or 0)
     except (UsageError, SettingsError) as error:
-        print(f"diptych: {error}", file=sys.stderr)
+        print(f"diptych: {printable_lines(str(error))}", file=sys.stderr)
         return 2
     except CommandFailed as error:
-        print(f"diptych: {error}", file=sys.stderr)
+        print(f"diptych: {printable_lines(str(error))}", file=sys.stderr)
         return 1
 
 

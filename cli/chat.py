@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.arguments import CommandFailed, Commands, UsageError, read_settings
 from contract.precision import PRECISIONS
+from contract.printable import printable_lines
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -71,7 +72,7 @@ def _talk(options: argparse.Namespace, reply: Reply) -> None:
         messages.append({"role": "user", "content": text})
         said = ""
         for piece in reply(messages):
-            print(piece, end="", flush=True)
+            print(printable_lines(piece), end="", flush=True)
             said += piece
         print()
         messages.append({"role": "assistant", "content": said})

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import Commands, read_settings
 from contract.precision import is_quantized
+from contract.printable import printable_lines
 from core.extras import pip_install
 from core.threads import compute_threads, cores
 
@@ -55,7 +56,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for look in (_python, _machine, _model, _disk, _redis, _artifacts, _port, _access):
         for finding in _safely(look, settings):
             ill |= finding.state == "ill"
-            print(f"{marks[finding.state]} {finding.what}: {finding.says}", flush=True)
+            print(f"{marks[finding.state]} {finding.what}: {printable_lines(finding.says)}", flush=True)
     return 1 if ill else 0
 
 

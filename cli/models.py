@@ -11,6 +11,7 @@ from cli import quantize
 from cli.arguments import CommandFailed, Commands, StartupProgress, UsageError, model_errors, read_settings
 from cli.convert import add_checkpoint, checkpoint_options
 from contract.precision import SCHEMES
+from contract.printable import printable
 
 _ANSWER_S = 10.0
 _GIB = 2**30
@@ -69,7 +70,7 @@ def _models(options: argparse.Namespace) -> int:
         state = "" if card["live"] else "  (not live)"
         size = card["native_size"] if card["modality"] == "image" else f"{card['limits']['context']} tokens"
         what = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))
-        print(f"{model['id']}  {what}{state}")
+        print(printable(f"{model['id']}  {what}{state}"))
     return 0
 
 

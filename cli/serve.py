@@ -23,6 +23,7 @@ from cli.arguments import (
     model_errors,
     read_settings,
 )
+from contract.printable import printable_message
 from core.extras import pip_install
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _wait_for_redis(settings: Settings) -> None:
             except StoreError as error:
                 if str(error) != said:
                     said = str(error)
-                    print(f"diptych: DIPTYCH_REDIS_URL: {said}; trying until it does", file=sys.stderr, flush=True)
+                    why = printable_message(said)
+                    print(f"diptych: DIPTYCH_REDIS_URL: {why}; trying until it does", file=sys.stderr, flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

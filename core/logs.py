@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import json
 import logging
 import re
@@ -10,9 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from contract.printable import printable, printable_lines
+
 _JOB = contextvars.ContextVar("job", default="")
 _REQUEST = contextvars.ContextVar("request", default="")
-_MOST_CHARACTERS = 300  # of a text from outside
+_MOST_CHARACTERS = 20_000  # of a message
 _ID = re.compile(r"\bjob_[0-9a-f]{24}\b")
 
 
@@ -41,18 +44,11 @@ def current_request_id() -> str:
     return _REQUEST.get()
 
 
-def one_line(text: str) -> str:
-    """Text from outside for a log: its first line, cut, with everything escaped that is no printable character."""
-    line = next(iter(text.strip().splitlines()), "")
-    cut = line[:_MOST_CHARACTERS] + ("…" if len(line) > _MOST_CHARACTERS or len(line) < len(text.strip()) else "")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
-
-
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and where known job, request_id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
+        message = record.getMessage()[:_MOST_CHARACTERS]
         told = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
@@ -67,7 +63,9 @@ class JsonLines(logging.Formatter):
             told["request_id"] = _REQUEST.get()
         if record.exc_info:
             told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False)
+        text = json.dumps(told, ensure_ascii=False)
+        # A line is read as it was meant, and shown by any terminal: what is not printable is escaped as JSON has it.
+        return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 class TextLines(logging.Formatter):
@@ -78,7 +76,10 @@ class TextLines(logging.Formatter):
         self._inner = inner or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self._inner.format(record)
+        safe = copy.copy(record)
+        safe.msg, safe.args = printable_lines(record.getMessage(), _MOST_CHARACTERS), None
+        text = self._inner.format(safe)
+        text = text if text.isprintable() else "".join(c if c in "\n\t" else printable(c) for c in text)
         if not _REQUEST.get():
             return text
         first, newline, rest = text.partition("\n")  # a message may be followed by a traceback

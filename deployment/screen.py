@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from contract.printable import printable_lines
+
 
 class StatusDisplay:
     """Lines and the spinner go to stderr; results, for other programs, to stdout. Used from one thread."""
@@ -60,12 +62,12 @@ class StatusDisplay:
     def result(self, text: str) -> None:
         """Print to stdout."""
         with contextlib.suppress(OSError, ValueError):  # closed
-            print(text, flush=True)
+            print(printable_lines(text), flush=True)
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(_plain(text), style=style or None, soft_wrap=True, highlight=False)
 
 
 def _plain(text: str) -> Text:
-    """Text from elsewhere, with markup escaped."""
-    return Text(text)
+    """Text from elsewhere, with markup and control characters escaped."""
+    return Text(printable_lines(text))

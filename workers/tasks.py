@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import Invalid
+from contract.printable import printable_message
 from core import traces
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
@@ -20,7 +21,7 @@ from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
-from core.logs import job_context, one_line, request_context
+from core.logs import job_context, request_context
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.checker import UnsafeImage
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from workers.handlers import JobHandler
 
 log = logging.getLogger(__name__)
+
+_MOST_LOGGED = 300  # characters of an error, which may repeat what a client sent
 
 
 class WorkerTasks:
@@ -205,12 +208,13 @@ class WorkerTasks:
                 # The engine cannot be trusted any more: the process exits, and the lease expires.
                 return "lost"
             case Invalid():
-                log.warning("job %s was rejected: %s", id, one_line(str(made)))
+                log.warning("job %s was rejected: %s", id, printable_message(str(made), _MOST_LOGGED))
                 self._patiently(lambda: store.refuse(id, attempt, made))
                 return "failed"
             case _:
                 code, message = _told(made)
-                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, one_line(str(made)))
+                reason = printable_message(str(made), _MOST_LOGGED)
+                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, reason)
                 self._patiently(lambda: store.fail(id, attempt, code, message))
                 return "failed"
 
@@ -239,6 +243,7 @@ def _told(error: Exception) -> tuple[str, str]:
         case OutOfMemory():
             return "out_of_memory", "the device has too little memory for this job"
         case ArtifactError():
-            return "artifact_error", f"an artifact could not be kept or read: {one_line(str(error))}"
+            reason = printable_message(str(error), _MOST_LOGGED)
+            return "artifact_error", f"an artifact could not be kept or read: {reason}"
         case _:
             return "engine_error", f"the engine failed at this job ({type(error).__name__})"

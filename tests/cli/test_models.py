@@ -107,3 +107,59 @@ def test_what_cannot_be_added_is_named(shell: Shell, store: str, arguments: tupl
     said = shell("models", "add", *arguments, "--base", "base")
     assert said.code == 2 and told in said.err and said.out == ""
     assert "added" not in shell("models").out
+
+
+def _file(header: bytes, data: bytes = b"") -> bytes:
+    return b"HTTP/1.0 200 OK\r\nContent-Type: x/y\r\n\r\n" + len(header).to_bytes(8, "little") + header + data
+
+
+def _keyed(key: str) -> bytes:
+    return _file(json.dumps({key: {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode())
+
+
+_FORGED = "\x1b]0;mine\x07\x9b31m\u202e\x85 first\u2028\nsha256 " + 64 * "0" + "\r"
+_OUTSIDE = {
+    "a first key": _keyed(_FORGED),
+    "a key that tells": _keyed(f"lora_unet_{_FORGED}"),
+    "a long key": _keyed("x" * 200_000),
+    "a key as long as is read": _keyed("\x1b" * 512),
+    "an HTTP reason": b"HTTP/1.0 404 Not\x1b[31m\x9b\x85 Found " + b"x" * 50_000 + b"\r\n\r\n",
+    "a type": _file(b'{"a":{"dtype":"\\u001b[31m","shape":[Infinity],"data_offsets":[0,0]}}'),
+    "a shape": _file(b'{"a":{"dtype":"F16","shape":[Infinity],"data_offsets":[0,0]}}'),
+    "a length": b"HTTP/1.0 200 OK\r\nContent-Length: \xb2\r\n\r\n<html>",
+    "a name": b'HTTP/1.0 200 OK\r\nContent-Disposition: attachment; filename="\x1b[31m"\r\n\r\n<html>',
+    "an address": b"HTTP/1.0 302 Found\r\nLocation: http://[\x1b[31m/\r\n\r\n",
+    "a large header": b"HTTP/1.0 200 OK\r\n\r\n" + (90_000_000).to_bytes(8, "little") + b"{" + b"[]," * 10_000,
+}
+
+
+@pytest.mark.parametrize("kind", _OUTSIDE)
+def test_what_a_server_sends_is_one_line_that_moves_no_cursor(
+    kind: str, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_MODELS_DIR", str(shell.folder / "store"))
+
+    class Page(Handler):
+        def respond(self) -> None:
+            self.wfile.write(_OUTSIDE[kind])
+            self.close_connection = True
+
+    with LocalServer(Page) as server:
+        said = shell("models", "add", f"{server.url}/x.safetensors", "--base", "base")
+    assert said.code == 2 and said.out == ""
+    lines = said.err.split("\n")
+    assert all(line.isprintable() and len(line) < 3000 for line in lines)
+    assert sum(line.startswith("diptych: model: ") for line in lines) == 1
+    assert not any(line.startswith("sha256") for line in lines)
+
+
+def test_what_a_service_says_of_its_models_moves_no_cursor(shell: Shell) -> None:
+    card = {"live": True, "modality": "image", "native_size": "1\n\x1b[31m", "precision": "\x9b", "device": "\u202e"}
+
+    class Page(Handler):
+        def respond(self) -> None:
+            self.answer(200, json.dumps({"data": [{"id": _FORGED, "diptych": card}]}).encode())
+
+    with LocalServer(Page) as server:
+        said = shell("models", "--url", server.url)
+    assert said.code == 0 and said.out.count("\n") == 1 and said.out.rstrip("\n").isprintable()

@@ -7,7 +7,9 @@ import json
 import logging
 import threading
 
-from core.logs import JsonLines, job_context, one_line
+import pytest
+
+from core.logs import JsonLines, TextLines, job_context
 
 
 def test_lines() -> None:
@@ -35,8 +37,22 @@ def test_lines() -> None:
     assert lines[4]["error"].endswith("ValueError: why")
 
 
-def test_text_from_outside_is_one_line_cut_and_escaped() -> None:
-    text = one_line("a\x1b[31m\u202e" + "b" * 1000 + "\nsecond")
-    assert text.startswith("a\\x1b[31m\\u202ebb") and text.endswith("…") and len(text) < 330
-    assert text.isprintable() and "second" not in text
-    assert one_line(" plain text ") == "plain text" and one_line("") == ""
+@pytest.mark.parametrize("formatter", [JsonLines(), TextLines(logging.Formatter("%(message)s"))], ids=["json", "text"])
+def test_text_of_others_moves_no_cursor_and_has_an_end(formatter: logging.Formatter) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    log = logging.Logger("workers.tasks")
+    log.addHandler(handler)
+    bad = "\x1b[2J\x9b31m\u202e\u2028\x85ä\ud800"
+    try:
+        raise ValueError(bad)
+    except ValueError:
+        log.exception("a file says %s", bad)
+    log.warning("%s", "x" * 1_000_000)
+    lines = stream.getvalue().split("\n")
+    assert all(line.isprintable() for line in lines) and max(map(len, lines)) < 50_000
+    if isinstance(formatter, JsonLines):
+        assert json.loads(lines[0])["message"] == f"a file says {bad}"
+    else:
+        assert lines[0] == r"a file says \x1b[2J\x9b31m\u202e\u2028\x85ä\ud800"

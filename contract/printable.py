@@ -1,0 +1,28 @@
+"""Makes text of others, such as names in files and answers of servers, fit for a terminal or a log.
+
+Escaped, as in Python, is whatever is not printable: controls and escape sequences, ends of lines and paragraphs, marks
+that reverse the direction of writing, and half surrogates.
+"""
+
+from __future__ import annotations
+
+
+def printable(text: str, most: int = 200) -> str:
+    """The text on one line, cut after so many characters."""
+    cut = text if len(text) <= most else f"{text[:most]}…"
+    return cut if cut.isprintable() else "".join(map(_escaped, cut))
+
+
+def printable_message(text: str, most: int = 2_000) -> str:
+    """A message, in which names of others may occur, on one line: ends of lines become spaces."""
+    return printable(text if text.isprintable() else " ".join(text.split()), most)
+
+
+def printable_lines(text: str, most: int = 20_000) -> str:
+    """A text of several lines, which keep their ends and tabulators."""
+    cut = text if len(text) <= most else f"{text[:most]}…"
+    return cut if cut.isprintable() else "".join(c if c in "\n\t" else _escaped(c) for c in cut)
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
