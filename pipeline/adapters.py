@@ -83,7 +83,7 @@ class AdapterCache:
         `pack` packs the denoiser's as soon as a file is read; without it, the factors are moved to the model's device.
         """
         self.folder = folder.expanduser()
-        self.cache = PinnedCache("lora", capacity_bytes, self._read, at_once=_LOADS)
+        self.cache = PinnedCache("lora", capacity_bytes, self._read, check=self._check_header, at_once=_LOADS)
         self._model = model
         self._pack = pack
 
@@ -134,6 +134,14 @@ class AdapterCache:
     def _too_large(self, named: str, needed: int) -> ModelError:
         room = self.cache.capacity_bytes
         return ModelError(f"lora {named}: needs {needed} bytes, and there is room for {room} (DIPTYCH_LORA_MIB)")
+
+    def _check_header(self, name: str) -> None:
+        try:
+            weight_files.check_header(self.folder / f"{name}{weight_files.SUFFIX}")
+        except ValueError as error:
+            raise ModelError(f"lora {name}: does not fit (it {error})") from error
+        except OSError as error:
+            raise ModelError(f"lora {name}: cannot be read ({error.strerror})") from error
 
     def _read(self, name: str) -> ReadFile[_Content]:
         try:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from contract.printable import printable
+from pipeline import safetensors_header
 from pipeline.folder import ModelError
+from pipeline.safetensors_header import MOST_BYTES
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 TEXT, TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
 CONV_IN = f"{UNET}input_blocks.0.0.weight"
 INPAINTING_CHANNELS = 9  # latents, mask and the masked image's latents
-MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
 _BESIDE = "not a checkpoint; put it into a folder and name that with"
 _LORA = f"is a LoRA, {_BESIDE} --lora-dir"
 # What other files are, by a pattern that a key has; the first that any key has decides.
@@ -58,7 +60,7 @@ class Header(NamedTuple):
 def header_bytes(start: bytes) -> int:
     """How many of a safetensors file's first bytes hold its header, by the first nine; 0 for another format."""
     length = int.from_bytes(start[:8], "little")
-    return 8 + length if start[8:9] == b"{" and length <= MOST_HEADER_BYTES else 0
+    return 8 + length if start[8:9] == b"{" and length <= MOST_BYTES else 0
 
 
 def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> Header:
@@ -69,35 +71,34 @@ def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> He
     """
     name = name or str(file)
     try:
-        size = file.stat().st_size if size_bytes is None else size_bytes
         with file.open("rb") as stream:
-            start = stream.read(512)
-            _check_format(name, start)
-            length = header_bytes(start)
-            stream.seek(8)
-            text = stream.read(length - 8)
+            _check_format(name, stream.read(512))
+        table = safetensors_header.read(file, size_bytes)
+        shapes = {key: entry.shape for key, entry in table.tensors.items()}
+        return Header(shapes, {key: entry.dtype for key, entry in table.tensors.items()}, table.metadata)
     except FileNotFoundError:
         raise ModelError(f"{name}: there is no such file") from None
     except OSError as error:
         raise ModelError(f"{name}: cannot be read ({error.strerror})") from error
-    if len(text) < length - 8:
-        raise ModelError(f"{name}: is no whole safetensors file: it is cut short within its header")
-    try:
-        told = json.loads(text)
-        metadata = {str(key): str(value) for key, value in told.pop("__metadata__", {}).items()}
-        shapes = {key: tuple(map(int, one["shape"])) for key, one in told.items()}
-        dtypes = {key: str(one["dtype"]) for key, one in told.items()}
-        ends = [int(one["data_offsets"][1]) for one in told.values()]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{name}: is no whole safetensors file: its header cannot be read") from error
-    if (whole := length + max(ends, default=0)) != size:
-        raise ModelError(f"{name}: is no whole safetensors file: it has {size} bytes of {whole}")
-    return Header(shapes, dtypes, metadata)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{name}: is no whole safetensors file: {error}") from error
+
+
+def read_headers(folder: Path) -> None:
+    """Read the headers of a folder's weight files ahead, as `PinnedCache` asks; what is wrong is found in its turn."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(ModelError):
+            read_header(file)
 
 
 def _check_format(name: str, start: bytes) -> None:
     if header_bytes(start):
         return
+    length = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and length < 2**40:
+        raise ModelError(f"{name}: its header has {length} bytes, and at most {MOST_BYTES} are read")
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80" or start[257:262] == b"ustar":
         why = "can run code when it is loaded; only safetensors files are read"
         raise ModelError(f"{name}: is a pickle, whatever its name ends in, and such a file {why}")
@@ -125,7 +126,7 @@ def check_checkpoint(name: str, header: Header) -> None:
     """Raise `ModelError` for anything but a whole SDXL checkpoint, saying what else it is and which key tells."""
     shapes = header.shapes
     if (other := sign_of(header, _OTHERS)) is not None:
-        raise ModelError(f"{name}: {other.kind} (it has {other.key})")
+        raise ModelError(f"{name}: {other.kind} (it has {printable(other.key)})")
     missing = [
         (sign, what)
         for sign, what in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
@@ -133,7 +134,7 @@ def check_checkpoint(name: str, header: Header) -> None:
     ]
     if missing:
         sign, what = missing[0]
-        first = min(shapes, default="no key at all")
+        first = printable(min(shapes, default="no key at all"))
         raise ModelError(
             f"{name}: {_alone(shapes)}it has no {what} (keys that begin with {sign}); its first key is {first}"
         )

@@ -103,7 +103,7 @@ class ControlFolder:
         weights that are packed are dropped, so that only `lower`'s lowering can use them.
         """
         self.folder = folder.expanduser()
-        self.cache: PinnedCache[Branch] = PinnedCache("control", capacity_bytes, self._read)
+        self.cache: PinnedCache[Branch] = PinnedCache("control", capacity_bytes, self._read, check=self._check_header)
         self._model = model
         self._lower = lower
         self._release = release
@@ -201,6 +201,9 @@ class ControlFolder:
         except OSError as error:
             raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
         return self.cache.find(name, stamp)
+
+    def _check_header(self, name: str) -> None:
+        control_file.check_headers(name, control_file.find(self.folder, name))
 
     def _read(self, name: str) -> ReadFile[Branch]:
         found = control_variant.read(name, control_file.find(self.folder, name), self._model)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.digests import digest_of
+from core.failures import translate_device_errors
 from pipeline import folder as folders
 from pipeline import weight_files
-from pipeline.checkpoint import Header, read_header, sign_of
+from pipeline.checkpoint import Header, read_header, read_headers, sign_of
 from pipeline.folder import ModelError, Part
 from pipeline.weight_files import PICKLE, PICKLES, SUFFIX, in_16_bits, is_file
 
@@ -75,10 +77,29 @@ def size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+def check_headers(name: str, path: Path) -> None:
+    """Read the headers of the weight files at a path that `find` returned. Raises `ModelError`, as `read`."""
+    if path.is_dir():
+        read_headers(path)
+        return
+    with _errors(name, path):
+        _check_kind(path.name, read_header(path, path.name))
+
+
 def read(name: str, path: Path, model: ImageModel, dtype: torch.dtype) -> ControlFile:
     """The network at a path that `find` returned, for this model, in this type. Raises `ModelError`, naming it."""
+    with _errors(name, path):
+        folder = path.is_dir()
+        return translate_device_errors(
+            lambda: _read_folder(path, dtype) if folder else _read_file(name, path, model, dtype)
+        )
+
+
+@contextmanager
+def _errors(name: str, path: Path) -> Iterator[None]:
+    """Context that turns all errors into `ModelError`, naming the control network."""
     try:
-        return _read_folder(path, dtype) if path.is_dir() else _read_file(name, path, model, dtype)
+        yield
     except ModelError as error:
         text = str(error).replace(str(path), path.name)
         raise ModelError(text if text.startswith("control ") else f"control {name}: {text}") from error

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from contract.printable import printable, printable_message
+from core.batching.runner import DeviceLost, OutOfMemory
 from core.digests import digest_of
+from pipeline import safetensors_header
 
 TINY_VAE = "vae-tiny"  # a part that a model's folder may have, whatever its family
 _STEMS = {"encoder": "model", "network": "diffusion_pytorch_model"}  # of weight files, as the two libraries name them
@@ -22,7 +25,23 @@ Fact = tuple[str, Any, Any]
 
 
 class ModelError(ValueError):
-    """A model that cannot be loaded. The message names the folder, the part and what is wrong with it."""
+    """A model that cannot be loaded. The message names the folder, the part and what is wrong with it.
+
+    It is one line: files, in which anything may stand, are quoted in it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable_message(message))
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the same files fail again: neither the operating system nor a lack of memory is the cause."""
+        cause: BaseException | None = self
+        while cause is not None:
+            if isinstance(cause, OSError | MemoryError | OutOfMemory | DeviceLost):
+                return False
+            cause = cause.__cause__
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +174,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, shortened."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """The first line of an error's message, shortened and printable."""
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
 
 
 def _check_index(folder: Path, parts: Mapping[str, Part], label: str) -> dict[str, Any]:
@@ -237,21 +256,19 @@ def _weight_files(where: Path, stem: str, variant: str | None) -> list[Path]:
 
 def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
     """Check a complete file of floats. `old_buffers`: older text encoders contain unused integer position ids."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(file, framework="np") as tensors:
-            names = list(tensors.keys())
-            dtypes = {name: tensors.get_slice(name).get_dtype() for name in names}
+        tensors = safetensors_header.read(file).tensors
     except FileNotFoundError:
         raise ModelError(f"{file.parent}: {file.name} is missing") from None
-    except (SafetensorError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ModelError(f"{file}: is damaged ({first_line(error)})") from error
-    if not names:
+    if not tensors:
         raise ModelError(f"{file}: holds no tensors")
-    wrong = next((name for name, dtype in dtypes.items() if dtype not in _DTYPES), None)
+    wrong = next((name for name, entry in tensors.items() if entry.dtype not in _DTYPES), None)
     if wrong is not None and not old_buffers:
-        raise ModelError(f"{file}: {wrong} is {dtypes[wrong]}; weights must be one of {', '.join(_DTYPES)}")
+        dtype = tensors[wrong].dtype
+        kinds = ", ".join(_DTYPES)
+        raise ModelError(f"{file}: {printable(wrong)} is {printable(dtype)}; weights must be one of {kinds}")
 
 
 def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from contract.errors import Invalid
 from contract.image_prompt import FIELD, ImagePrompt
 from pipeline import ip_adapter_file
+from pipeline.checkpoint import read_headers
 from pipeline.folder import ModelError
 from pipeline.sized_cache import SizedCache, stamp_of
 from pipeline.vision import VisionEncoder
@@ -173,11 +174,12 @@ class ImagePromptFolder:
             adapter, digest = self.cache.find(
                 ("adapter", file), stamp_of(file), lambda: ip_adapter_file.read(name, file, self._model, self._device),
                 lambda found: found.adapter.size_bytes,
+                lambda: ip_adapter_file.check_header(name, file, self._model),
             )  # fmt: skip
             where = ip_adapter_file.find_encoder(self.folder, name, file, adapter)
             encoder = self.cache.find(
                 ("encoder", where.resolve()), stamp_of(where), lambda: self._encoder(name, where),
-                lambda found: found.size_bytes,
+                lambda found: found.size_bytes, lambda: read_headers(where),
             )  # fmt: skip
         except ModelError as error:
             raise Invalid(f"{FIELD}.model", str(error).removeprefix("IP-Adapter ")) from error

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.digests import digest_of
+from core.failures import translate_device_errors
 from pipeline import folder as folders
 from pipeline import vision, weight_files
 from pipeline.checkpoint import Header, read_header, sign_of
@@ -111,13 +113,28 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def read(name: str, file: Path, model: ImageModel, device: torch.device) -> IPAdapterFile:
-    """The adapter in a file that `find` returned, for this model's UNet. Raises `ModelError`, naming it."""
-    try:
+def check_header(name: str, file: Path, model: ImageModel) -> Header:
+    """The header of a file that `find` returned, which fits this model's UNet. Raises `ModelError`, naming it."""
+    with _errors(name):
         header = read_header(file, file.name)
         _check_kind(file.name, header)
         _check_shapes(file.name, header, model.denoiser)
-        return IPAdapterFile(_load(file, header, device), digest_of(file.parent, [file]))
+        return header
+
+
+def read(name: str, file: Path, model: ImageModel, device: torch.device) -> IPAdapterFile:
+    """The adapter in a file that `find` returned, for this model's UNet. Raises `ModelError`, naming it."""
+    header = check_header(name, file, model)
+    with _errors(name):
+        adapter = translate_device_errors(lambda: _load(file, header, device))
+        return IPAdapterFile(adapter, digest_of(file.parent, [file]))
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """Context that turns all errors into `ModelError`, naming the adapter."""
+    try:
+        yield
     except ModelError as error:
         raise ModelError(f"IP-Adapter {name}: {error}") from error
     except OSError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core import transfers
+from core.failures import translate_device_errors
 from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline import lycoris, weight_files
@@ -56,11 +57,14 @@ def read(
     elements. Raises `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit
     these parts.
     """
-    try:
+
+    def factors_of_file() -> dict[tuple[str, str], LowRank]:
         state, config = _read(data)
-        state = lycoris.as_pairs(state, most)
-        state, alphas = adapters.to_diffusers(state, parts)
-        factors = dict(_factors(state, alphas, config, parts, adapters))
+        state, alphas = adapters.to_diffusers(lycoris.as_pairs(state, most), parts)
+        return dict(_factors(state, alphas, config, parts, adapters))
+
+    try:
+        factors = translate_device_errors(factors_of_file)
         if not factors:
             raise ValueError(f"nothing in it is for {adapters.models}")
     except Exception as error:  # of several libraries: it does not fit
@@ -118,8 +122,11 @@ def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for mark, kind in _UNKNOWN.items():
             if mark in f"{key}.":
                 raise ValueError(f"{_shown(key)} is {kind}, which is not supported")
-    config = (weight_files.header(data)[0].get("__metadata__") or {}).get(LORA_ADAPTER_METADATA_KEY)
-    return state, json.loads(config) if config else {}
+    config = weight_files.table_of(data)[0].text(LORA_ADAPTER_METADATA_KEY)
+    found = json.loads(config) if config else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"its metadata's {LORA_ADAPTER_METADATA_KEY} is no object")
+    return state, found
 
 
 def _factors(
@@ -141,12 +148,13 @@ def _factors(
                 raise ValueError(f"{_shown(key)} in the {part} is nothing that is known")
             pairs.setdefault(found[1], {})[found[2]] = f"{part}.{own}"
         own_config = {key.removeprefix(f"{part}."): v for key, v in config.items() if key.startswith(f"{part}.")}
+        patterns = _alpha_patterns(own_config)
         for layer, pair in pairs.items():
             if pair.keys() != {"A", "B"}:
                 raise ValueError(f"{_shown(layer)} in the {part} has one of its two matrices")
             known, module = _layer(part, parts[part], layer)
             down, up = _fitted(known, module, state[pair["A"]], state[pair["B"]])
-            scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config)
+            scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config, patterns)
             if not math.isfinite(scale):
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
             yield (part, known), LowRank(down, up, scale)
@@ -205,23 +213,34 @@ def _alpha(alphas: Mapping[str, float], down: str) -> float | None:
     return None
 
 
-def _scale(layer: str, rank: int, alpha: float | None, config: Mapping[str, Any]) -> float:
-    """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig."""
+def _alpha_patterns(config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
+    """peft's alphas by the ends of layers' names that they are for, each with its place: the first that fits counts."""
+    patterns: dict[str, tuple[int, Any]] = {}
+    for place, (pattern, alpha) in enumerate((config.get("alpha_pattern") or {}).items()):
+        plain = pattern.removeprefix("^").removesuffix("$").partition(".lora_")[0]
+        patterns.setdefault(plain, (place, alpha))
+    return patterns
+
+
+def _pattern_alpha(patterns: Mapping[str, tuple[int, Any]], layer: str, default: Any) -> Any:
+    """The alpha of the first pattern that is the layer's name, or its last words, between dots."""
+    words = layer.split(".")
+    ends = (".".join(words[start:]) for start in range(len(words)))
+    found = [patterns[end] for end in ends if end in patterns]
+    return min(found, key=lambda pattern: pattern[0])[1] if found else default
+
+
+def _scale(
+    layer: str, rank: int, alpha: float | None, config: Mapping[str, Any], patterns: Mapping[str, tuple[int, Any]]
+) -> float:
+    """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig, with its `_alpha_patterns`."""
     root = False
     if config:
         if config.get("use_dora"):
             raise ValueError("it is DoRA, which is not supported")
         root = bool(config.get("use_rslora"))
-        alpha = next(
-            (value for key, value in (config.get("alpha_pattern") or {}).items() if _names(key, layer)),
-            config.get("lora_alpha", alpha),
-        )
+        alpha = _pattern_alpha(patterns, layer, config.get("lora_alpha", alpha))
     return 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if root else rank)
-
-
-def _names(pattern: str, layer: str) -> bool:
-    plain = pattern.removeprefix("^").removesuffix("$").partition(".lora_")[0]
-    return layer == plain or layer.endswith(f".{plain}")
 
 
 def _shown(text: str) -> str:

@@ -13,6 +13,7 @@ from core.threads import lower_priority
 from pipeline.folder import ModelError
 
 T = TypeVar("T")
+_MOST_FAILURES = 1_000  # files that cannot be used, and are remembered
 
 
 class ReadFile(NamedTuple, Generic[T]):
@@ -37,16 +38,33 @@ class PinnedFile(Generic[T]):
 
 
 class PinnedCache(Generic[T]):
-    """Thread-safe. Files are read by threads of low priority, so that iterations of other requests go on."""
+    """Thread-safe. Files are read by threads of low priority, so that iterations of other requests go on.
 
-    def __init__(self, what: str, capacity_bytes: int, read: Callable[[str], ReadFile[T]], *, at_once: int = 1) -> None:
+    One that cannot be used is not read again until it changes.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        capacity_bytes: int,
+        read: Callable[[str], ReadFile[T]],
+        *,
+        check: Callable[[str], None] = lambda name: None,
+        at_once: int = 1,
+    ) -> None:
         """`what` the files are begins messages. `capacity_bytes` limits all contents, including those in use: one that
-        is larger is not kept. `read` reads a name, and raises `ModelError`; so many are read `at_once`.
+        is larger is not kept. `check` reads a name's header, and `read` its content; both raise `ModelError`. So many
+        are read `at_once`.
+
+        `check` runs at normal priority: where Python itself is busy all threads wait for it, also while processes that
+        go before it keep it from running.
         """
         self.capacity_bytes = capacity_bytes
         self.reads = 0
         self._what = what
+        self._check = check
         self._read = read
+        self._failures: OrderedDict[str, tuple[Hashable, str]] = OrderedDict()  # by name: stamp and message
         self._files: OrderedDict[str, PinnedFile[T]] = OrderedDict()
         self._loads: dict[tuple[str, Hashable], Future[PinnedFile[T]]] = {}  # under way
         self._awaited: list[PinnedFile[T]] = []  # of the request that is admitted next
@@ -61,6 +79,8 @@ class PinnedCache(Generic[T]):
             if known is not None and known.stamp == stamp and (known.content is not None or self._is_too_large(known)):
                 self._files.move_to_end(name)
                 return known
+            if (failure := self._failures.get(name)) is not None and failure[0] == stamp:
+                raise ModelError(failure[1])
             load = self._load(name, stamp)
         return load.result()
 
@@ -128,22 +148,27 @@ class PinnedCache(Generic[T]):
         return self._loads[key]
 
     def _run(self, key: tuple[str, Hashable], load: Future[PinnedFile[T]]) -> None:
-        lower_priority("reading weight files", idle=True)
         name, stamp = key
         try:
             with self._places:
                 self.reads += 1
+                self._check(name)
+                lower_priority("reading weight files", idle=True)
                 read = self._read(name)
             with self._lock:
                 made, evicted = self._keep(name, stamp, read)
             del evicted  # not under the lock, which the engine's thread waits for
         except BaseException as error:
+            failure = error if isinstance(error, ModelError) else ModelError(f"{self._what} {name}: {error}")
             with self._lock:
                 del self._loads[key]
+                if failure is error and failure.lasting:
+                    self._failures[name] = stamp, str(failure)
+                    self._failures.move_to_end(name)
+                    if len(self._failures) > _MOST_FAILURES:
+                        self._failures.popitem(last=False)
                 if (known := self._files.get(name)) is not None and known.content is None:
-                    known.error = (
-                        error if isinstance(error, ModelError) else ModelError(f"{self._what} {name}: {error}")
-                    )
+                    known.error = ModelError(str(failure))  # without a traceback, which would keep what was read
             load.set_exception(error)
         else:
             load.set_result(made)

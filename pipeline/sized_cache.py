@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from core.threads import lower_priority
+from pipeline.folder import ModelError
 
 T = TypeVar("T")
+_MOST_FAILURES = 1_000  # files that cannot be used, and are remembered
 
 
 class _Kept(NamedTuple):
@@ -28,13 +30,23 @@ class SizedCache:
         self.capacity = capacity
         self.reads = 0
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._failures: OrderedDict[Hashable, tuple[Hashable, str]] = OrderedDict()  # stamps and messages
         self._lock = threading.Lock()
         self._reading = threading.Lock()
 
-    def find(self, key: Hashable, stamp: Hashable, read: Callable[[], T], size_of: Callable[[T], int]) -> T:
-        """The content of this key, read if it is not kept or has another `stamp`. Raises as `read`.
+    def find(
+        self,
+        key: Hashable,
+        stamp: Hashable,
+        read: Callable[[], T],
+        size_of: Callable[[T], int],
+        check: Callable[[], object] = lambda: None,
+    ) -> T:
+        """The content of this key, read if it is not kept or has another `stamp`. Raises as `check` and `read`.
 
-        Others are evicted as far as needed; one that is larger than the budget is returned, and not kept.
+        Others are evicted as far as needed; one that is larger than the budget is returned, and not kept. One that
+        cannot be used is not read again until its stamp changes. `check` reads a header, at normal priority, as
+        `PinnedCache` says.
         """
         if (known := self._known(key, stamp)) is not None:
             return known.content  # type: ignore[no-any-return]
@@ -42,9 +54,19 @@ class SizedCache:
             if (known := self._known(key, stamp)) is not None:
                 return known.content  # type: ignore[no-any-return]
             self.reads += 1
-            # In a thread that ends: OpenMP keeps a team of threads for every thread that ever computed.
-            with ThreadPoolExecutor(1, "read", partial(lower_priority, idle=True), ("reading weight files",)) as thread:
-                content = thread.submit(read).result()
+            try:
+                check()
+                # In a thread that ends: OpenMP keeps a team of threads for every thread that ever computed.
+                begin = partial(lower_priority, idle=True), ("reading weight files",)
+                with ThreadPoolExecutor(1, "read", *begin) as thread:
+                    content = thread.submit(read).result()
+            except ModelError as error:
+                if error.lasting:
+                    with self._lock:
+                        self._failures[key] = stamp, str(error)
+                        if len(self._failures) > _MOST_FAILURES:
+                            self._failures.popitem(last=False)
+                raise
             with self._lock:
                 self._kept.pop(key, None)
                 if (size := size_of(content)) <= self.capacity:
@@ -55,6 +77,8 @@ class SizedCache:
 
     def _known(self, key: Hashable, stamp: Hashable) -> _Kept | None:
         with self._lock:
+            if (failure := self._failures.get(key)) is not None and failure[0] == stamp:
+                raise ModelError(failure[1])
             known = self._kept.get(key)
             if known is None or known.stamp != stamp:
                 return None

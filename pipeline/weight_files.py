@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from contract.loras import is_name
-from pipeline.checkpoint import MOST_HEADER_BYTES
+from pipeline import safetensors_header
 from pipeline.folder import ModelError, first_line
+from pipeline.safetensors_header import TensorTable
 from pipeline.sized_cache import SizedCache
 
 if TYPE_CHECKING:
@@ -51,24 +51,33 @@ def tensors(data: bytes) -> dict[str, Tensor]:
     """
     try:
         return {name: in_16_bits(tensor) for name, tensor in _views(data).items()}
+    except MemoryError:
+        raise
     except Exception as error:  # also of torch: damaged, or of another kind
-        if data[:1] == b"\x80" or data[:2] == b"PK":  # pickle's own files, and torch's
-            raise ValueError(PICKLE) from error
-        raise ValueError(f"is damaged or cut short ({first_line(error)[:200]})") from error
+        raise ValueError(_damage(data[:2], error)) from error
 
 
-def header(data: bytes) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, by names of tensors and `__metadata__`, and where its tensors begin.
+def check_header(path: Path) -> None:
+    """Read a file's header, without its tensors. Raises OSError, and ValueError as `tensors`."""
+    try:
+        safetensors_header.read(path)
+    except ValueError as error:
+        with path.open("rb") as stream:
+            raise ValueError(_damage(stream.read(2), error)) from error
 
-    Raises ValueError for a file without one.
-    """
-    start = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < start <= min(len(data), MOST_HEADER_BYTES):
-        raise ValueError("it has no header")
-    found = json.loads(data[8:start])
-    if not isinstance(found, dict):
-        raise ValueError("its header is no object")
-    return found, start
+
+def _damage(start: bytes, error: Exception) -> str:
+    if start[:1] == b"\x80" or start[:2] == b"PK":  # pickle's own files, and torch's
+        return PICKLE
+    return f"is damaged or cut short ({first_line(error)[:200]})"
+
+
+def table_of(data: bytes) -> tuple[TensorTable, int]:
+    """The header of a safetensors file, and where its tensors begin. Raises ValueError for a file without one."""
+    end = safetensors_header.header_end(data[:8])
+    if end > len(data):
+        raise ValueError("it is cut short within its header")
+    return safetensors_header.parse(data[8:end]), end
 
 
 def _views(data: bytes) -> dict[str, Tensor]:
@@ -81,23 +90,20 @@ def _views(data: bytes) -> dict[str, Tensor]:
         "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
         "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     }  # fmt: skip
-    found, start = header(data)
-    found.pop("__metadata__", None)
+    table, start = table_of(data)
+    if len(data) - start != table.size_bytes:
+        raise ValueError(f"it has {len(data) - start} bytes of tensors, and {table.size_bytes} are in its header")
     made: dict[str, Tensor] = {}
-    buffer, at = np.frombuffer(data, np.uint8, offset=start).copy(), 0
-    for name, about in sorted(found.items(), key=lambda one: one[1]["data_offsets"]):
-        dtype, shape, (begin, end) = types[about["dtype"]], about["shape"], about["data_offsets"]
-        count = math.prod(shape)
-        if begin != at or end - begin != count * dtype.itemsize or min(shape, default=0) < 0:
-            raise ValueError(f"{name[:100]!a} lies at {begin} to {end}")
+    buffer = np.frombuffer(data, np.uint8, offset=start).copy()
+    for name, entry in table.tensors.items():
+        if entry.dtype not in types:
+            raise ValueError(f"{name[:100]!a} is of type {entry.dtype[:20]!a}")
+        dtype, shape, count = types[entry.dtype], entry.shape, math.prod(entry.shape)
         made[name] = (
-            torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin).view(shape)
+            torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.begin).view(shape)
             if count
             else torch.empty(shape, dtype=dtype)
         )
-        at = end
-    if at != len(buffer):
-        raise ValueError(f"it has {len(buffer)} bytes of tensors, and {at} are in its header")
     return made
 
 
@@ -129,7 +135,17 @@ class WeightFiles(Generic[T]):
             stamp = self._stamp(name, path)
         except ValueError as error:
             raise ModelError(f"{self._what} {name}: {error}") from None
-        return self._cache.find(name, stamp, lambda: self._read(name, path), lambda content: 1)
+        return self._cache.find(
+            name, stamp, lambda: self._read(name, path), lambda content: 1, lambda: self._check(name, path)
+        )
+
+    def _check(self, name: str, path: Path) -> None:
+        try:
+            check_header(path)
+        except ValueError as error:
+            raise ModelError(f"{self._what} {name}: {path.name} {error}") from error
+        except OSError as error:
+            raise ModelError(f"{self._what} {name}: {path.name} cannot be read ({error.strerror})") from error
 
     def _stamp(self, name: str, path: Path) -> tuple[int, ...]:
         """What changes with the file. Raises ValueError for what cannot be read as one."""

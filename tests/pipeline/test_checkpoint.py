@@ -145,8 +145,8 @@ def test_pickles_are_known_by_their_content_and_safetensors_by_theirs(tmp_path: 
         (b"<!DOCTYPE html><p>Log in", "is a web page"),
         (b"\xff" * 8 + b"{", "no whole safetensors file"),
         ((100).to_bytes(8, "little") + b'{"a":', "cut short within its header"),
-        ((2).to_bytes(8, "little") + b"{]", "header cannot be read"),
-        ((8).to_bytes(8, "little") + b'{"a": 1}', "header cannot be read"),
+        ((2).to_bytes(8, "little") + b"{]", "of its header is no name"),
+        ((8).to_bytes(8, "little") + b'{"a": 1}', "its header has no type, shape and place"),
     ],
 )
 def test_what_is_no_such_file_is_said(data: bytes, told: str, tmp_path: Path) -> None:

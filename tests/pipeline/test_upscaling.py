@@ -180,7 +180,7 @@ def test_admission_reads_no_file(tmp_path: Path) -> None:
     [
         (wanted("gone"), "^upscale: upscaler gone: there is no gone.safetensors in the folder of upscalers"),
         (wanted("old"), "^upscale: upscaler old: old.pth is a pickle"),
-        (wanted("bad"), "^upscale: upscaler bad: is damaged"),
+        (wanted("bad"), "^upscale: upscaler bad: bad.safetensors is damaged"),
         (wanted("dir"), "^upscale: upscaler dir: dir.safetensors is no file"),
         (wanted("net", 4.5), "^upscale.scale: must be at most 4, the factor of net"),
         (wanted("../net"), r"^upscale.model: must be a name"),

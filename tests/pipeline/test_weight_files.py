@@ -82,7 +82,7 @@ def test_what_is_wrong_is_told(data: bytes, said: str) -> None:
 
 def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:
     for name in ("kept", "slow"):
-        (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
+        (tmp_path / f"{name}.safetensors").write_bytes(save({}, {"name": name}))
     begun, go_on, reads = threading.Event(), threading.Event(), list[str]()
 
     def read(name: str, path: Path) -> bytes:
@@ -93,7 +93,8 @@ def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None
         return path.read_bytes()
 
     files = WeightFiles(tmp_path, what="file", missing="no {}", most_bytes=2**20, kept=2, read=read)
-    assert files.find("kept") == b"kept"
+    kept, slow = (save({}, {"name": name}) for name in ("kept", "slow"))
+    assert files.find("kept") == kept
     threads = [threading.Thread(target=files.find, args=("slow",), daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -102,8 +103,8 @@ def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None
     third = threading.Thread(target=lambda: found.append(files.find("kept")), daemon=True)
     third.start()
     third.join(60)
-    assert found == [b"kept"]
+    assert found == [kept]
     go_on.set()
     for thread in threads:
         thread.join(60)
-    assert files.find("slow") == b"slow" and reads == ["kept", "slow"]
+    assert files.find("slow") == slow and reads == ["kept", "slow"]
