@@ -19,6 +19,8 @@ from pipeline.folder import ModelError
 from pipeline.weight_files import tensors
 
 _COLOURS = 3
+_MOST_CHANNELS = 256  # of a network's filters and growth; published ones have 64 and 32
+_MOST_BLOCKS = 64  # published ones have up to 40
 _SLOPE = 0.2  # of the leaky ReLU; also what a residual is multiplied by
 _CONVS, _BLOCKS = 5, 3  # convolutions of a dense block, dense blocks of an RRDB
 _WRAPPERS = ("params_ema.", "params.", "module.")  # before every key, as training frameworks save them
@@ -81,6 +83,17 @@ class Shape(NamedTuple):
     def factor(self) -> int:
         """How many times wider and higher its result is."""
         return int(2**self.doublings // self.unshuffle)
+
+    def forward_bytes(self, side: int, item_bytes: int) -> int:
+        """The most that a forward holds at once of a square of this side, in items of so many bytes.
+
+        That is a dense block, which keeps the outputs of its convolutions beside their concatenation, or the last
+        convolutions: their input, its output, and its activation.
+        """
+        inner = -(-side // self.unshuffle)
+        dense = 2 * (self.filters + (_CONVS - 1) * self.growth) + 4 * self.filters
+        last = 3 * self.filters * 4**self.doublings
+        return item_bytes * inner**2 * (2 * _COLOURS * self.unshuffle**2 + max(dense, last))
 
 
 class RRDBNet(nn.Module):
@@ -192,6 +205,9 @@ def _shape(found: Mapping[str, tuple[str, Tensor]]) -> Shape:
     blocks = {int(name.split(".")[1]) for name in found if name.startswith("body.")}
     doublings = sum(re.fullmatch(r"conv_up\d\.weight", name) is not None for name in found)
     shape = Shape(filters, growing.shape[0], len(blocks), doublings, unshuffle)
+    if max(filters, shape.growth) > _MOST_CHANNELS or shape.blocks > _MOST_BLOCKS:
+        given = f"{filters} filters, {shape.growth} more in each layer and {shape.blocks} blocks"
+        raise ValueError(f"it has {given}; at most {_MOST_CHANNELS}, {_MOST_CHANNELS} and {_MOST_BLOCKS} are supported")
     if not 1 <= 2**doublings / unshuffle <= MAX_SCALE:
         raise ValueError(f"{found['conv_first.weight'][0]}: it enlarges {2**doublings / unshuffle:g} times")
     return shape

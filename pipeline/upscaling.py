@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import esrgan
-from pipeline.esrgan import RRDBNet
+from pipeline.esrgan import RRDBNet, Shape
 from pipeline.folder import ModelError
 from pipeline.vae import to_host
 from pipeline.weight_files import WeightFiles, offered
@@ -26,6 +26,9 @@ _KEPT = 4  # networks in memory
 _TILES = {"cpu": 128}  # the side of a tile in pixels: one is an iteration, and others wait for it
 _TILE = 512
 _MARGIN = 16  # pixels around a tile that the network sees too
+_SMALLEST = 16
+_FORWARD_BYTES = {"cpu": 2**29}  # that a tile may take while it is computed: of large networks tiles are smaller
+_MOST_FORWARD_BYTES = 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,14 +87,19 @@ def _read(name: str, path: Path) -> Upscaler:
     return Upscaler(name, hashlib.sha256(data).hexdigest(), esrgan.read(name, data))
 
 
-def corners(width: int, height: int, device: torch.device) -> list[tuple[int, int]]:
-    """The upper left corner of each tile of a picture, (y, x)."""
-    side = _side(device)
+def corners(width: int, height: int, device: torch.device, side: int | None = None) -> list[tuple[int, int]]:
+    """The upper left corner of each tile of a picture, (y, x); `side`: of other tiles than the device's largest."""
+    side = _TILES.get(device.type, _TILE) if side is None else side
     return [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
 
 
-def _side(device: torch.device) -> int:
-    return _TILES.get(device.type, _TILE)
+def tile_side(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
+    """The side of a tile in pixels: the device's largest, halved until a forward of this network fits its budget."""
+    side = _TILES.get(device.type, _TILE)
+    budget = _FORWARD_BYTES.get(device.type, _MOST_FORWARD_BYTES)
+    while side > _SMALLEST and shape.forward_bytes(side + 2 * _MARGIN, dtype.itemsize) > budget:
+        side //= 2
+    return side
 
 
 @dataclass(slots=True, eq=False)
@@ -103,16 +111,18 @@ class Upscaling:
     device: torch.device
     dtype: torch.dtype
     done: int = 0
+    side: int = field(init=False)  # of a tile
     canvas: Tensor = field(init=False)  # uint8 [factor · H, factor · W, 3], on the CPU
 
     def __post_init__(self) -> None:
+        self.side = tile_side(self.upscaler.network.shape, self.device, self.dtype)
         factor, (height, width, _) = self.upscaler.factor, self.pixels.shape
         self.canvas = torch.empty(height * factor, width * factor, 3, dtype=torch.uint8)
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
         height, width, _ = self.pixels.shape
-        return corners(width, height, self.device)
+        return corners(width, height, self.device, self.side)
 
     @property
     def left(self) -> int:
@@ -121,7 +131,7 @@ class Upscaling:
     @torch.inference_mode()
     def compute(self) -> None:
         """Write the next tile onto the canvas; to be repeated until `done` is raised."""
-        (top, left), side, factor = self.tiles[self.done], _side(self.device), self.upscaler.factor
+        (top, left), side, factor = self.tiles[self.done], self.side, self.upscaler.factor
         above, before = max(0, top - _MARGIN), max(0, left - _MARGIN)
         seen = self.pixels[above : top + side + _MARGIN, before : left + side + _MARGIN]
         x = seen.permute(2, 0, 1)[None].to(self.device, self.dtype) / 255

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import esrgan
 from pipeline.esrgan import Shape
@@ -111,3 +113,48 @@ def test_a_header_that_begins_like_a_pickle_is_read() -> None:
             assert esrgan.read("net", data).shape == TINY
             return
     pytest.fail("no length begins so")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations made and that are still there; `most` at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made._base is None:
+            self.live += made.nbytes
+            self.most = max(self.most, self.live)
+            weakref.finalize(made, self._gone, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, Shape(64, 32, 2), Shape(64, 32, 1, 3), Shape(16, 100, 1, 0), Shape(32, 8, 1, 3, 4)]
+)
+def test_what_a_forward_holds_is_known_before_it_runs(shape: Shape) -> None:
+    """On shapes alone, without memory."""
+    with torch.device("meta"):
+        network = esrgan.RRDBNet(shape).eval().requires_grad_(False)
+        x = torch.empty(1, 3, 96, 96)
+    with torch.no_grad(), LiveBytes() as live:
+        network(x)
+    assert 0.4 * shape.forward_bytes(96, 4) <= live.most <= shape.forward_bytes(96, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (Shape(257, 4, 1), "it has 257 filters, 4 more in each layer and 1 blocks; at most 256, 256 and 64 are"),
+        (Shape(4, 257, 1), "it has 4 filters, 257 more"),
+        (Shape(1, 1, 65), "1 more in each layer and 65 blocks"),
+    ],
+)
+def test_networks_beyond_any_budget_are_refused(shape: Shape, said: str) -> None:
+    with pytest.raises(ModelError, match=f"^upscaler net: .*{said}"):
+        esrgan.read("net", data_of(weights(shape)))

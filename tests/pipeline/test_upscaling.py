@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -146,6 +147,39 @@ def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> 
         work.done += 1
     expected = whole(folder, "two", pixels)
     assert np.abs(work.canvas.numpy().astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_large_networks_are_smaller(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of published ones are as they were; none takes more than its budget, however many filters it has."""
+    monkeypatch.setattr(upscaling, "_TILES", {"cpu": 128})
+    usual, budget = (128, 2**29) if device == "cpu" else (512, 2**32)
+    for shape in (Shape(), Shape(doublings=1), Shape(blocks=6), Shape(doublings=2, unshuffle=2)):
+        assert upscaling.tile_side(shape, torch.device(device), dtype) == usual
+    for filters, growth, doublings, unshuffle in itertools.product((64, 256), (32, 256), range(6), (1, 2, 4)):
+        shape = Shape(filters, growth, 23, doublings, unshuffle)
+        if 1 <= 2**doublings / unshuffle <= 8:
+            side = upscaling.tile_side(shape, torch.device(device), dtype)
+            assert side >= 16 and shape.forward_bytes(side + 32, dtype.itemsize) <= budget
+
+
+def test_a_network_that_needs_more_is_computed_in_smaller_tiles(
+    folder: UpscalerFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upscaling, "_TILES", {"cpu": 64})
+    upscaler, pixels = folder.find("two"), np.asarray(photograph(64))
+    budget = upscaler.network.shape.forward_bytes(32 + 32, 4)
+    monkeypatch.setattr(upscaling, "_FORWARD_BYTES", {"cpu": budget})
+    work = Upscaling(upscaler, torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    seen: list[int] = []
+    hook = upscaler.network.register_forward_pre_hook(lambda _, given: seen.append(max(given[0].shape[2:])))
+    while work.left:
+        work.compute()
+        work.done += 1
+    hook.remove()
+    assert len(seen) == 4 and all(upscaler.network.shape.forward_bytes(side, 4) <= budget for side in seen)
+    assert np.abs(work.canvas.numpy().astype(int) - whole(folder, "two", pixels)).max() <= 1
 
 
 def test_what_is_enlarged_counts_as_memory(folder: UpscalerFolder) -> None:
