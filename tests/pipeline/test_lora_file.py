@@ -193,3 +193,40 @@ def test_a_damaged_file_is_refused_and_nothing_else_happens(
         assert str(error).startswith("lora damaged: does not fit (")
     else:  # a letter that says nothing, or one LoRA for another
         assert factors
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("to_q", True),
+        ("attn1.to_q", True),
+        ("^to_q$", True),
+        ("to_q.lora_A", True),
+        ("o_q", False),
+        ("ttn1.to_q", False),
+        ("to_", False),
+        ("attn1", False),
+        ("", False),
+    ],
+)
+def test_an_alpha_is_for_whole_words_at_the_end_of_a_layers_name(
+    pattern: str, fits: bool, model: ImageModel, tmp_path: Path
+) -> None:
+    layer = f"{loras.ATTENTION}.attn1.to_q"
+    config = {"unet.r": 2, "unet.lora_alpha": 6, "unet.alpha_pattern": {"elsewhere": 1, pattern: 8, "to_q": 10}}
+    if not fits:
+        config["unet.alpha_pattern"].pop("to_q")  # type: ignore[attr-defined]
+    path = loras.write(model, tmp_path, "x", layers={"unet": [layer]}, rank=2, metadata=config)
+    (factor,) = read(model, path).values()
+    assert factor.scale == ((10 if pattern == "to_q" else 8) / 2 if fits else 6 / 2)
+
+
+def test_many_alphas_cost_no_more_than_they_are(model: ImageModel, tmp_path: Path) -> None:
+    """Each is looked at once, not once for each layer; and a config that is too long is refused."""
+    config: dict[str, Any] = {"unet.r": 2, "unet.alpha_pattern": {f"n.{n}": n for n in range(20_000)}}
+    path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
+    assert {factor.scale for factor in read(model, path).values()} == {1.0}
+    config["unet.alpha_pattern"] = {f"n.{n}": n for n in range(60_000)}
+    path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
+    with pytest.raises(ModelError, match="its metadata's lora_adapter_metadata has"):
+        read(model, path)

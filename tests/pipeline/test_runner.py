@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -321,4 +322,17 @@ def test_prompts_are_read_once_however_often_admission_is_tried(monkeypatch: pyt
     runner.release(first)
     assert runner.admit(request) is None
     runner.release(request)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [(), ("lora",), ("control",), ("image_prompts",), ("lora", "control", "image_prompts")]
+)
+def test_each_kind_of_files_is_a_resource_of_its_own(fields: tuple[str, ...]) -> None:
+    runner = Watching(model("plain"))
+    named = {"lora": "a", "control": (object(),), "image_prompts": (object(),)}
+    own = SimpleNamespace(lora="", control=(), image_prompts=())
+    for field in fields:
+        setattr(own, field, named[field])
+    assert runner.resources(Request("a", "image", own)) == set(fields)
     runner.close()
