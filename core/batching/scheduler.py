@@ -28,6 +28,8 @@ The policy, in the order in which it is applied:
   request takes longer than the pace leaves over.
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
+* Admission. In the order of shares and urgency, until something that all requests share has no room. A request that
+  waits for a resource of its own, such as a cache of files, delays only those that need one of its resources.
 * Memory. A batch that did not fit halves what its group may hold (limits.py). Where a runner's requests grow and there
   is too little for the next iteration, the least urgent request that is not under way waits again. And so it does for
   a request of a tenant that holds fewer places, by two at least.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from contract.image import ImageParameters
 from core.batching.request import Request
+from core.batching.runner import NotYet
 from core.ops import branches
 from pipeline import lora_file, tiny
 from pipeline.adapters import AdapterCache, AdapterLease
@@ -333,3 +334,21 @@ def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, o
     with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
         adapters.check("huge")
     assert adapters.cache.reads == 0
+
+
+def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path, model: ImageModel, one: int) -> None:
+    """Its files before the room that all share: who lacks both must not delay those who need no files."""
+    runner = Watching(model, loras=folder, lora_bytes=one, max_requests=1)
+    assert runner.adapters is not None
+    first, other, same = (
+        Request(name, "image", ImageParameters("a hat", 1, 32, 32, steps=2, lora=name[0])) for name in ("a", "b", "a2")
+    )
+    for request in (first, other, same):
+        runner.check(request)
+    assert runner.admit(first) is None
+    assert runner.admit(other) == NotYet("lora")
+    assert runner.admit(same) == NotYet()
+    assert runner.adapters.cache._files["a"].pins == 1
+    runner.release(first)
+    assert runner.adapters.cache._pinned_bytes == runner.held() == runner.holdings.memory.taken == 0
+    runner.close()

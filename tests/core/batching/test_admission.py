@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from core.batching.request import Request, State
 from core.batching.runner import NotYet
 from core.batching.shares import Shares
-from tests.core.batching.fake import Ask, Drive, FakeRunner, drive
+from tests.core.batching.fake import Ask, Clock, Drive, FakeRunner, drive
 from tests.core.batching.test_scheduler import FIXED
 
 _ROOMS = {"x": 3, "y": 2}
@@ -124,3 +125,32 @@ def test_what_needs_a_resource_beyond_all_there_is_fails_alone() -> None:
     house.run()
     assert {r.id: r.state for r in house.ended} == {"too large": State.FAILED, "plain": State.DONE}
     assert runner.admitted == ["plain"]
+
+
+class _Preemptible(FakeRunner):
+    """Requests may have to wait again; none of them ever needs more than it has."""
+
+    pace_s = 1e9
+    overlaps = False
+
+    def reserve(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def preempt(self, request: Request) -> None:
+        self.violations.append(f"{request.id} was preempted")
+        self.release(request)
+
+
+def test_nobody_is_preempted_for_what_waits_for_a_resource() -> None:
+    """It would give back room that is not what the request lacks."""
+    clock = Clock()
+    runner = _Preemptible(clock, slots=9, limit=1, rooms={"x": 1})
+    house = Drive([runner], clock)
+    house.add("holds", Ask(files=(("x", 1),)), tenant="a")
+    for number in range(3):
+        house.add(f"more{number}", Ask(), tenant="a")
+    house.fill()
+    house.add("waits", Ask(files=(("x", 1),)), tenant="b")
+    house.run()
+    house.verify_idle()
+    assert len(house.ended) == 5
