@@ -92,7 +92,7 @@ class Shape(NamedTuple):
         """
         inner = -(-side // self.unshuffle)
         dense = 2 * (self.filters + (_CONVS - 1) * self.growth) + 4 * self.filters
-        last = 3 * self.filters * 4**self.doublings
+        last = 3 * self.filters * int(4**self.doublings)
         return item_bytes * inner**2 * (2 * _COLOURS * self.unshuffle**2 + max(dense, last))
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST_BYTES = 8 * 2**20
 MOST_TENSORS = 16_384  # a checkpoint of SDXL has 2,500, a LoRA of all its layers 3,300, in LyCORIS's layouts 6,000
@@ -169,6 +169,7 @@ class _Parser:
     def _entry(self, name: str) -> TensorEntry:
         self._skip()
         end = self._text.find("}", self._at, self._at + _MOST_ENTRY)
+        entry: Any = None
         try:
             entry = json.loads(self._text[self._at : end + 1]) if end >= 0 else None
         except (ValueError, RecursionError):
