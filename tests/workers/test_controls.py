@@ -22,6 +22,7 @@ from pipeline.depth import DepthEstimator
 from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.core.quant.stage import CACHE
 from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, save
 from tests.pipeline.test_edit import photograph
@@ -46,15 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def works(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
-    with build(settings(folder, tmp_path_factory.mktemp("cache"))) as works:
+def works(folder: Path) -> Iterator[Runtime]:
+    with build(settings(folder)) as works:
         yield works
 
 
-def settings(folder: Path, cache: Path, **more: Any) -> Settings:
+def settings(folder: Path, **more: Any) -> Settings:
     return Settings(
-        model=TINY, control_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32", cache_dir=cache,
-        **more,
+        model=TINY, control_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32",
+        cache_dir=CACHE.parent, **more,
     )  # fmt: skip
 
 
@@ -96,8 +97,8 @@ def test_the_card_offers_what_lies_in_the_folder_and_its_cost(works: Runtime) ->
     assert card.costs.control_row_step_s[f"{SIDE}x{SIDE}"] > 0
 
 
-def test_without_a_folder_none_is_offered(tmp_path: Path) -> None:
-    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=tmp_path)) as works:
+def test_without_a_folder_none_is_offered() -> None:
+    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=CACHE.parent)) as works:
         card = ImageJobHandler(works.images).card()
         assert card.controls == () and card.costs.control_row_step_s == {}
         with pytest.raises(Invalid, match="DIPTYCH_CONTROL_DIR"):
@@ -116,12 +117,12 @@ def test_depth_is_taken_by_the_settings_model(tmp_path: Path, folder: Path) -> N
     estimate = DepthEstimator(depths.save(tmp_path / "depth"))
     (one, _) = pictures(asked(preprocessor="depth"), None, fetch, estimate)
     assert one.control[0].image == estimate(np.asarray(photograph(SIDE))).tobytes()
-    with build(settings(folder, tmp_path, depth_model=str(tmp_path / "depth"))) as works:
+    with build(settings(folder, depth_model=str(tmp_path / "depth"))) as works:
         card = handlers_of(works)["image"].card()
         assert isinstance(card, ImageCard) and card.offer.preprocessors == ("canny", "depth")
         assert read_card(to_data(card)) == card
     with pytest.raises(ModelError, match=r"depth model: .*gone: no such folder"):
-        build(settings(folder, tmp_path, depth_model=str(tmp_path / "gone")))
+        build(settings(folder, depth_model=str(tmp_path / "gone")))
 
 
 def test_without_a_depth_model_it_is_refused_by_the_setting(works: Runtime) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from core.batching.request import Request
 from core.config import Settings
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.core.quant.stage import CACHE
 from tests.pipeline.ip_adapters import encoder, picture, save, state
 from workers.build import Runtime, build
 from workers.handlers import ImageJobHandler, pictures
@@ -34,7 +34,7 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     (folder / "damaged.safetensors").write_bytes(b"none")
     settings = Settings(
         model=TINY, ip_adapter_dir=str(folder), device="cpu", compile=False, threads=1, precision="fp32",
-        cache_dir=tmp_path_factory.mktemp("cache"),
+        cache_dir=CACHE.parent,
     )  # fmt: skip
     with build(settings) as works:
         yield works
@@ -76,8 +76,8 @@ def test_the_card_offers_what_lies_in_the_folder(works: Runtime) -> None:
     assert card.image_prompts == ("base", "damaged", "plus") == tuple(card.offer.image_prompts or ())
 
 
-def test_without_a_folder_none_is_offered(tmp_path: Path) -> None:
-    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=tmp_path)) as works:
+def test_without_a_folder_none_is_offered() -> None:
+    with build(Settings(model=TINY, device="cpu", compile=False, precision="fp32", cache_dir=CACHE.parent)) as works:
         assert ImageJobHandler(works.images).card().image_prompts == ()
         with pytest.raises(Invalid, match="DIPTYCH_IP_ADAPTER_DIR"):
             works.images.check(Request("x", "image", pictures(asked(), None, fetch)[0]))

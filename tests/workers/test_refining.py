@@ -18,6 +18,7 @@ from pipeline import plans, quantized, tiny
 from pipeline.folder import ModelError
 from pipeline.load import load
 from pipeline.tiny import TINY
+from tests.core.quant.stage import CACHE
 from tests.pipeline.refiners import second
 from workers.build import Runtime, build
 from workers.cards import image_card
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, **more: Any) -> Settings:
-    given = {"model": TINY, "compile": False, "threads": 1, "data_dir": folder, "cache_dir": folder / "cache"}
+    given = {"model": TINY, "compile": False, "threads": 1, "data_dir": folder, "cache_dir": CACHE.parent}
     return Settings(**{**given, "refiner": str(folder), **more})
 
 
