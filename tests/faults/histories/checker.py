@@ -21,7 +21,7 @@ _EXPLAINED = {
     "out_of_memory": ("no_memory",),
     "engine_error": ("no_memory",),
     "crashed": (
-        "kill_worker", "pause_worker", "pause_reader", "redis", "cut", "hang", "slow", "clock", "disown", "other",
+        "kill_worker", "pause_", "redis", "cut", "hang", "slow", "clock", "disown", "other",
         "storage", "disk", "no_memory",
     ),
 }  # fmt: skip

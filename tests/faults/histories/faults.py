@@ -225,20 +225,24 @@ def _slow_readers(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _pause_reader(world: World, fault: Fault) -> Undo | None:
-    """A worker hangs while it runs a job that names a LoRA."""
-    until = time.monotonic() + _LOOK_S
-    with contextlib.suppress(redis.RedisError, RuntimeError), world.direct(world.servers[0]) as client:
-        while time.monotonic() < until:
-            for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
-                parameters, worker = client.hmget(keys.job(id), "parameters", "worker")
-                pids = {card.pid for card in world.registry.workers() if card.id == worker}
-                part = next((part for part in world.crew if part.running and part.pid in pids), None)
-                if part is not None and parameters and json.loads(parameters).get("lora"):
-                    part.pause()
-                    return part.resume
-            time.sleep(0.02)
-    return None
+def _pause_busy(lora: bool) -> Callable[[World, Fault], Undo | None]:
+    """A worker hangs while it runs a job; with `lora` one that names a LoRA."""
+
+    def begin(world: World, fault: Fault) -> Undo | None:
+        until = time.monotonic() + _LOOK_S
+        with contextlib.suppress(redis.RedisError, RuntimeError), world.direct(world.servers[0]) as client:
+            while time.monotonic() < until:
+                for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
+                    parameters, worker = client.hmget(keys.job(id), "parameters", "worker")
+                    pids = {card.pid for card in world.registry.workers() if card.id == worker}
+                    part = next((part for part in world.crew if part.running and part.pid in pids), None)
+                    if part is not None and parameters and (not lora or json.loads(parameters).get("lora")):
+                        part.pause()
+                        return part.resume
+                time.sleep(0.02)
+        return None
+
+    return begin
 
 
 def _no_memory(world: World, fault: Fault) -> Undo | None:
@@ -298,7 +302,7 @@ KINDS: dict[str, Kind] = {
     "kill_api": Kind(_kill("apis"), weight=1.5),
     "stop_worker": Kind(_terminate("crew"), weight=0.7),
     "stop_api": Kind(_terminate("apis"), weight=0.7),
-    "pause_worker": Kind(_pause("crew"), (0.5, 4.5), weight=2),
+    "pause_worker": Kind(_pause("crew"), (0.5, 3.5)),
     "pause_api": Kind(_pause("apis"), (0.3, 2.5)),
     "pause_redis": Kind(_pause_redis, _SHORT),
     "redis_killed": Kind(_away("kill"), _SHORT, weight=1.5),
@@ -321,7 +325,8 @@ KINDS: dict[str, Kind] = {
     "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
     "disown": Kind(_disown),
     "slow_receivers": Kind(_slow_receivers, (1.0, 4.0), (0.5, 12.0)),
-    "pause_reader": Kind(_pause_reader, _LEASE, weight=1.5),
+    "pause_busy": Kind(_pause_busy(lora=False), (2.5, 4.5), weight=2),
+    "pause_lora": Kind(_pause_busy(lora=True), (2.5, 4.5)),
     "no_memory": Kind(_no_memory, (0.3, 2.0), (0, 24)),
     "cache_full": Kind(_filled("cache"), _LEASE, needs="real"),
     "broken_messages": Kind(_messages, size=_SEED, weight=1.5),
