@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from benchmarks import provenance, record
-from benchmarks.ladder import stock_pipeline
 from benchmarks.loop import Loop
+from benchmarks.rungs import Stock, Variant
 from benchmarks.traces import (
     BATCH,
     Draw,
@@ -59,10 +60,12 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         if settings.compile:
             runner.backend.wait()
             runner.prepare(measure_s=15.0)
-        pipeline = stock_pipeline(settings, steps, works.lane)
+        pipeline = works.lane.call(lambda: Stock(settings, steps))
+        works.lane.call(lambda: pipeline.vary(Variant(BATCH, torch.get_num_threads())))
 
         def stock(requests: Sequence[Request]) -> None:
-            pipeline([(request.parameters.prompt, request.parameters.seed) for request in requests])
+            jobs = [(request.parameters.prompt, request.parameters.seed) for request in requests]
+            works.lane.call(lambda: pipeline.draw(jobs))
 
         def same(requests: Sequence[Request]) -> None:
             draw_batch(runner, requests)

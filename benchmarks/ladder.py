@@ -1,86 +1,269 @@
-"""Measures images per second of one model with one more optimization per rung, all in one run.
+"""Measures images per second of one model with one more optimization per rung, each rung in a process of its own.
 
-It measures only speed; `benchmarks.ways` measures quality.
+The first rung is the stock pipeline at its best: threads, processes side by side, batches, memory format, precision and
+torch's compiler are tried shortly, and the fastest is taken. All rungs are prepared first; then they take turns, and a
+process that has not its turn is stopped. It measures only speed; `benchmarks.ways` measures quality.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Semaphore
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from benchmarks import compiling, provenance, record
-from contract import plan, tuned
-from contract.card import FULL, TINY
-from contract.image import ImageParameters
-from core.batching.request import Request
-from core.batching.runner import Lane
+from benchmarks import provenance, record
+from benchmarks.rungs import ENGINE, IN_FLIGHT, RUNGS, STOCK, LeftOut, Variant, first_request
 from core.config import Settings
-from core.kernels.device import TORCH
-from pipeline import plans
-from pipeline.families.family import ImageModel
-from pipeline.folder import TINY_VAE, ModelError
-from pipeline.load import defaults_of, family_of
+from core.threads import cores
+from pipeline.load import defaults_of
 
-if TYPE_CHECKING:
-    from workers.build import Runtime
+LIMIT_S = 300.0  # for torch's compiler
+_PREPARED_S = 300.0  # for anything else
+_ROUND = 32  # images of each rung at least before it is the next one's turn: drift of the machine meets all alike
+_TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last images are in few's company
+_WARM = 8  # images before a rung's first turn
+_BATCHES = (1, 4, 8)  # of the stock pipeline
+_GAIN = 1.03  # that a variant must bring to be taken
+NATIVE, AVX2 = "native", "avx2"
+INSTRUCTIONS = (NATIVE, AVX2)
+
+
+class Process:
+    """A rung's process, which answers requests one after the other, and is stopped in between if asked to be."""
+
+    def __init__(self, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Start it. Call `prepared` before anything else."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.rungs"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=dict(environment), cwd=provenance.ROOT, start_new_session=True,
+        )  # fmt: skip
+        self._rest = b""
+        self.send(request)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill it with the compilers that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def ask(self, request: Mapping[str, Any], limit_s: float = _PREPARED_S) -> dict[str, Any]:
+        """Send a request and wait for its answer. Raises `LeftOut`."""
+        self.send(request)
+        return self.answer(limit_s)
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request without waiting for its answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the missing answer tells
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def answer(self, limit_s: float = _PREPARED_S) -> dict[str, Any]:
+        """The answer to the last request. Raises `LeftOut` if the rung cannot be measured, or after `limit_s`."""
+        stream = self._process.stdout
+        assert stream is not None
+        until = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as ready:
+            ready.register(stream, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not ready.select(max(0.0, until - time.monotonic())):
+                    raise LeftOut(f"took more than {limit_s:g} s")
+                data = os.read(stream.fileno(), 65536)
+                if not data:
+                    raise LeftOut(f"its process ended (exit code {self._process.wait()})")
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        if "left_out" in found:
+            raise LeftOut(found["left_out"])
+        return found
+
+    def stop(self) -> None:
+        """Suspend it and all that it started; returns when it no longer runs."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+
+class Contender:
+    """The processes of one rung, which share each turn's images. They run in their turns only."""
+
+    def __init__(self, processes: Sequence[Process], about: Mapping[str, Any]) -> None:
+        self._processes = processes
+        self.processes = len(processes)
+        self.about = about
+        self.imported: set[str] = set()
+
+    def rate(self, first: int, count: int) -> float:
+        """Images per second of so many images, from the first request until the last process is done."""
+        parts = [count // len(self._processes)] * len(self._processes)
+        parts[0] += count - sum(parts)
+        started = time.perf_counter()
+        for process, part in zip(self._processes, parts, strict=True):
+            process.go_on()
+            process.send({"first": first, "count": part})
+            first += part
+        answers = [process.answer(10 * _PREPARED_S) for process in self._processes]
+        seconds = time.perf_counter() - started
+        for process in self._processes:
+            process.stop()
+        for answer in answers:
+            self.imported |= {*answer["imported"]}
+        return count / seconds
+
+
+class Turns:
+    """Runs turns of `_ROUND` images of each rung, or of about `_TURN_S` where these are more, and prints each rate."""
+
+    def __init__(self, count: int, say: Callable[[str], None]) -> None:
+        self._count, self._say = max(1, count), say
+        self._rates: dict[str, list[float]] = {}
+        self._contenders: dict[str, Contender] = {}
+        self._sizes: dict[str, int] = {}  # images of a turn
+        self._number = 0
+
+    def add(self, name: str, contender: Contender) -> None:
+        """Warm a rung up."""
+        self._say(f"warming up {name}")
+        rate = self._measured(contender, _WARM * contender.processes)
+        self._contenders[name], self._rates[name] = contender, []
+        self._sizes[name] = _ROUND * min(_MOST_ROUNDS, max(1, round(_TURN_S * rate / _ROUND)))
+
+    def run(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+        """Run all turns, alternating; returns each rung's (median, lowest, highest) images per second."""
+        for turn in range(1, self._count + 1):
+            for name in order:
+                rate = self._measured(self._contenders[name], self._sizes[name])
+                self._rates[name].append(rate)
+                self._say(f"turn {turn} of {self._count}: {name} {rate:.3f} pictures/s")
+        return {
+            name: (statistics.median(rates), min(rates), max(rates)) for name in order if (rates := self._rates[name])
+        }
+
+    def _measured(self, contender: Contender, count: int) -> float:
+        first = self._number
+        self._number += count
+        return contender.rate(first, count)
 
 
 @dataclass(frozen=True)
-class Rung:
-    """How the engine draws. `compile` is torch's compiler, `kernels` are our own instead.
+class Ladder:
+    """What all rungs have in common."""
 
-    `plan` is the name of one that `diptych tune` found; `interval` is the steps with guidance, as shares of all. A
-    student draws in its own steps.
-    """
+    settings: Settings
+    steps: int
+    student: str | None
+    environment: Mapping[str, str]
+    compile_limit_s: float
+    say: Callable[[str], None]
 
-    precision: str = "int8"
-    kernels: bool = True
-    compile: bool = False
-    deepcache: str = "off"
-    interval: tuple[float, float] | None = None
-    plan: str = ""
-    vae: str = FULL
-    student: bool = False
-
-    def settings(self, given: Settings) -> Settings:
-        """Of the rung's engine."""
-        fields = ("precision", "kernels", "compile", "deepcache")
-        return given.model_copy(update={field: getattr(self, field) for field in fields})
-
-
-_ENGINE = {
-    "step-batching": Rung("fp32", kernels=False),
-    "+compile": Rung("fp32", kernels=False, compile=True),
-    "+kernels": Rung("fp32"),
-    "+int8": Rung(),
-    "+deepcache": Rung(deepcache="auto"),
-    "+gate": Rung(deepcache="auto", interval=(0.0, 0.5)),
-    "+plan": Rung(plan=tuned.BALANCED),
-    "+tiny": Rung(plan=tuned.BALANCED, vae=TINY),
-    "fast+tiny": Rung(plan=tuned.FAST, vae=TINY),
-    "turbo": Rung(student=True),
-    "turbo+tiny": Rung(student=True, vae=TINY),
-}
-RUNGS = ("diffusers", "diffusers-static-batch", *_ENGINE)
-STATIC_BATCH = 8
-IN_FLIGHT = 16  # twice as many of one row each
-_ROUND = 32  # pictures of each rung at least before it is the next one's turn: drift of the machine meets all alike
-_TURN_S, _MOST_ROUNDS = 4.0, 16  # a fast rung's turn has more: its first and last pictures are in few's company
-
-Draw = Callable[[Sequence[tuple[str, int]]], None]
-"""Draws a picture for each (prompt, seed)."""
+    def start(self, name: str, stack: ExitStack, variant: Variant | None = None) -> tuple[Process, dict[str, Any]]:
+        """A rung's process and what it says once it is prepared. Raises `LeftOut`; then it has ended."""
+        threads = variant.threads if variant is not None else self.settings.threads
+        own = {**self.environment, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        request = first_request(name, self.settings, self.steps, self.student, variant)
+        with ExitStack() as starting:
+            process = starting.enter_context(Process(request, own))
+            compiles = name in ENGINE and ENGINE[name].compile
+            try:
+                about = process.answer(self.compile_limit_s + _PREPARED_S if compiles else _PREPARED_S)
+            except LeftOut as error:
+                raise LeftOut(f"torch.compile {error}" if compiles and "took" in str(error) else str(error)) from None
+            stack.push(starting.pop_all())
+        return process, about
 
 
-class LeftOut(RuntimeError):
-    """A rung cannot be measured here. The message has the reason."""
+class BestStock:
+    """Finds how the stock pipeline draws fastest, by short trials: one property after the other, in this order."""
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        self.trials: list[dict[str, Any]] = []
+        self._number = 10**6
+
+    def find(self) -> tuple[Variant, int]:
+        """The fastest variant, and in how many processes. Raises `LeftOut` if there is no stock pipeline."""
+        threads = self._ladder.settings.threads or cores()
+        best = Variant(threads=threads)
+        with ExitStack() as stack:
+            process, _ = self._ladder.start(STOCK, stack, best)
+            rate = self._tried([process], best)
+            for batch in _BATCHES[1:]:
+                best, rate = self._better(process, best, rate, replace(best, batch=batch))
+            for name in ("channels_last", "bf16", "compile"):
+                if name == "compile" and not self._compiles():
+                    continue
+                try:
+                    best, rate = self._better(process, best, rate, replace(best, **{name: True}))
+                except LeftOut as error:
+                    self._note({"variant": asdict(replace(best, **{name: True})), "left_out": str(error)})
+                    if name == "compile":  # its process still compiles: the last trial in it
+                        break
+        if threads == 1:
+            return best, 1
+        alone = replace(best, threads=1)
+        with ExitStack() as stack:
+            try:
+                processes = [self._ladder.start(STOCK, stack, alone)[0] for _ in range(threads)]
+                if self._tried(processes, alone) > _GAIN * rate:
+                    return alone, threads
+            except LeftOut as error:
+                self._note({"variant": asdict(alone), "processes": threads, "left_out": str(error)})
+        return best, 1
+
+    def _compiles(self) -> bool:
+        from core.graphs import compiler
+
+        return self._ladder.compile_limit_s > 0 and compiler() is not None
+
+    def _better(self, process: Process, best: Variant, rate: float, other: Variant) -> tuple[Variant, float]:
+        process.ask({"variant": asdict(other)})
+        tried = self._tried([process], other)
+        if tried > _GAIN * rate:
+            return other, tried
+        process.ask({"variant": asdict(best)})
+        return best, rate
+
+    def _tried(self, processes: Sequence[Process], variant: Variant) -> float:
+        """Images per second of one batch in each process, after one image that warms up."""
+        limit_s = self._ladder.compile_limit_s if variant.compile else _PREPARED_S
+        warm, count = variant.batch if variant.compile else 1, max(4, variant.batch)
+        for images in (warm, count):
+            started = time.perf_counter()
+            for process in processes:
+                process.send({"first": self._number, "count": images})
+                self._number += images
+            for process in processes:
+                process.answer(limit_s)
+            seconds = time.perf_counter() - started
+        rate = count * len(processes) / seconds
+        self._note({"variant": asdict(variant), "processes": len(processes), "images_per_s": round(rate, 4)})
+        return rate
+
+    def _note(self, trial: dict[str, Any]) -> None:
+        self.trials.append(trial)
+        self._ladder.say(f"trial of {STOCK}: {json.dumps(trial)}")
 
 
 def run(
@@ -91,63 +274,86 @@ def run(
     results: Path | None,
     rungs: Sequence[str] = RUNGS,
     student: str | None = None,
-    compile_limit_s: float = compiling.LIMIT_S,
+    compile_limit_s: float = LIMIT_S,
+    instructions: str = NATIVE,
 ) -> dict[str, Any]:
     """Measure the rungs in turns of at least `_ROUND` images, at least `pictures` of each; report the median turn.
 
-    A rung runs its first turn before the next rung is prepared; later turns alternate. A rung that
-    cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the reason.
-    `student` is the model of the rungs that draw with one; default: the model's own name and "-turbo".
+    A rung that cannot run here, or that torch.compile does not compile within `compile_limit_s`, is left out, with the
+    reason. `student` is the model of the rungs that draw with one; default: the model's own name and "-turbo".
+    `instructions` limit torch, its libraries and our kernels to AVX2.
     """
+    from rich.console import Console
+
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
-    memory: dict[str, Any] = {}
-    models = dict.fromkeys(rungs, Path(settings.model_name).name)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    environment = _environment(settings, instructions)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    ladder = Ladder(settings, steps, student, environment, compile_limit_s, say)
     left_out: dict[str, str] = {}
+    contenders: dict[str, Contender] = {}
+    stock: dict[str, Any] = {}
+    turns = Turns(-(-pictures // _ROUND), say)
     with record.alone(), ExitStack() as stack:
-        lane = Lane("rungs")  # all compute on one thread: see Lane
-        turns = Turns(-(-pictures // _ROUND))
-        if any(name.startswith("diffusers") for name in rungs):
-            stock = stock_pipeline(settings, steps, lane)
-        # What torch compiles comes last: it takes minutes to prepare.
-        for name in sorted(rungs, key=lambda name: name in _ENGINE and _ENGINE[name].compile):
-            if name not in _ENGINE:
-                turns.begin(name, partial(_in_batches, stock, size=STATIC_BATCH if "static" in name else 1))
-                continue
-            rung = _ENGINE[name]
-            bounded = f" (torch.compile, at most {compile_limit_s:g} s)" if rung.compile else ""
-            turns.say(f"preparing {name}{bounded}")
+        for name in rungs:
+            say(f"preparing {name}")
             try:
-                own, own_steps = _drawn_by(rung, settings, steps, student)
-                works = _engine(own, lane, stack, compile_limit_s)
+                if name == STOCK:
+                    search = BestStock(ladder)
+                    variant, count = search.find()
+                    stock = {"best": asdict(variant), "processes": count, "trials": search.trials}
+                    started = [ladder.start(name, stack, variant) for _ in range(count)]
+                else:
+                    started = [ladder.start(name, stack)]
+                contender = Contender([process for process, _ in started], started[0][1])
+                turns.add(name, contender)
+                contenders[name] = contender
             except LeftOut as error:
                 left_out[name] = str(error)
-                turns.say(f"{name} is left out: {error}")
-                continue
-            models[name] = works.images.model.name
-            memory[name] = works.images.backend.held_bytes()
-            turns.begin(name, _closed_loop(works, name, own_steps))
-        if not turns.rates:
+                say(f"{name} is left out: {error}")
+        if not contenders:
             raise record.BenchError(f"no rung can be measured here: {left_out}")
-        measured = turns.finish([name for name in rungs if name not in left_out])
-    rows = [row | {"model": models[row["name"]]} for row in _rows(settings, steps, measured, memory)]
+        measured = turns.run([*contenders])
     result = {
-        "rungs": rows,
+        "rungs": _rows(settings, steps, measured, contenders),
         "left_out": left_out,
+        "stock": stock,
+        "capability": next(iter(contenders.values())).about["capability"],
         "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
         "in_flight": IN_FLIGHT,
-        "static_batch": STATIC_BATCH,
-        "resident_mib": record.resident_mib(),
     }
-    return record.publish("ladder", result, results, rooms=(*provenance.IMAGES, "benchmarks/ladder.py"))
+    imported = set[str]().union(*(contender.imported for contender in contenders.values()))
+    file = "ladder" if instructions == NATIVE else f"ladder-{instructions}"
+    return record.publish(file, result, results, rooms=("models/emoji-xl", "models/emoji-xl-turbo"), imported=imported)
+
+
+def _environment(settings: Settings, instructions: str) -> dict[str, str]:
+    """The environment of the rungs' processes, without this project's settings, which are given to each."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
+    path = os.pathsep.join(filter(None, (str(provenance.ROOT), kept.get("PYTHONPATH"))))
+    kept["PYTHONPATH"] = path
+    if instructions == NATIVE:
+        return kept
+    compiler = settings.compiled_code.expanduser() / "avx2" / "c++"
+    compiler.parent.mkdir(parents=True, exist_ok=True)
+    found = next(filter(None, map(shutil.which, (kept.get("CXX", ""), "g++", "clang++"))), "no-compiler")
+    compiler.write_text(f'#!/bin/sh\nexec {found} -mno-avx512f "$@"\n')
+    compiler.chmod(0o755)
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    return kept | limits | {"CXX": str(compiler)}
 
 
 def _rows(
-    settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]], memory: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    settings: Settings, steps: int, measured: Mapping[str, tuple[float, float, float]],
+    contenders: Mapping[str, Contender],
+) -> list[dict[str, Any]]:  # fmt: skip
     """The rungs as recorded and printed."""
     first, defaults = next(iter(measured.values())), defaults_of(settings.model_name, settings.variant)
     guided = defaults.rows(defaults.guidance_scale) > 1
@@ -157,7 +363,7 @@ def _rows(
             "images_per_s": round(rate, 4),
             "speedup": round(rate / first[0], 3),
             "spread": [round(value, 4) for value in (low, high)],
-            "memory": memory.get(name),
+            **{key: value for key, value in contenders[name].about.items() if key != "capability"},
         }
         for name, (rate, low, high) in measured.items()
     ]
@@ -170,182 +376,3 @@ def _rows(
         ],
     )
     return rows
-
-
-def _in_batches(draw: Draw, jobs: Sequence[tuple[str, int]], size: int) -> None:
-    for start in range(0, len(jobs), size):
-        draw(jobs[start : start + size])
-
-
-class Turns:
-    """Runs turns of `_ROUND` images of each rung, or of about `_TURN_S` where these are more, and prints each rate."""
-
-    def __init__(self, count: int) -> None:
-        from rich.console import Console
-
-        self.rates: dict[str, list[float]] = {}
-        self._count = max(1, count)
-        self._draws: dict[str, Draw] = {}
-        self._sizes: dict[str, int] = {}  # pictures of a turn
-        self._number = 0
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.say: Callable[[str], None] = lambda text: console.print(text, markup=False)
-
-    def begin(self, name: str, draw: Draw) -> None:
-        """Warm a rung up and give it its first turn."""
-        self.say(f"warming up {name}")
-        started = time.perf_counter()
-        draw([(f"a warm cup of tea, {i}", i) for i in range(STATIC_BATCH)])
-        rate = STATIC_BATCH / (time.perf_counter() - started)
-        self._draws[name], self.rates[name] = draw, []
-        self._sizes[name] = _ROUND * min(_MOST_ROUNDS, max(1, round(_TURN_S * rate / _ROUND)))
-        self._take(name)
-
-    def finish(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-        """Run the remaining turns, alternating; returns each rung's (median, lowest, highest) images per second."""
-        for _ in range(1, self._count):
-            for name in order:
-                self._take(name)
-        return {
-            name: (statistics.median(rates), min(rates), max(rates)) for name in order if (rates := self.rates[name])
-        }
-
-    def _take(self, name: str) -> None:
-        # Every picture has a prompt of its own: no rung lives on remembered embeddings.
-        first, size = self._number, self._sizes[name]
-        jobs = [(f"picture {first + i} of a small red boat on a lake", first + i) for i in range(size)]
-        self._number += size
-        started = time.perf_counter()
-        self._draws[name](jobs)
-        rates = self.rates[name]
-        rates.append(size / (time.perf_counter() - started))
-        self.say(f"turn {len(rates)} of {self._count}: {name} {rates[-1]:.3f} pictures/s")
-
-
-def stock_pipeline(settings: Settings, steps: int, lane: Lane) -> Draw:
-    """The stock pipeline on its own copy of the weights, run on the lane's thread like everything else.
-
-    It draws at the model's native size with its family's default guidance, as the engine's rungs do.
-    """
-    import torch
-    from diffusers import DiffusionPipeline
-
-    from pipeline import tiny, tiny_zimage
-
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision, torch.float32)
-    name, family = settings.model_name, family_of(settings.model_name, settings.variant)[0]
-    guidance = defaults_of(name, settings.variant).guidance_scale
-
-    def make() -> Any:
-        if name in tiny.SHAPES:
-            return tiny.make(tiny.SHAPES[name]).to(dtype)
-        if name in tiny_zimage.SHAPES:
-            return tiny_zimage.make(tiny_zimage.SHAPES[name]).to(dtype)
-        return DiffusionPipeline.from_pretrained(name, torch_dtype=dtype)
-
-    pipeline = lane.call(make)
-    pipeline.set_progress_bar_config(disable=True)
-    model = ImageModel(name, "", settings.precision, pipeline.device, dtype, family, pipeline.components, {})
-
-    def draw(jobs: Sequence[tuple[str, int]]) -> None:
-        lane.call(
-            lambda: pipeline(
-                [prompt for prompt, _ in jobs],
-                width=model.native,
-                height=model.native,
-                num_inference_steps=steps,
-                guidance_scale=guidance,
-                generator=[torch.Generator().manual_seed(seed) for _, seed in jobs],
-            )
-        )
-
-    return draw
-
-
-def _drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -> tuple[Settings, int]:
-    """The settings of a rung's engine, and the steps of its pictures. Raises `LeftOut` for what the model lacks."""
-    _check_plan(rung, settings, steps)
-    wanted, own = rung.settings(settings), _folder(settings)
-    if rung.student:
-        name = student or ("" if own is None else f"{own}-turbo")
-        if student is None and not (name and Path(name).is_dir()):
-            raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
-        wanted, steps = wanted.model_copy(update={"model": name}), defaults_of(name).steps
-        own = _folder(wanted)
-    if rung.vae == TINY and not (settings.tiny_vae or (own is not None and (own / TINY_VAE).is_dir())):
-        raise LeftOut("the model has no tiny decoder")
-    return wanted, steps
-
-
-def _check_plan(rung: Rung, settings: Settings, steps: int) -> None:
-    """Raise `LeftOut` where the model, or so few steps, do not have what the rung leaves out."""
-    defaults = defaults_of(settings.model_name, settings.variant)
-    if rung.interval is not None and defaults.rows(defaults.guidance_scale) == 1:
-        raise LeftOut("the model draws without guidance")
-    if rung.interval is not None and steps < 2:
-        raise LeftOut("guidance ends after one step at least")
-    if rung.plan and rung.plan not in plans.of_model(_folder(settings), settings.plans, rung.precision, ""):
-        raise LeftOut("the model was not tuned; `diptych tune` finds plans")
-
-
-def _folder(settings: Settings) -> Path | None:
-    return family_of(settings.model_name, settings.variant)[1]
-
-
-def _engine(wanted: Settings, lane: Lane, stack: ExitStack, compile_limit_s: float) -> Runtime:
-    """The engine of a rung, with measured costs. Raises `LeftOut` if it cannot run here."""
-    from core.graphs import compiler
-    from workers.build import build
-
-    if wanted.compile:
-        if compiler() is None:
-            raise LeftOut("there is no C++ compiler")
-        try:
-            compiling.ahead(_compile, wanted, limit_s=compile_limit_s)
-        except compiling.CompileError as error:
-            raise LeftOut(str(error)) from error
-    try:
-        works = stack.enter_context(build(wanted, lane=lane, measure_s=10.0))
-    except ModelError as error:
-        raise LeftOut(str(error)) from error
-    if wanted.kernels and works.images.backend.kernels.name == TORCH:
-        raise LeftOut("our own kernels do not run here")
-    if wanted.compile:
-        works.images.backend.wait()
-        works.images.prepare(measure_s=10.0)
-    return works
-
-
-def _compile(settings: Settings) -> None:
-    """Compile the executables of the settings' engine into Inductor's cache."""
-    from workers.build import build
-
-    with build(settings) as works:
-        works.images.backend.wait()
-
-
-def _closed_loop(works: Runtime, rung: str, steps: int) -> Draw:
-    """A closed loop of `IN_FLIGHT` requests, of twice as many where they have one row."""
-    model, how = works.images.model, _ENGINE[rung]
-    native, guidance = model.native, model.defaults.guidance_scale
-    cached = plan.parse(works.settings.deepcache)
-
-    def draw(jobs: Sequence[tuple[str, int]]) -> None:
-        room = Semaphore(IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT)
-        futures = []
-        for prompt, seed in jobs:
-            room.acquire()
-            wanted = ImageParameters(
-                prompt, seed, native, native, steps=steps, guidance_scale=guidance, deepcache=cached,
-                guidance_interval=how.interval, vae=how.vae,
-            )  # fmt: skip
-            if how.plan:
-                wanted = wanted.planned(model.plans[how.plan])
-            future = works.engine.submit(Request(f"{rung}-{prompt}-{seed}", "image", wanted))
-            future.add_done_callback(lambda _: room.release())
-            futures.append(future)
-        for future in futures:
-            future.result()
-
-    return draw

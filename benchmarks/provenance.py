@@ -141,17 +141,14 @@ def loaded() -> set[str]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix == ".py" and path.is_relative_to(ROOT):
             name = path.relative_to(ROOT).as_posix()
-            if is_source(name) and not path.relative_to(ROOT).parts[0].startswith("."):
+            if "/" in name and is_source(name) and not name.startswith("."):
                 found.add(name)
     return found | {name for folder in {Path(name).parent for name in found} for name in _beside(folder)}
 
 
 def _beside(folder: Path) -> Iterator[str]:
     """Source files that are no modules, of a package's folder and of the folders below it without modules."""
-    top = ROOT / folder
-    if top == ROOT:
-        return
-    for path in sorted(top.iterdir()):
+    for path in sorted((ROOT / folder).iterdir()):
         name = path.relative_to(ROOT).as_posix()
         if path.is_file() and path.suffix not in (".py", ".sh") and is_source(name):
             yield name

@@ -44,6 +44,9 @@ def add(commands: Commands) -> None:
         one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
         if name == "ladder":
             one.add_argument("--rungs", metavar="NAME,…", help="only these")
+            one.add_argument(
+                "--instructions", choices=("native", "avx2"), help="that all rungs are limited to; default: native"
+            )
             one.add_argument("--student", metavar="NAME", help="of the rungs turbo; default: the model's, with -turbo")
         if name in ("ladder", "peers"):
             one.add_argument(
@@ -300,7 +303,7 @@ def _bench(options: argparse.Namespace) -> int:
         raise UsageError(f"--compile-limit: must be greater than 0 and at most 86400, not {limit_s:g}")
     given = {
         "rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None, "compile_limit_s": limit_s,
-        "student": getattr(options, "student", None),
+        "student": getattr(options, "student", None), "instructions": getattr(options, "instructions", None),
     }  # fmt: skip
     with _bench_errors(), model_errors():
         module.run(chosen, steps=options.steps, pictures=options.pictures, results=options.results,

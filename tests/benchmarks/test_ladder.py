@@ -1,114 +1,170 @@
-"""The ladder at small scale: every rate is told when it is known; what cannot be measured is left out by name."""
+"""The ladder at small scale: each rung in a process that runs in its own turns only, the stock pipeline at its best."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks import ladder, record
-from contract.image import ImageParameters
-from contract.plan import DeepCache
-from core import graphs
-from core.batching.engine import Engine
-from core.batching.request import Request
+from benchmarks import ladder, provenance, record
+from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
+from benchmarks.rungs import STOCK, LeftOut, Variant, first_request
 from core.config import Settings
-from pipeline import plans, tiny
-from pipeline.tiny_zimage import TINY_Z
-from tests.core.quant.stage import CACHE
+from core.threads import cores
+from pipeline import tiny
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(ladder, "_ROUND", 2)
-    return Settings(model=tiny.TINY, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(ladder, "_BATCHES", (1, 2))
+    return Settings(model=tiny.TINY, cache_dir=tmp_path / "cache", threads=1)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' samplers
-def test_a_rung_that_compiles_too_long_comes_last_and_is_left_out(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def states(contender: Contender) -> set[str]:
+    return {psutil.Process(process._process.pid).status() for process in contender._processes}
+
+
+def test_rungs_take_turns_in_processes_of_their_own(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rungs = ("diffusers", "+compile", "step-batching")
-    result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=rungs, compile_limit_s=0.001)
-    assert [rung["name"] for rung in result["rungs"]] == ["diffusers", "step-batching"]
-    assert result["left_out"] == {"+compile": "torch.compile took more than 0.001 s"}
-    assert json.loads((tmp_path / "ladder.json").read_text())["left_out"] == result["left_out"]
-    told = [line.split(" pictures/s")[0] for line in capsys.readouterr().err.splitlines()]
-    turns = [line.rpartition(" ")[0] for line in told if line.startswith("turn")]
-    assert turns == [
+    """Only the one whose turn it is runs; what cannot be prepared is left out; what the processes ran is recorded."""
+    every: list[Contender] = []
+    seen: list[set[str]] = []
+    whole = Contender.rate
+
+    def watched(self: Contender, first: int, count: int) -> float:
+        every.extend([self] * (self not in every))
+        seen.extend(states(other) for other in every if other is not self)
+        return whole(self, first, count)
+
+    monkeypatch.setattr(Contender, "rate", watched)
+    rungs = (STOCK, "+compile", "step-batching", "+gate")
+    monkeypatch.setattr(ladder, "_PREPARED_S", 120.0)
+    start = Ladder.start
+
+    def impatient(self: Ladder, name: str, *given: Any) -> Any:
+        if name == "+compile":
+            raise LeftOut("torch.compile took more than 0.001 s")
+        return start(self, name, *given)
+
+    monkeypatch.setattr(Ladder, "start", impatient)
+    result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=rungs, compile_limit_s=0.0)
+    assert [rung["name"] for rung in result["rungs"]] == [STOCK, "step-batching"]
+    assert result["left_out"] == {
+        "+compile": "torch.compile took more than 0.001 s", "+gate": "guidance ends after one step at least",
+    }  # fmt: skip
+    assert len(seen) == 5 and all(states == {psutil.STATUS_STOPPED} for states in seen)
+    stored = json.loads((tmp_path / "ladder.json").read_text())
+    assert stored["left_out"] == result["left_out"] and stored["rungs"][0]["speedup"] == 1.0
+    assert stored["stock"]["best"] in [trial["variant"] for trial in stored["stock"]["trials"]]
+    rooms = stored["provenance"]["rooms"]
+    assert "build.py" in rooms["workers"] and "engine.py" in rooms["core/batching"], "the children's modules"
+    told = [line.split(" pictures/s")[0].rpartition(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in told if line.startswith("turn ")] == [
         "turn 1 of 2: diffusers", "turn 1 of 2: step-batching", "turn 2 of 2: diffusers", "turn 2 of 2: step-batching",
     ]  # fmt: skip
-    assert told.index("preparing +compile (torch.compile, at most 0.001 s)") > told.index("warming up step-batching")
+    left = [child for child in psutil.Process().children() if "benchmarks.rungs" in " ".join(child.cmdline())]
+    assert not left, "every process has ended"
 
 
-def test_why_a_rung_is_left_out_is_kept(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "compiler", lambda: None)
-    rungs = ("step-batching", "+compile", "+int8")
-    result = ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=rungs)
-    # A model without an INT8 variant is given one, in the cache.
-    assert [rung["name"] for rung in result["rungs"]] == ["step-batching", "+int8"]
-    assert result["left_out"] == {"+compile": "there is no C++ compiler"}
+def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -> None:
+    environment = ladder._environment(settings, ladder.NATIVE)
+    request = first_request("step-batching", settings, 1, None, None)
+    with Process(request, environment) as slow, pytest.raises(LeftOut, match="took more than 0 s"):
+        slow.answer(0.0)
+    with Process(request | {"rung": "stairs"}, environment) as wrong, pytest.raises(LeftOut, match="KeyError"):
+        wrong.answer()
 
 
 def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(record.BenchError, match=r"\+compile.*more than"):
-        ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("+compile",), compile_limit_s=0.001)
+    with pytest.raises(record.BenchError, match="guidance ends"):
+        ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("+gate",))
     with pytest.raises(record.BenchError, match="--rungs: there is no stairs"):
         ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("stairs",))
 
 
-def test_a_z_image_is_drawn_with_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By diffusers' own pipeline of the family, and by the engine: at the native size, without guidance."""
-    monkeypatch.setattr(ladder, "_ROUND", 4)
-    rungs = ("diffusers", "diffusers-static-batch", "step-batching", "+kernels")
-    settings = Settings(model=TINY_Z, cache_dir=CACHE.parent)
-    result = ladder.run(settings, steps=2, pictures=4, results=tmp_path, rungs=(*rungs, "+gate", "+plan"))
-    assert [rung["name"] for rung in result["rungs"]] == list(rungs) and result["model"] == TINY_Z
-    assert result["left_out"] == {
-        "+gate": "the model draws without guidance",
-        "+plan": "the model was not tuned; `diptych tune` finds plans",
-    }
-    assert all(rung["images_per_s"] > 0 for rung in result["rungs"])
+# -- with fixed rates --------------------------------------------------------------------------------------------------
 
 
-def test_the_tuned_plan_is_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "_ROUND", 2)
-    drawn: list[ImageParameters] = []
-    submit = Engine.submit
+class Fixed:
+    """A contender whose turns have these rates, after a warm-up."""
 
-    def noted(self: Engine, request: Request) -> Any:
-        drawn.append(request.parameters)
-        return submit(self, request)
+    processes = 1
 
-    monkeypatch.setattr(Engine, "submit", noted)
-    found = {"steps": 3, "deepcache": {"interval": 2}, "guidance_interval": [0.0, 0.5], "scheduler": "dpm++2m"}
-    plans.write(tmp_path / "plans.json", "int8", {"plans": {"balanced": found}})
-    settings = Settings(model=tiny.TINY, cache_dir=tmp_path / "cache", plans=str(tmp_path / "plans.json"))
-    result = ladder.run(settings, steps=5, pictures=2, results=tmp_path, rungs=("+int8", "+plan"))
-    assert [rung["name"] for rung in result["rungs"]] == ["+int8", "+plan"]
-    assert {one.steps for one in drawn} == {5, 3}
-    planned = next(one for one in drawn if one.steps == 3)
-    assert (planned.scheduler, planned.guidance_interval) == ("dpm++2m", (0.0, 0.5))
-    assert planned.deepcache == DeepCache(2)
+    def __init__(self, rates: list[float]) -> None:
+        self._rates: Iterator[float] = iter([1.0, *rates])
+        self.drawn: list[range] = []
+
+    def rate(self, first: int, count: int) -> float:
+        self.drawn.append(range(first, first + count))
+        return next(self._rates)
 
 
-def test_a_student_draws_in_its_own_steps(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@given(rates=st.lists(st.lists(st.floats(0.1, 100.0), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_a_rungs_rate_is_the_median_of_its_turns(rates: list[list[float]]) -> None:
+    """And no image is drawn twice."""
+    turns = Turns(3, lambda _: None)
+    contenders = {str(number): Fixed(each) for number, each in enumerate(rates)}
+    for name, contender in contenders.items():
+        turns.add(name, contender)  # type: ignore[arg-type]
+    found = turns.run([*contenders])
+    assert found == {str(k): (sorted(each)[1], min(each), max(each)) for k, each in enumerate(rates)}
+    drawn = [image for contender in contenders.values() for part in contender.drawn for image in part]
+    assert len(drawn) == len(set(drawn))
+
+
+FASTER = {"batch": 1.5, "channels_last": 1.01, "bf16": 1.3, "compile": 2.0}
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(1.5, cores()), (1.0, 1)])
+def test_the_stock_pipeline_is_measured_at_its_best(
+    processes: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = "the model has no student beside it, of its name and -turbo; --student names one"
-    rungs = ("step-batching", "+tiny", "turbo", "turbo+tiny")
-    result = ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=rungs)
-    assert result["left_out"] == {
-        "+tiny": "the model was not tuned; `diptych tune` finds plans",
-        "turbo": absent,
-        "turbo+tiny": absent,
-    }
-    student = tiny.save(tmp_path / "quick-turbo", tiny.SDXLShape(heads=(1, 2)))
-    result = ladder.run(
-        settings, steps=1, pictures=2, results=tmp_path, rungs=("turbo", "turbo+tiny"), student=str(student)
-    )
-    assert [(rung["name"], rung["model"]) for rung in result["rungs"]] == [("turbo", "quick-turbo")]
-    assert result["left_out"] == {"turbo+tiny": "the model has no tiny decoder"}
-    assert "warming up turbo" in capsys.readouterr().err
+    """What brings at least 3% is taken, one after the other; every trial is recorded."""
+    if cores() == 1:
+        pytest.skip("one core: nothing to run side by side")
+    said: list[str] = []
+    settings = Settings(model=tiny.TINY)
+    search = BestStock(Ladder(settings, 1, None, {}, 60.0, said.append))
+
+    def tried(self: BestStock, started: list[Any], variant: Variant) -> float:
+        rate = 1.0 * (processes if len(started) > 1 else 1.0)
+        rate *= FASTER["batch"] if variant.batch == 4 else 1.2 if variant.batch == 8 else 1.0
+        for name in ("channels_last", "bf16", "compile"):
+            rate *= FASTER[name] if getattr(variant, name) else 1.0
+        self._note({"variant": variant, "images_per_s": rate})
+        return rate
+
+    class Silent:
+        def ask(self, request: Any) -> None:
+            pass
+
+    monkeypatch.setattr(BestStock, "_tried", tried)
+    monkeypatch.setattr(BestStock, "_compiles", lambda self: True)
+    monkeypatch.setattr(ladder.json, "dumps", str)
+    monkeypatch.setattr(Ladder, "start", lambda *_: (Silent(), {}))
+    variant, count = search.find()
+    assert count == expected and len(search.trials) == 7
+    assert variant == Variant(4, 1 if count > 1 else cores(), channels_last=False, bf16=True, compile=True)
+
+
+# -- instruction sets --------------------------------------------------------------------------------------------------
+
+
+def test_avx2_is_a_run_of_the_same_command(settings: Settings, tmp_path: Path) -> None:
+    """It limits torch and our kernels, and has a file of its own."""
+    environment = ladder._environment(settings, ladder.AVX2)
+    assert environment["ATEN_CPU_CAPABILITY"] == "avx2" and Path(environment["CXX"]).is_file()
+    request = first_request("+int8", Settings(model=tiny.TINY, cache_dir=tmp_path / "own"), 1, None, None)
+    with ExitStack() as stack:
+        about = stack.enter_context(Process(request, environment)).answer()
+    assert about["capability"] == "AVX2" and about["kernels"] == "avx2"
+    assert provenance.ROOT.as_posix() in environment["PYTHONPATH"]
