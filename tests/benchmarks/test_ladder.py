@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ladder, provenance, record
+from benchmarks import ladder, record
 from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
 from benchmarks.rungs import STOCK, LeftOut, Variant, first_request
 from core.config import Settings
 from core.threads import cores
 from pipeline import tiny
+from tests.core.quant.stage import CACHE
 
 
 @pytest.fixture
@@ -159,12 +159,11 @@ def test_the_stock_pipeline_is_measured_at_its_best(
 # -- instruction sets --------------------------------------------------------------------------------------------------
 
 
-def test_avx2_is_a_run_of_the_same_command(settings: Settings, tmp_path: Path) -> None:
+def test_avx2_is_a_run_of_the_same_command() -> None:
     """It limits torch and our kernels, and has a file of its own."""
+    settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent)  # where compiled kernels are kept between runs
     environment = ladder._environment(settings, ladder.AVX2)
     assert environment["ATEN_CPU_CAPABILITY"] == "avx2" and Path(environment["CXX"]).is_file()
-    request = first_request("+int8", Settings(model=tiny.TINY, cache_dir=tmp_path / "own"), 1, None, None)
-    with ExitStack() as stack:
-        about = stack.enter_context(Process(request, environment)).answer()
+    with Process(first_request("+int8", settings, 1, None, None), environment) as process:
+        about = process.answer()
     assert about["capability"] == "AVX2" and about["kernels"] == "avx2"
-    assert provenance.ROOT.as_posix() in environment["PYTHONPATH"]
