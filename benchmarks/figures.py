@@ -35,6 +35,7 @@ INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
 ELSEWHERE = re.compile(r"(<!-- elsewhere: ([^>]+?) -->)(.*?)(\s*)(<!-- end -->)", re.DOTALL)
 WRITTEN = re.compile(r"\s*<sub>Source: [^\n]*</sub>$")
 SOURCE = "source"
+_VERSIONED = ("models/", "tests/")  # files beside what they describe, without a provenance: tests hold them
 
 
 class FigureError(ValueError):
@@ -62,7 +63,7 @@ class Results:
 
     def path(self, name: str) -> Path:
         folder, _, stem = name.rpartition("/")
-        if folder.startswith("models/"):
+        if folder.startswith(_VERSIONED):
             return self._root / f"{name}.json"
         return self._root / "benchmarks" / folder / "results" / f"{stem}.json"
 
@@ -98,12 +99,13 @@ def _with_source(mark: re.Match[str]) -> str:
 def cited(page: str) -> set[str]:
     """Names of the files that a page's tables and sources use."""
     named = {name for mark in BLOCK.finditer(page) for name in _files(mark[2])[1]}
-    return {name for name in named if not name.startswith("models/")}
+    return {name for name in named if not name.startswith(_VERSIONED)}
 
 
 def cited_inline(page: str) -> set[str]:
     """Names of the files that inline figures of a page use."""
-    return {mark[2].split("|")[0].strip() for mark in INLINE.finditer(page)}
+    named = {mark[2].split("|")[0].strip() for mark in INLINE.finditer(page)}
+    return {name for name in named if not name.startswith(_VERSIONED)}
 
 
 def _files(mark: str) -> tuple[str, tuple[str, ...]]:
@@ -125,7 +127,7 @@ def _block(mark: str, results: Results) -> str:
     if missing:
         return f"Not measured yet: {', '.join(missing)}."
     lines = [] if kind == SOURCE else [*TABLES[kind].rows(*found), ""]
-    return "\n".join([*lines, *sources([name for name in names if not name.startswith("models/")], results)]).rstrip()
+    return "\n".join([*lines, *sources([name for name in names if not name.startswith(_VERSIONED)], results)]).rstrip()
 
 
 def _figure(mark: str, results: Results) -> str:

@@ -18,10 +18,12 @@ _ROOT = provenance.ROOT
 _EVERY, _PUBLISHED = 32, 64  # every so many captions, and so many of these, are drawn beside published helpers
 _LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
 _MIXED = "--steps 12,20,30,50 --deepcache off,2"
+_LADDER = "--pictures 96 --compile-limit 100 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
 _FLEET = "--costs h200 --load 0.8"
 
 _BENCHES = {
-    "ladder": "ladder --rungs diffusers,diffusers-static-batch,step-batching,+kernels,+int8,+deepcache",
+    "ladder": f"ladder {_LADDER}",
+    "ladder-avx2": f"ladder --instructions avx2 {_LADDER}",
     "arrivals": "arrivals --deepcache auto --pictures 80",
     "serve": "serve --pictures 300",
     "text-emoji-lm": "text --text-model models/emoji-lm --text-draft models/emoji-lm-draft --turns 2",

