@@ -115,7 +115,7 @@ class Stock:
         elif name in tiny_zimage.SHAPES:
             self._pipeline = tiny_zimage.make(tiny_zimage.SHAPES[name])
         else:
-            self._pipeline = DiffusionPipeline.from_pretrained(name, torch_dtype=torch.float32)
+            self._pipeline = DiffusionPipeline.from_pretrained(name, dtype=torch.float32)
         self._pipeline.set_progress_bar_config(disable=True)
         family = family_of(name, settings.variant)[0]
         self._part, self._steps = family.denoiser, steps
