@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import IO, Any, TypeVar
 
+import anyio.to_thread
 from anyio.lowlevel import RunVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -94,7 +95,10 @@ async def spool(request: Request, file: IO[bytes], max_bytes: int) -> int:
             size += len(chunk)
             if size > max_bytes:  # whatever Content-Length declared
                 raise too_large(max_bytes)
-            file.write(chunk)
+            if size <= MAX_BYTES:
+                file.write(chunk)
+            else:  # to a disk, which may be slow
+                await anyio.to_thread.run_sync(file.write, chunk)
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
     file.seek(0)

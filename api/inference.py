@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from tempfile import SpooledTemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
@@ -32,7 +32,9 @@ router = APIRouter(tags=["images"])
 
 _MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64, and the rest
 _SPOOLED = 64 * 1024  # bytes in memory
-_COPIES = 4  # of a body while it is parsed: as bytes, as text, its image as text and as bytes
+_COPIES = 3  # of a body while it is parsed: as a whole, its image as text and as bytes
+_BEGINNING = 200  # characters of `inputs` that tell a picture from a prompt
+_PIECE = 2**18  # characters of base64, a multiple of 4
 _MOST_PARAMETERS = 100
 _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
@@ -135,11 +137,15 @@ async def _request(
 
         def parse() -> tuple[dict[str, Any], int | None]:
             """The fields, and the length of the image."""
-            fields, image = _split(schemas.read(InferenceBody, body.parse(raw.read())), request)
-            if image is None:
-                return fields, None
-            message = "must be an image in base64, since there is a parameters.prompt"
-            return fields, picture.write(references.decoded("inputs", message, image))
+            rest, inputs = raw.read(), b""
+            if size > body.MAX_BYTES:
+                rest, inputs = _cut(rest)
+            fields, image = _split(schemas.read(InferenceBody, body.parse(rest)), request)
+            if image is None and inputs:
+                raise invalid_field("inputs", "is too long")
+            if inputs and not inputs.startswith((image or "").encode()):
+                raise body.too_large()
+            return fields, None if image is None else _decode(inputs or image.encode(), picture)
 
         def read() -> bytes:
             picture.seek(0)
@@ -147,6 +153,32 @@ async def _request(
 
         fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
         yield fields, None if length is None else PictureSource("inputs", length, read)
+
+
+def _cut(raw: bytes) -> tuple[bytes, bytes]:
+    """A large body with the beginning of its `inputs` only, and all of these. No call takes long: each holds the GIL.
+
+    Raises `ApiError` (413) for a body that is large otherwise.
+    """
+    key = raw.find(b'"inputs"')
+    start = raw.find(b'"', key + 8) + 1
+    end = raw.find(b'"', start)
+    if key < 0 or start < 1 or end < 0 or raw[key + 8 : start - 1].strip() != b":":
+        raise body.too_large()
+    inputs = raw[start:end].replace(b"\\/", b"/")  # as some encoders write it
+    rest = raw[:start] + inputs[:_BEGINNING] + raw[end:]
+    if len(rest) > body.MAX_BYTES or inputs.find(b"\\", 0, _BEGINNING) >= 0:
+        raise body.too_large()
+    return rest, inputs
+
+
+def _decode(inputs: bytes, file: IO[bytes]) -> int:
+    """Write the bytes of a base64 text, piece by piece; return their number. Raises `ApiError` (400)."""
+    message = "must be an image in base64, since there is a parameters.prompt"
+    if 0 <= inputs.find(b"=") < len(inputs) - 2:
+        raise invalid_field("inputs", message)
+    pieces = (inputs[at : at + _PIECE] for at in range(0, len(inputs), _PIECE))
+    return sum(file.write(references.decoded("inputs", message, piece)) for piece in pieces)
 
 
 def _split(asked: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:

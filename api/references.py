@@ -146,7 +146,7 @@ def _inline(field: str, url: str) -> PictureSource:
     return PictureSource(field, (3 * (len(url) - prefix.end()) + 3) // 4, read)
 
 
-def decoded(field: str, message: str, text: str) -> bytes:
+def decoded(field: str, message: str, text: str | bytes) -> bytes:
     """The bytes of a base64 text. Raises `ApiError` (400) with this message."""
     try:
         return base64.b64decode(text, validate=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
+from api.body import MAX_BYTES
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
+from tests.api.test_edits import as_file, handed_on, pixels
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
 
 
@@ -103,6 +107,30 @@ def refusal(call: Any) -> tuple[int, str]:
     with pytest.raises(HfHubHTTPError) as refused:
         call()
     return refused.value.response.status_code, str(refused.value)
+
+
+def test_a_large_body_is_its_picture_and_little_else(shared: Api, easel: Easel) -> None:
+    """It is cut before it is parsed, since no other thread runs while a JSON parser reads twenty megabytes."""
+    array = pixels(700, 700)
+    text = json.dumps({"inputs": base64.b64encode(as_file(array)).decode(), "parameters": {"prompt": "x"}})
+    assert len(text) > MAX_BYTES
+    headers = {"Content-Type": "application/json"}
+    for raw in (text, text.replace("/", "\\/"), text.replace('"inputs": ', '"inputs" :\n')):
+        answer = shared.client.post("/", content=raw, headers=headers)
+        assert answer.status_code == 200, answer.text
+        image, _ = handed_on(easel.worker, easel.seen[-1])
+        assert np.array_equal(image, np.asarray(Image.fromarray(array).resize((128, 128), Image.Resampling.LANCZOS)))
+    for raw, status, param in (
+        (text.replace('"prompt": "x"', '"prompt": null'), 400, "parameters.prompt"),
+        (json.dumps({"inputs": "word " * 300_000}), 400, "inputs"),
+        (json.dumps({"inputs": "x", "parameters": {"prompt": "word " * 300_000}}), 413, None),
+        (json.dumps({"inputs": "x", "parameters": {"inputs": "y", "prompt": "word " * 300_000}}), 413, None),
+        (json.dumps({"parameters": {"inputs": "A" * 2**21, "prompt": "x"}, "inputs": "x"}), 400, None),
+        (text.replace("iVBOR", "iV=OR"), 400, "inputs"),
+        (text.replace("A", "é", 1), 400, "inputs"),
+    ):
+        answer = shared.client.post("/", content=raw.encode(), headers=headers)
+        assert (answer.status_code, answer.json()["param"]) == (status, param or answer.json()["param"]), answer.text
 
 
 def test_what_is_refused_is_told_in_the_clients_words(shared: Api) -> None:
