@@ -42,7 +42,7 @@ class FairLimiter:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: int = 0) -> AsyncIterator[None]:
-        """The tenant's turn, for as long as the context is open. Whoever waits for it should hold nothing large."""
+        """The tenant's turn, for as long as the context is open. Callers that wait for it should hold little."""
         lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
         waiting.append(None)
         try:

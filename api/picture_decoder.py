@@ -1,7 +1,7 @@
 """Loads and decodes pictures of clients, in the tenant's turn and in child processes.
 
-The one place through which pictures go. Every picture is a turn of its own: whoever waits for it holds no bytes, and
-the bytes of those whose turn it is, with what decoding them takes, are within one budget.
+The one place through which pictures go. Every picture is a turn of its own: a request that waits for it holds no
+bytes, and the bytes of those whose turn it is, with what decoding them takes, are within one budget.
 """
 
 from __future__ import annotations
