@@ -98,10 +98,11 @@ def beside(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of a tenant's requests alone and beside the attack, what the attack got, and whether all workers live."""
     from core.jobs.keyring import Keyring
     from deployment.redis import address_in
-    from tests.deployment.served import Served, wait_until
+    from tests.deployment.served import ROOT, Served, wait_until
     from tests.faults.neighbours import Felt, _client, live
 
-    service = Served(folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE"))
+    unset, text = ("DIPTYCH_KERNELS", "DIPTYCH_COMPILE"), {"DIPTYCH_TEXT_MODEL": str(ROOT / "models" / "emoji-lm")}
+    service = Served(folder, model=None, unset=unset, variables=text)
     try:
         service.ready()
         keyring = Keyring(address_in(folder / "data" / "redis"))
