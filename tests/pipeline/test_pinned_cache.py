@@ -142,3 +142,15 @@ def test_nothing_is_kept_of_a_file_that_could_not_be_read() -> None:
         cache.find("a", 2)
     gc.collect()
     assert len(kept) == 3 and not any(one() for one in kept)
+
+
+def test_what_is_read_again_for_a_request_stays_until_it_is_admitted() -> None:
+    cache = cache_of({"a": 1, "b": 1, "c": 1}, 1)
+    for name in ("a", "b"):
+        cache.find(name, 0)
+    assert cache.take(["a"], wait=True) is None, "it was evicted, and is read again"
+    for load in [*cache._loads.values()]:
+        load.result(60)
+    cache.find("c", 0)
+    taken = cache.take(["a"], wait=True)
+    assert taken is not None and cache.content(taken[0]) == "a"

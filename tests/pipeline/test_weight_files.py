@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from pathlib import Path
@@ -108,3 +109,16 @@ def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None
     for thread in threads:
         thread.join(60)
     assert files.find("slow") == slow and reads == ["kept", "slow"]
+
+
+def test_a_file_that_is_written_over_is_read_anew(tmp_path: Path) -> None:
+    """Of the same size, in the same place."""
+    path = tmp_path / "it.safetensors"
+    files = WeightFiles(
+        tmp_path, what="file", missing="no {}", most_bytes=2**20, kept=2, read=lambda name, path: path.read_bytes()
+    )
+    for text in ("one", "two"):
+        data = save({}, {"text": text})
+        path.write_bytes(data)
+        os.utime(path, ns=(0, len(text) + ord(text[0])))
+        assert files.find("it") == data
