@@ -54,7 +54,8 @@ FLOORS = {
 # Downwards, and forbidden all the same: the text panel knows no UNet, the API knows only what is torch-free.
 CLOSED = {"llm": {"unet_opt"}, "api": {"pipeline", "llm", "unet_opt"}, "deployment": {"pipeline", "llm", "unet_opt"}}
 # The front door opens every room of its own floor. Captions are written for runs, with their tables and their files.
-# Settings are read in the contract's words, and log lines made printable by its rule. Operations pack quantized layers, call kernels, and copy to devices.
+# Settings are read in the contract's words, and log lines made printable by its rule.
+# Operations pack quantized layers, call kernels, and copy to devices.
 SIDEWAYS = {
     "cli": {"evaluation", "benchmarks", "training", "training.captioning"},
     "training": {"evaluation"},
