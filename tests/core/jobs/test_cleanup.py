@@ -9,7 +9,7 @@ import redis
 
 from core.jobs.reaper import Reaper
 from core.jobs.record import JobDraft, new_id
-from core.jobs.store import JobStore
+from core.jobs.store import _LOOKS, JobStore
 from tests.core.jobs import books
 
 
@@ -38,6 +38,12 @@ def make_dead(store: JobStore, client: redis.Redis, count: int) -> None:
         client.zadd(key, dict.fromkeys(names, score))
     client.zadd("diptych:ended", dict.fromkeys(names, 1))
     die(client, [id])
+
+
+def scripts(client: redis.Redis) -> int:
+    """How many scripts Redis has run."""
+    counted = client.info("commandstats")
+    return sum(int(counted.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in ("eval", "evalsha"))
 
 
 def die(client: redis.Redis, ids: list[str]) -> None:
@@ -93,6 +99,10 @@ def test_a_page_steps_over_thousands_that_are_gone(store: JobStore, client: redi
 
 
 def test_a_page_of_nothing_but_what_is_gone_is_the_last(store: JobStore, client: redis.Redis) -> None:
+    make_dead(store, client, 4500)
+    before = scripts(client)
+    assert store.page("eve", limit=1) is not None
+    assert scripts(client) - before >= 4500 // _LOOKS, "one script keeps Redis for no longer than that many take"
     make_dead(store, client, 4500)
     for model in ("", "emoji-xl"):
         page = store.page("eve", model=model)
