@@ -163,6 +163,11 @@ class HttpProtocol(H11Protocol):
         else:
             self._expect_nothing()
 
+    def eof_received(self) -> None:
+        """Refuse a body that can no longer become complete; asyncio closes the transport once the answer is written."""
+        if self.conn.their_state is h11.SEND_BODY and not self.conn.discards:
+            self._refuse(ApiError(400, "The body ended early.", code="invalid_body"))
+
     def handle_events(self) -> None:
         super().handle_events()
         if self.conn.their_state is not h11.IDLE:

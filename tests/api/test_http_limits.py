@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,16 @@ def test_a_client_that_writes_all_before_it_reads_gets_the_answer(guarded: Api) 
         client.sendall(bytes(16 * 2**20))
         status, headers, text = answer(ended(client))
         assert (status, code(text), headers["connection"]) == (401, "invalid_api_key", "close")
+
+
+@pytest.mark.parametrize("length", ["99999999999999999999", "1000"])
+def test_a_client_that_ends_its_body_early_gets_an_answer(shared: Api, length: str) -> None:
+    """Also while the rate limit is charged, before the body is looked at."""
+    with connected(shared) as client:
+        client.sendall(f"{HEAD.format('/v1/completions')}Content-Length: {length}\r\n\r\n{{}}".encode())
+        client.shutdown(socket.SHUT_WR)
+        status, _, text = answer(ended(client))
+        assert (status, code(text)) in ((400, "invalid_body"), (413, "body_too_large"))
 
 
 def test_a_whole_body_keeps_the_connection(guarded: Api) -> None:
