@@ -56,7 +56,6 @@ async def _answer(request: Request, service: Service, caller: Caller, endpoint: 
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
     ask = await body.read_as(request, caller.id, text_drafts.READ[endpoint])
-    ask = await body.read_as(request, caller.id, text_drafts.READ[endpoint])
     card = await served(service, ask.fields.model, TextCard)
     job = await make(service, text_drafts.draft(ask, card, caller.id))
     answers = text_drafts.ANSWERS[endpoint](job)
