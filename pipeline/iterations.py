@@ -25,18 +25,11 @@ from pipeline.control import ControlFolder
 from pipeline.encode import MarkedPrompt
 from pipeline.fingerprint import fingerprint
 from pipeline.image_prompts import ImagePromptFolder
+from pipeline.kept_features import gather, gather_residual, keep, keep_residual
 from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.picture import Picture
 from pipeline.refining import REFINER
-from pipeline.request_state import (
-    ImageState,
-    MemoryLedger,
-    NarrowedState,
-    gather,
-    gather_residual,
-    keep,
-    keep_residual,
-)
+from pipeline.request_state import ImageState, MemoryLedger, NarrowedState
 from pipeline.upscaling import Upscaling
 
 if TYPE_CHECKING:
