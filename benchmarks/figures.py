@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 from benchmarks import provenance, simulate
 from benchmarks.h200.tables import TABLES as GPU_TABLES
+from benchmarks.ladder_tables import TABLES as LADDER_TABLES
 from benchmarks.tables import TABLES as CPU_TABLES
 from benchmarks.tables import Table
 from benchmarks.ways_tables import TABLES as WAY_TABLES
 
-TABLES: dict[str, Table] = {**CPU_TABLES, **GPU_TABLES, **WAY_TABLES}
+TABLES: dict[str, Table] = {**CPU_TABLES, **LADDER_TABLES, **GPU_TABLES, **WAY_TABLES}
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)

@@ -295,29 +295,9 @@ def run(
         console.print(text, markup=False)
 
     ladder = Ladder(settings, steps, student, environment, compile_limit_s, say)
-    left_out: dict[str, str] = {}
-    contenders: dict[str, Contender] = {}
-    stock: dict[str, Any] = {}
     turns = Turns(-(-pictures // _ROUND), say)
     with record.alone(), ExitStack() as stack:
-        for name in rungs:
-            say(f"preparing {name}")
-            try:
-                if name == STOCK:
-                    search = BestStock(ladder)
-                    variant, count = search.find()
-                    stock = {"best": asdict(variant), "processes": count, "trials": search.trials}
-                    started = [ladder.start(name, stack, variant) for _ in range(count)]
-                else:
-                    started = [ladder.start(name, stack)]
-                contender = Contender([process for process, _ in started], started[0][1])
-                turns.add(name, contender)
-                contenders[name] = contender
-            except LeftOut as error:
-                left_out[name] = str(error)
-                say(f"{name} is left out: {error}")
-        if not contenders:
-            raise record.BenchError(f"no rung can be measured here: {left_out}")
+        contenders, stock, left_out = _prepared(ladder, rungs, turns, stack)
         measured = turns.run([*contenders])
     result = {
         "rungs": _rows(settings, steps, measured, contenders),
@@ -332,6 +312,37 @@ def run(
     imported = set[str]().union(*(contender.imported for contender in contenders.values()))
     file = "ladder" if instructions == NATIVE else f"ladder-{instructions}"
     return record.publish(file, result, results, rooms=("models/emoji-xl", "models/emoji-xl-turbo"), imported=imported)
+
+
+def _prepared(
+    ladder: Ladder, rungs: Sequence[str], turns: Turns, stack: ExitStack
+) -> tuple[dict[str, Contender], dict[str, Any], dict[str, str]]:
+    """The rungs' processes, warmed up and stopped; how the stock pipeline is best; and why rungs are left out.
+
+    Raises `BenchError` if all are.
+    """
+    contenders: dict[str, Contender] = {}
+    stock: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in rungs:
+        ladder.say(f"preparing {name}")
+        try:
+            if name == STOCK:
+                search = BestStock(ladder)
+                variant, count = search.find()
+                stock = {"best": asdict(variant), "processes": count, "trials": search.trials}
+                started = [ladder.start(name, stack, variant) for _ in range(count)]
+            else:
+                started = [ladder.start(name, stack)]
+            contender = Contender([process for process, _ in started], started[0][1])
+            turns.add(name, contender)
+            contenders[name] = contender
+        except LeftOut as error:
+            left_out[name] = str(error)
+            ladder.say(f"{name} is left out: {error}")
+    if not contenders:
+        raise record.BenchError(f"no rung can be measured here: {left_out}")
+    return contenders, stock, left_out
 
 
 def _environment(settings: Settings, instructions: str) -> dict[str, str]:

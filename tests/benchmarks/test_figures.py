@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cli
-from benchmarks import figures, provenance, results, tables
+from benchmarks import figures, ladder_tables, provenance, results
 from benchmarks.simulation.costs import SHIPPED
 
 ROOT = provenance.ROOT
@@ -189,12 +189,12 @@ def test_the_ladder_has_its_baseline_and_gates_beside_its_speeds() -> None:
     scored = {"ways": {"int8-auto": {"gates": [{"verdict": "holds"}, {"verdict": "open"}]},
                        "turbo": {"gates": [{"verdict": "fails"}, {"verdict": "fails"}]}}}  # fmt: skip
     native, avx2 = run("AVX512", 2, 1.5), run("AVX2", 1, 1.0)
-    lines = tables.ladder(native, avx2, scored)
+    lines = ladder_tables.ladder(native, avx2, scored)
     assert lines[0] == "| configuration | images/s, AVX512 | speedup | images/s, AVX2 | speedup | gates: FID, score |"
     assert lines[2] == "| `diffusers` | 1.50 (1.50 to 1.50) | 1.00× | 1.00 (1.00 to 1.00) | 1.00× | – |"
     assert lines[4].endswith("| 4.00× | 4.00 (4.00 to 4.00) | 4.00× | holds, open |")
     assert lines[5].endswith("| fails, fails |"), "a fast student is shown with what it fails"
     assert "AVX512: 2 processes, 1 threads each, batches of 4, bf16 (not compiled: took more than 100 s)." in lines[-1]
     assert "AVX2: one process" in lines[-1]
-    short = tables.ladder_short(native, avx2, scored)
+    short = ladder_tables.ladder_short(native, avx2, scored)
     assert [line.split("`")[1] for line in short[2:-2]] == ["diffusers", "step-batching", "+deepcache"]
