@@ -13,6 +13,7 @@ from typing import Protocol
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from obstore.store import GCSStore, S3Store
 
 from core.artifacts import ArtifactError, Artifacts, NoArtifact, Spool, media_type
 
@@ -240,10 +241,17 @@ except ArtifactError as error:
     assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/some/path", "s3://bucket", "gs://bucket/path"])
-def test_object_stores_are_taken_and_not_talked_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "kind", "prefix"),
+    [("s3://bucket/some/path", S3Store, "some/path"), ("s3://bucket", S3Store, None), ("gs://b/path", GCSStore, "path")],
+)
+def test_object_stores_are_taken_with_their_bucket_and_path(
+    url: str, kind: type[S3Store | GCSStore], prefix: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_REGION", "nowhere-1")
-    Artifacts(url)
+    store = Artifacts(url)._store
+    assert isinstance(store, kind) and store.prefix == prefix
+    assert store.config["bucket"] == url.split("/")[2]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://host/path", "file:relative", "file://host/path"])

@@ -52,10 +52,20 @@ def test_a_strangers_trace_that_is_none(parent: str) -> None:
 
 
 def test_a_collector_that_is_away_costs_no_work() -> None:
+    """What it missed is dropped: tracing ends, and the next collector is sent none of it."""
     traces.begin("http://127.0.0.1:1", "diptych-test")
+    done = []
     with traces.span("lost"):
-        pass
+        assert traces.current().startswith("00-"), "it is traced"
+        done.append("work")
     traces.end()
+    assert done == ["work"] and traces.current() == ""
+    with Collector() as collector:
+        traces.begin(collector.url, "diptych-test")
+        with traces.span("kept"):
+            pass
+        traces.end()
+    assert [span.name for span in collector.spans()] == ["kept"]
 
 
 def test_nothing_is_loaded_where_nobody_asks() -> None:

@@ -152,6 +152,33 @@ def test_pictures_of_any_size_are_fitted_as_the_models_processor_does_it(size: t
     assert gap.mean() < 1.0
 
 
+@pytest.mark.parametrize("wide", [1, 2, 3, 5, 8])
+def test_the_middle_is_cut_out_as_torchvisions_center_crop_does_it(wide: int) -> None:
+    """To the pixel: of so many pixels too many, half of them rounded to even is left out before the middle."""
+    clip, first = Clip(CLIP), round(wide / 2)
+    picture = np.random.default_rng(wide).integers(0, 256, (128, 128 + wide, 3), np.uint8)
+    assert np.array_equal(clip._fit(picture), picture[:, first : first + 128])
+    upright = picture.transpose(1, 0, 2)
+    assert np.array_equal(clip._fit(upright), upright[first : first + 128])
+
+
+def test_captions_beyond_the_context_are_read_up_to_its_last_token() -> None:
+    """77 tokens with their beginning and end, as transformers' processor and OpenAI's CLIP truncate them."""
+    from tokenizers import Tokenizer
+
+    clip, tokenizer = Clip(CLIP), Tokenizer.from_file(str(CLIP / "tokenizer.json"))
+    w = {name: value.float() for name, value in load_file(CLIP / "model.safetensors").items()}
+    config = json.loads((CLIP / "config.json").read_text())["text_config"]
+    caption = " ".join(["a cat", "a red boat", "two suns"] * 30)
+    ids, limit = tokenizer.encode(caption).ids, config["max_position_embeddings"]
+    assert len(ids) > limit == 77
+    torch.testing.assert_close(
+        clip.read([caption])[0], read(w, config, [*ids[: limit - 1], ids[-1]]), rtol=1e-4, atol=1e-6
+    )
+    one_less = read(w, config, [*ids[: limit - 2], ids[-1]])
+    assert (clip.read([caption])[0] - one_less).abs().max() > 1e-3, "a token less would show"
+
+
 def test_what_is_no_clip_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is not a CLIP model"):
         Clip(tmp_path)

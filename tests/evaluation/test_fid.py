@@ -72,6 +72,13 @@ def test_fewer_pictures_than_features_keep_their_digits(n: int, m: int, seed: in
     assert distance(a, b) == pytest.approx(by_singular_values(a, b), rel=1e-5)
 
 
+def test_it_has_the_digits_of_fp64() -> None:
+    """Of rows that are only moved: the square of how far, which fp32 rounds by 6e-8."""
+    rows = features(50, 2, 0).round()
+    moved = rows + torch.tensor([0.5, 2.0**-13])
+    assert distance(rows, moved) == pytest.approx(0.25 + 2.0**-26, rel=1e-9)
+
+
 def test_pictures_that_are_all_the_same_have_a_distance_too() -> None:
     same, others = torch.full((3, 4), 0.5), features(30, 4, 5)
     for a, b in ((same, others), (others, same), (same, same)):
