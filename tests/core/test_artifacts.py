@@ -243,7 +243,7 @@ except ArtifactError as error:
 
 @pytest.mark.parametrize(
     ("url", "kind", "prefix"),
-    [("s3://bucket/some/path", S3Store, "some/path"), ("s3://bucket", S3Store, None), ("gs://b/path", GCSStore, "path")],
+    [("s3://bucket/a/path", S3Store, "a/path"), ("s3://bucket", S3Store, None), ("gs://bucket/path", GCSStore, "path")],
 )
 def test_object_stores_are_taken_with_their_bucket_and_path(
     url: str, kind: type[S3Store | GCSStore], prefix: str | None, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,7 @@ def test_trajectories_equal_diffusers(name: str, prediction: str, spacing: str) 
         with pytest.raises(ValueError, match="prediction_type='sample' is not supported by euler-ancestral"):
             sigmas.table(config, name, 4)
         return
-    for variant in variants(name):
+    for number, variant in enumerate(variants(name)):
         config = {**SDXL, "prediction_type": prediction, "timestep_spacing": spacing, **variant}
         if variant == {
             "use_karras_sigmas": True,
@@ -161,7 +161,8 @@ def test_trajectories_equal_diffusers(name: str, prediction: str, spacing: str) 
             "solver_type": "heun",
         }:
             continue  # diffusers' last step divides zero by zero; see the test after the next
-        assert_parity(config, name)
+        # Lower orders end a run of less than 15 steps; more of them than that are more of the same.
+        assert_parity(config, name, STEPS if number == 0 else (1, 2, 3, 14, 15))
 
 
 @pytest.mark.parametrize(
