@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import json
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ def apart(one: Any, two: Any) -> int:
     return int(np.abs(levels(one) - levels(two)).max())
 
 
+@functools.cache
 def stock_picture(folder: Path, *named: tuple[str, float]) -> np.ndarray:
     """What diffusers draws with these, by way of peft and without adding them to weights."""
     pytest.importorskip("peft")
@@ -137,9 +139,9 @@ def test_companions_change_nothing_and_all_loras_share_forwards(folder: Path, ru
 
 def test_deterministic_requests_are_equal_to_the_byte(folder: Path, runner: Watching) -> None:
     wanted = {name: replace(one, deterministic=True) for name, one in companions().items()}
-    together = mixed(runner, wanted)
+    together, again = mixed(runner, wanted), runner_of(folder)
     for name in ("one", "both", "cached", "unguided", "edit", "weighted"):
-        alone = solo(runner_of(folder), wanted[name])
+        alone = solo(again, wanted[name])
         assert together[name].png() == alone.png(), name
 
 
@@ -162,9 +164,8 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(folder: 
         else:
             assert together[name].png() == solo(without, one).png(), name
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
-    together = mixed(served, fixed)
+    together, again = mixed(served, fixed), runner_of(folder, kernels=kernels)
     for name in ("one", "both", "cached", "edit"):
-        again = runner_of(folder, kernels=kernels)
         assert together[name].png() == solo(again, fixed[name]).png(), name
 
 

@@ -118,7 +118,7 @@ def reference(one: ImageParameters) -> np.ndarray:
 @pytest.mark.parametrize("on_kernels", [False, True], ids=["torch", "kernels"])
 def test_each_picture_of_a_mixed_batch_is_its_own(on_kernels: bool, kernels: ctypes.CDLL) -> None:
     """Within a level of the stock pipeline on the same schedule, and of its solo run; deterministic ones to the bit."""
-    runner = runner_of(kernels if on_kernels else None)
+    runner, apart = (runner_of(kernels if on_kernels else None) for _ in range(2))
     parameters = mixture()
     mixed = together(runner, parameters, random.Random(1))
     phases = {phase for phase, ride in runner.rides if len(ride) > 1}
@@ -127,7 +127,7 @@ def test_each_picture_of_a_mixed_batch_is_its_own(on_kernels: bool, kernels: cty
         expected = reference(one)
         assert expected.std() > 10, "a flat picture would prove nothing"
         assert np.abs(levels(picture) - expected).max() <= 1, one
-        alone = solo(runner_of(kernels if on_kernels else None), one)
+        alone = solo(apart, one)
         assert np.abs(levels(picture) - levels(alone)).max() <= 1
         if one.deterministic:
             assert picture.png() == alone.png()
@@ -150,9 +150,10 @@ def test_an_interval_of_one_is_off_bit_for_bit(on_kernels: bool, kernels: ctypes
 def test_int8_pixels_do_not_depend_on_the_batch(int8: Path, kernels: ctypes.CDLL) -> None:
     """PSNR ≥ 50 dB is asked for; bits are equal where the prompt was encoded alone, too."""
     parameters = mixture()
-    mixed = together(Watching(load(str(int8), precision="int8"), kernels=kernels), parameters, random.Random(2))
+    runner, apart = (Watching(load(str(int8), precision="int8"), kernels=kernels) for _ in range(2))
+    mixed = together(runner, parameters, random.Random(2))
     for one, picture in zip(parameters, mixed, strict=True):
-        alone = solo(Watching(load(str(int8), precision="int8"), kernels=kernels), one)
+        alone = solo(apart, one)
         error = np.square((levels(picture) - levels(alone)).astype(float)).mean()
         assert error <= 255**2 / 10**5
         if one.deterministic:
@@ -198,7 +199,10 @@ def _broken(_: Any, ticket: Any) -> Any:
     return Broken()
 
 
-def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(kernels: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("length", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_thousands_of_iterations_of_aborts_and_failures_leave_every_slot_free(
+    length: int, kernels: ctypes.CDLL
+) -> None:
     """In any phase, before and during an iteration, alone and for whole batches, with memory for a few only."""
     chance = random.Random(0)
     small = Watching(model("tiny-heads"), lane=LANE, kernels=kernels, max_requests=8)
@@ -212,7 +216,7 @@ def test_ten_thousand_iterations_of_aborts_and_failures_leave_every_slot_free(ke
     )
     crank, ends, refused, phases = Crank(runner), dict.fromkeys(State, 0), 0, set()
     iterations, count, widths = 0, 0, set()
-    while iterations < 10_000:
+    while iterations < length:
         while len(crank.scheduler.live) < 12:
             count += 1
             schedule = chance.choice([None, DeepCache(), DeepCache(3, RESNET), DeepCache(deep_steps=(0,))])

@@ -105,14 +105,18 @@ def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
 
 
 def mixture(shape: str) -> list[ImageParameters]:
-    """Every scheduler, with and without guidance and mask, of several strengths."""
+    """Every scheduler, with and without guidance and mask, of several strengths: in all combinations of the plain
+    shape.
+    """
     strengths = itertools.cycle((0.3, 0.6, 1.0, 0.85, 0.5))
+    each = list(itertools.product((1.0, 6.0), (False, True)))
+    cases = [(name, *one) for name in samplers.SCHEDULERS for one in each]
+    if shape not in ("plain", "distilled"):  # samplers and masks do not depend on the shape; the distilled has one
+        cases = [(name, *each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
     return [
         wanted(shape, seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
                steps=5 + seed % 4, picture=seed)
-        for seed, (name, guidance, masked) in enumerate(
-            itertools.product(samplers.SCHEDULERS, (1.0, 6.0), (False, True))
-        )
+        for seed, (name, guidance, masked) in enumerate(cases)
     ]  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
     assert {True, False} in mixed, "no edit shared a forward with a request that is none"
     for index, one in enumerate(edits):
         check_parity(shape, one, pictures[str(index)])
-    for one in edits[:: len(edits) // 4]:
+    for one in edits[:: max(1, len(edits) // 4)]:
         check_parity(shape, one, solo(runner, one))
 
 

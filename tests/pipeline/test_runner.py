@@ -46,16 +46,22 @@ FEW_STEPS: tuple[dict[str, Any], ...] = (
 
 
 def mixture(shape: str) -> list[ImageParameters]:
-    """Every scheduler, with and without guidance, with an absent, an empty and a given negative prompt."""
+    """Every scheduler, with and without guidance, with an absent, an empty and a given negative prompt.
+
+    In all combinations for the plain shape.
+    """
     negatives = itertools.cycle((None, "", "blurry, grey"))
     each = ((1.0, "red", 3), (0.5, "teal", 5), (2.5, "pink", 4), (7.0, "big", 7))
+    pairs = list(itertools.product(samplers.SCHEDULERS, each))
+    if shape not in ("plain", "distilled"):  # samplers do not depend on the shape: each once, with other guidance
+        pairs = [(name, each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
     usual = [
         wanted(shape, prompt=f"{name} in a {colour} hat", seed=seed, scheduler=name, guidance_scale=guidance,
                negative_prompt=next(negatives), steps=steps)
-        for seed, (name, (guidance, colour, steps)) in enumerate(itertools.product(samplers.SCHEDULERS, each))
+        for seed, (name, (guidance, colour, steps)) in enumerate(pairs)
     ]  # fmt: skip
     few = [{"prompt": f"number {seed}", "seed": seed, "steps": 4, **given} for seed, given in enumerate(FEW_STEPS)]
-    return usual + [wanted(shape, **given) for given in few]
+    return usual + [wanted(shape, **given) for given in few if shape == "plain"]
 
 
 def check_parity(shape: str, parameters: ImageParameters, picture: Any) -> None:
@@ -77,7 +83,7 @@ def test_each_picture_equals_diffusers_alone_and_in_a_batch_that_others_join_and
     assert max(len(steps) for steps in runner.shared_steps) >= min(3, len(parameters) // 2), "nobody shared a forward"
     for index, one in enumerate(parameters):
         check_parity(shape, one, pictures[str(index)])
-    for one in parameters[:: len(parameters) // 4]:
+    for one in parameters[:: max(1, len(parameters) // 4)]:
         check_parity(shape, one, solo(runner, one))
 
 
@@ -101,8 +107,7 @@ def deterministic(seed: int, **options: Any) -> ImageParameters:
     return wanted(seed=seed, deterministic=True, **options)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("scheduler", ["euler", "euler-ancestral", "dpm++2m"])
+@pytest.mark.parametrize(("threads", "scheduler"), [(2, "euler"), (1, "euler-ancestral"), (2, "dpm++2m")])
 def test_deterministic_bytes_are_equal_at_every_position_of_the_bucket(threads: int, scheduler: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -19,7 +19,12 @@ from pipeline.load import ImageModel, load
 from pipeline.variant_cache import CachedVariant
 from tests.core.quant.stage import ROOT
 
-PROMPTS = len(default_prompts())
+PROMPTS = 32  # of the bundled ones: calibration is tests/pipeline/test_calibration.py's
+
+
+@pytest.fixture(autouse=True)
+def _few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variant_cache, "default_prompts", lambda: default_prompts()[:PROMPTS])
 
 
 class Opener:
@@ -62,11 +67,13 @@ def test_what_it_was_made_from_is_in_its_name(other: dict[str, Any], tmp_path: P
     assert place(tmp_path) == place(tmp_path)
 
 
-KILLED = """
+KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from pipeline import tiny, variant_cache
+from pipeline.calibration import default_prompts
 from pipeline.load import load
+variant_cache.default_prompts = lambda: default_prompts()[:{PROMPTS}]
 model = load(tiny.TINY)
 def tell(done, total):
     if done == 24:
@@ -125,10 +132,12 @@ def test_a_cache_that_is_no_folder_is_said_by_its_setting(tmp_path: Path) -> Non
         place(tmp_path / "file").make(Opener(None))
 
 
-FULL = """
+FULL = f"""
 import resource, signal, sys
 from pathlib import Path
 from pipeline import tiny, variant_cache
+from pipeline.calibration import default_prompts
+variant_cache.default_prompts = lambda: default_prompts()[:{PROMPTS}]
 from pipeline.folder import ModelError
 from pipeline.load import load
 model = load(tiny.TINY)

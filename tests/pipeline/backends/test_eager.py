@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from contract.image import ImageParameters
 from core.graphs import ExecutableKey, compiler
@@ -28,7 +30,12 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
-def test_compiled_code_takes_over_while_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend_name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_code_takes_over_while_pictures_are_drawn(
+    backend_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced whole and at fixed shapes; only the long test has C++ written and compiled of the graphs, for a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend_name))
     monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
     runner = Watching(model(SHAPE), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
     eager = Watching(model(SHAPE), deterministic_rows=4)

@@ -61,11 +61,11 @@ def test_pictures_equal_diffusers(shape: str, kernels: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pixels_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
     parameters = mixture(shape)
-    runner = runner_of(shape, kernels, max_rows=64)
+    runner, apart = runner_of(shape, kernels, max_rows=64), runner_of(shape, kernels)
     mixed = together(runner, parameters)
     assert any(len(ride) > 2 for phase, ride in runner.rides if phase == "deep"), "nobody rode with anybody"
     for one, picture in zip(parameters, mixed, strict=True):
-        alone = solo(runner_of(shape, kernels), one)
+        alone = solo(apart, one)
         if one.deterministic:
             assert picture.png() == alone.png()
         # Prompts that are encoded in different batches may differ in their last bits.
@@ -124,11 +124,10 @@ def test_int8_is_picked_up_and_is_close_to_fp32(quantized: Path, kernels: ctypes
 
 
 def test_int8_pixels_do_not_depend_on_the_batch(quantized: Path, kernels: ctypes.CDLL) -> None:
-    int8 = load(str(quantized), precision="int8")
+    runner, apart = (Watching(load(str(quantized), precision="int8"), kernels=kernels) for _ in range(2))
     parameters = [one for one in mixture("wide-heads") if one.deterministic]
-    mixed = together(Watching(int8, kernels=kernels), parameters)
-    for one, picture in zip(parameters, mixed, strict=True):
-        assert picture.png() == solo(Watching(load(str(quantized), precision="int8"), kernels=kernels), one).png()
+    for one, picture in zip(parameters, together(runner, parameters), strict=True):
+        assert picture.png() == solo(apart, one).png()
 
 
 def test_int8_without_a_variant_says_what_makes_one(tmp_path: Path) -> None:
