@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 # Imports make millions of objects that stay: scanning them for garbage took a third of collecting the tests, and would
 # slow every test down. `pytest_collection_finish` puts them aside.
@@ -26,6 +27,10 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORC
     os.environ[name] = "1"
 # Into every new cache torch would compile a probe for each instruction set of the processor, several seconds each.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# What it compiles is kept for all test processes and between runs, as our kernels are (tests/core/quant/stage.py).
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "inductor")
+)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and fork do not mix
 # Models in tests are made in code: one that would be downloaded is a bug.
 os.environ["HF_HUB_OFFLINE"] = "1"

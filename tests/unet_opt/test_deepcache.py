@@ -10,7 +10,7 @@ from contract.plan import BLOCK, DEPTHS, RESNET
 from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import UNETS, Inputs, added, deep, inputs, on_kernels, quantized, stock, unet
+from tests.unet_opt.shapes import UNETS, Inputs, added, deep, in_8_bits, inputs, on_kernels, stock, unet
 from unet_opt import deepcache
 from unet_opt.deepcache import Features, SplitUNet, kept, shapes
 
@@ -60,7 +60,7 @@ def test_shapes_of_features_are_found_once_for_each_size(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
 @pytest.mark.parametrize("name", UNETS)
 def test_in_the_kernels_shallow_on_fresh_features_has_the_bits_of_deep(name: str, scheme: str) -> None:
-    one = unet(name) if scheme == "floats" else quantized(unet(name))
+    one = unet(name) if scheme == "floats" else in_8_bits(name)
     split, given = on_kernels(one, half=scheme == "int8"), inputs(one, 3, 8, 4)
     eps, *views = deep(split, given)
     features = own(views)
@@ -92,7 +92,7 @@ def test_on_old_features_kernels_and_torch_agree_and_differ_from_the_whole(depth
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_shallow_rows_bits_depend_on_nothing_but_the_row(depth: str) -> None:
-    one = quantized(unet("three-levels"))
+    one = in_8_bits("three-levels")
     split, given = on_kernels(one, half=True), inputs(one, 5, 8, 8)
     features = own(kept(deep(split, given)[1:], depth))
     together = shallow(split, depth, features, given)

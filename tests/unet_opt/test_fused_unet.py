@@ -14,11 +14,8 @@ from torch import Tensor
 from contract.plan import DEPTHS
 from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
-from core.quant.convert import quantize_
-from core.quant.statistics import Statistics
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import UNETS, Inputs, added, deep, inputs, stock, unet
-from unet_opt import recipe
+from tests.unet_opt.shapes import UNETS, Inputs, added, deep, in_8_bits, inputs, stock, unet
 from unet_opt.deepcache import SplitUNet, kept, shapes
 
 CUDA = torch.cuda.is_available()
@@ -35,16 +32,6 @@ def placed(given: Inputs) -> Inputs:
 
 def on_fused(of: Any, rows: int) -> SplitUNet:
     return SplitUNet(CudaLowering(BASE, rows), of)
-
-
-def eight(of: Any, scheme: str) -> Any:
-    """This UNet in 8 bits, calibrated on noise."""
-    made, statistics = recipe.unet(of), Statistics("digest")
-    for seed in range(4):
-        with statistics.observe(of, made.targets(of), 0):
-            stock(of, inputs(of, 4, 8, 8, seed=seed))
-    quantize_(of, made, statistics, scheme=scheme)  # type: ignore[arg-type]
-    return of
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -66,12 +53,14 @@ def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
         check_close(out, wanted, relative=1e-5)
 
 
-@pytest.mark.parametrize("sides", [(8, 8), (9, 7)], ids=str)
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
-@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize(
+    ("name", "scheme", "sides"),
+    [(name, scheme, (9, 7)) for name in UNETS for scheme in ("int8", "fp8")] + [("three-levels", "int8", (8, 8))],
+    ids=str,
+)
 def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str, sides: tuple[int, int]) -> None:
     """But for upsampling convolutions, whose summed taps are rounded once more."""
-    of = eight(unet(name), scheme)
+    of = in_8_bits(name, scheme)
     given = inputs(of, 3, *sides)
     wanted = stock(of, given)
     floats = stock(unet(name), given)
@@ -83,10 +72,13 @@ def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str, sides: tu
     assert error(out.cpu(), floats) < 1.4 * error(wanted, floats) + rounding + 0.005
 
 
-@pytest.mark.parametrize("scheme", ["floats", "int8", "fp8"])
-@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [(name, "floats") for name in UNETS] + [(name, "int8") for name in ("three-levels", "two-resnets", "conv1x1")]
+    + [("three-levels", "fp8")],
+)  # fmt: skip
 def test_shallow_on_fresh_features_is_deep(name: str, scheme: str) -> None:
-    of = unet(name) if scheme == "floats" else eight(unet(name), scheme)
+    of = unet(name) if scheme == "floats" else in_8_bits(name, scheme)
     one, given = on_fused(of.to(DEVICE, BASE), rows=5), placed(inputs(of, 3, 8, 4))
     out, *views = deep(one, given)
     eps, features = out.clone(), [view.clone() for view in views]
@@ -101,7 +93,7 @@ def test_shallow_on_fresh_features_is_deep(name: str, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
 def test_rows_are_the_same_in_any_company(scheme: str) -> None:
-    of = unet("three-levels") if scheme == "floats" else eight(unet("three-levels"), scheme)
+    of = unet("three-levels") if scheme == "floats" else in_8_bits("three-levels", scheme)
     one, given = on_fused(of.to(DEVICE, BASE), rows=8), placed(inputs(of, 6, 8, 8))
     together = deep(one, given)[0].clone()
     alone = torch.cat([deep(one, given.rows([row]))[0].clone() for row in range(6)])
@@ -120,7 +112,7 @@ def test_keys_are_packed_as_torch_packs_them() -> None:
 
 
 def test_weights_that_are_multiplied_together_are_not_held_twice() -> None:
-    of = eight(unet("three-levels"), "int8")
+    of = in_8_bits("three-levels")
     on_fused(of, rows=1)
     attention = of.mid_block.attentions[0].transformer_blocks[0].attn1
     q, k, v = (layer.weight.untyped_storage().data_ptr() for layer in (attention.to_q, attention.to_k, attention.to_v))
@@ -137,7 +129,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 def test_layers_that_read_one_input_must_be_quantized_alike() -> None:
-    of = eight(unet("plain"), "int8")
+    of = in_8_bits("plain")
     of.mid_block.attentions[0].transformer_blocks[0].attn1.to_k.inverse.mul_(2)
     with pytest.raises(ValueError, match="quantized in different ways"):
         on_fused(of, rows=1)

@@ -18,7 +18,7 @@ from core.quant.statistics import Statistics
 from core.quant.store import round_
 from tests.core.quant.stage import check_close, threads
 from tests.pipeline.worlds import SHAPES, model
-from tests.unet_opt.shapes import UNETS, deep, inputs, on_kernels, ours, quantized, stock, unet
+from tests.unet_opt.shapes import UNETS, deep, in_8_bits, inputs, on_kernels, ours, stock, unet
 from unet_opt.layout import _WANTED, check_unet
 from unet_opt.unet import cross_attentions
 
@@ -38,11 +38,12 @@ def test_in_floats_it_equals_diffusers(name: str) -> None:
         assert (ours(programs, given) - wanted).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("sides", [(8, 8), (9, 7), (5, 6)], ids=str)
-@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize(
+    ("name", "sides"), [(name, (9, 7)) for name in UNETS] + [("three-levels", (8, 8)), ("plain", (5, 6))], ids=str
+)
 def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str, sides: tuple[int, int]) -> None:
     plain = unet(name)
-    one = quantized(unet(name))
+    one = in_8_bits(name)
     programs = on_kernels(one)
     given = inputs(one, 8, *sides, tokens=77, seed=50)
     found, modules, wanted = ours(programs, given), stock(one, given), stock(plain, given)
@@ -61,7 +62,7 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
 def test_a_rows_bits_depend_on_nothing_but_the_row(scheme: str) -> None:
     """Not on how many ride along, on its place among them, on threads, or on what ran before."""
     one = unet("three-levels")
-    programs = on_kernels(quantized(one) if scheme == "int8" else one, half=scheme == "half")
+    programs = on_kernels(in_8_bits("three-levels") if scheme == "int8" else one, half=scheme == "half")
     given = inputs(one, 5, 8, 12, tokens=77)
     together = ours(programs, given)
     for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
@@ -258,7 +259,7 @@ def test_layers_in_int8_that_the_kernels_cannot_read_or_whose_neighbours_are_not
 
 
 def test_queries_keys_and_values_of_different_scales_are_refused() -> None:
-    one = quantized(unet("plain"))
+    one = in_8_bits("plain")
     attention = one.mid_block.attentions[0].transformer_blocks[0].attn1
     attention.to_k.inverse *= 2
     with pytest.raises(ValueError, match=r"attn1\.to_q: it and what reads the same input must all be quantized"):

@@ -6,6 +6,7 @@ Calls go through `TokenProgram`, as everything does; references are PyTorch in 6
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,21 @@ CANARY = 0xA5
 @functools.cache
 def kernels() -> ctypes.CDLL:
     """The real kernels, compiled once for all runs of the tests; skips where this machine has none, with the reason."""
+    CACHE.mkdir(parents=True, exist_ok=True)
     try:
-        return library(CACHE)
+        with (CACHE / "lock").open("w") as lock:  # one process compiles, and others wait for it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return library(CACHE)
     except KernelsUnavailable as error:
         pytest.skip(str(error))
+
+
+def warm(cache_dir: Path) -> Path:
+    """A new cache of compiled code and variants that has the compiled kernels: compiling takes many seconds."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (cache_dir / CACHE.name).symlink_to(CACHE)
+    return cache_dir
 
 
 @contextmanager
