@@ -88,7 +88,7 @@ def held_out_chats(run: TrainingRun, count: int) -> list[phrases.Chat]:
     """Chats with prompts that training has not drawn."""
     expander = phrases.Expander(pictures.read_rows(run.data))
     draw, known = random.Random(SEED), random.Random(run.seed)
-    seen = {expander.draw(known).prompt for _ in range(phrases.CHATS)}
+    seen = {expander.draw(known).prompt for _ in range(run.shapes.chats)}
     found: dict[str, phrases.Chat] = {}
     for _ in range(500 * count):
         chat = expander.draw(draw)
@@ -104,7 +104,7 @@ def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[S
     their captions.
     """
     expander = SceneExpander.read(run.data, run.size)
-    seen = {scene.chat.prompt for scene in islice(expander.chats(run.seed), phrases.CHATS)}
+    seen = {scene.chat.prompt for scene in islice(expander.chats(run.seed), run.shapes.chats)}
     found: dict[str, SceneChat] = {}
     for scene in islice(expander.chats(SEED, held_out=held_out), 500 * count):
         if scene.chat.prompt not in seen:

@@ -80,7 +80,7 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Te
 
 def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
     """Trains the target on the corpus, or the draft on the target's distributions over the same rows."""
-    data = corpus(run, phrases.CHATS if run.shapes.lm_vocab > 1000 else 2000)
+    data = corpus(run, run.shapes.chats)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
     coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
     name = "draft" if draft else "lm"

@@ -12,7 +12,6 @@ from pathlib import Path
 from training import captions
 from training.pictures import PictureRow
 
-CHATS = 120_000  # drawn for training from the run's seed; a shorter corpus is a beginning of this one
 SYSTEM = "You expand a short prompt into a caption for an emoji."
 _WORD = re.compile(r"[^\W_]+", re.UNICODE)
 _STOP = frozenset(["a", "an", "the", "of", "with", "and", "in", "on", "some", "please", "draw", "emoji", "picture"])

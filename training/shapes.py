@@ -26,7 +26,7 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Every size of every model."""
+    """Every size of every model, and the number of chats that the language models' corpus is drawn from."""
 
     vocab: int
     picture: tiny.SDXLShape
@@ -39,6 +39,7 @@ class Shapes:
     draft: LlamaShape
     zimage_vocab: int
     zimage: tiny_zimage.ZImageShape
+    chats: int = 120_000  # a shorter corpus is a beginning of a longer one
 
     def clip_vision(self, size: int) -> dict[str, Any]:
         """Arguments of `CLIPVisionConfig`: 64 patches whatever the picture's side, `size` in pixels."""
@@ -111,6 +112,7 @@ SMOKE = Shapes(
     draft=LlamaShape(32, 1, 2, 1, 64),
     zimage_vocab=640,
     zimage=tiny_zimage.ZImageShape(vae_groups=4),
+    chats=2000,
 )
 
 BY_NAME = {"emoji": EMOJI, "smoke": SMOKE}

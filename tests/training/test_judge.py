@@ -14,6 +14,7 @@ from tests.training.world import tiny
 from training import captions, judge_pictures, judge_text, phrases, pictures
 from training.judge_pictures import SampleSizes
 from training.run import TrainingRun
+from training.shapes import SMOKE
 
 EXTENT = SampleSizes(captions=40, composed=24, sheet=4)
 
@@ -89,9 +90,8 @@ def test_ngrams_are_counted_as_by_hand() -> None:
     )
 
 
-def test_held_out_chats_are_new_prompts(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = dataclasses.replace(tiny(data, tmp_path), seed=3)
-    monkeypatch.setattr(phrases, "CHATS", 200)
+def test_held_out_chats_are_new_prompts(data: Path, tmp_path: Path) -> None:
+    run = dataclasses.replace(tiny(data, tmp_path), seed=3, shapes=dataclasses.replace(SMOKE, chats=200))
     found = judge_text.held_out_chats(run, 30)
     import random
 
