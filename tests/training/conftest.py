@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.shared import shared_folder
 from tests.training import world
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
 from training import export, judge, judge_pictures
 from training.run import TrainingRun
 
+# Iterations and rows of the stages, so few that their losses only just fall.
+LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 160, "draft": 160}
+BATCHES = {"vae": 8, "zimage_vae": 8}
+
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `--data` would name."""
-    return write_data(tmp_path_factory.mktemp("data"))
+    return shared_folder(tmp_path_factory, "data", write_data)
 
 
 @pytest.fixture
@@ -28,18 +34,20 @@ def run(data: Path, tmp_path: Path) -> TrainingRun:
 
 @pytest.fixture(scope="session")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """All stages, exported and judged."""
-    run = tiny(data, tmp_path_factory.mktemp("trained"))
-    lengths = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140, "lm": 160, "draft": 160}
-    batches = {"vae": 8, "zimage_vae": 8}
+    """All stages, exported and judged, once for all test processes: read it, and write elsewhere."""
+    folder = shared_folder(tmp_path_factory, "trained", lambda folder: _train(tiny(data, folder)))
+    run = tiny(data, folder)
+    return Trained(run, json.loads((run.folder("judge") / "figures.json").read_text(encoding="utf-8")))
+
+
+def _train(run: TrainingRun) -> None:
     for name in stages.STAGES:
-        batch = batches.get(name, run.batch)
-        stages.train(dataclasses.replace(run, iterations=lengths.get(name, 1), batch=batch), only=[name])
+        stages.train(
+            dataclasses.replace(run, iterations=LENGTHS.get(name, 1), batch=BATCHES.get(name, 16)), only=[name]
+        )
     export.export(run)
-    extent = judge_pictures.SampleSizes(captions=12, composed=8, expansions=24, steps=4, sheet=8)
-    figures = judge.judge(run, extent)
+    judge.judge(run, judge_pictures.SampleSizes(captions=12, composed=8, expansions=24, steps=4, sheet=8))
     export.rewrite_cards(run)
-    return Trained(run, figures)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from contract.image_prompt import ImagePrompt
 from core.batching.runner import Lane
 from pipeline.load import load
 from tests.pipeline.worlds import Watching, levels, solo
-from tests.training.world import Trained
+from tests.training.world import Trained, surely_less
 from training import adopt, ip_adapter, judge_image_prompts, pictures, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
@@ -26,12 +26,6 @@ from unet_opt.unet import cross_attentions
 # EulerDiscreteScheduler converts tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 SCENE = 7
-
-
-def surely_less(one: list[float], other: list[float]) -> bool:
-    """Whether the mean of paired differences is more than three of its standard errors below zero."""
-    apart = np.subtract(other, one)
-    return bool(apart.mean() > 3 * apart.std(ddof=1) / len(apart) ** 0.5)
 
 
 def run_of(trained: Trained, folder: Path, iterations: int) -> TrainingRun:

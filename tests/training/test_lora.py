@@ -19,7 +19,7 @@ from pipeline import lora as served
 from pipeline import tiny
 from pipeline.load import load
 from tests.pipeline.worlds import Watching, levels, solo
-from tests.training.world import Trained
+from tests.training.world import Trained, surely_less
 from training import adopt, lora, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
@@ -78,22 +78,22 @@ def test_the_shipped_file_fits() -> None:
 
 def test_it_learns_a_style_and_is_drawn_as_diffusers_draws_it(trained: Trained, tmp_path: Path) -> None:
     shutil.copytree(trained.run.models / "emoji-xl", tmp_path / "models" / "emoji-xl")
-    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=150, batch=16)
+    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=50, batch=8)
     adopt.train(run)
     parts = unet.load(run)
 
-    def error(model: torch.nn.Module) -> float:
-        """Over later batches than any that it is trained on."""
+    def errors(model: torch.nn.Module) -> list[float]:
+        """Of later batches than any that it is trained on."""
         losses = lora.StyleLoss(run, STYLE, dataclasses.replace(parts, unet=model))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
-            return float(np.mean([float(losses(10_000 + n, generator)[0]) for n in range(6)]))
+            return [float(losses(10_000 + n, generator)[0]) for n in range(16)]
 
-    before = error(parts.unet)
+    before = errors(parts.unet)
     outcome = lora.train(run, STYLE)
     assert outcome.done and outcome.loss == outcome.loss
-    after = error(lora.load(run, STYLE)[0])
-    assert after < 0.97 * before, (before, after, outcome)
+    after = errors(lora.load(run, STYLE)[0])
+    assert surely_less(after, before), (np.mean(before), np.mean(after), outcome)
     assert not (run.work / "lora-mosaic").exists(), "each style has its own checkpoint"
 
     path = lora.export(run, STYLE)

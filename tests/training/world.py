@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 from training.run import TrainingRun
@@ -106,3 +107,9 @@ class Trained:
 
     run: TrainingRun
     figures: dict[str, Any]
+
+
+def surely_less(one: list[float], other: list[float]) -> bool:
+    """Whether the mean of paired differences is more than three of its standard errors below zero."""
+    apart = np.subtract(other, one)
+    return bool(apart.mean() > 3 * apart.std(ddof=1) / len(apart) ** 0.5)
