@@ -226,10 +226,9 @@ def threads(found: Result) -> list[str]:
     titles = {"half": "20 steps, guidance, DeepCache in every second", "four": "4 steps, no guidance"}
     rows = []
     for name, case in found["threads"].items():
-        each = case["threads"][0]
-        label = f"default: {each}" if name == "default" else f"`{name}`"
-        if each == found["torch_default_threads"]:
-            label += ", as torch takes by itself"
+        # Workers of a checkout from before do not announce their number.
+        number = next(filter(None, case["threads"]), found["torch_default_threads"])
+        label = f"{name}: {number}" if name.endswith("default") else name
         cpu = [
             f"{min(case[mode]['worker_cpu_percent'])} to {max(case[mode]['worker_cpu_percent'])}%" for mode in titles
         ]

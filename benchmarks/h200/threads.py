@@ -1,12 +1,13 @@
 """Measures images per second over HTTP of one worker for each GPU, by the CPU threads that each worker takes.
 
-    python -m benchmarks.h200.threads [--results folder] [--tiny]
+    python -m benchmarks.h200.threads [--before checkout] [--results folder] [--tiny]
 
 Redis, the API and `diptych worker --each-gpu` run as in production; clients in a closed loop request images of the
 seeded stand-in of SDXL in INT8, quantized first by the command. Two ways to draw are measured for each number of
 threads: `half`, 20 steps with guidance and DeepCache in every second one, and `four`, 4 steps without guidance. The
-numbers are the default, the same number given by `--threads`, and torch's default of one per core, whose waiting
-threads spin.
+numbers are the default, and the same number given by `--threads`. `--before` names a checkout of the project, such as
+`git worktree add ../before 6c1abc8` makes, whose service is measured first, with both: up to that commit a GPU worker
+took torch's default of one thread per core.
 
 `--tiny` tests all of it within a minute on a CPU with two workers; its measurements have no meaning.
 """
@@ -39,7 +40,6 @@ from deployment.devices import NoDevices, visible
 from deployment.redis import RedisServer, free_port
 
 _ROOT = provenance.ROOT
-_SPIN = {"OMP_WAIT_POLICY": "", "GOMP_SPINCOUNT": "300000"}  # what OpenMP does where no policy is set
 _PARTIAL = "threads-partial.json"  # cases so far, in case the run is interrupted
 _POLL_S = 0.25
 _STOP_S = 30.0
@@ -117,31 +117,28 @@ class Part:
                 self.process.wait()
 
 
-def run(plan: Plan, folder: Path, results: Path, processors: int) -> dict[str, Any]:
+def run(plan: Plan, folder: Path, results: Path, before: Path | None) -> dict[str, Any]:
     """Measure every number of threads, one service after the other."""
     environment = _environment(plan, folder)
     gpus = visible(environment)
     unet = _quantized(plan, folder, environment)
-    cases: dict[str, tuple[list[str], dict[str, str]]] = {
-        "default": ([], {}),
-        f"--threads {GPU_THREADS}": (["--threads", str(GPU_THREADS)], {}),
-        f"--threads {processors}": (["--threads", str(processors)], _SPIN),
-    }
+    numbers: dict[str, list[str]] = {"default": [], f"--threads {GPU_THREADS}": ["--threads", str(GPU_THREADS)]}
     found: dict[str, Any] = {}
-    for name, (options, extra) in cases.items():
-        print(f"== {name}", flush=True)
-        found[name] = _case(plan, folder, environment | extra, [*unet, *options], len(gpus))
-        (results / _PARTIAL).write_text(json.dumps(found, indent=1))
-    return {"workers": len(gpus), "torch_default_threads": processors, "modes": plan.modes(), "threads": found}
+    for root in (*([before] if before else []), _ROOT):
+        for name, options in numbers.items():
+            case = name if root is _ROOT else f"before, {name}"
+            print(f"== {case}", flush=True)
+            found[case] = _case(plan, folder, environment | _path(root), root, [*unet, *options], len(gpus))
+            (results / _PARTIAL).write_text(json.dumps(found, indent=1))
+    return {"workers": len(gpus), "torch_default_threads": _torch_threads(), "modes": plan.modes(), "threads": found}
 
 
 def _environment(plan: Plan, folder: Path) -> dict[str, str]:
     """The user's environment without its settings and limits of threads, and caches that only this run uses."""
     dropped = ("DIPTYCH_", "OMP_", "GOMP_", "MKL_NUM", "OPENBLAS_NUM", "RAYON_NUM")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return kept | {
-        "PYTHONPATH": path,
+        **_path(_ROOT),
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "DIPTYCH_CACHE_DIR": str(folder / "cache"),
@@ -153,6 +150,11 @@ def _environment(plan: Plan, folder: Path) -> dict[str, str]:
         "DIPTYCH_DRAIN_S": "1",
         **plan.environment,
     }
+
+
+def _path(root: Path) -> dict[str, str]:
+    """The variable by which processes import the project from this checkout."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
 
 
 def _quantized(plan: Plan, folder: Path, environment: Mapping[str, str]) -> list[str]:
@@ -169,11 +171,11 @@ def _quantized(plan: Plan, folder: Path, environment: Mapping[str, str]) -> list
 
 
 def _case(
-    plan: Plan, folder: Path, environment: Mapping[str, str], options: Sequence[str], workers: int
+    plan: Plan, folder: Path, environment: Mapping[str, str], root: Path, options: Sequence[str], workers: int
 ) -> dict[str, Any]:
     """One service with these worker options: how long it took to get ready, and each way to draw in a window."""
     started = time.monotonic()
-    with _service(folder, environment, options) as (url, registry, api, parts):
+    with _service(folder, environment, root, options) as (url, registry, api, parts):
         cards = _ready(plan, registry, (api, parts), workers)
         ready_s = time.monotonic() - started
         client = Client(url)
@@ -192,7 +194,7 @@ def _case(
 
 @contextlib.contextmanager
 def _service(
-    folder: Path, environment: Mapping[str, str], options: Sequence[str]
+    folder: Path, environment: Mapping[str, str], root: Path, options: Sequence[str]
 ) -> Iterator[tuple[str, Registry, Part, Part]]:
     """A service of its own Redis, API and workers, which ends with the context; yields its URL and parts."""
     with tempfile.TemporaryDirectory(dir=folder) as own, contextlib.ExitStack() as stack:
@@ -211,7 +213,7 @@ def _service(
             log = folder / f"{name}.log"
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "cli", *words], env=given, cwd=_ROOT, stdin=subprocess.DEVNULL,
+                    [sys.executable, "-P", "-m", "cli", *words], env=given, cwd=root, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=output,
                 )  # fmt: skip
             part = Part(name, process, log)
@@ -273,15 +275,15 @@ def _window(plan: Plan, url: str, mode: dict[str, Any], parts: tuple[Part, Part]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="measure this checkout's service first")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/h200/results"))
     options = parser.parse_args()
     plan = TINY if options.tiny else GPU
     record.writable(options.results.resolve())
-    processors = _torch_threads()
     with tempfile.TemporaryDirectory(prefix="diptych-threads-") as name:
         folder = Path(name)
         try:
-            found = run(plan, folder, options.results, processors)
+            found = run(plan, folder, options.results, options.before and options.before.resolve())
         except (BenchFailure, NoDevices, subprocess.CalledProcessError) as error:
             print(f"failed: {error}", file=sys.stderr)
             for kept in folder.glob("*.log"):
