@@ -21,7 +21,7 @@ from api.fair_limiter import FairLimiter
 T = TypeVar("T")
 
 MAX_BYTES = 1024 * 1024
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 _LARGE = 32 * 1024  # bytes
 _PARSERS = 2  # large bodies parsed at once, and one per tenant
 MAX_TOKENS = 50_000  # in a body: strings, brackets and commas; scanning more would delay all requests

@@ -16,7 +16,7 @@ from contract.errors import Invalid
 
 FIELD = "json_schema"
 MAX_CHARACTERS = 65_536  # of the schema as compact JSON
-MAX_DEPTH = 24  # objects and lists inside each other
+MAX_DEPTH = 56  # objects and lists inside each other
 MAX_PROPERTIES = 2_000
 MAX_OPTIONAL = 500  # properties of one object that are not in its `required`: compiling is quadratic in them
 MAX_COUNTED = 32  # the same where minProperties or maxProperties counts them: the grammar is quadratic in them
@@ -164,6 +164,12 @@ def _check_size(name: str, value: Any) -> None:
 
 def _check_multiple(value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        digits = Decimal(str(value)).normalize().as_tuple().digits
-        if len(digits) > len(str(MAX_MULTIPLE)) or int("".join(map(str, digits))) > MAX_MULTIPLE:
+        # Zeros before a decimal point count, those behind the last digit after it do not.
+        _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
+        most = len(str(MAX_MULTIPLE))
+        if (
+            not isinstance(exponent, int)
+            or len(digits) + max(exponent, 0) > most
+            or (int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_MULTIPLE)
+        ):
             raise Invalid(FIELD, f"multipleOf must be at most {MAX_MULTIPLE}, its decimal point left out")

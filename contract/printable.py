@@ -1,10 +1,15 @@
 """Makes text of others, such as names in files and answers of servers, fit for a terminal or a log.
 
 Escaped, as in Python, is whatever is not printable: controls and escape sequences, ends of lines and paragraphs, marks
-that reverse the direction of writing, and half surrogates.
+that reverse the direction of writing, and half surrogates. Spaces of all widths and the joiners that scripts and emoji
+are written with stay.
 """
 
 from __future__ import annotations
+
+import unicodedata
+
+_JOINERS = "\u00ad\u200c\u200d"  # soft hyphen, zero-width non-joiner and joiner
 
 
 def printable(text: str, most: int = 200) -> str:
@@ -25,4 +30,6 @@ def printable_lines(text: str, most: int = 20_000) -> str:
 
 
 def _escaped(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]
+    if character.isprintable() or unicodedata.category(character) == "Zs" or character in _JOINERS:
+        return character
+    return ascii(character)[1:-1]

@@ -10,9 +10,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +22,15 @@ from contract.errors import Invalid
 from contract.json_schema import FIELD, check_json_schema
 from core.extras import pip_install
 from llm.grammar_checker import GrammarChecker, TurnsByTenant
-from llm.grammar_process import compile_grammar, first_line, make_tokenizer
+from llm.grammar_process import STACK_BYTES, compile_grammar, first_line, make_tokenizer
 from llm.instances import has_finite_instance
 
-_BURST_S, _TOKEN_S = 0.25, 0.001  # of the CPU, for the masks of all answers with one grammar: at once, and per token
+# Seconds of CPU for the masks of a tenant's answers with one grammar: at once, per token, and of a mask never refused.
+_BURST_S, _TOKEN_S, _CHEAP_S = 0.5, 0.001, 0.004
+
+
+_STACK_LOCK = threading.Lock()
+T = TypeVar("T")
 
 
 class GrammarCompiler:
@@ -66,7 +72,7 @@ class GrammarCompiler:
         assert self._checker is not None
         self._checker.check(schema)
         try:
-            matcher, mask = compile_grammar(self._known, schema)
+            matcher, mask = _on_stack(lambda: compile_grammar(self._known, schema))
         except ValueError as error:
             raise Invalid(FIELD, first_line(str(error)) or "cannot be enforced") from None
         return Grammar(matcher, _allowed(mask, self._vocabulary))
@@ -84,44 +90,56 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled schema: makes an answer's matcher by copying, and limits what the masks of all its answers take."""
+    """A compiled schema: makes an answer's matcher by copying."""
 
     def __init__(self, matcher: Any, first: Tensor) -> None:
         self._matcher = matcher
         self.first = first  # bool [V]: which tokens an answer may begin with
         self._lock = threading.Lock()
+        self._budgets: weakref.WeakValueDictionary[str, _MaskBudget] = weakref.WeakValueDictionary()
+
+    def matcher(self, tenant: str = "") -> GrammarMatcher:
+        """A matcher at the beginning of one of the tenant's answers. Takes microseconds."""
+        with self._lock:
+            budget = self._budgets.get(tenant)
+            if budget is None:
+                self._budgets[tenant] = budget = _MaskBudget()
+            return GrammarMatcher(self.first, self._matcher.deep_copy(), budget)
+
+
+class _MaskBudget:
+    """Limits what the masks of one tenant's answers with one grammar take: they delay all others' steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._left_s = _BURST_S
 
-    def matcher(self) -> GrammarMatcher:
-        """A matcher at the beginning of an answer. Takes microseconds."""
-        with self._lock:
-            return GrammarMatcher(self, self._matcher.deep_copy())
-
     def charge(self, seconds: float) -> None:
-        """Account for a token's mask. Raises `Invalid` if masks took too long by now."""
+        """Account for a token's mask. Raises `Invalid` if masks took too long by now, and this one is not cheap."""
         with self._lock:
             self._left_s = min(_BURST_S, self._left_s + _TOKEN_S) - seconds
-            if self._left_s < 0:
+            if self._left_s < 0 and seconds > _CHEAP_S:
                 raise Invalid(FIELD, "takes too long at each token: use fewer alternatives or simpler patterns")
 
 
 class GrammarMatcher:
     """An answer's state in its grammar."""
 
-    def __init__(self, grammar: Grammar, inner: Any) -> None:
-        self._grammar = grammar
+    def __init__(self, first: Tensor, inner: Any, budget: _MaskBudget) -> None:
+        self._first = first
         self._inner = inner
+        self._budget = budget
         self._begun = False
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, bool [V]. Raises `Invalid` if there are none and the answer is incomplete."""
         if not self._begun:
-            return self._grammar.first
+            return self._first
         started = time.thread_time()
         mask = self._inner.compute_bitmask()
         self._check()
-        self._grammar.charge(time.thread_time() - started)
-        return _allowed(mask, len(self._grammar.first))
+        self._budget.charge(time.thread_time() - started)
+        return _allowed(mask, len(self._first))
 
     def take(self, token: int) -> None:
         """Advance by an allowed token. Raises `Invalid` if that takes more than a step may."""
@@ -140,6 +158,25 @@ class GrammarMatcher:
         """llguidance reports an error, and then offers the end token, where the grammar has no continuation."""
         if self._inner.is_error():
             raise Invalid(FIELD, f"no token satisfies the schema ({first_line(self._inner.get_error())})")
+
+
+def _on_stack(function: Callable[[], T]) -> T:
+    """Call a function on a thread with four times the stack that grammar_process.py allows it."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _STACK_LOCK:  # the size is the process's
+        before = threading.stack_size(4 * STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return outcome.result()
 
 
 def _checked(schema: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import select
 import subprocess
 import sys
 import threading
@@ -80,11 +79,27 @@ class GrammarChecker:
         it does not answer in time.
         """
         assert process.stdin is not None and process.stdout is not None
-        write_frame(process.stdin, value)
-        if not select.select([process.stdout], [], [], timeout_s)[0]:
-            self._end()
-            raise RuntimeError("the process that checks schemas does not answer")
-        return read_frame(process.stdout)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, expire)  # it may hang while it reads, too
+        timer.daemon = True
+        timer.start()
+        try:
+            write_frame(process.stdin, value)
+            return read_frame(process.stdout)
+        except BaseException as error:
+            if not expired.is_set() and isinstance(error, EOFError | BrokenPipeError):
+                raise
+            self._end()  # an answer that nobody has read would be the next schema's
+            if expired.is_set():
+                raise RuntimeError("the process that checks schemas does not answer") from None
+            raise
+        finally:
+            timer.cancel()
 
     def _end(self) -> int:
         """End the process; returns its exit code, or 0 without one."""

@@ -23,10 +23,11 @@ from typing import IO, Any
 
 CPU_S = 1.0  # to compile a schema, and to compute which tokens an answer may begin with
 MEMORY_BYTES = 256 * 2**20  # and beyond what the tokenizer takes
-STACK_BYTES = 2 * 2**20  # a quarter of what the worker's threads have
+STACK_BYTES = 2 * 2**20  # a quarter of what the worker compiles with
 MAX_MESSAGE = 200  # characters
 _SPACE = r"[ \n]{0,2}"  # between two tokens; without a bound a model may produce it for ever
 _FRAME = struct.Struct(">I")
+_VERDICTS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGTRAP}
 # Half of llguidance's defaults for a step, which then takes 25 ms at most; a row has room for 500 optional properties.
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_500,
@@ -104,8 +105,10 @@ def _error(tokenizer: Any, schema: str) -> str | None:
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if code == -signal.SIGPROF:
         return f"takes more than {CPU_S:g} s to compile"
-    if code < 0:
+    if code in _VERDICTS:
         return "takes too much memory or nesting to compile"
+    if code < 0:  # killed from outside: nothing is known of the schema
+        os._exit(1)
     return error or None
 
 

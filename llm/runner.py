@@ -207,7 +207,7 @@ class TextRunner:
 
     def _sequence(self, request: Request) -> SequenceState:
         wanted, grammar = request.parameters, request.checked
-        matcher = None if grammar is None else grammar.matcher()
+        matcher = None if grammar is None else grammar.matcher(request.tenant)
         return SequenceState(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
 
     # -- before and after --------------------------------------------------------------------------------------------

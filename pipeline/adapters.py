@@ -104,9 +104,9 @@ class AdapterCache:
         files = self.cache.take([one.name for one in named], wait=wait)
         return None if files is None else AdapterLease(files, [one.scale for one in named])
 
-    def give(self, taken: AdapterLease) -> None:
-        """Release them after the request has ended."""
-        self.cache.give(taken.files)
+    def give(self, taken: AdapterLease, *, keep: bool = False) -> None:
+        """Release them after the request has ended; `keep` as in `PinnedCache.give`."""
+        self.cache.give(taken.files, keep=keep)
 
     def uses(self, taken: AdapterLease) -> tuple[ScaledAdapter, ...]:
         """The same, ready to use. Raises `ModelError`, naming the LoRA."""

@@ -132,9 +132,9 @@ class ControlFolder:
         """Reserve a checked request's networks; None means not yet, as of `PinnedCache.take`."""
         return self.cache.take([*dict.fromkeys(control.model for control in controls)], wait=wait)
 
-    def give(self, networks: Sequence[ControlNetwork]) -> None:
-        """Release them after the request has ended."""
-        self.cache.give(networks)
+    def give(self, networks: Sequence[ControlNetwork], *, keep: bool = False) -> None:
+        """Release them after the request has ended; `keep` as in `PinnedCache.give`."""
+        self.cache.give(networks, keep=keep)
 
     def request_bytes(self, controls: Sequence[Control], size: tuple[int, int], rows: int, tokens: int) -> int:
         """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's

@@ -107,9 +107,13 @@ class PinnedCache(Generic[T]):
                 file.pins += 1
             return wanted
 
-    def give(self, files: Sequence[PinnedFile[T]]) -> None:
-        """Release them after the request has ended."""
+    def give(self, files: Sequence[PinnedFile[T]], *, keep: bool = False) -> None:
+        """Release them after the request has ended; with `keep`, since it has to wait for something else: they are not
+        evicted before the next `take`.
+        """
         with self._lock:
+            if keep:
+                self._awaited = list(files)
             for file in files:
                 file.pins -= 1
                 if not file.pins:

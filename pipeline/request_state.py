@@ -198,7 +198,7 @@ class MemoryLedger:
             self._give_files(files)
             raise
         if isinstance(refusal, NotYet):
-            self._give_files(files)
+            self._give_files(files, keep=not refusal.resource)  # only room is missing: it is the next to be admitted
         return refusal
 
     def _take_files(self, wanted: ImageParameters, files: _RequestFiles) -> NotYet | None:
@@ -255,13 +255,13 @@ class MemoryLedger:
         self.memory.give(work.size_bytes)
         self._give_files(_RequestFiles(work.taken, work.networks))
 
-    def _give_files(self, files: _RequestFiles) -> None:
+    def _give_files(self, files: _RequestFiles, *, keep: bool = False) -> None:
         if files.loras is not None:
             assert self._adapters is not None
-            self._adapters.give(files.loras)
+            self._adapters.give(files.loras, keep=keep)
         if files.networks is not None:
             assert self._controls is not None
-            self._controls.give(files.networks)
+            self._controls.give(files.networks, keep=keep)
 
     def size_bytes(self, wanted: ImageParameters, chunks: int = 1, upscaler: Upscaler | None = None) -> int:
         """Its size at most: latents, its enlarged image, controls, image prompts, and each row's conditioning, with so

@@ -32,7 +32,7 @@ def nested(depth: int) -> dict[str, Any]:
 # By bound: a schema of so much of it, the bound, and what the error says of one more.
 BOUNDS: dict[str, tuple[Any, int, str]] = {
     "characters": (lambda n: {"title": "x" * (n - 12)}, json_schema.MAX_CHARACTERS, "has 65537 characters"),
-    "depth": (nested, json_schema.MAX_DEPTH, "is nested more than 24 deep"),
+    "depth": (nested, json_schema.MAX_DEPTH, "is nested more than 56 deep"),
     "properties": (
         lambda n: {"properties": {f"o{i}": {"properties": names(n // 4 - 1)} for i in range(3)} | {"rest": {
             "properties": names(n - 3 * (n // 4 - 1) - 4)}}},

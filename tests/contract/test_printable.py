@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +30,11 @@ _BAD = (
 _TEXTS = st.lists(st.sampled_from((*_BAD, "sha256 ", "ä", "𝄞", " ", "key.weight")) | st.text(max_size=5)).map("".join)
 
 
+def moves_nothing(text: str) -> bool:
+    """Whether a terminal shows the text where it stands: what is not printable to Python are spaces and joiners."""
+    return all(c.isprintable() or c in "\u00ad\u200c\u200d" or unicodedata.category(c) == "Zs" for c in text)
+
+
 @given(text=_TEXTS, most=st.integers(0, 30))
 def test_it_is_one_printable_line_with_an_end(text: str, most: int) -> None:
     for made in (
@@ -35,7 +43,7 @@ def test_it_is_one_printable_line_with_an_end(text: str, most: int) -> None:
         str(ModelError(text)),
         first_line(OSError(text)),
     ):
-        assert made.isprintable()
+        assert moves_nothing(made)
     assert len(printable(text, most)) <= 10 * most + 1 and len(printable_message(text, most)) <= 10 * most + 1
     if text.isprintable() and len(text) <= most:
         assert printable(text, most) == text == printable_message(text, most) == printable_lines(text, most)
@@ -44,7 +52,12 @@ def test_it_is_one_printable_line_with_an_end(text: str, most: int) -> None:
 @given(text=_TEXTS)
 def test_lines_keep_their_ends_and_nothing_else(text: str) -> None:
     made = printable_lines(text)
-    assert made.count("\n") == text.count("\n") and made.replace("\n", "").replace("\t", "").isprintable()
+    assert made.count("\n") == text.count("\n") and moves_nothing(made.replace("\n", "").replace("\t", ""))
+
+
+@pytest.mark.parametrize("text", ["Bonjour\u00a0!", "12\u202f000", "\u3000日本", "می\u200cخواهم", "👨\u200d👩\u200d👧"])
+def test_text_of_every_script_stays(text: str) -> None:
+    assert printable(text) == printable_lines(text) == text
 
 
 def test_what_was_there_can_be_seen() -> None:
