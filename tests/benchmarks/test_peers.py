@@ -18,7 +18,7 @@ from core.kernels.cpu.library import KernelsUnavailable, library
 from pipeline import tiny
 from pipeline.denoise import DenoiserInputs
 from pipeline.families.sdxl import FAMILY
-from tests.core.quant.stage import CACHE
+from tests.core.quant.stage import CACHE, warm
 
 NAME = "random:test-peers"
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))  # heads of 16, as our kernels want them
@@ -30,7 +30,7 @@ OPTIONAL = {"openvino-fp32", "openvino-int8"}
 def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setitem(tiny.SHAPES, NAME, SHAPE)
     monkeypatch.setattr(peers, "_REST_S", 0.0)
-    return Settings(model=NAME, cache_dir=CACHE, threads=torch.get_num_threads())
+    return Settings(model=NAME, cache_dir=CACHE.parent, threads=torch.get_num_threads())
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_compiles_too_long_is_left_out_and_others_are_told_before(
     assert list(peers.CONTENDERS)[-1] == "torch-compile-bf16"
     monkeypatch.setattr(peers, "CONTENDERS", {name: peers.CONTENDERS[name] for name in names})
     monkeypatch.setattr(peers, "compiler", lambda: "g++")
-    small = settings.model_copy(update={"model": tiny.TINY, "cache_dir": tmp_path / "cache"})
+    small = settings.model_copy(update={"model": tiny.TINY, "cache_dir": warm(tmp_path / "cache")})
     result = peers.run(small, results=tmp_path, rows=4, forwards=2, compile_limit_s=0.001)
     assert result["left_out"] == {"torch-compile-bf16": "torch.compile took more than 0.001 s"}
     assert list(result["unet_ms"]) == ["diffusers-fp32"]

@@ -265,11 +265,14 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-TEXTS = [[1, *range(40, 60)], [1, 9, 9, 30], [1, *range(100, 119)]]
+TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 117)]]  # across a page's border, some of one page
+# In the interpreter, where each launch is dear, weights and cache are quantized one at a time.
+PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8") for kv in KINDS] if CUDA else [
+    ("plain", "float"), ("plain", "int8"), ("int8", "float"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", KINDS)
-@pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])])
+@pytest.mark.parametrize(("kind", "kv"), [(kind, kv) for kind, kv in PAIRS if kind != "fp8" or len(EIGHT) > 1])
 def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     """Against transformers' own forward of the same layers, quantized or not."""
     model = model_of(kind)
@@ -288,9 +291,9 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
 def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> None:
     """With biases, and with norms of heads."""
     model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
-    texts = [text[:9] for text in TEXTS]
+    texts = [text[:6] for text in TEXTS]
     theirs = [wanted(model, text) for text in texts]
-    for found, expected in zip(read(fused(model), texts, [7, 1, 6]), theirs, strict=True):
+    for found, expected in zip(read(fused(model), texts, [5, 1, 4]), theirs, strict=True):
         made = torch.stack(found)
         if CUDA:
             assert cosine(made, expected) > 0.999
@@ -316,11 +319,11 @@ def test_weights_are_held_once() -> None:
 @pytest.mark.parametrize("kind", ["plain", "int8", *(["fp8"] if len(EIGHT) > 1 else [])])
 def test_equal_bits_alone_and_in_a_crowd(kind: str) -> None:
     """Decoding rows, whatever fills the batch up beside them."""
-    run = fused(model_of(kind), "int8")
-    texts = [text[:6] for text in TEXTS]
-    crowd = read(run, texts, [1, 1, 1])
+    model = model_of(kind)
+    texts = [text[: 6 if CUDA else 3] for text in TEXTS]
+    crowd = read(fused(model, "int8"), texts, [1, 1, 1])
     for text, together in zip(texts, crowd, strict=True):
-        alone = read(fused(model_of(kind), "int8"), [text], [1])[0]
+        alone = read(fused(model, "int8"), [text], [1])[0]
         assert torch.equal(torch.stack(alone), torch.stack(together))
 
 

@@ -1,7 +1,8 @@
 """Quality of the embedded models' 8-bit and cached ways to draw, beside stored figures: `python -m tests.models.gate`.
 
 64 pictures, chosen by rule: the animals of Unicode, U+1F400 to U+1F43F, by their names. Each is drawn in fp32 and in
-another way from the same seed. `--write` stores the figures, after a change that is meant to change them.
+another way from the same seed. Figures are of the first 24, which `make test` draws, and of all. `--write` stores them,
+after a change that is meant to change them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.pipeline.worlds import Crank, Watching, levels
 ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).with_name("quality.json")
 NAMES = tuple(unicodedata.name(chr(code)).lower() for code in range(0x1F400, 0x1F440))
+FEW = 24  # pictures that `make test` draws
 SIDE = 128
 STEPS = {"emoji-xl": 10, "emoji-z": 8}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,7 +57,7 @@ def ways(name: str) -> tuple[str, ...]:
     return tuple(WAYS) if name == "emoji-xl" else ("int8", "int8-auto")
 
 
-def draw(model: ImageModel, count: int = len(NAMES), **options: Any) -> Pictures:
+def draw(model: ImageModel, count: int, **options: Any) -> Pictures:
     """The first so many pictures, [H, W, 3] in levels, on the CPU's kernels."""
     crank, name = Crank(Watching(model, lane=Lane("gate"), kernels=kernels(), max_requests=32)), Path(model.name).name
     defaults = model.defaults
@@ -86,13 +88,13 @@ def falls(found: Mapping[str, float], stored: Mapping[str, float]) -> list[Fall]
     return [Fall(name, found[name], least[name]) for name in slack if not found[name] >= least[name]]
 
 
-def measure(name: str, way: str, whole: Pictures, clip: Clip, change: Callable[[Any], None] | None = None) -> Figures:
-    """The figures of one way to draw, after a `change` of the loaded model's denoiser."""
+def draw_way(name: str, way: str, count: int, change: Callable[[Any], None] | None = None) -> Pictures:
+    """The first so many pictures drawn in one way, after a `change` of the loaded model's denoiser."""
     precision, options = WAYS[way]
     model = load(str(ROOT / "models" / name), precision=precision)
     if change is not None:
         change(model.denoiser)
-    return compare(whole, draw(model, len(whole), **options), clip)
+    return draw(model, count, **options)
 
 
 def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
@@ -102,16 +104,20 @@ def _psnr(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the figures")
+    parser.add_argument("--count", type=int, choices=(FEW, len(NAMES)), help="of the first so many alone")
     options = parser.parse_args()
-    clip, found = Clip(), dict[str, dict[str, Figures]]()
+    counts = [options.count] if options.count else [FEW, len(NAMES)]
+    clip, stored = Clip(), json.loads(STORED.read_text("utf-8"))
     for name in STEPS:
-        whole = draw(load(str(ROOT / "models" / name)))
-        found[name] = {}
+        whole = draw(load(str(ROOT / "models" / name)), max(counts))
         for way in ways(name):
-            found[name][way] = {key: round(value, 4) for key, value in measure(name, way, whole, clip).items()}
-            print(name, way, found[name][way], flush=True)
+            others = draw_way(name, way, max(counts))
+            for count in counts:
+                found = compare(whole[:count], others[:count], clip)
+                stored[str(count)][name][way] = {key: round(value, 4) for key, value in found.items()}
+                print(name, way, count, stored[str(count)][name][way], flush=True)
     if options.write:
-        STORED.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        STORED.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contract.image import ImageParameters
 from contract.plan import DeepCache
 from core.batching.request import Request
 from core.config import Settings
+from tests.core.quant.stage import warm
 from workers.build import build
 
 CAPTIONS = ("panda", "red apple", "thumbs up", "sailboat")
@@ -20,7 +21,7 @@ CAPTIONS = ("panda", "red apple", "thumbs up", "sailboat")
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return warm(tmp_path_factory.mktemp("cache"))
 
 
 def drawn(cache: Path, precision: str, **options: Any) -> list[np.ndarray[Any, Any]]:

@@ -12,6 +12,7 @@ import pytest
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.config import Settings
+from tests.core.quant.stage import warm
 from workers.build import build
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -20,7 +21,7 @@ CAPTIONS = ("panda", "red apple on a blue background", "thumbs up: dark skin ton
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return warm(tmp_path_factory.mktemp("cache"))
 
 
 def drawn(cache: Path, model: str, precision: str, steps: int | None = None, **options: Any) -> list[Any]:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_make_train_leaves_every_model(data: Path, tmp_path: Path) -> None:
-    more = "--shape smoke --size 32 --iterations 2 --no-judge --threads 1"
+    more = "--shape smoke --size 32 --iterations 1 --batch 2 --held-out 3 --variants 2 --no-judge --threads 1"
     told = [f"DATA={data}", f"WORK={tmp_path / 'work'}", f"MODELS={tmp_path / 'models'}", f"MORE={more}"]
     # -o: the environment that runs this test is the one to train in, however old its stamp.
     command = ["make", "-o", ".venv/.installed", "train", *told]
