@@ -170,6 +170,7 @@ def test_the_environment_holds_the_base_and_no_extra(bare: Path) -> None:
     assert not {name.lower() for name in names} & set(absent)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_models")
 def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path) -> None:
     """The stand-in must not be mistaken for the embedded model."""
@@ -179,6 +180,7 @@ def test_without_a_model_it_says_that_it_draws_noise(bare: Path, tmp_path: Path)
     assert "--model" in done.stderr
 
 
+@pytest.mark.long
 def test_it_talks(bare: Path, tmp_path: Path) -> None:
     done = run(bare, "chat", "hello", "--max-tokens", "8", where=tmp_path)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
@@ -203,6 +205,7 @@ def test_the_lens_that_is_not_there_is_named(bare: Path, tmp_path: Path) -> None
     assert "emoji-clip is not installed" in done.stderr and "--lens" in done.stderr
 
 
+@pytest.mark.long
 def test_it_quantizes(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a hat\n")
     words = ("quantize", "--model", "random:tiny", "--prompts", "prompts.txt", "--limit", "1", "--out", "made")

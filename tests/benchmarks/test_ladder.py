@@ -159,6 +159,7 @@ def test_the_stock_pipeline_is_measured_at_its_best(
 # -- instruction sets --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_avx2_is_a_run_of_the_same_command() -> None:
     """It limits torch and our kernels, and has a file of its own."""
     settings = Settings(model=tiny.TINY, cache_dir=CACHE.parent)  # where compiled kernels are kept between runs

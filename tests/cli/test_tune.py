@@ -120,6 +120,7 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     assert refused.code == 2 and "plan: must be one of off, auto, fast, best" in refused.err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts: str) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
@@ -142,6 +143,7 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
     assert {path: path.stat().st_mtime_ns for path in (shell.folder / "tuned").rglob("*.png")} == before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, prompts: str, alexnet_file: Path) -> None:
     """The same finalists by other limits: those that every plan passes, and those that none does."""
@@ -178,6 +180,7 @@ def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, promp
     assert found["front"][-1]["cmmd_ratio"] == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
     command = [sys.executable, "-c", SCRIPT, *words]

@@ -129,6 +129,7 @@ print("hits", hits, "misses", counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
+@pytest.mark.long
 @needs_compiler
 def test_compiled_code_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -20,6 +20,14 @@ LENGTHS = {"vae": 120, "clip": 60, "unet": 140, "zimage_vae": 60, "zimage": 140,
 BATCHES = {"vae": 8, "zimage_vae": 8}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of trained models are long: training takes minutes. `test_make.py` trains all of them for one iteration."""
+    for item in items:
+        if "trained" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `--data` would name."""
