@@ -1,6 +1,6 @@
 """Parses a body as a multipart form with files: in UTF-8, within bounds, and on threads of its own.
 
-Large files are on disk. The body's size is checked by the declared length before it is read.
+Large files are on disk. The body's size is checked by the declared length before it is read, and while it is read.
 """
 
 from __future__ import annotations
@@ -43,17 +43,21 @@ _limiter: RunVar[anyio.CapacityLimiter] = RunVar("forms")
 async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: int) -> AsyncIterator[FormData]:
     """The form, with its files open as long as the context. `max_bytes` limits the whole body.
 
-    Raises `ApiError`: 411, 413 and 415 by its headers, 400 for a malformed form.
+    Raises `ApiError`: 411, 413 and 415 by its headers, 413 by what comes, 400 for a malformed form.
     """
     declared = request.headers.get("content-length", "")
     if not re.fullmatch(r"[0-9]{1,12}", declared):
         raise ApiError(411, "content-length: must be given.", param="content-length", code="length_required")
     if int(declared) > max_bytes:
-        raise ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+        raise body.too_large(max_bytes)
+    size = 0
     parts = _Parts(_boundary(request.headers.get("content-type", "")), max_files, max_fields)
     try:
         try:
             async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:  # whatever Content-Length declared
+                    raise body.too_large(max_bytes)
                 if len(chunk) <= _INLINE:
                     parts.feed(chunk)
                 else:

@@ -71,9 +71,20 @@ class HttpConnection(h11.Connection):
             raise
         if isinstance(event, h11.Request):
             self._chunks = self._chunk_bytes = 0
+            self._check_length(event)
         elif isinstance(event, h11.Data):
             self._count(event)
         return event
+
+    def _check_length(self, request: h11.Request) -> None:
+        """Raises `h11.RemoteProtocolError` for a request with two lengths: h11 ignores Content-Length then, by which
+        limits are checked, and a proxy may not (RFC 9112, 6.1).
+        """
+        names = {name for name, _ in request.headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            message = "The request has Content-Length and Transfer-Encoding: send one of them."
+            self._refusal = ApiError(400, message, code="invalid_http")
+            raise h11.RemoteProtocolError(message)
 
     def _count(self, data: h11.Data) -> None:
         """Raises `h11.RemoteProtocolError` if the chunks of this body are too many for its bytes."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
+from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_multipart.exceptions import FormParserError
 
 from api.body import MAX_BYTES
 from api.errors import ApiError
-from api.forms import _boundary, _Parts
+from api.forms import _boundary, _Parts, form
 from tests.faults.attacks import form_body
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\\;'), min_size=1, max_size=12)
@@ -72,6 +74,29 @@ def test_a_broken_form_is_refused_or_parsed(noise: bytes, at: int, size: int) ->
 def test_limits_are_those_of_a_json_body(body: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message):
         parsed(body)
+
+
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_the_bytes_that_come_are_counted_whatever_length_is_declared(epilogue: bool) -> None:
+    """Also those behind the last part, which no parser keeps."""
+    whole = form_body({"a": b""}, {}) if epilogue else form_body({}, {"image": bytes(50_000)})
+    chunks = [whole, *[bytes(1000)] * 50] if epilogue else [whole[at : at + 1000] for at in range(0, len(whole), 1000)]
+    left = iter(chunks)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": next(left), "more_body": True}
+
+    async def read() -> None:
+        headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", b"100")]
+        async with form(
+            Request({"type": "http", "headers": headers}, receive), max_bytes=9_999, max_files=1, max_fields=1
+        ):
+            pass
+
+    with pytest.raises(ApiError, match="larger than 9999 bytes") as caught:
+        asyncio.run(read())
+    assert (caught.value.status, caught.value.code) == (413, "body_too_large")
+    assert len(list(left)) >= 40, "the rest is not read"
 
 
 @pytest.mark.parametrize("head", [b"X: y\r\n" * 9, b"X: " + b"y" * 5_000 + b"\r\n"])

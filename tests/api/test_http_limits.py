@@ -74,6 +74,17 @@ def test_a_client_that_ends_its_body_early_gets_an_answer(shared: Api, length: s
         assert (status, code(text)) in ((400, "invalid_body"), (413, "body_too_large"))
 
 
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/images/edits"])
+def test_two_lengths_of_a_body_are_refused(shared: Api, path: str) -> None:
+    """A limit could be checked by one and the body read by the other."""
+    with connected(shared) as client:
+        client.sendall(f"{HEAD.format(path)}Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        client.sendall(chunked([bytes(1000)]))
+        status, headers, text = answer(ended(client))
+        assert (status, code(text), headers["connection"]) == (400, "invalid_http", "close")
+        assert "Content-Length" in json.loads(text)["error"]["message"]
+
+
 def test_a_whole_body_keeps_the_connection(guarded: Api) -> None:
     request = f"{HEAD.format('/v1/jobs')}Content-Length: 2\r\n\r\n{{}}".encode()
     with connected(guarded) as client:
