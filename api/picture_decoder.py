@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
-from api.process_pool import CallCrashed, CallRefused, CallTimeout, ProcessPool
+from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 from api.uploads import PictureSource, PictureUploads
 from contract.card import Size
 from contract.image_fields import Margins
@@ -136,7 +136,7 @@ class PictureDecoder:
                 return await self._turns.on_thread(self._processes.call, function, arguments, blobs)
             except (CallRefused, CallCrashed) as error:
                 raise invalid_field(None if source is None else source.field, str(error)) from None
-            except (CallTimeout, OSError):
+            except (CallTimeout, CallFailed, OSError):
                 message = "Pictures cannot be decoded in time at the moment; try again later."
                 raise ApiError(503, message, code="decoder_overloaded", headers={"Retry-After": "10"}) from None
             finally:

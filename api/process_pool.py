@@ -2,13 +2,15 @@
 
 A child runs one module, which ends in `serve`, and calls its functions by name:
 `function(arguments, blobs) -> (answer, blobs)`, where arguments and answers are JSON. It is killed and replaced at a
-limit, and ended after so many calls or when idle, so that its memory returns to the system.
+limit, and ended after so many calls or when idle, so that its memory returns to the system. A call whose child dies
+without having used up its CPU time is made once more, in a new one: it may have been another's fault.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import resource
 import signal
@@ -24,11 +26,14 @@ from typing import IO, Any, NoReturn
 Answer = tuple[Any, list[bytes]]
 Function = Callable[[Any, list[bytes]], Answer]
 
+log = logging.getLogger(__name__)
+
 _ROOT = Path(__file__).resolve().parents[1]
 _COUNT = struct.Struct(">II")  # length of the JSON, number of blobs
 _LENGTH = struct.Struct(">Q")
 _NICE = 5  # the event loop and the workers go first
 _OPEN_FILES = 64
+_EXIT_S = 1.0  # from the end of a child's output to its exit
 _MOST_BYTES = 256 * 2**20  # of one blob or value: what a child claims is not trusted
 _CAUSES: dict[int, str] = {
     signal.SIGXCPU: "takes too long to decode",
@@ -52,6 +57,18 @@ class CallTimeout(CallError):
     """No answer in time, though the CPU time is not used up: the machine is overloaded."""
 
 
+class CallFailed(CallError):
+    """The child ended by itself before its first answer: whatever the input, it cannot run."""
+
+
+class _ChildDied(Exception):
+    """The child of a call ended, killed by no limit of the call. `error` says so, in words for clients."""
+
+    def __init__(self, error: CallError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class ProcessPool:
     """Children of one module. As many as there are calls at once: the caller limits these. Thread-safe."""
 
@@ -69,19 +86,31 @@ class ProcessPool:
     def call(self, function: str, arguments: Any, blobs: Sequence[bytes] = ()) -> Answer:
         """Call a function of the module in a child. Blocks.
 
-        Raises `CallRefused`, `CallCrashed`, `CallTimeout`; OSError if no process can be started.
+        Raises `CallRefused`, `CallCrashed`, `CallTimeout`, `CallFailed`; OSError if no process can be started.
         """
-        child = self._take()
+        try:
+            return self._call(self._take(), function, arguments, blobs)
+        except _ChildDied:
+            pass
+        try:
+            return self._call(_Child(self._arguments), function, arguments, blobs)
+        except _ChildDied as died:
+            if isinstance(died.error, CallFailed):
+                log.error("a process of %s ended before its first answer", self._arguments[0])
+            raise died.error from None
+
+    def _call(self, child: _Child, function: str, arguments: Any, blobs: Sequence[bytes]) -> Answer:
+        """Call in this child, and keep or end it. Raises also `_ChildDied`."""
         kept = False
         try:
             answer = child.call(function, arguments, blobs, self._timeout_s)
-            kept = child.calls < self._calls
+            kept = True
             return answer
         except CallRefused:
-            kept = child.calls < self._calls
+            kept = True
             raise
         finally:
-            if kept:
+            if kept and not child.expired and child.calls < self._calls:
                 self._put_back(child)
             else:
                 child.end()
@@ -97,9 +126,14 @@ class ProcessPool:
             child.end()
 
     def _take(self) -> _Child:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                child = self._idle.pop()
+            if child.runs:
+                return child
+            child.end()  # killed meanwhile, as where memory is short
         return _Child(self._arguments)
 
     def _put_back(self, child: _Child) -> None:
@@ -135,7 +169,10 @@ class _Child:
     def __init__(self, arguments: Sequence[str]) -> None:
         """Start it. Raises OSError."""
         self.calls = 0
+        self.expired = False  # killed since a call took too long
         self.idle_since = 0.0
+        self._lock = threading.Lock()
+        self._finished = self._answered = 0  # the number of the last call that ended, of the last that was answered
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", *arguments],
@@ -143,15 +180,21 @@ class _Child:
             env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def call(self, function: str, arguments: Any, blobs: Sequence[bytes], timeout_s: float) -> Answer:
-        """Raises `CallError`; unless it is `CallRefused` the process can no longer be used."""
+        """Raises `CallError` and `_ChildDied`; unless it is `CallRefused` the process can no longer be used."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self.calls += 1
-        expired = threading.Event()
+        number = self.calls
 
         def expire() -> None:
-            expired.set()
-            self._process.kill()
+            with self._lock:  # the timer may be late: never kill the process for a call that has ended
+                if self._finished < number:
+                    self.expired = True
+                    self._process.kill()
 
         timer = threading.Timer(timeout_s, expire)
         timer.daemon = True
@@ -159,19 +202,31 @@ class _Child:
         try:
             _write(self._process.stdin, [function, arguments], blobs)
             (status, answer), returned = _read(self._process.stdout)
+            self._answered = number
         except (OSError, EOFError, ValueError):
-            self._process.kill()
-            code = self._process.wait()
-            if expired.is_set():
-                raise CallTimeout(f"was not processed within {timeout_s:.0f} seconds") from None
-            raise CallCrashed(_CAUSES.get(-code, "cannot be decoded")) from None
+            raise self._death(timeout_s) from None
         finally:
+            with self._lock:
+                self._finished = number
             timer.cancel()
         if status == "refused":
             raise CallRefused(answer)
         if status != "done":
             raise CallCrashed(answer)
         return answer, returned
+
+    def _death(self, timeout_s: float) -> CallError | _ChildDied:
+        """Wait for the process, killing it if it does not exit by itself; return why the call has no answer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self._process.kill()
+        code = self._process.wait()
+        if self.expired:
+            return CallTimeout(f"was not processed within {timeout_s:.0f} seconds")
+        if code > 0 and not self._answered:
+            return _ChildDied(CallFailed("cannot be processed at the moment"))
+        crash = CallCrashed(_CAUSES.get(-code, "cannot be decoded"))
+        return crash if code == -signal.SIGXCPU else _ChildDied(crash)
 
     def end(self) -> None:
         """Kill it and wait for it."""

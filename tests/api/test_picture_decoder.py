@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from api.process_pool import CallTimeout
+from api.process_pool import CallTimeout, ProcessPool
 from api.service import Service
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring
@@ -92,6 +92,12 @@ def test_an_overloaded_machine_is_a_503_with_a_cause(drawn: Api, monkeypatch: py
     answer = order(drawn, images=[inline()])
     check_error(answer, 503, code="decoder_overloaded")
     assert answer.headers["retry-after"] == "10"
+
+
+def test_a_decoder_that_does_not_start_is_a_503(drawn: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ProcessPool("api.no_such_module", memory_bytes=2**30, cpu_s=10, timeout_s=60.0)
+    monkeypatch.setattr(service_of(drawn).pictures, "_processes", broken)
+    check_error(order(drawn, images=[inline()]), 503, code="decoder_overloaded")
 
 
 def test_rate_limit_and_quota_come_before_bytes(redis_url: str, folder: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from api.process_pool import CallCrashed, CallRefused, CallTimeout, ProcessPool, serve
+from api import process_pool
+from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool, serve
 from tests.api.world import eventually
 
 MODULE = "tests.api.test_process_pool"
@@ -39,6 +43,14 @@ def hang(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
 
 def die(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
     os.abort()
+
+
+def be_killed_once(path: str, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
+    """As the kernel does with whom it chooses when memory is short."""
+    if not Path(path).exists():
+        os.close(os.open(path, os.O_CREAT))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid(), []
 
 
 def pool(**more: Any) -> ProcessPool:
@@ -97,5 +109,43 @@ def test_idle_processes_end() -> None:
     processes.close()
 
 
+def test_a_process_that_others_killed_fails_no_call(tmp_path: Path) -> None:
+    """While it is idle, and in a call, which is made again: once."""
+    processes, before = pool(), children()
+    try:
+        pid = processes.call("echo", None)[0][1]
+        os.kill(pid, signal.SIGKILL)
+        second = processes.call("echo", None)[0][1]
+        assert second != pid
+        assert processes.call("be_killed_once", str(tmp_path / "once"))[0] not in (pid, second)
+        with pytest.raises(CallCrashed):
+            processes.call("die", None)
+    finally:
+        processes.close()
+    assert children() <= before
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_input() -> None:
+    processes = ProcessPool("tests.api.no_such_module", memory_bytes=2**31, cpu_s=30, timeout_s=120.0)
+    with pytest.raises(CallFailed):
+        processes.call("echo", None)
+    processes.close()
+
+
+def test_a_time_limit_that_ends_with_the_call_leaves_no_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LateTimer(threading.Timer):
+        """One that expires as it is cancelled."""
+
+        def cancel(self) -> None:
+            if self.function.__name__ == "expire":
+                self.function()
+            super().cancel()
+
+    monkeypatch.setattr(process_pool.threading, "Timer", LateTimer)
+    processes = pool()
+    assert len({processes.call("echo", None)[0][1] for _ in range(2)}) == 1
+    processes.close()
+
+
 if __name__ == "__main__":
-    serve(echo, refuse, allocate, spin, hang, die)
+    serve(echo, refuse, allocate, spin, hang, die, be_killed_once)
