@@ -67,9 +67,9 @@ async def submit(
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an `id` chosen by the client the job may exist already: it is returned unchanged. `given` are pictures that are
-    not among the fields; with any picture `ArtifactError` may be raised. Pictures are loaded last: after the rate limit
-    (unless it is `charged` already), the check against the card, and the quota. Also returns the queue position of a
-    job created now.
+    not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate limit
+    (unless it is `charged` already) and the check against the card, and decoded last, after the quota. Also returns the
+    queue position of a job created now.
     """
     pictured = references.any_named(fields, given)
     if pictured and not charged:
@@ -96,12 +96,15 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
         draft = draft_for(pictures, card)
+    if not pictures.measured:  # by their headers; until here they counted as of the model's native size
+        pictures = await service.pictures.measured(caller.id, pictures)
+        draft = draft_for(pictures, card)
     await _check_deadline(service, draft, card)
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
     if pictured:
-        await count_pictures(request, service, caller, n)  # before anything is loaded
-        charges, draft = [], await _with_inputs(service, caller, draft, draft_for, pictures, card)
+        await count_pictures(request, service, caller, n)  # before anything is decoded
+        charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
     job, standing = await _create(service, draft, request, charges)
     return _same(job, caller, digest), standing
 
@@ -115,17 +118,6 @@ def _draft(
         admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
         webhook=_webhook(service, request, fields),
     )  # fmt: skip
-
-
-async def _with_inputs(
-    service: Service, caller: Caller, draft: JobDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
-) -> JobDraft:
-    """The draft with its pictures, made again where their sizes were unknown. Raises as `store_inputs`."""
-    if not pictures.measured:
-        pictures = await service.pictures.measured(caller.id, pictures)
-        draft = draft_for(pictures, card)
-        await _check_deadline(service, draft, card)
-    return await store_inputs(service, caller.id, draft, pictures)
 
 
 def _attempt(

@@ -100,22 +100,24 @@ def test_a_decoder_that_does_not_start_is_a_503(drawn: Api, monkeypatch: pytest.
     check_error(order(drawn, images=[inline()]), 503, code="decoder_overloaded")
 
 
-def test_rate_limit_and_quota_come_before_bytes(redis_url: str, folder: Path) -> None:
+def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(redis_url: str, folder: Path) -> None:
+    """The rate limit comes before any look at a picture."""
     settings = settings_of(redis_url, folder)
     keyring = Keyring.of(settings)
-    tokens = [keyring.add(name, ["images"], **{name: "1/day"})[1] for name in ("rate", "quota")]
+    rate, quota = (keyring.add(name, ["images"], **{name: "1/day"})[1] for name in ("rate", "quota"))
     keyring.close()
     with Worker(settings) as worker, Api(settings) as api:
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
-        for token, code in zip(tokens, ("rate_limit_exceeded", "quota_exceeded"), strict=True):
-            answers = [
-                api.client.post(
-                    "/v1/jobs",
-                    json={"type": "edit", "prompt": "x", "images": [inline(data)]},
-                    headers={"Authorization": f"Bearer {token}"},
-                )
-                for data in (PNG, b"no picture")
-            ]
-            assert answers[0].status_code == 202
-            check_error(answers[1], 429, code=code)
+
+        def edit(token: str, image: bytes, **more: Any) -> httpx2.Response:
+            fields = {"type": "edit", "prompt": "x", "images": [inline(image)], **more}
+            return api.client.post("/v1/jobs", json=fields, headers={"Authorization": f"Bearer {token}"})
+
+        for refused in (edit(quota, b"no picture"), edit(quota, PNG, mask=inline(as_file(hole(8, 8))))):
+            check_error(refused, 400)
+        damaged = as_file(pixels())[:-40]  # its structure is whole as far as it goes
+        for token, code in ((rate, "rate_limit_exceeded"), (quota, "quota_exceeded")):
+            assert edit(token, PNG).status_code == 202
+            check_error(edit(token, damaged), 429, code=code)
+        check_error(edit(rate, b"no picture"), 429, code="rate_limit_exceeded")

@@ -70,6 +70,16 @@ def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Wor
     check_error(order(shared, images=[image]), 404, "images.file_id", "file_not_found")
 
 
+@pytest.mark.parametrize("named", [uploaded, lambda api, data=PNG: inline(data)], ids=["file", "data URL"])
+def test_a_deadline_is_checked_for_the_pictures_own_size(shared: Api, named: Any) -> None:
+    """Not for the model's native size, which takes four times as long."""
+    fields = {"deadline_s": 1.2, "steps": 20, "priority": 0}
+    small = order(shared, images=[named(shared, as_file(pixels(64, 64)))], **fields)
+    assert small.status_code == 202, small.text
+    large = order(shared, images=[named(shared, as_file(pixels(128, 128)))], **fields)
+    check_error(large, 400, "deadline_s", "deadline_hopeless")
+
+
 def test_a_job_of_a_chosen_id_is_made_once(shared: Api, worker: Worker) -> None:
     def put(data: bytes, **more: Any) -> httpx2.Response:
         fields = {"type": "edit", "prompt": "x", "images": [inline(data)], **more}
