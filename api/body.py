@@ -69,9 +69,14 @@ async def read(request: Request, tenant: str) -> dict[str, Any]:
 async def read_as(request: Request, tenant: str, validate: Callable[[dict[str, Any]], T]) -> T:
     """What `validate` makes of the body's top-level object. Raises `ApiError` as `read`, and what `validate` raises."""
     raw = await collect(request)
-    if len(raw) <= _LARGE:  # parsed faster than a thread starts
-        return validate(parse(raw))
-    return await _parsers().run(tenant, lambda: validate(parse(raw)))  # may take long: it must not block the loop
+    return await run_parser(tenant, len(raw), lambda: validate(parse(raw)))
+
+
+async def run_parser(tenant: str, size: int, function: Callable[[], T]) -> T:
+    """Run a function that parses so many bytes, `MAX_BYTES` at most."""
+    if size <= _LARGE:  # parsed faster than a thread starts
+        return function()
+    return await _parsers().run(tenant, function)  # may take long: it must not block the loop
 
 
 async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:

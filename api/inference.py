@@ -127,7 +127,7 @@ async def _request(
 ) -> AsyncIterator[tuple[dict[str, Any], PictureSource | None]]:
     """Our fields, and the source image, if there is one, which can be read as long as the context is open.
 
-    A large body and its image are on disk, and in memory only in the tenant's turn. Raises `ApiError`.
+    A body of more than 1 MiB and its image are on disk, and in memory only in the tenant's turn. Raises `ApiError`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
@@ -151,7 +151,10 @@ async def _request(
             picture.seek(0)
             return picture.read()
 
-        fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
+        if size > body.MAX_BYTES:
+            fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
+        else:  # a prompt, or a small picture: as in other JSON
+            fields, length = await body.run_parser(tenant, size, parse)
         yield fields, None if length is None else PictureSource("inputs", length, read)
 
 

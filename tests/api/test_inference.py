@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, handed_on, pixels
+from tests.api.test_picture_decoder import service_of
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
 
 
@@ -200,6 +203,28 @@ def test_chats_were_there_already(shared: Api) -> None:
     status, message = refusal(lambda: client.chat_completion([{"role": "user", "content": "a"}], model="emoji-xl"))
     assert status == 400 and "emoji-xl is an image model; use POST /v1/images/generations" in message
     check_error(shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}]), 503, code="no_model")
+
+
+@pytest.mark.parametrize("padding", [0, MAX_BYTES // 2])
+def test_a_prompt_waits_for_no_picture(shared: Api, easel: Easel, padding: int) -> None:
+    """Though the same key's picture is being decoded."""
+    service, held, go = service_of(shared), threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        async with service.pictures._turns.turn("", 1):
+            held.set()
+            while not go.is_set():
+                await asyncio.sleep(0.01)
+
+    holds = service.submit(hold())
+    try:
+        assert held.wait(PATIENCE_S)
+        content = json.dumps({"inputs": "a cat"}).encode() + b" " * padding
+        answer = shared.client.post("/", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200 and answer.headers["content-type"] == "image/png"
+    finally:
+        go.set()
+    holds.result(PATIENCE_S)
 
 
 def test_keys_hold(redis_url: str, folder: Path) -> None:
