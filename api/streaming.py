@@ -40,10 +40,11 @@ async def stream_images(
 ) -> AsyncGenerator[bytes]:
     """At most this many previews of each image while it is generated, then the images, as links if `links` is given.
 
-    If closed early the job is cancelled, unless it `stays`.
+    If closed early the job is cancelled, unless it `stays`. Raises `ArtifactError` within an event.
     """
     ended: Job | None = None
     sent: Counter[int] = Counter()
+    open_event = False  # whether a part of an event is sent
     try:
         async with aclosing(service.follower.until_end(job)) as events:
             async for event in events:
@@ -65,11 +66,15 @@ async def stream_images(
                 document = InlineDocument(service, content_of_event)
                 await document.verify()
                 before, after = format_sse_event(event=kind, data_str=_MARK).split(_MARK.encode())
+                open_event = True
                 yield before
                 async for piece in document.stream():
                     yield piece
                 yield after
+                open_event = False
     except ArtifactError as error:
+        if open_event:  # another event would be taken for its data: the connection is closed
+            raise
         yield _error(store_error(error))
     finally:
         if ended is None and not stays:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 
-from core.artifacts import Artifacts
+from api import inline_images
+from api.service import Service
+from core.artifacts import ArtifactError, Artifacts
 from tests.api.test_images import new_job
 from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
 from tests.faults.attacks import Monitor, usage
@@ -59,6 +63,33 @@ def test_a_damaged_picture_is_an_error_before_the_first_byte(shared: Api, worker
         image = {"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "warnings": []}
         assert worker.store.succeed(claim.id, claim.attempt, {"images": [image]})
         check_error(answer.result(PATIENCE_S), 500, code="artifact_unreadable")
+
+
+def test_a_store_that_fails_inside_an_event_ends_the_connection(
+    shared: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other event is written into its data."""
+    read = inline_images._part
+
+    def failing(service: Service, key: str, at: int, length: int) -> bytes:
+        if at:
+            raise ArtifactError("the storage does not answer")
+        return read(service, key, at, length)
+
+    monkeypatch.setattr(inline_images, "_part", failing)
+    received = b""
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        finishes = pool.submit(lambda: finish(worker, new_job(worker, known), [bytes(MIB)]))
+        fields = {"prompt": "x", "stream": True}
+        stream = shared.client.stream("POST", "/v1/images/generations", json=fields)
+        with stream as response, contextlib.suppress(httpx2.RemoteProtocolError):
+            for piece in response.iter_bytes():
+                received += piece
+            received += b" (complete)"
+        finishes.result(PATIENCE_S)
+    assert received.startswith(b"event: image_generation.completed\ndata: {")
+    assert b"event: error" not in received and not received.endswith(b" (complete)")
 
 
 def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: Path) -> None:
