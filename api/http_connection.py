@@ -11,7 +11,7 @@ from h11._receivebuffer import ReceiveBuffer
 from api.errors import ApiError
 
 MAX_FIELDS = 100  # of a head, or of a trailer
-MAX_DISCARDED = 64 * 2**20  # bytes of a body that arrive after the start of its response
+MAX_DISCARDED = 256 * 2**20  # bytes of a body that arrive after the start of its response: more than any form
 _LEAST_DISCARDED = 1024  # counted for each read of the socket
 _FREE_CHUNKS = 1024  # of any size
 _CHUNK_BYTES = 256  # least average of those beyond `_FREE_CHUNKS`

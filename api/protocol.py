@@ -16,7 +16,7 @@ import resource
 import sys
 import termios
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,7 +27,8 @@ from api.http_connection import HttpConnection
 from core.config import Settings
 
 _SLOWEST = 1024  # bytes per second of a body, or of a response being read
-_LINGER_S = 5.0  # for the last bytes written when a connection is closed
+_LINGER_S = 5.0  # from the last bytes written, or from the last `_SLOWEST` bytes per second read, to the end
+_MOST_LINGER_S = 30.0
 _OTHERS = 256  # open files other than clients: Redis, storage, logs
 _PLENTY = 65_536
 _AT_ONCE = 2048
@@ -128,6 +129,7 @@ class HttpProtocol(H11Protocol):
         self._in_body, self._until = False, 0.0
         self._read_timeout = ReadTimeout(self.loop, self.patience_s)
         self.closing = False  # for writing: what still arrives is discarded
+        self._discarded, self._lingering = 0, cast(asyncio.TimerHandle | None, None)
 
     @property
     def lingers(self) -> bool:
@@ -147,6 +149,7 @@ class HttpProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.conn.discards:
+            self._discarded += len(data)
             self.conn.receive_data(data)
             if self.conn.endless:
                 self.transport.abort()
@@ -189,6 +192,8 @@ class HttpProtocol(H11Protocol):
         self.idle.pop(self, None)
         self._expect_nothing()
         self._read_timeout.cancel()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -263,8 +268,8 @@ class HttpProtocol(H11Protocol):
         return True
 
     def linger(self) -> None:
-        """Close for writing, and discard what still arrives for `_LINGER_S`: closing with unread data could reset the
-        connection before the client has read the response.
+        """Close for writing, and discard what still arrives: closing with unread data could reset the connection before
+        the client has read the response, and many clients read it after the last byte of their body.
         """
         self.closing = self.conn.discards = True
         self.idle.pop(self, None)
@@ -272,9 +277,13 @@ class HttpProtocol(H11Protocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(_LINGER_S, self._end)
+        self._lingering = self.loop.call_later(_LINGER_S, self._end, self.loop.time() + _MOST_LINGER_S, self._discarded)
 
-    def _end(self) -> None:
+    def _end(self, until: float, before: int) -> None:
+        """Close, unless the client still sends its body, until a time; `before` were discarded when this was set."""
+        if self._discarded - before >= _LINGER_S * _SLOWEST and self.loop.time() < until:
+            self._lingering = self.loop.call_later(_LINGER_S, self._end, until, self._discarded)
+            return
         if self.transport.get_write_buffer_size():
             self.transport.close()
             self._read_timeout.watch(self.transport)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from api import http_connection, protocol
+from api import edits, files, http_connection, protocol
 from api.http_connection import MAX_FIELDS
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobDraft
@@ -62,6 +63,46 @@ def test_a_client_that_writes_all_before_it_reads_gets_the_answer(guarded: Api) 
         client.sendall(bytes(16 * 2**20))
         status, headers, text = answer(ended(client))
         assert (status, code(text), headers["connection"]) == (401, "invalid_api_key", "close")
+
+
+def test_a_client_that_sends_for_longer_gets_the_answer_too(guarded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its body arrives steadily, the connection lingers."""
+    monkeypatch.setattr(protocol, "_LINGER_S", linger_s := 0.5)
+    for _ in range(20):  # until this machine does not stall for so long
+        with connected(guarded) as client:
+            head = f"{HEAD.format('/v1/jobs')}Connection: close\r\nContent-Length: 1000000\r\n\r\n"
+            client.sendall(head.encode())
+            start, gaps, reset = time.monotonic(), [0.0], False
+            while sum(gaps) < 3 * linger_s and not reset:
+                try:
+                    client.sendall(bytes(1000))
+                except (BrokenPipeError, ConnectionResetError):  # many clients do not read the answer then
+                    reset = True
+                time.sleep(0.02)
+                gaps.append(time.monotonic() - start - sum(gaps))
+            if max(gaps) < linger_s / 4:
+                assert not reset
+                status, headers, text = answer(ended(client))
+                assert (status, code(text), headers["connection"]) == (401, "invalid_api_key", "close")
+                return
+    pytest.skip("this machine stalls all the time")
+
+
+def test_lingering_has_an_end(guarded: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_LINGER_S", 0.2)
+    monkeypatch.setattr(protocol, "_MOST_LINGER_S", 0.5, raising=False)
+    with connected(guarded) as client:
+        client.sendall((HEAD.format("/v1/jobs") + "Transfer-Encoding: chunked\r\n\r\n").encode())
+        until = time.monotonic() + MUCH_S
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while time.monotonic() < until:
+                client.sendall(bytes(1000))
+                time.sleep(0.01)
+
+
+def test_the_largest_upload_may_be_discarded() -> None:
+    largest = edits._MOST * edits.MAX_BYTES + edits._ENVELOPE
+    assert max(largest, files.MAX_BYTES + files._ENVELOPE) < http_connection.MAX_DISCARDED
 
 
 @pytest.mark.parametrize("length", ["99999999999999999999", "1000"])
