@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from api.errors import ApiError
@@ -44,12 +44,10 @@ class BatchInputs:
                 self._lines[id] = line
             while len(self._lines) > _REMEMBERED:
                 self._lines.popitem(last=False)
+        if not wait((line.draft,), _WAIT_S).done:
+            raise ApiError(503, "The pictures of this line are being decoded.", code="decoder_overloaded")
         try:
-            return line.draft.result(_WAIT_S)
-        except TimeoutError:
-            if line.draft.done():
-                raise
-            raise ApiError(503, "The pictures of this line are being decoded.", code="decoder_overloaded") from None
+            return line.draft.result()
         except BaseException:
             with self._lock:
                 self._lines.pop(id, None)  # a failed preparation is made again if the line is retried

@@ -91,7 +91,10 @@ class BatchOutput:
         name = "output" if result.get("status_code") == 200 else "error"
         if name not in self._spools:
             self._spools[name] = self._service.artifacts.spool()
-        written.write(self._spools[name].write)
+        try:
+            written.write(self._spools[name].write)
+        except NoArtifact as error:  # of a picture, not of the input file: the next attempt keeps its link
+            raise ArtifactError("a picture was deleted while it was being written") from error
         self._spools[name].write(b"\n")
         self._told[name] += 1
         self._number += 1

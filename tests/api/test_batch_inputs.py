@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
@@ -61,14 +62,41 @@ def test_a_slow_line_is_asked_for_again_and_prepared_once(monkeypatch: pytest.Mo
     assert eventually(ready) and begun == ["slow"]
 
 
-def test_a_refused_line_is_prepared_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ApiError(400, "image: no", param="image"), TimeoutError("image: no")])
+def test_a_refused_line_is_prepared_anew(error: Exception) -> None:
     inputs, begun = BatchInputs(cast(Service, Loop())), []
 
     async def refused() -> JobDraft:
         begun.append(1)
-        raise ApiError(400, "image: no", param="image")
+        raise error
 
     for _ in range(2):
-        with pytest.raises(ApiError, match="image: no"):
+        with pytest.raises(type(error), match="image: no"):
             inputs.draft("a", refused)
     assert len(begun) == 2
+
+
+def test_a_line_that_is_ready_as_the_wait_ends_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_inputs, "_WAIT_S", 0.01)
+
+    class LateFuture(Future[JobDraft]):
+        """Has its result just after a wait for it has timed out."""
+
+        def result(self, timeout: float | None = None) -> JobDraft:
+            if timeout is not None:
+                self.set_result(draft("late"))
+                raise TimeoutError
+            return super().result()
+
+    class LateService:
+        def submit(self, work: Any) -> LateFuture:
+            work.close()
+            return LateFuture()
+
+    async def late() -> JobDraft:
+        return draft("late")
+
+    try:
+        assert BatchInputs(cast(Service, LateService())).draft("late", late) == draft("late")
+    except ApiError as error:
+        assert error.code == "decoder_overloaded", "it is asked for again"

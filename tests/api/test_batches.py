@@ -14,6 +14,7 @@ import pytest
 
 from api import batch_lines, body, files
 from api.batch_feeder import BatchFeeder
+from api.batch_line_handler import BatchLineHandler, Result
 from api.batch_lines import RawLine
 from api.service import Service
 from core.jobs.batches import BatchStore
@@ -101,6 +102,28 @@ def test_from_file_to_files(world: tuple[Api, Worker, openai.OpenAI]) -> None:
     client.files.delete(done.output_file_id)
     with pytest.raises(openai.NotFoundError):
         client.files.content(done.output_file_id)
+
+
+def test_a_picture_that_is_deleted_while_it_is_written_leaves_its_link(
+    world: tuple[Api, Worker, openai.OpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was deleted before: the batch goes on."""
+    _, worker, client = world
+    put_inside, deleted = BatchLineHandler._put_inside, set[str]()
+
+    def delete_then(handler: BatchLineHandler, response: Result, keys: list[str]) -> None:
+        put_inside(handler, response, keys)
+        for key in set(keys) - deleted:
+            worker.artifacts.delete(key)
+            deleted.add(key)
+
+    monkeypatch.setattr(BatchLineHandler, "_put_inside", delete_then)
+    batch = begin(client, lines({"prompt": "a cat", "steps": 2, "response_format": "b64_json"}))
+    with Easel(worker):
+        done = ended(client, batch.id)
+    assert (done.status, done.request_counts.completed) == ("completed", 1)
+    (line,) = told(client, done.output_file_id)
+    assert deleted and "url" in line["response"]["body"]["data"][0]
 
 
 def test_they_trickle(world: tuple[Api, Worker, openai.OpenAI]) -> None:
