@@ -29,6 +29,9 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs rejecte
 
 _MOST_TEXT = body.MAX_BYTES  # of all fields together, as of a JSON body
 _MOST_HEAD = 4096  # bytes of a part's Content-Disposition: its name and its file's name
+_MOST_HEADS = 2 * _MOST_HEAD  # bytes of all headers of a part, whatever its parser allows
+_LEAST_LINE = 64  # bytes that each of them counts for
+_MOST_BOUNDARY = 70  # characters, by RFC 2046
 _MOST_TYPE = 512  # bytes of the request's Content-Type
 _PARAMETER = r';\s*([\w.-]{1,40})=(?:"([^"\\]*)"|([^\s;"]+))\s*'
 _TYPE = re.compile(rf"multipart/form-data\s*((?:{_PARAMETER})*);?", re.IGNORECASE | re.ASCII)
@@ -87,10 +90,13 @@ def _boundary(content_type: str) -> bytes:
     whole = _TYPE.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
     found = () if whole is None else re.findall(_PARAMETER, whole[1], re.ASCII)
     parameters: dict[str, str] = {name.lower(): quoted or plain for name, quoted, plain in found}
-    if not parameters.get("boundary") or parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8"):
-        message = "content-type: must be multipart/form-data with a boundary, in UTF-8."
+    boundary = parameters.get("boundary", "")
+    if not 0 < len(boundary) <= _MOST_BOUNDARY or parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8"):
+        message = (
+            f"content-type: must be multipart/form-data with a boundary of 1 to {_MOST_BOUNDARY} characters, in UTF-8."
+        )
         raise ApiError(415, message, param="content-type", code="unsupported_media_type")
-    return parameters["boundary"].encode("latin-1")
+    return boundary.encode("latin-1")
 
 
 def _threads() -> anyio.CapacityLimiter:
@@ -120,6 +126,7 @@ class _Parts:
         self._files: list[UploadFile] = []
         self._name, self._text, self._file = "", bytearray(), cast(UploadFile | None, None)
         self._field, self._value, self._disposition = bytearray(), bytearray(), bytearray()
+        self._heads_left = _MOST_HEADS
         self._ended = False
         self._parser = MultipartParser(
             boundary,
@@ -151,14 +158,23 @@ class _Parts:
 
     def _begin_part(self) -> None:
         self._disposition, self._text, self._file = bytearray(), bytearray(), None
+        self._heads_left = _MOST_HEADS
+
+    def _count_head(self, size: int) -> None:
+        self._heads_left -= size
+        if self._heads_left < 0:
+            raise _invalid("the headers of a part are too long")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._count_head(end - start)
         self._field += data[start:end]
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._count_head(end - start)
         self._value += data[start:end]
 
     def _end_header(self) -> None:
+        self._count_head(_LEAST_LINE)
         if self._field.lower() == b"content-disposition":
             self._disposition = self._value
         self._field, self._value = bytearray(), bytearray()

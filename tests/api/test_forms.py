@@ -105,6 +105,26 @@ def test_headers_of_a_part_are_bounded(head: bytes) -> None:
         parsed(b"--edge\r\n" + head + b'Content-Disposition: form-data; name="a"\r\n\r\n\r\n--edge--\r\n')
 
 
+@pytest.mark.parametrize("given", ["field", "value"])
+def test_headers_of_a_part_are_bounded_whatever_their_parser_does(given: str) -> None:
+    """Other versions of it have other limits, or none."""
+    parts = _Parts(b"edge", 1, 1)
+    callback = parts._header_field if given == "field" else parts._header_value
+    with pytest.raises(ApiError, match="too long"):
+        for _ in range(1000):
+            callback(bytes(100), 0, 100)
+    parts.close()
+
+
+def test_many_headers_of_a_part_are_bounded_whatever_their_parser_does() -> None:
+    parts = _Parts(b"edge", 1, 1)
+    with pytest.raises(ApiError, match="too long"):
+        for _ in range(10_000):
+            parts._header_field(b"a", 0, 1)
+            parts._end_header()
+    parts.close()
+
+
 @pytest.mark.parametrize(
     ("given", "boundary"),
     [
@@ -119,6 +139,9 @@ def test_headers_of_a_part_are_bounded(head: bytes) -> None:
         ("multipart/mixed; boundary=edge", None),
         ("multipart/form-data" + ";" * 10_000, None),
         ('multipart/form-data; boundary="' + '";' * 100, None),
+        ("multipart/form-data; boundary=" + "a" * 70, b"a" * 70),
+        ("multipart/form-data; boundary=" + "a" * 71, None),
+        ("multipart/form-data; boundary=" + "a" * 300, None),
     ],
 )  # fmt: skip
 def test_the_content_type_is_read_strictly(given: str, boundary: bytes | None) -> None:
