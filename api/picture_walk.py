@@ -13,14 +13,13 @@ MAX_SIDE = 8192  # resizing an image of one row costs more than its area suggest
 MAX_SCANS = 100  # of a JPEG, each of which decodes all of it again; encoders make about ten
 MAX_CHUNKS = 1024  # besides those that hold pixels; a camera or an editor writes some dozens
 MAX_ANCILLARY = 8 * 2**20  # bytes of all chunks that hold no pixels: profiles, text, thumbnails
-_DENSITY = (
-    256  # bytes of a PNG for each chunk of pixels; encoders write 8 KiB and more, the smallest devices some hundred
-)
+# Bytes of a PNG or WebP for each chunk of pixels; encoders write 8 KiB and more, the smallest devices some hundred.
+_DENSITY = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8"
-_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd9]")  # followed by a segment: none of a scan's bytes, no bare marker
-_SOS = 0xDA
+_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # the end, or followed by a segment: none of a scan's bytes
+_EOI, _SOS = 0xD9, 0xDA
 _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the header of a frame
 _ONCE = frozenset((b"IHDR", b"PLTE", b"tRNS", b"iCCP", b"acTL"))
 
@@ -54,13 +53,20 @@ def check_size(size: tuple[int, int]) -> None:
 
 
 class _Tally:
-    """Counts what a file holds besides its pixels."""
+    """Counts the chunks of a file of so many bytes: those of its pixels, and what it holds besides them."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self._chunks, self._bytes = 0, 0
+        self._parts_left = MAX_CHUNKS + size // _DENSITY
+
+    def add_pixels(self) -> None:
+        """Count one chunk of pixels. Raises `InvalidPicture` at a limit."""
+        self._parts_left -= 1
+        if self._parts_left < 0:
+            raise InvalidPicture("has its pixels in too many small chunks")
 
     def add(self, length: int) -> None:
-        """Count one chunk. Raises `InvalidPicture` at a limit."""
+        """Count one other chunk. Raises `InvalidPicture` at a limit."""
         self._chunks, self._bytes = self._chunks + 1, self._bytes + length
         if self._chunks > MAX_CHUNKS:
             raise InvalidPicture(f"has more than {MAX_CHUNKS} chunks besides its pixels")
@@ -74,16 +80,14 @@ def _walk_png(data: bytes) -> tuple[int, int]:
         raise InvalidPicture("must be a PNG, JPEG or WebP image")
     size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     check_size(size)
-    tally, seen, parts, most = _Tally(), {b"IHDR"}, 0, MAX_CHUNKS + len(data) // _DENSITY
+    tally, seen = _Tally(len(data)), {b"IHDR"}
     at = 33
     while at + 8 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         if kind == b"IEND":
             break
         if kind in (b"IDAT", b"fdAT"):
-            parts += 1
-            if parts > most:
-                raise InvalidPicture("has its pixels in too many small chunks")
+            tally.add_pixels()
         else:
             if kind in _ONCE and kind in seen:
                 raise InvalidPicture(f"has two chunks {kind.decode()}")
@@ -94,10 +98,16 @@ def _walk_png(data: bytes) -> tuple[int, int]:
 
 
 def _walk_jpeg(data: bytes) -> tuple[int, int]:
-    tally, scans, at = _Tally(), 0, 2
+    """Up to the end of the image behind its first scan, where libjpeg ends; Pillow reads on behind an earlier one."""
+    tally, scans, at = _Tally(len(data)), 0, 2
     size: tuple[int, int] | None = None
     while (marker := _MARKER.search(data, at)) is not None:
         kind, at = marker[0][1], marker.end()
+        if kind == _EOI:
+            if scans:
+                break
+            tally.add(0)
+            continue
         length = int.from_bytes(data[at : at + 2], "big")
         if kind == _SOS:
             scans += 1
@@ -119,11 +129,17 @@ def _walk_jpeg(data: bytes) -> tuple[int, int]:
 
 
 def _walk_webp(data: bytes) -> tuple[int, int]:
-    """By RFC 9649. Frames of an animation are walked too: their size is bounded as the canvas is."""
-    tally, at = _Tally(), 12
-    while at + 8 <= len(data):
+    """By RFC 9649, up to the end of the RIFF, where libwebp ends. Frames of an animation are walked too: their size is
+    bounded as the canvas is.
+    """
+    at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
+    tally = _Tally(end)
+    while at + 8 <= end:
         length = int.from_bytes(data[at + 4 : at + 8], "little")
-        tally.add(0 if data[at : at + 4] in (b"VP8 ", b"VP8L", b"ANMF", b"ALPH") else length)
+        if data[at : at + 4] in (b"VP8 ", b"VP8L", b"ANMF", b"ALPH"):
+            tally.add_pixels()
+        else:
+            tally.add(length)
         at += 8 + length + length % 2
     if data[12:16] == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")

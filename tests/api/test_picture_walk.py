@@ -90,6 +90,43 @@ def test_a_structure_that_costs_more_than_it_shows_is_refused(data: object, mess
         walk(data())
 
 
+def animation(frames: int) -> bytes:
+    """A WebP with its one frame repeated."""
+    stream = io.BytesIO()
+    first, second = (Image.effect_noise((64, 64), sigma).convert("RGB") for sigma in (50, 60))
+    first.save(stream, "WEBP", save_all=True, append_images=[second])
+    whole = stream.getvalue()
+    start = whole.index(b"ANMF")
+    end = start + 8 + int.from_bytes(whole[start + 4 : start + 8], "little")
+    body = whole[8:start] + whole[start:end] * frames
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def test_long_animations_pass_and_endless_ones_of_empty_frames_do_not() -> None:
+    assert walk(animation(3 * MAX_CHUNKS)) == (64, 64)
+    empty = webp_with((b"ANMF" + bytes(4)) * 20_000)
+    with pytest.raises(InvalidPicture, match="too many small chunks"):
+        walk(empty)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+def test_what_follows_the_end_is_no_part_of_the_picture(form: str) -> None:
+    """As behind a photo: a video, or whole other pictures. Decoders end there, too."""
+    whole = picture(form, (61, 47))
+    video = b"\xff\xe1\x00\x02" * 50_000 + (b"JUNK" + bytes(4)) * 50_000 + b"\xff\xda" * 500
+    assert walk(whole + video) == (61, 47)
+    with Image.open(io.BytesIO(whole + video)) as decoded:
+        decoded.load()
+        assert decoded.size == (61, 47)
+
+
+def test_an_end_before_the_first_scan_is_none() -> None:
+    """Pillow reads on behind it."""
+    for many in (b"\xff\xd9" + b"\xff\xe1\x00\x02" * (MAX_CHUNKS + 1), b"\xff\xd9" * (MAX_CHUNKS + 1)):
+        with pytest.raises(InvalidPicture, match="chunks besides its pixels"):
+            walk(jpeg_with(many))
+
+
 def test_scans_are_counted_and_thumbnails_are_not() -> None:
     assert walk(many_scans(MAX_SCANS - 20)) == (64, 64)
     whole = jpeg_with(b"\xff\xe1" + struct.pack(">H", 1002) + b"\xff\xda" * 500)
