@@ -61,7 +61,7 @@ async def identify(request: Request) -> Caller:
         return HERE
     keys = service.cards.now.keys
     if bearer is None:
-        raise _unknown("An API key is required, as Authorization: Bearer dpt_…." if keys else _NO_KEYS)
+        raise key_required() if keys else _unknown(_NO_KEYS)
     key = matching(bearer.credentials, keys)
     if key is None:
         await service.cards.renew_soon()  # the key may have just been created
@@ -69,6 +69,11 @@ async def identify(request: Request) -> Caller:
     if key is None:
         raise unknown_key()
     return _caller(key, service)
+
+
+def key_required() -> ApiError:
+    """A 401 for a request without a key."""
+    return _unknown("An API key is required, as Authorization: Bearer dpt_….")
 
 
 def unknown_key() -> ApiError:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
 from api import stored_bytes
-from api.access import By, Caller, enforce_rate_limit
+from api.access import By, Caller, enforce_rate_limit, key_required
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form, upload_source
 from api.paging import Pagination, missing, page
@@ -24,7 +24,7 @@ from api.picture_decoder import PictureInfo
 from api.service import Given, Service
 from contract.card import Size
 from core.artifacts import NoArtifact, Spool
-from core.jobs.files import KEPT_S, File, FilesFull, new_file_id
+from core.jobs.files import KEPT_S, File, FilesFull, KeyRequired, new_file_id
 
 router = APIRouter(tags=["batches"])
 
@@ -164,12 +164,15 @@ def gone(param: str) -> ApiError:
 
 def keep_spool(
     service: Service, owner: str, name: str, purpose: str, spool: Spool, kind: str = _LINES, *, quota: int = 0,
-    id: str = "", picture_size: Size | None = None,
+    id: str = "", picture_size: Size | None = None, keyless: bool = False,
 ) -> File:  # fmt: skip
-    """Store a file of this media type for its retention time. Raises `ArtifactError`, `StoreError` and `FilesFull`."""
+    """Store a file of this media type for its retention time. Raises `ArtifactError`, `StoreError`, and as
+    `FileStore.add`."""
     id = id or new_file_id()
     key = service.artifacts.put_spool(spool, kind, partial(service.files.reserve, id))
-    return service.files.add(owner, name, purpose, spool.size, key, quota=quota, id=id, picture_size=picture_size)
+    return service.files.add(
+        owner, name, purpose, spool.size, key, quota=quota, id=id, picture_size=picture_size, keyless=keyless
+    )
 
 
 def _quota(service: Service, caller: Caller) -> int:
@@ -181,13 +184,16 @@ def _quota(service: Service, caller: Caller) -> int:
 def _keep_upload(
     service: Service, owner: str, name: str, purpose: str, upload: IO[bytes], info: PictureInfo | None, quota: int
 ) -> File:
-    """Store an upload. Blocks. Raises `ApiError` (429) if the owner's quota is exceeded."""
+    """Store an upload. Blocks. Raises `ApiError`: 429 if the owner's quota is exceeded, 401 if keys are required by
+    now."""
     try:
         spool, used = Spool.of(upload), service.files.used_bytes(owner)
         if quota and used + spool.size > quota:  # before anything is written; the record enforces the limit
             raise FilesFull(used, quota)
         kind, size = (_LINES, None) if info is None else (info.media_type, info.size)
-        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota, picture_size=size)
+        return keep_spool(service, owner, name, purpose, spool, kind, quota=quota, picture_size=size, keyless=not owner)
+    except KeyRequired:
+        raise key_required() from None
     except FilesFull as full:
         message = f"file: the files of this key take {full.used} of {full.quota} bytes; delete some first"
         raise ApiError(429, message, param="file", code="files_quota_exceeded", headers=NO_RETRY) from None

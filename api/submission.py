@@ -20,6 +20,7 @@ from api.access import (
     apply_rate_limit,
     count_pictures,
     enforce_rate_limit,
+    key_required,
     picture_costs,
     request_costs,
     unknown_key,
@@ -84,7 +85,7 @@ async def submit(
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
         drawn = picture_costs(caller, ImageJob.read(draft.parameters).n)
-        job, standing = await _create(service, draft, request, requests + drawn, len(requests))
+        job, standing = await _create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
@@ -105,7 +106,7 @@ async def submit(
     if pictured:
         await count_pictures(request, service, caller, n)  # before anything is decoded
         charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
-    job, standing = await _create(service, draft, request, charges)
+    job, standing = await _create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
 
 
@@ -138,7 +139,7 @@ async def resubmit(service: Service, request: Request, caller: Caller, job: Job)
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    return (await _create(service, draft, request, requests + pictures, len(requests)))[0]
+    return (await _create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
 
 
 async def served(service: Service, name: str | None, kind: type[C]) -> C:
@@ -164,7 +165,7 @@ async def _check_deadline(service: Service, draft: JobDraft, card: ImageCard) ->
 
 async def make(service: Service, draft: JobDraft) -> Job:
     """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
-    return (await _create(service, draft))[0]
+    return (await _create(service, draft, keyless=not draft.owner))[0]
 
 
 async def _create(
@@ -173,19 +174,23 @@ async def _create(
     request: Request | None = None,
     charges: Sequence[RateLimitCost] = (),
     always: int = 0,
+    *,
+    keyless: bool,
 ) -> tuple[Job, QueuePosition | None]:
     """Charge the rate limits and create the record, with its message, in one step. Raises `ApiError` (429).
 
-    The first `always` charges count even if no job is created.
+    The first `always` charges count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
     most = service.share(draft.owner)
-    made = await service.submissions.make(draft, service.queue.message(draft.envelope), charges, always, most)
+    made = await service.submissions.make(
+        draft, service.queue.message(draft.envelope), charges, always, most, keyless=keyless
+    )
     for charge, standing in zip(charges, made.charges, strict=False):
         assert request is not None
         apply_rate_limit(request, charge, standing)
     if made.barred:
-        raise unknown_key()
+        raise key_required() if keyless else unknown_key()
     if made.share:
         message = f"As many jobs of this key wait in the {draft.modality} queue as may ({most}); try again later."
         wait_s = service.cards.now.wait_s(draft.modality)

@@ -21,7 +21,7 @@ _MADE, _FULL, _SHARE, _BARRED = 1, -1, -3, -4  # the possible outcomes; else the
 @dataclass(frozen=True, slots=True)
 class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
-    used up, the owner is `barred`, or the last of `charges` exceeds its limit.
+    used up, the owner is `barred` (or has no key where one is required), or the last of `charges` exceeds its limit.
 
     `made`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
     position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
@@ -43,10 +43,13 @@ def argument(
     charges: Sequence[rates.RateLimitCost] = (),
     always: int = 0,
     most: int | None = None,
+    *,
+    keyless: bool = False,
 ) -> str:
     """Encode the argument of `lua/jobs/create.lua`. The first `always` charges count even if no job is created.
 
-    `most` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies.
+    `most` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies. `keyless`: the
+    request came without a key, and is barred if keys are required by now.
     """
     urgency = level(draft.priority)
     return to_json([
@@ -56,6 +59,7 @@ def argument(
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
         str(max_queued if most is None else most), str(always), str(milliseconds(draft.keep_s)),
+        "1" if keyless else "",
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
 

@@ -70,15 +70,19 @@ class Submissions:
         charges: Sequence[RateLimitCost] = (),
         always: int = 0,
         most: int | None = None,
+        *,
+        keyless: bool = False,
     ) -> JobCreation:
         """Charge the rate limits, create the record, and push `message` into the queue's list: all or nothing.
 
         If a charge exceeds its limit, the queue is full, or `most` of the owner's jobs wait in it, no job is created,
         and nothing further is charged. The first `always` charges count also if the queue is full or the job exists
-        already. Raises `StoreDown` and `StoreFull`. A cancelled call may leave a job behind.
+        already. `keyless` requests are barred once keys are required. Raises `StoreDown` and `StoreFull`. A cancelled
+        call may leave a job behind.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((argument(draft, self._max_queued, message, charges, always, most), answered))
+        text = argument(draft, self._max_queued, message, charges, always, most, keyless=keyless)
+        self._waiting.append((text, answered))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         try:

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,8 @@ from core.jobs.keyring import Keyring
 from core.jobs.record import JobDraft
 from deployment.redis import RedisServer
 from tests.api.test_protocol import MUCH_S, connected, ended
-from tests.api.world import Api, Worker, settings_of
+from tests.api.world import Api, Worker, eventually, settings_of
+from tests.faults.attacks import form_body
 
 HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -231,3 +233,28 @@ def test_lines_of_a_body_are_no_header_fields(shared: Api) -> None:
         head = f"{HEAD.format('/v1/jobs')}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         client.sendall(head.encode() + body)
         assert answer(ended(client))[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/images/generations", "/v1/files"])
+def test_the_first_key_closes_the_service_to_a_body_that_is_on_its_way(
+    redis_url: str, tmp_path: Path, path: str
+) -> None:
+    """Although its request came before the key: access is checked again where something is created."""
+    settings = settings_of(redis_url, tmp_path)
+    file, kind = path == "/v1/files", "multipart/form-data; boundary=edge"
+    body = form_body({"purpose": b"batch"}, {"file": b"{}"}) if file else b'{"type": "image", "prompt": "a cat"}'
+    if path == "/v1/images/generations":
+        body = b'{"prompt": "a cat"}'
+    with contextlib.closing(Keyring.of(settings)) as keyring, Worker(settings) as worker, Api(settings) as api:
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        with connected(api) as client:
+            head = HEAD.format(path).replace("application/json", kind) if file else HEAD.format(path)
+            length = f"Content-Length: {len(body)}\r\nConnection: close\r\nExpect: 100-continue\r\n\r\n"
+            client.sendall((head + length).encode())
+            assert client.recv(65_536).startswith(b"HTTP/1.1 100"), "its body is waited for"
+            keyring.add("the first")
+            client.sendall(body)
+            status, _, text = answer(ended(client))
+            assert (status, code(text)) == (401, "invalid_api_key"), text
+        assert not worker.ids() and not list(worker.redis.scan_iter("diptych:file:*"))

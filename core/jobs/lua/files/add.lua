@@ -2,8 +2,8 @@
 -- include: shared/sizes
 -- KEYS: none
 -- ARGV: 2 id, 3 owner, 4 name, 5 purpose, 6 size, 7 key, 8 kept_ms, 9 quota in bytes or '', 10 and 11 width and height of a
--- picture or ''
--- Answer: {1, created} or {0, bytes that the owner already stores}
+-- picture or '', 12 whether the request came without a key ('1' or '')
+-- Answer: {1, created}, {0, bytes that the owner already stores}, or {-1, 0}: keys are required by now
 
 local id, owner, kept_ms = ARGV[2], ARGV[3], tonumber(ARGV[8])
 local sizes, index = P .. 'file_sizes:' .. owner, P .. 'files:' .. owner
@@ -14,6 +14,10 @@ for _, old in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', (at - kept_ms) /
 redis.call('ZREMRANGEBYSCORE', index, '-inf', (at - kept_ms) / 1000)
 local created = redis.call('HGET', P .. 'file:' .. id, 'created')
 if created then return {1, created} end
+if ARGV[12] == '1' and redis.call('GET', P .. 'access') == 'keys' then
+  release(ARGV[7], id, at)
+  return {-1, 0}
+end
 local total = redis.call('HGET', sizes, 'total')
 if ARGV[9] ~= '' and total + ARGV[6] > tonumber(ARGV[9]) then
   release(ARGV[7], id, at)

@@ -8,13 +8,13 @@
 --   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,
 --   webhook or '', keys of its input artifacts separated by spaces, trace, request id, whether its progress is followed
 --   ('1', '0', or '': unspecified), kombu's list, message or '', limit of the owner's waiting jobs in that queue, how
---   many of the charges below count even if no job is created, minimum retention of the ended record in ms, charges of
---   five arguments each
+--   many of the charges below count even if no job is created, minimum retention of the ended record in ms, whether the
+--   request came without a key ('1' or ''), charges of five arguments each
 -- Answer: numbers separated by spaces: the outcome, how many charges were evaluated, the state of each (5 numbers), and
 --   1, created: created, deadline or 0, sequence, jobs ahead of it, queued, their ms, running, their ms
 --   0, it existed: nothing more, but the record's fields as a second value
 --   -1, the queue is full, -2, the last of these charges exceeds its limit, -3, the owner has too many waiting jobs,
---   -4, the owner may create no more jobs, or -5, the id was withdrawn: nothing more
+--   -4, the owner may create no more jobs, or keys are required by now, or -5, the id was withdrawn: nothing more
 
 local looks = 16  -- waiting jobs whose records are verified when an owner's share seems full
 local A = cjson.decode(ARGV[2])
@@ -38,7 +38,9 @@ if code == 1 and owner ~= '' then
   end
   if redis.call('EXISTS', P .. 'barred:' .. owner) == 1 then code = -4 end
 end
-for i = 22, #A, 5 do
+-- The first key was added since the request was admitted.
+if A[22] == '1' and redis.call('GET', P .. 'access') == 'keys' then code = -4 end
+for i = 23, #A, 5 do
   if code < 1 and #told >= tonumber(A[20]) then break end
   local within, said = charge(A, i)
   told[#told + 1] = said
