@@ -97,9 +97,7 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
         draft = draft_for(pictures, card)
-    if not pictures.measured:  # by their headers; until here they counted as of the model's native size
-        pictures = await service.pictures.measured(caller.id, pictures)
-        draft = draft_for(pictures, card)
+    draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
     await _check_deadline(service, draft, card)
     n = ImageJob.read(draft.parameters).n
     charges = picture_costs(caller, n)
@@ -119,6 +117,16 @@ def _draft(
         admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
         webhook=_webhook(service, request, fields),
     )  # fmt: skip
+
+
+async def _measured(
+    service: Service, caller: Caller, draft: JobDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
+) -> tuple[JobDraft, PictureUploads]:
+    """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
+    if pictures.measured:
+        return draft, pictures
+    pictures = await service.pictures.measured(caller.id, pictures)
+    return draft_for(pictures, card), pictures
 
 
 def _attempt(
