@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from api import batch_lines, body, files, schemas
-from api.access import By, Caller, count_pictures, enforce_rate_limit
+from api.access import By, Caller, count_pictures, enforce_rate_limit, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
 from api.service import Given, Service
@@ -21,6 +21,7 @@ from contract.strict import StrictModel
 from contract.text import Metadata
 from core.artifacts import NoArtifact
 from core.jobs.batches import BatchRecord
+from core.jobs.files import KeyRequired
 
 router = APIRouter(tags=["batches"])
 
@@ -59,10 +60,13 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     found = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
     if not found.errors and queue_of(fields.endpoint) == "image":
         await count_pictures(request, service, caller, found.pictures)
-    batch = await service.call(
-        service.batches.add, caller.id, fields.endpoint, file, found.lines, service.links(request).base,
-        fields.metadata, found.errors,
-    )  # fmt: skip
+    try:
+        batch = await service.call(
+            service.batches.add, caller.id, fields.endpoint, file, found.lines, service.links(request).base,
+            fields.metadata, found.errors, keyless=not caller.id,
+        )  # fmt: skip
+    except KeyRequired:
+        raise key_required() from None
     return JSONResponse(_object(batch))
 
 

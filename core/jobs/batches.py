@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from core.config import Settings
 from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.files import KEPT_S, File
+from core.jobs.files import KEPT_S, File, KeyRequired
 from core.jobs.keys import PREFIX
 from core.jobs.lists import ListPage, ListReader
 from core.jobs.record import milliseconds, pairs, to_json
@@ -130,8 +130,13 @@ class BatchStore(RedisStore):
         base: str,
         metadata: dict[str, str] | None,
         errors: list[dict[str, Any]],
+        *,
+        keyless: bool = False,
     ) -> BatchRecord:
-        """Create a batch of a file. A batch with `errors` is created as failed."""
+        """Create a batch of a file. A batch with `errors` is created as failed.
+
+        Raises `KeyRequired` for a `keyless` request if keys are required by now.
+        """
         id = f"batch_{secrets.token_hex(12)}"
         fields: dict[str, str | int] = {
             "owner": owner, "endpoint": endpoint, "input_file": file.id, "key": file.key, "total": total, "next": 0,
@@ -140,7 +145,10 @@ class BatchStore(RedisStore):
             "place": "0:0",
         }  # fmt: skip
         flat = [value for pair in fields.items() for value in pair]
-        created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, *flat)
+        flag = "1" if keyless else ""
+        created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, flag, *flat)
+        if not int(created):
+            raise KeyRequired
         made = {"created": created, "ended": created if errors else ""}
         return BatchRecord.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
 

@@ -235,7 +235,7 @@ def test_lines_of_a_body_are_no_header_fields(shared: Api) -> None:
         assert answer(ended(client))[0] == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/images/generations", "/v1/files"])
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/images/generations", "/v1/files", "/v1/batches"])
 def test_the_first_key_closes_the_service_to_a_body_that_is_on_its_way(
     redis_url: str, tmp_path: Path, path: str
 ) -> None:
@@ -248,6 +248,11 @@ def test_the_first_key_closes_the_service_to_a_body_that_is_on_its_way(
     with contextlib.closing(Keyring.of(settings)) as keyring, Worker(settings) as worker, Api(settings) as api:
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
+        if path == "/v1/batches":
+            upload = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"{}")}).json()
+            fields = {"endpoint": "/v1/images/generations", "completion_window": "24h"}
+            body = json.dumps({"input_file_id": upload["id"], **fields}).encode()
+        records = set(worker.redis.scan_iter())
         with connected(api) as client:
             head = HEAD.format(path).replace("application/json", kind) if file else HEAD.format(path)
             length = f"Content-Length: {len(body)}\r\nConnection: close\r\nExpect: 100-continue\r\n\r\n"
@@ -257,4 +262,5 @@ def test_the_first_key_closes_the_service_to_a_body_that_is_on_its_way(
             client.sendall(body)
             status, _, text = answer(ended(client))
             assert (status, code(text)) == (401, "invalid_api_key"), text
-        assert not worker.ids() and not list(worker.redis.scan_iter("diptych:file:*"))
+        assert not worker.ids()
+        assert not any("file:" in key or "batch:" in key for key in set(worker.redis.scan_iter()) - records)

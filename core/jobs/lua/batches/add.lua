@@ -1,11 +1,13 @@
 -- Creates a batch's record. An input file written by a version without holds gets no hold here either.
 -- include: shared/transitions shared/holding
 -- KEYS: none
--- ARGV: 2 batch, 3 owner, 4 input file, 5 whether it is in progress (1 or 0), 6 kept_ms, 7 held_ms, 8… field, value
--- Answer: creation time in s
+-- ARGV: 2 batch, 3 owner, 4 input file, 5 whether it is in progress (1 or 0), 6 kept_ms, 7 held_ms, 8 whether the request
+-- came without a key ('1' or ''), 9… field, value
+-- Answer: creation time in s, or 0: keys are required by now
 
 local id, owner, file = ARGV[2], ARGV[3], ARGV[4]
-redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 8))  -- first: a full Redis refuses it
+if ARGV[8] == '1' and redis.call('GET', P .. 'access') == 'keys' then return 0 end
+redis.call('HSET', P .. 'batch:' .. id, unpack(ARGV, 9))  -- first: a full Redis refuses it
 local t = redis.call('TIME')
 local at, made, kept_ms = now(), t[1] + t[2] / 1000000, tonumber(ARGV[6])
 redis.call('HSET', P .. 'batch:' .. id, 'created', t[1])
