@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from contract.printable import printable_lines
 from deployment.redis import free_port
 from llm.tiny import TINY
 from tests.cli.shell import Shell
@@ -38,7 +39,7 @@ def test_it_remembers_the_conversation(shell: Shell, monkeypatch: pytest.MonkeyP
             ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             (answer,) = stage.answers(engine, [stage.greedy(tuple(ids), 8)])
             messages.append({"role": "assistant", "content": answer.text})
-            wanted.append(answer.text)
+            wanted.append(printable_lines(answer.text))
     assert said.code == 0 and said.out == "".join(f"{text}\n" for text in wanted)
 
 

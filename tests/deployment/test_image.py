@@ -27,7 +27,7 @@ NAMES = {
     "PIL": "pillow",
     "prometheus_client": "prometheus-client",
     "pydantic_settings": "pydantic-settings",
-    "multipart": "python-multipart",
+    "python_multipart": "python-multipart",
 }
 
 

@@ -94,7 +94,7 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     instructions = identity(stage.kernels()).instructions
     say.cache_clear()
     folder = tiny.save(tmp_path / "tiny", tiny.SDXLShape(channels=(16, 32), heads=(1, 2)))
-    cache = stage.CACHE.parent  # whose folder "kernels" has them compiled
+    cache = stage.warm(tmp_path / "cache")
     with caplog.at_level(logging.INFO), build(settings(cache, model=str(folder), device="cpu")) as works:
         card = handlers_of(works)["image"].card()
     assert card.kernels == instructions
