@@ -18,7 +18,7 @@ _ROOT = provenance.ROOT
 _EVERY, _PUBLISHED = 32, 64  # every so many captions, and so many of these, are drawn beside published helpers
 _LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
 _MIXED = "--steps 12,20,30,50 --deepcache off,2"
-_LADDER = "--pictures 96 --compile-limit 100 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
+_LADDER = "--pictures 64 --compile-limit 60 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
 _FLEET = "--costs h200 --load 0.8"
 
 _BENCHES = {
