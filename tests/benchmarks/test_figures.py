@@ -13,7 +13,7 @@ from benchmarks import figures, ladder_tables, provenance, results
 from benchmarks.simulation.costs import SHIPPED
 
 ROOT = provenance.ROOT
-LATER = {"ladder-avx2", "chaos", "peers"}  # that a page has a place for and nobody has measured yet
+LATER = {"chaos", "peers"}  # that a page has a place for and nobody has measured yet
 
 
 def pages() -> dict[str, str]:
