@@ -194,3 +194,14 @@ def test_hostile_schemas_are_compiled_or_refused_by_name(compiler: GrammarCompil
         matcher.take(int(matcher.allowed().nonzero()[0]))
     except Invalid as error:
         assert error.field == "json_schema" and str(error).isprintable() and len(str(error)) <= 250
+
+
+def test_masks_are_accounted_for_by_tenant_and_cheap_ones_are_never_refused(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile('{"type": "object"}')
+    mine, other = grammar.matcher("a"), grammar.matcher("b")
+    with pytest.raises(Invalid, match="takes too long at each token"):
+        mine._budget.charge(1.0)
+    other._budget.charge(0.1)
+    grammar.matcher("a")._budget.charge(0.001)  # the tenant's account is overdrawn, and this answer is not to blame
+    with pytest.raises(Invalid):
+        grammar.matcher("a")._budget.charge(0.1)
