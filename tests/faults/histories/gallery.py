@@ -91,6 +91,7 @@ def loras(folder: Path) -> None:
     from pipeline.load import load
     from tests.pipeline.loras import write
 
+    folder.mkdir(parents=True, exist_ok=True)
     model = load("random:tiny", device="cpu")
     for seed, name in enumerate(LORAS):
         write(model, folder, name, seed)
