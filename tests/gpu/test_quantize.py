@@ -36,7 +36,7 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
     for part in source.family.quantized:
         manifest = read_manifest(tmp_path / f"{part}-int8")
         assert manifest.source == source.digest and manifest.calibration["dtype"] == "bfloat16"
-        found, wanted = layers(getattr(measured, part)), layers(getattr(written, part))
+        found, wanted = layers(measured.parts[part]), layers(written.parts[part])
         assert {name: type(layer).__name__ for name, layer in found.items()} == manifest.layers
         for name, layer in wanted.items():
             torch.testing.assert_close(found[name].inverse, layer.inverse, rtol=2**-7, atol=0)  # bf16's rounding

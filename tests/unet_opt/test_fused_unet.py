@@ -120,9 +120,9 @@ def test_weights_that_are_multiplied_together_are_not_held_twice() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    of = unet("plain")
+    of = unet("plain").to(DEVICE, BASE)
     with pytest.raises(ValueError, match="3 rows, and there is room for 2"):
-        deep(on_fused(of, rows=2), inputs(of, 3, 8, 8))
+        deep(on_fused(of, rows=2), placed(inputs(of, 3, 8, 8)))
     of.register_to_config(act_fn="gelu")
     with pytest.raises(ValueError, match="act_fn"):
         on_fused(of, rows=1)

@@ -160,12 +160,12 @@ def test_gated_linear(kind: torch.dtype, act: Activation, m: int, n: int, k: int
     for inverse in (torch.full((1,), 20.0, device=DEVICE), torch.rand(n, generator=g, device=DEVICE) * 30):
         expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse, act=act)
         made = linear_geglu_int8(x, weight, scale, bias, inverse, act=act)
-        close(made, expected, kind, 0.1 if kind == E4M3 else 0.02)
+        close(made, expected, kind, 0.1 if kind == E4M3 else 0.03)
         added = normal(g, m, 2 * n).to(BF16)
         added[1::3] = 0  # rows that nothing is added to: as a request without a LoRA beside others
         expected = linear_geglu_int8_reference(x, weight, scale, bias, inverse, act=act, added=added)
         found = linear_geglu_int8(x, weight, scale, bias, inverse, act=act, added=added)
-        close(found, expected, kind, 0.1 if kind == E4M3 else 0.02)
+        close(found, expected, kind, 0.1 if kind == E4M3 else 0.03)
         assert torch.equal(found[1::3].float(), made[1::3].float()), "zeros change no bit"
         assert not torch.equal(found[::3].float(), made[::3].float())
 

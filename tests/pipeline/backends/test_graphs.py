@@ -392,7 +392,8 @@ def test_a_model_that_the_layers_do_not_know_is_refused() -> None:
 
 
 def test_shallow_steps_that_read_the_text_are_drawn_as_on_torch() -> None:
-    other = served("wide-heads").with_parts(unet=unet("attention-last"))
+    base = served("wide-heads")
+    other = base.with_parts(unet=unet("attention-last").to(base.device, base.dtype))
     wanted = ImageParameters(
         prompt="a red hat", seed=3, width=other.native, height=other.native, steps=4, deepcache=DeepCache()
     )
