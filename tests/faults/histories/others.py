@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class _Outside:
 
 
 class Storage(_Outside):
-    """An object store: PUT, HEAD, GET and DELETE of objects. While `failing` it answers 503 to everything."""
+    """An object store: PUT, HEAD, GET (whole or a range), DELETE and DeleteObjects. While `failing` it answers 503."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -75,14 +76,23 @@ class Storage(_Outside):
                 if self.command == "DELETE":
                     store.objects.pop(path, None)
                     return self.answer(204)
-                found = store.objects.get(path)
-                if found is None:
+                if self.command == "POST":  # DeleteObjects
+                    keys = re.findall(rb"<Key>([^<]*)</Key>", data)
+                    for key in keys:
+                        store.objects.pop(f"{path}/{key.decode()}", None)
+                    deleted = b"".join(b"<Deleted><Key>%b</Key></Deleted>" % key for key in keys)
+                    return self.answer(200, b"<DeleteResult>%b</DeleteResult>" % deleted)
+                content = store.objects.get(path)
+                if content is None:
                     return self.answer(404)
-                return self.answer(
-                    200, found, ETag=_tag(found), Last_Modified=formatdate(usegmt=True), Content_Length=str(len(found))
-                )
+                dated = {"ETag": _tag(content), "Last_Modified": formatdate(usegmt=True)}
+                if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or ""):
+                    start, end = int(part[1]), min(int(part[2]) + 1, len(content))
+                    of = f"bytes {start}-{end - 1}/{len(content)}"
+                    return self.answer(206, content[start:end], Content_Range=of, **dated)
+                return self.answer(200, content, Content_Length=str(len(content)), **dated)
 
-            do_GET = do_HEAD = do_PUT = do_DELETE = _do  # noqa: N815
+            do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = _do  # noqa: N815
 
         super().__init__(Handler)
 
