@@ -1,4 +1,4 @@
-"""SDXL's VAE, encoder and decoder written down once, in the layout of diffusers' AutoencoderKL.
+"""The decoder of SDXL's VAE, written down once, in the layout of diffusers' AutoencoderKL.
 
 Scaling of latents and rounding of pixels are the caller's.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from core.ops.ops import Lowering, Ops, bind
@@ -31,19 +30,6 @@ def decode(ops: Ops[A], vae: Any, z: A) -> A:
     return _head(ops, decoder, h)
 
 
-def encode(ops: Ops[A], vae: Any, pixels: A) -> A:
-    """Pixels [B, H, W, 3] in [-1, 1] to the posterior's mean and log variance side by side, [B, h, w, 2·C]."""
-    encoder = vae.encoder
-    h = ops.conv(pixels, encoder.conv_in)
-    for block in encoder.down_blocks:
-        for resnet_ in block.resnets:
-            h = resnet(ops, resnet_, h)
-        for sampler in block.downsamplers or ():
-            h = ops.conv(h, sampler.conv)
-    h = _head(ops, encoder, _middle(ops, encoder.mid_block, h))
-    return h if getattr(vae, "quant_conv", None) is None else ops.linear(h, vae.quant_conv)
-
-
 def _middle(ops: Ops[A], block: Any, h: A) -> A:
     """UNetMidBlock2D: residual blocks around attention over all pixels, if it has any."""
     h = resnet(ops, block.resnets[0], h)
@@ -57,23 +43,6 @@ def _middle(ops: Ops[A], block: Any, h: A) -> A:
 def _head(ops: Ops[A], coder: Any, h: A) -> A:
     h = ops.group_norm(h, coder.conv_norm_out, silu=True, to=(coder.conv_out,))
     return ops.conv(h, coder.conv_out)
-
-
-class VaeEncoder:
-    """The encoder on any lowering."""
-
-    def __init__(self, lowering: Lowering, vae: Any) -> None:
-        """Raises ValueError for an encoder whose layout, or one of whose layers, is not supported."""
-        self.vae, self.lowering = vae, lowering
-        walk, side = bind(encode, vae), 2 ** (len(vae.config.block_out_channels) - 1)
-        lowering.prepare(walk, (1, side, side, vae.config.in_channels))
-        self._encode = lowering.lower(walk, "image")
-
-    def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels [B, H, W, 3] in [-1, 1] to mean and standard deviation of the latents, [B, C, h, w] each."""
-        moments = self._encode(pixels.to(self.lowering.dtype).contiguous())[0].permute(0, 3, 1, 2)
-        mean, log_variance = moments.chunk(2, dim=1)
-        return mean, torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
 
 
 class VaeDecoder:

@@ -14,13 +14,3 @@ COMPANY = 2  # crashes a job may be present at before it has to run alone
 def alone_from(max_attempts: int) -> int:
     """The number of crashes after which a job runs alone. `max_attempts` is the number after which it fails."""
     return max(1, min(COMPANY, max_attempts - 1))
-
-
-def runs_alone(lost: int, max_attempts: int) -> bool:
-    """Whether a job that was there at `lost` crashes runs alone from now on."""
-    return lost >= alone_from(max_attempts)
-
-
-def given_up(lost: int, max_attempts: int) -> bool:
-    """Whether a job that was there at `lost` crashes fails."""
-    return lost >= max_attempts
