@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +12,10 @@ import psutil
 import pytest
 
 from api import process_pool
-from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool, serve
+from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 from tests.api.world import eventually
 
-MODULE = "tests.api.test_process_pool"
-
-
-def echo(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    return [arguments, os.getpid()], blobs[::-1]
-
-
-def refuse(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    raise ValueError("must be something else")
-
-
-def allocate(arguments: int, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    return len(bytes(arguments)), []
-
-
-def spin(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    while True:
-        pass
-
-
-def hang(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    time.sleep(3600)
-    return None, []
-
-
-def die(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    os.abort()
-
-
-def be_killed_once(path: str, blobs: list[bytes]) -> tuple[Any, list[bytes]]:
-    """As the kernel does with whom it chooses when memory is short."""
-    if not Path(path).exists():
-        os.close(os.open(path, os.O_CREAT))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return os.getpid(), []
+MODULE = "tests.api.pooled"
 
 
 def pool(**more: Any) -> ProcessPool:
@@ -145,7 +110,3 @@ def test_a_time_limit_that_ends_with_the_call_leaves_no_killed_process(monkeypat
     processes = pool()
     assert len({processes.call("echo", None)[0][1] for _ in range(2)}) == 1
     processes.close()
-
-
-if __name__ == "__main__":
-    serve(echo, refuse, allocate, spin, hang, die, be_killed_once)
