@@ -40,6 +40,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 from install import has_gpu  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.children import python_path  # noqa: E402
 from tests.costs import (  # noqa: E402
     pytest_collection_modifyitems,
@@ -82,9 +83,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _lean() -> None:
+def _lean() -> Iterator[None]:
     """Processes that tests start import what a user's would. Not earlier: xdist's processes hold the tests."""
     os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+    yield
+    forks.close()
 
 
 @pytest.fixture(autouse=True)

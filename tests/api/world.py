@@ -11,8 +11,6 @@ import io
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from core.jobs.files import File
 from core.jobs.record import Claim, Job, JobState, ProgressReport
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
+from tests.forks import API, Fork, forker
 
 T = TypeVar("T")
 
@@ -77,22 +76,19 @@ def eventually(ask: Callable[[], T], what: str = "it never came") -> T:
     return answer
 
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVE = "import sys; from api.app import serve; from core.config import read; serve(read(), int(sys.argv[1]))"
 
 
 @contextmanager
-def process(code: str, settings: Settings) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
+def process(code: str, settings: Settings) -> Iterator[tuple[Fork, httpx2.Client]]:
     """An API in a process of its own, by code such as `SERVE`, and a client of it. Killed in the end."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         environment = {
             **os.environ, "DIPTYCH_REDIS_URL": settings.redis_url, "DIPTYCH_DATA_DIR": str(settings.data_dir),
             "DIPTYCH_MAX_QUEUED": str(settings.max_queued),
         }  # fmt: skip
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(listening.fileno())],
-            cwd=ROOT, env=environment, pass_fds=[listening.fileno()], stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        words = ("-c", code, str(listening.fileno()))
+        child = forker(*API).start(words, env=environment, pass_fds=[listening.fileno()])
         port = listening.getsockname()[1]
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False) as client:
@@ -100,7 +96,9 @@ def process(code: str, settings: Settings) -> Iterator[tuple[subprocess.Popen[st
             yield child, client
     finally:
         child.kill()
-        child.communicate()
+        child.wait()
+        assert child.stderr is not None
+        child.stderr.close()
 
 
 def answers(client: httpx2.Client) -> bool:

@@ -15,14 +15,15 @@ SHORT = {"lease_s": "4", "drain_s": "0.1", "kernels": "false"}  # which nothing 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("pictures"), switches=("--real", "--text"), settings=SHORT, niceness=0) as stack:
+    folder, switches = tmp_path_factory.mktemp("pictures"), ("--real", "--text")
+    with Stack(folder, switches=switches, settings=SHORT, niceness=0, preload=True) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder, settings = tmp_path_factory.mktemp("stand-ins"), SHORT | {"lease_s": "2.5"}
-    with Stack(folder, switches=("--step", "0.02"), settings=settings, niceness=0) as stack:
+    with Stack(folder, switches=("--step", "0.02"), settings=settings, niceness=0, preload=True) as stack:
         yield stack
 
 

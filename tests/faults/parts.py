@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deployment.launch import launched
 from tests.faults.guard import Guard
+from tests.forks import Fork, forker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +22,8 @@ class Part:
     """A process in a session of its own, tied to the thread that starts it.
 
     `environment` goes over this process's own, less its DIPTYCH_ variables. The command begins with an absolute path.
-    `root` is the checkout whose code it runs.
+    `root` is the checkout whose code it runs. With `preload` it is forked from a process that has imported
+    these modules.
     """
 
     name: str
@@ -33,7 +35,8 @@ class Part:
     descriptors: tuple[int, ...] = ()
     starts: int = 0
     root: Path = ROOT
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    preload: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | Fork | None = field(default=None, repr=False)
 
     def start(self) -> None:
         assert not self.running, f"{self.name} runs already"
@@ -42,11 +45,17 @@ class Part:
         with self.log.open("ab") as output:
             output.write(f"--- start {self.starts + 1} of {self.name}\n".encode())
             output.flush()
-            self.process = subprocess.Popen(
-                launched(self.command, niceness=self.niceness), cwd=self.root, env=inherited | dict(self.environment),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                pass_fds=self.descriptors,
-            )  # fmt: skip
+            if self.preload and "LD_PRELOAD" not in self.environment:
+                self.process = forker(*self.preload).start(
+                    self.command[1:], env=inherited | dict(self.environment), stderr=output.fileno(),
+                    pass_fds=self.descriptors, start_new_session=True, niceness=self.niceness,
+                )  # fmt: skip
+            else:
+                self.process = subprocess.Popen(
+                    launched(self.command, niceness=self.niceness), cwd=self.root,
+                    env=inherited | dict(self.environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    start_new_session=True, pass_fds=self.descriptors,
+                )  # fmt: skip
         self.starts += 1
         self.guard.watch(self.pid)
 

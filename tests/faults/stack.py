@@ -25,9 +25,10 @@ from deployment.redis import RedisServer
 from tests.faults.client import PATIENCE_S, Client, Order, patiently
 from tests.faults.parts import Part, wait_for
 from tests.faults.site import Site
+from tests.forks import API, REAL, WORKER
 
 START_S = 180.0  # a worker imports torch and makes a model, maybe beside others on one core
-_MEASURED = 100  # steps
+_MEASURED = 50  # steps
 NICENESS = 10  # of workers, as `diptych serve` has it
 
 FINAL = {state.value for state in JobState if state.final}
@@ -45,7 +46,8 @@ class Entry(NamedTuple):
 class Stack(Site):
     """Starts on `with`, and leaves no process behind, however that ends.
 
-    `switches` go to every worker's entry, `settings` (names without DIPTYCH_) to every part.
+    `switches` go to every worker's entry, `settings` (names without DIPTYCH_) to every part. With `preload` parts are
+    forked from processes that have imported what they need, where how long a start takes is of no interest.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Stack(Site):
     niceness: int = NICENESS
     switches: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    preload: bool = False
 
     def _start(self) -> None:
         self._step_s = 0.0
@@ -73,10 +76,21 @@ class Stack(Site):
         logs = self.folder / "logs"
         descriptor = self.listener.fileno()
         api = [sys.executable, "-m", "tests.faults.fragile", "--fd", str(descriptor)]
-        self.api = Part("api", api, environment, logs / "api.log", self.guard, descriptors=(descriptor,))
+        of_api, of_workers = (API, REAL if "--real" in self.switches else WORKER) if self.preload else ((), ())
+        self.api = Part(
+            "api", api, environment, logs / "api.log", self.guard, descriptors=(descriptor,), preload=of_api
+        )  # fmt: skip
         worker = [sys.executable, "-m", "tests.workers.stage", *self.switches]
         self.crew = [
-            Part(f"worker-{k}", worker, environment, logs / f"worker-{k}.log", self.guard, niceness=self.niceness)
+            Part(
+                f"worker-{k}",
+                worker,
+                environment,
+                logs / f"worker-{k}.log",
+                self.guard,
+                niceness=self.niceness,
+                preload=of_workers,
+            )
             for k in range(self.workers)
         ]
         self.parts = [*self.crew, self.api]  # the workers take longest

@@ -30,7 +30,7 @@ SLOW = "slow STEP=0.1"
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("planted")
-    with World(folder / "world", bug=folder / "bug", replica=False, patience_s=3.0) as world:
+    with World(folder / "world", bug=folder / "bug", replica=False, preload=True, patience_s=3.0) as world:
         yield world
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from core.jobs.cards import WorkerCard
 from core.jobs.record import Job, JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
+from tests.forks import WORKER, Fork, forker
 from tests.workers.stage import MODEL
 from workers.app import WorkerApplication, create
 
@@ -44,7 +44,7 @@ def eventually(look: Callable[[], T], what: str = "it") -> T:
 class Hired:
     """One worker process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, folder: Path) -> None:
         self.process = process
         self._folder = folder
 
@@ -90,9 +90,14 @@ class Crew:
         folder.mkdir()
         given = {"redis_url": self.url, "artifacts_url": self.artifacts_url, "compile": False, "threads": 1, **settings}
         environment = {**os.environ, **{f"DIPTYCH_{name.upper()}": str(value) for name, value in given.items()}}
-        run = command or (sys.executable, "-m", "tests.workers.stage", "--log", str(folder / "events"), *switches)
-        with (folder / "stderr").open("wb") as stderr:
-            process = subprocess.Popen(run, env=environment, stdout=stderr, stderr=stderr, start_new_session=True)
+        words = ("-m", "tests.workers.stage", "--log", str(folder / "events"), *switches)
+        process: subprocess.Popen[bytes] | Fork
+        with (folder / "stderr").open("wb") as log:
+            if command:
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            else:
+                start = forker(*WORKER).start
+                process = start(words, env=environment, stderr=log.fileno(), start_new_session=True)
         self.hired.append(hired := Hired(process, folder))
         if ready:
             eventually(lambda: self._is_ready(hired), "a worker's readiness")

@@ -30,6 +30,7 @@ from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
 from tests.faults.parts import Part, wait_for
 from tests.faults.site import Site
+from tests.forks import API, REAL, WORKER
 
 START_S = 120.0
 _FILES = 4  # that a worker's stand-in has in memory
@@ -52,7 +53,8 @@ class World(Site):
 
     `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that names what is planted.
     `other`: a checkout of another version, which parts may be started from. `real`: pictures by a tiny model of noise,
-    which takes torch's time to start, else by the stand-in.
+    which takes torch's time to start, else by the stand-in. `preload`: parts are forked from processes that have
+    imported what they need, and their clocks cannot be set.
     """
 
     folder: Path
@@ -61,6 +63,7 @@ class World(Site):
     other: Path | None = None
     replica: bool = True
     real: bool = False
+    preload: bool = False
     paused: set[Part] = field(default_factory=set)
     histories: int = 0
     redis_away: bool = False  # on purpose: nobody starts it again
@@ -92,7 +95,15 @@ class World(Site):
             api = [*self._command("tests.faults.fragile", "api"), "--fd", str(descriptor)]
             place = self._environment("api", f"api-{k}")
             self.parts.append(
-                Part(f"api-{k}", api, place, logs / f"api-{k}.log", self.guard, descriptors=(descriptor,))
+                Part(
+                    f"api-{k}",
+                    api,
+                    place,
+                    logs / f"api-{k}.log",
+                    self.guard,
+                    descriptors=(descriptor,),
+                    preload=API if self.preload else (),
+                )
             )
         worker = [
             *self._command("tests.faults.histories.worker", "worker"),
@@ -103,7 +114,8 @@ class World(Site):
         ]
         for k in range(2):
             place = self._environment("worker", f"worker-{k}")
-            self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard))
+            preload = (REAL if self.real else WORKER) if self.preload else ()
+            self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard, preload=preload))
         self.apis, self.crew = self.parts[:2], self.parts[2:]
         if self.real:
             loras(self.folder / "loras")
@@ -140,7 +152,11 @@ class World(Site):
 
     def _environment(self, link: str, name: str) -> dict[str, str]:
         environment = {f"DIPTYCH_{key.upper()}": value for key, value in self._given(link).items()}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **self.clocks.environment(name)}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            **({} if self.preload else self.clocks.environment(name)),
+        }
         environment |= {
             "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.links['storage'].port}",
