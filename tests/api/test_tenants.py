@@ -216,7 +216,7 @@ def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder:
 
 
 def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path) -> None:
-    """Twelve of 31 MiB, handed in at once."""
+    """Eight of 31 MiB, handed in at once."""
     data = b"x" * (31 * 2**20)
     with process(SERVE, settings_of(redis_url, folder)) as (child, http):
         eventually(lambda: http.get("/v1/files").status_code == 200)
@@ -226,8 +226,8 @@ def test_files_that_come_in_are_never_all_in_memory(redis_url: str, folder: Path
             named = {"file": ("a", b"%d" % k + data)}
             return http.post("/v1/files", files=named, data={"purpose": "batch"}).status_code
 
-        with ThreadPoolExecutor(12) as pool:
-            assert set(pool.map(hand_in, range(12))) == {200}
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(hand_in, range(8))) == {200}
         assert rivals.peak_mib(child.pid) - before < 150
 
 

@@ -29,7 +29,7 @@ def wait_until(seen: Callable[[], Any], what: str, timeout_s: float = READY_S) -
     until = time.monotonic() + timeout_s
     while not (value := seen()):
         assert time.monotonic() < until, f"{what}: never came"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return value
 
 

@@ -74,10 +74,10 @@ def test_a_package_that_nobody_looked_up_is_told_apart() -> None:
 
 
 def test_the_bill_of_materials_is_cyclonedx(tmp_path: Path) -> None:
-    """Of the tools' own environment, which is small; the schema's own validator reads it."""
+    """Of the tools' own environment, which is small; the schema's own validator reads it, once."""
     made = tmp_path / "sbom.cdx.json"
-    command = ["environment", "--pyproject", ROOT / "pyproject.toml", "--output-format", "JSON", "--output-file", made]
-    subprocess.run([TOOLS / "cyclonedx-py", *command, TOOLS / "python"], check=True, capture_output=True)
+    words = ["--no-validate", "--pyproject", ROOT / "pyproject.toml", "--output-format", "JSON", "--output-file", made]
+    subprocess.run([TOOLS / "cyclonedx-py", "environment", *words, TOOLS / "python"], check=True, capture_output=True)
     validate = (
         "import sys; from cyclonedx.schema import SchemaVersion\n"
         "from cyclonedx.validation.json import JsonStrictValidator\n"

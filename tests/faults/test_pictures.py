@@ -24,7 +24,7 @@ _LONG = ("redis_restarted", "worker_terminated", "worker_disowned", "disk_full")
     "name", [pytest.param(name, marks=pytest.mark.long) if name in _LONG else name for name in PICTURES]
 )
 def test_no_accepted_job_is_lost(pictures: Stack, gallery: Gallery, name: str) -> None:
-    check(name, pictures, gallery, jobs=8, seconds=0.3)
+    check(name, pictures, gallery, jobs=8, seconds=0.2)
 
 
 @pytest.mark.long
