@@ -12,6 +12,7 @@ import cli
 from evaluation.pixels import Pixels
 from pipeline import tiny
 from tests.cli.shell import Shell
+from tests.core.quant.stage import CACHE
 from tests.evaluation import reward_stand_ins
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
@@ -46,7 +47,9 @@ def evaluated(folder: Path, name: str, *words: str) -> Path:
     """A run in `folder`, drawn and scored in this process."""
     out = folder / name
     given = ["evaluate", "--prompts", str(table(folder)), "--out", str(out), *words]
-    assert cli.main(given) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIPTYCH_CACHE_DIR", str(CACHE.parent))
+        assert cli.main(given) == 0
     return out
 
 

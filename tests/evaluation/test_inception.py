@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from torch import Tensor
 from evaluation.agreement import inception_weights
 from evaluation.fid import FrechetDistance
 from evaluation.inception import Inception, WeightsError, _prepare
-from tests.cli.shell import Shell
-from tests.evaluation.conftest import CLIP, QUICK, table
 
 Weights = dict[str, Tensor]
 
@@ -106,7 +103,7 @@ def pictures(count: int, seed: int, side: int) -> list[np.ndarray]:
 
 def test_mlperfs_fid_is_that_of_an_independent_forward(file: Path) -> None:
     ours = Inception(file)
-    sets = [pictures(4, 1, 128), pictures(3, 2, 300)]
+    sets = [pictures(2, 1, 128), pictures(2, 2, 300)]
     seen = [ours.see(one) for one in sets]
     ours._network.double()  # in fp32 how a processor sums moves the FID of so few pictures by 1e-6
     with torch.inference_mode():
@@ -124,8 +121,6 @@ def test_mlperfs_fid_is_that_of_an_independent_forward(file: Path) -> None:
     x, y = (x - m1) / np.sqrt(len(x) - 1), (y - m2) / np.sqrt(len(y) - 1)
     # the trace of the root is the sum of singular values: of such low rank scipy's sqrtm would lose digits
     expected = ((m1 - m2) ** 2).sum() + (x**2).sum() + (y**2).sum() - 2 * scipy.linalg.svdvals(x @ y.T).sum()
-    found = FrechetDistance(exact[1])(exact[0])
-    assert found == pytest.approx(float(expected), rel=1e-5)
     assert FrechetDistance(seen[1])(seen[0]) == pytest.approx(float(expected), rel=2e-5)
 
 
@@ -140,8 +135,9 @@ def test_it_is_not_torchvisions_network(file: Path) -> None:
 
 @pytest.mark.parametrize("case", ["missing", "extra", "shape", "text", "gone", "list"])
 def test_other_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
-    made, path = dict(weights()), tmp_path / "w.pth"
-    said = "is not FID's Inception"
+    """What refuses is names and shapes: values are one zero each, however many a shape has."""
+    made = {name: torch.zeros((), dtype=value.dtype).expand(value.shape) for name, value in weights().items()}
+    path, said = tmp_path / "w.pth", "is not FID's Inception"
     if case == "missing":
         del made["Mixed_7c.branch_pool.bn.bias"]
     elif case == "extra":
@@ -159,28 +155,3 @@ def test_other_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=said) as refused:
         Inception(path)
     assert str(path) in str(refused.value)
-
-
-def test_mlperfs_lens_scores_a_run_against_statistics(file: Path, shell: Shell) -> None:
-    """From the command to the verdict: names, widths, and the same figure as by hand."""
-    sigma = np.zeros((2048, 2048))
-    sigma[np.arange(8), np.arange(8)] = 1.0  # of low rank: one decomposition less to wait for
-    np.savez(shell.folder / "val2014.npz", mu=np.zeros(2048), sigma=sigma)
-    words = ["evaluate", "--prompts", str(table(shell.folder, ("a fox", "a hen", "a pig"))), *QUICK[:6]]
-    words += ["--lens", "mlperf", "--inception", str(file), "--clip", str(CLIP), "--resamples", "3"]
-    said = shell(*words, "--against", "val2014.npz", "--out", "run")
-    assert said.code == 0, said
-    found = json.loads((shell.folder / "run" / "scores.json").read_text("utf-8"))
-    assert found["lens"] == "mlperf" and set(found["scores"]) == {"clip-score"}
-    held = found["against"]["val2014.npz"]
-    assert held["kind"] == "statistics" and set(held["scores"]) == {"fid"}
-    x = np.load(shell.folder / "run" / "features" / "inception.npy").astype(float)
-    root = np.sqrt(np.linalg.eigvalsh(np.cov(x[:, :8], rowvar=False)).clip(0)).sum()  # Σ₂ is 1 there and 0 elsewhere
-    expected = (x.mean(0) ** 2).sum() + np.var(x, axis=0, ddof=1).sum() + 8 - 2 * root
-    assert held["scores"]["fid"]["value"] == pytest.approx(float(expected), rel=1e-6)
-    assert any("fewer than the 2048 features" in note for note in found["notes"])
-    np.savez(shell.folder / "narrow.npz", mu=np.zeros(64), sigma=np.eye(64))
-    refused = shell(*words, "--against", "narrow.npz", "--out", "run")
-    assert (
-        refused.code == 2 and "narrow.npz: has mu [64] and sigma [64, 64]; these features are 2048 wide" in refused.err
-    )
