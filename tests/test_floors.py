@@ -6,6 +6,7 @@ artificial trees that every rule can fail.
 """
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -108,27 +109,33 @@ class Module:
     source: str
 
     def imports(self, modules: "dict[str, Module]") -> list[Import]:
-        return [found for node in ast.walk(ast.parse(self.source)) for found in self._read(node, modules)]
+        # `from core import quant` imports core.quant if that is a module, and else a name of core's.
+        return [
+            Import(line, name if start is None or name in modules or name in FLOORS or name in TORCH else start)
+            for line, name, start in _imports(self.source, self.package)
+        ]
 
-    def _read(self, node: ast.AST, modules: "dict[str, Module]") -> Iterator[Import]:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(node.lineno, alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            start = importlib.util.resolve_name("." * node.level + (node.module or ""), self.package)
-            for alias in node.names:
-                # `from core import quant` imports core.quant if that is a module, and else a name of core's.
-                name = f"{start}.{alias.name}"
-                yield Import(node.lineno, name if name in modules or name in FLOORS or name in TORCH else start)
-        elif isinstance(node, ast.Call):
-            callee = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if callee in {"import_module", "__import__"}:
-                argument = node.args[0] if node.args else None
-                literal = argument.value if isinstance(argument, ast.Constant) else ""
-                name = str(literal)
-                if name.startswith("."):
-                    name = importlib.util.resolve_name(name, self.package)
-                yield Import(node.lineno, name)
+
+@functools.cache
+def _imports(source: str, package: str) -> tuple[tuple[int, str, str | None], ...]:
+    """Line, name, and of what `from` imports the package that the name may be an attribute of."""
+    return tuple(found for node in ast.walk(ast.parse(source)) for found in _read(node, package))
+
+
+def _read(node: ast.AST, package: str) -> Iterator[tuple[int, str, str | None]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield node.lineno, alias.name, None
+    elif isinstance(node, ast.ImportFrom):
+        start = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        for alias in node.names:
+            yield node.lineno, f"{start}.{alias.name}", start
+    elif isinstance(node, ast.Call):
+        callee = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if callee in {"import_module", "__import__"}:
+            argument = node.args[0] if node.args else None
+            name = str(argument.value if isinstance(argument, ast.Constant) else "")
+            yield node.lineno, importlib.util.resolve_name(name, package) if name.startswith(".") else name, None
 
 
 def read(root: Path) -> dict[str, Module]:

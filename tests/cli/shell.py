@@ -12,6 +12,7 @@ from PIL import Image
 
 import cli
 from pipeline import tiny
+from tests.core.quant.stage import CACHE
 
 QUICK = ["--model", tiny.TINY, "--steps", "2"]
 
@@ -30,6 +31,7 @@ class Shell:
         monkeypatch.setenv("COLUMNS", "200")
         for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
             monkeypatch.delenv(name)
+        monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(CACHE.parent))  # else kernels were compiled anew, into a user's
         self._capsys = capsys
         self.folder = folder
 

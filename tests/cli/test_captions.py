@@ -73,16 +73,26 @@ def test_subjects_are_taken_in_turn(shell: Shell) -> None:
     assert text == (shell.folder / "c.tsv").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def whole() -> dict[int, tuple[bytes, ...]]:
+    """What a command writes that is not stopped, by the number of captions, once it is known."""
+    return {}
+
+
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(shell: Shell, stop: signal.Signals) -> None:
+def test_a_stopped_command_ends_with_the_file_of_an_unbroken_one(
+    shell: Shell, stop: signal.Signals, whole: dict[int, tuple[bytes, ...]]
+) -> None:
     count, words = stopped(shell, stop)
     with (shell.folder / "broken.tsv.part").open("ab") as stream:
         stream.write(b'{"index": 20, "capt')
     said = shell(*words)
     assert said.code == 0 and f"of {count} captions are there" in said.err, said
-    assert (shell.folder / "broken.tsv").read_bytes() == write(shell, "whole.tsv", count)
-    told = [json.loads((shell.folder / f"{name}.tsv.json").read_text("utf-8")) for name in ("broken", "whole")]
-    assert told[0] == told[1]
+    written = tuple((shell.folder / f"broken.tsv{end}").read_bytes() for end in ("", ".json"))
+    if count not in whole:
+        write(shell, "whole.tsv", count)
+        whole[count] = tuple((shell.folder / f"whole.tsv{end}").read_bytes() for end in ("", ".json"))
+    assert written[0] == whole[count][0] and json.loads(written[1]) == json.loads(whole[count][1])
     assert sorted(path.name for path in shell.folder.glob("broken*")) == ["broken.tsv", "broken.tsv.json"]
     again = shell(*words)
     assert again.code == 0 and f"{count} captions of" in again.err
@@ -96,7 +106,7 @@ def stopped(shell: Shell, stop: signal.Signals) -> tuple[int, list[str]]:
 
     More of them where it was done before.
     """
-    for count in (80, 600, 2400):
+    for count in (50, 600, 2400):
         words = ["captions", "--count", str(count), "--out", "broken.tsv", "--threads", "1"]
         part = shell.folder / "broken.tsv.part"
         environment = os.environ | {"PYTHONPATH": python_path(ROOT), "DIPTYCH_TEXT_REQUESTS": "4"}
