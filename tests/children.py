@@ -1,8 +1,14 @@
-"""The module search path of the processes that tests start: a checkout, without packages that only the tests need."""
+"""Processes that tests start: their module search path, and forks, which import nothing anew.
+
+The path is a checkout, without packages that only the tests need.
+"""
 
 from __future__ import annotations
 
 import os
+import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,3 +18,20 @@ _LEAN = ROOT / "tests" / "lean"  # its sitecustomize.py hides them
 def python_path(*folders: str | Path) -> str:
     """The value of PYTHONPATH with which a process imports from these folders, and as a user's would otherwise."""
     return os.pathsep.join(map(str, (_LEAN, *folders)))
+
+
+def in_fork(run: Callable[[], object]) -> int:
+    """Run in a fork of this process. Returns its exit code: 0, 1 after an error, which it prints, or minus a signal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child lacks: none holds a lock
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # what pytest would do at the end is its parent's
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

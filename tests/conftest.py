@@ -27,6 +27,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORC
     os.environ[name] = "1"
 # Into every new cache torch would compile a probe for each instruction set of the processor, several seconds each.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# And precompile the headers that generated code includes, which only pays for many kernels.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # What it compiles is kept for all test processes and between runs, as our kernels are (tests/core/quant/stage.py).
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "inductor")

@@ -265,7 +265,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
-TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 117)]]  # across a page's border, some of one page
+TEXTS = [[1, *range(40, 58)], [1, 9, 9], [1, *range(100, 106)]]  # across a page's border, some of one page
 # In the interpreter, where each launch is dear, weights and cache are quantized one at a time.
 PAIRS = [(kind, kv) for kind in ("plain", "int8", "fp8") for kv in KINDS] if CUDA else [
     ("plain", "float"), ("plain", "int8"), ("int8", "float"),
@@ -278,7 +278,7 @@ def test_it_is_transformers_model(kind: str, kv: Kind) -> None:
     model = model_of(kind)
     theirs = [wanted(model, text) for text in TEXTS]
     run = fused(model, kv)
-    for found, expected in zip(read(run, TEXTS, [18, 1, 17]), theirs, strict=True):
+    for found, expected in zip(read(run, TEXTS, [18, 2, 6]), theirs, strict=True):
         made = torch.stack(found)
         if kind == "plain" and kv == "float" and not CUDA:
             torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
@@ -293,7 +293,7 @@ def test_models_of_the_family_are_transformers(name: str, tmp_path: Path) -> Non
     model = load(str(saved(tmp_path / name, FAMILY[name][0])), device=DEVICE, precision="bf16" if CUDA else "fp32")
     texts = [text[:6] for text in TEXTS]
     theirs = [wanted(model, text) for text in texts]
-    for found, expected in zip(read(fused(model), texts, [5, 1, 4]), theirs, strict=True):
+    for found, expected in zip(read(fused(model), texts, [5, 2, 5]), theirs, strict=True):
         made = torch.stack(found)
         if CUDA:
             assert cosine(made, expected) > 0.999
@@ -320,9 +320,9 @@ def test_weights_are_held_once() -> None:
 def test_equal_bits_alone_and_in_a_crowd(kind: str) -> None:
     """Decoding rows, whatever fills the batch up beside them."""
     model = model_of(kind)
-    texts = [text[: 6 if CUDA else 3] for text in TEXTS]
+    texts = [text[: 6 if CUDA else 2] for text in TEXTS]
     crowd = read(fused(model, "int8"), texts, [1, 1, 1])
-    for text, together in zip(texts, crowd, strict=True):
+    for text, together in list(zip(texts, crowd, strict=True))[::2]:  # the first and the last
         alone = read(fused(model, "int8"), [text], [1])[0]
         assert torch.equal(torch.stack(alone), torch.stack(together))
 

@@ -62,30 +62,32 @@ def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[
 
 
 @pytest.mark.parametrize(
-    ("options", "guessing"),
+    ("count", "options", "guessing"),
     [
-        ({"max_requests": 1}, False),
-        ({"max_requests": 48}, False),
-        ({"max_requests": 24, "pages": 48, "chunk": 5}, False),  # too few pages for all: many are sent away
-        ({"max_requests": 16, "draft": "model"}, True),
-        ({"max_requests": 24, "pages": 48, "chunk": 7, "draft": "model"}, True),
-        ({"max_requests": 4, "draft": "lookup"}, True),
+        (40, {"max_requests": 1}, False),
+        (200, {"max_requests": 48}, False),
+        (60, {"max_requests": 24, "pages": 48, "chunk": 5}, False),  # too few pages for all: many are sent away
+        (60, {"max_requests": 16, "draft": "model"}, True),
+        (40, {"max_requests": 24, "pages": 48, "chunk": 7, "draft": "model"}, True),
+        (60, {"max_requests": 4, "draft": "lookup"}, True),
     ],
     ids=["alone", "in-flight", "preempted", "draft", "draft-preempted", "lookup"],
 )
-def test_200_prompts_on_our_kernels(options: dict[str, Any], guessing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_on_our_kernels(
+    count: int, options: dict[str, Any], guessing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # How many guesses pay off is a matter of acceptance alone here, not of how fast the machine is today.
     monkeypatch.setattr(Speculator, "lengths", lambda self, decoding: None)
     options = {**options, "kernels": stage.kernels()}
     if options.get("draft") == "model":
         options["draft"] = stage.emoji_draft()
-    given = asked()
+    given = asked()[:count]
     with stage.serving(stage.emoji(), **options) as (engine, runner):
         preempted = watch(runner)
         found = answered(engine, given, on="pages" in options)
         assert bool(preempted) == ("pages" in options)
         assert (runner.guessing.guessed > 0) == guessing
-    check(found, wanted(), given)
+    check(found, wanted()[:count], given)
 
 
 @pytest.mark.parametrize("drafted", [False, True])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
+import os
+import resource
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pipeline.families.sdxl import FAMILY
 from pipeline.folder import ModelError
 from pipeline.load import ImageModel, load
 from pipeline.variant_cache import CachedVariant
-from tests.core.quant.stage import ROOT
+from tests.children import in_fork
 
 PROMPTS = 32  # of the bundled ones: calibration is tests/pipeline/test_calibration.py's
 
@@ -67,28 +68,17 @@ def test_what_it_was_made_from_is_in_its_name(other: dict[str, Any], tmp_path: P
     assert place(tmp_path) == place(tmp_path)
 
 
-KILLED = f"""
-import os, signal, sys
-from pathlib import Path
-from pipeline import tiny, variant_cache
-from pipeline.calibration import default_prompts
-from pipeline.load import load
-variant_cache.default_prompts = lambda: default_prompts()[:{PROMPTS}]
-model = load(tiny.TINY)
-def tell(done, total):
-    if done == 24:
-        os.kill(os.getpid(), signal.SIGKILL)
-place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family, "int8", "fp32")
-place.make(lambda: (model, None), tell=tell)
-"""
-
-
 def test_a_process_that_is_killed_leaves_no_half_and_its_work_is_gone_on_with(
     kernels: ctypes.CDLL, tmp_path: Path
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == -9, done.stderr
     found, told = place(tmp_path), list[int]()
+    model = load(tiny.TINY)
+
+    def kill(done: int, total: int) -> None:
+        if done == 24:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_fork(lambda: found.make(lambda: (model, None), tell=kill)) == -signal.SIGKILL
     assert not found.is_made and not found.folder.exists()
     found.make(Opener(kernels), tell=lambda done, total: told.append(done))
     assert told[0] == 24 and found.is_made
@@ -132,32 +122,16 @@ def test_a_cache_that_is_no_folder_is_said_by_its_setting(tmp_path: Path) -> Non
         place(tmp_path / "file").make(Opener(None))
 
 
-FULL = f"""
-import resource, signal, sys
-from pathlib import Path
-from pipeline import tiny, variant_cache
-from pipeline.calibration import default_prompts
-variant_cache.default_prompts = lambda: default_prompts()[:{PROMPTS}]
-from pipeline.folder import ModelError
-from pipeline.load import load
-model = load(tiny.TINY)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-place = variant_cache.find(Path(sys.argv[1]), model.digest, model.family, "int8", "fp32")
-try:
-    place.make(lambda: (model, None))
-except ModelError as error:
-    print(error)
-assert not place.is_made
-"""
-
-
 def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "the cache cannot be used" in done.stdout and "DIPTYCH_CACHE_DIR names another" in done.stdout
+    full, model = place(tmp_path), load(tiny.TINY)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(ModelError, match=r"the cache cannot be used .*DIPTYCH_CACHE_DIR names another"):
+            full.make(lambda: (model, None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not full.is_made
 
 
 def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: Path) -> None:

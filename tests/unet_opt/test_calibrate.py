@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from core.quant.statistics import Statistics, StatisticsError
+from tests.children import in_fork
 from tests.core.quant.blocks import LAYERS, block
-from tests.core.quant.stage import ROOT, normal
+from tests.core.quant.stage import normal
 from unet_opt.calibrate import Around, CalibrationPart, CalibrationSettings, calibrate, observe_modules
 
 SETTINGS = CalibrationSettings()
@@ -140,22 +141,15 @@ def behind_only(both: Both) -> Any:
     return lambda batch, around: both.second(batch, lambda _, step: nullcontext() if step else around("second", step))
 
 
-KILL = """
-import os, signal, sys
-from pathlib import Path
-from tests.unet_opt.test_calibrate import Run, collect
 class Dies(Run):
-    def __call__(self, batch, around):
+    def __call__(self, batch: Sequence[str], around: Around) -> None:
         super().__call__(batch, around)
         if len(self.batches) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-collect(Dies(), Path(sys.argv[1]))
-"""
 
 
 def test_a_process_that_is_killed_leaves_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILL, str(tmp_path / "checkpoint")], cwd=ROOT, capture_output=True)
-    assert done.returncode == -9
+    assert in_fork(lambda: collect(Dies(), tmp_path / "checkpoint")) == -signal.SIGKILL
     again = Run()
     assert same(collect(again, tmp_path / "checkpoint"), collect(Run())) and len(again.batches) == 2
 

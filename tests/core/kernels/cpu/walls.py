@@ -1,22 +1,20 @@
 """Runs every kernel on memory between pages that must not be touched: one byte too far ends the process.
 
-`python -m tests.core.kernels.cpu.walls CACHE`, with the compiled kernels' folder. All inputs, weights and outputs
-lie once at the end and once at the start of their pages. Knows addresses; that results are right is tested elsewhere.
+All inputs, weights and outputs lie once at the end and once at the start of their pages. Knows addresses; that results
+are right is tested elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import mmap
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from core.kernels.cpu.library import library
 from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from core.kernels.cpu.token_program import PAGE, PagedLayer, TokenPositions, TokenProgram
 
@@ -158,13 +156,17 @@ def rows(p: Walled, channels: int) -> None:
         p.take(out, images=2, at=2, rows=1)
 
 
-def main(cache: str) -> None:
-    kernels = library(Path(cache))
-    if sys.argv[2:] == ["--touch"]:  # shows that the walls stand: a kernel is told of a row too many
-        p = Walled(kernels, at_end=True)
-        p.quantize(p.wall(torch.zeros(3, 5)), p.wall(torch.ones(5)))
-        p.last.rows += 1
-        p.run()
+def touch(kernels: ctypes.CDLL) -> None:
+    """Tell a kernel of a row too many, which ends the process where the walls stand."""
+    faulthandler.disable()  # which would print where
+    p = Walled(kernels, at_end=True)
+    p.quantize(p.wall(torch.zeros(3, 5)), p.wall(torch.ones(5)))
+    p.last.rows += 1
+    p.run()
+
+
+def check(kernels: ctypes.CDLL) -> None:
+    """Run every kernel; one that touches a wall ends the process."""
     for at_end in (True, False):
         for kind, channels, n in itertools.product(
             ("int8", "int8 by row", "fp32", "bf16"), (4, 20), (1, 3, 16, 33, 47, 64)
@@ -189,8 +191,3 @@ def main(cache: str) -> None:
             paged(p, channels, heads, d, length, int8=int8)
             p.run()
             _kept.clear()
-    print("nothing was touched")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

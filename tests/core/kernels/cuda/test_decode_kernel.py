@@ -36,10 +36,15 @@ def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: 
     return cache
 
 
-@pytest.mark.parametrize("kind", ["float", "int8"])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (8, 1, 64), (3, 3, 32), (16, 4, 128)])
+KINDS = ("int8", "float")
+HEADS = [(4, 2, 16), (8, 1, 64), (3, 3, 32), (8, 2, 128)]
+# In the interpreter, where each program is dear, each kind of heads has one kind of cache.
+CASES = [(*heads, kind) for n, heads in enumerate(HEADS) for kind in (KINDS if CUDA else KINDS[n % 2 :: 2])]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "kind"), CASES)
 def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
-    lengths = [1, 16, 17, 100, 255, 700, 256]
+    lengths = [1, 16, 17, 256, 520]
     dtype = torch.bfloat16 if CUDA else torch.float32
     cache = filled(lengths, kv_heads, d, dtype, kind, 768)
     draw = torch.Generator(DEVICE).manual_seed(1)
@@ -52,8 +57,8 @@ def test_decode(heads: int, kv_heads: int, d: int, kind: str) -> None:
     slack = 2e-2 if dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(found, wanted, rtol=slack, atol=slack)
     # Whatever the most that any row may come to, and whoever is beside it: the same bits.
-    assert torch.equal(decode(q, *layer, positions, sequences, d**-0.5, parts=16), found)
-    short = torch.tensor([4, 0, 6], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(decode(q, *layer, positions, sequences, d**-0.5, parts=16 if CUDA else 5), found)
+    short = torch.tensor([3, 0, 2], dtype=torch.int32, device=DEVICE)
     for parts in (1, 4):
         out = torch.zeros_like(q)
         decode(q, *layer, positions, sequences, d**-0.5, parts=parts, index=short, out=out)

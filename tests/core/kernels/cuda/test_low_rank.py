@@ -96,8 +96,11 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize("name", WINDOWS)
+# In the interpreter, where each program is dear, each window reads one kind of values.
+KINDS = [(name, eight) for n, name in enumerate(WINDOWS) for eight in (False, True) if CUDA or n % 2 == eight]
+
+
+@pytest.mark.parametrize(("name", "eight"), KINDS)
 def test_rows_get_their_own(name: str, eight: bool) -> None:
     """With one adapter, none, two, and one that has no share in the layer; the padding of a batch gets none."""
     (window, sides), channels, columns = WINDOWS[name], 24, 80
@@ -240,7 +243,7 @@ def test_products_add_shares_themselves(name: str) -> None:
         apart, changed = (folded.float() - behind.float()).abs(), (folded != plain)[::2].float().mean()
         slack = 2.0 if name == "gated" else 2.0**-6 * float(behind.float().abs().max())
         assert float(apart.max()) <= slack and float(changed) > 0.3, tile
-        for row in range(len(uses)):
+        for row in range(len(uses)) if CUDA else (1, 2):
             assert torch.equal(run(tile, slice(row, row + 1), True)[0], folded[row]), f"{tile}: {row} depends on others"
 
 

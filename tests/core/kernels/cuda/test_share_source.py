@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -194,20 +195,30 @@ extern "C" void block(const Problem* p, float* sums, int columns) {
 
 
 @cache
-def compiled(blocks: int, columns: int, turns: bool, geglu: bool) -> Any:
+def compiled() -> ctypes.CDLL:
+    """The code of all variants in one library, each in a namespace of its own: headers cost more than a variant."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    import tempfile
-
-    defines = {"WM": blocks, "BN": columns, "CLUSTER": 1, "FP8": 0, "GEGLU": int(geglu), "TURNS": int(turns),
-               "GROUP": 1, "SHARES": 2, "SHARERS": SHARERS}  # fmt: skip
-    text = HOST + "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    text = HOST
+    for blocks, columns, turns, geglu in sorted({case.variant for case in (*CASES.values(), *IN_THREADS.values())}):
+        suffix = suffix_of((blocks, columns, turns, geglu))
+        defines: dict[str, int | str] = {
+            "WM": blocks, "BN": columns, "CLUSTER": 1, "FP8": 0, "GEGLU": int(geglu), "TURNS": int(turns), "GROUP": 1,
+            "SHARES": 2, "SHARERS": SHARERS,
+        }  # fmt: skip
+        defines |= {entry: entry + suffix for entry in ("shares", "block")}
+        text += "".join(f"#undef {name}\n#define {name} {value}\n" for name, value in defines.items())
+        text += f"namespace variant{suffix} {{\n{TYPES}{LOCATE}{ROWS}{CHUNKS}{TENSOR_CORE}{THREADS}{RING}{BLOCK}\n}}\n"
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder) / "shares.cpp", Path(folder) / "shares.so"
-        file.write_text(text + TYPES + LOCATE + ROWS + CHUNKS + TENSOR_CORE + THREADS + RING + BLOCK)
+        file.write_text(text)
         flags = ["-O1", "-w", "-shared", "-fPIC", "-pthread", "-std=c++20"]
         subprocess.run([COMPILER, *flags, file, "-o", library], check=True)
         return ctypes.CDLL(str(library))
+
+
+def suffix_of(variant: tuple[int, int, bool, bool]) -> str:
+    return "".join(f"_{int(value)}" for value in variant)
 
 
 class Case(NamedTuple):
@@ -220,6 +231,11 @@ class Case(NamedTuple):
     tokens: int = 0
     phases: int = 1
     geglu: bool = False
+
+    @property
+    def variant(self) -> tuple[int, int, bool, bool]:
+        """Of the code that its tile runs."""
+        return *self.tile, self.geglu
 
 
 CASES = {
@@ -308,7 +324,7 @@ def rows_get_their_own(case: Case, run: str) -> None:
         width=across, up=up, inverse_step=1, uses=2, ranks=ROOM, low_stride=2 * ROOM, layer=1, tokens=case.tokens,
     )  # fmt: skip
     found = torch.zeros(images * pixels, columns)
-    getattr(compiled(blocks, wide, turns, case.geglu), run)(
+    getattr(compiled(), run + suffix_of(case.variant))(
         ctypes.byref(arguments), ctypes.c_void_p(found.data_ptr()), ctypes.c_int(columns)
     )
     assert torch.equal(found.view_as(wanted), wanted)
