@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from core.ops.ops import Ops
 
@@ -79,15 +80,20 @@ def shallow(
 def text_keys(ops: Ops[A], attentions: Sequence[Any], hidden: A) -> A:
     """Keys and values of all cross-attention layers, [B, T, D] to [B, T, n], computed once for each prompt.
 
-    `attentions` are `cross_attentions`, which searches SDXL's UNet for 4 ms.
+    `attentions` are `cross_attentions`.
     """
     return ops.linear(hidden, *(layer for attn in attentions for layer in (attn.to_k, attn.to_v)))
 
 
-def cross_attentions(unet: Any) -> list[Any]:
-    """In the order in which `text_keys` packs them."""
-    found = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
-    return [attn for attn in found if attn.is_cross_attention]
+def cross_attentions(unet: Any) -> tuple[Any, ...]:
+    """In the order in which `text_keys` packs them. Searched for once: that takes SDXL's UNet 4 ms."""
+    if unet not in _attentions:
+        layers = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
+        _attentions[unet] = tuple(attn for attn in layers if attn.is_cross_attention)
+    return _attentions[unet]
+
+
+_attentions: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 
 
 Times = Callable[[Any], Any]

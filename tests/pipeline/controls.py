@@ -99,6 +99,7 @@ def _pipeline(kind: str, shape: str, nets: tuple[Any, ...]) -> Any:
     return made
 
 
+@functools.cache
 def stock_union(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with this ControlNet-Union, which reads all of its controls, [H, W, 3] in levels."""
     made = _pipeline("StableDiffusionXLControlNetUnionPipeline", shape, (net,))(
@@ -112,6 +113,7 @@ def stock_union(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     return np.asarray(made).astype(int)
 
 
+@functools.cache
 def stock_adapted(shape: str, net: Any, one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with this T2I-Adapter and its only control, [H, W, 3] in levels."""
     import diffusers
@@ -139,6 +141,7 @@ def _drawn(one: ImageParameters) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@functools.cache
 def stock_controlled(shape: str, nets: tuple[Any, ...], one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with these ControlNets, one for each control, [H, W, 3] in levels."""
     return np.asarray(controlled(shape, nets, one)).astype(int)

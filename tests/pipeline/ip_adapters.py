@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ def prompt(model: str, seed: int = 0, size: tuple[int, int] = (50, 41), **option
     return ImagePrompt(model=model, image=picture(seed, size).tobytes(), width=size[0], height=size[1], **options)
 
 
+@functools.cache
 def stock_prompted(shape: str, folder: Path, one: ImageParameters, more: Any = None) -> np.ndarray:
     """What diffusers draws of it with its image prompts, of adapters in this folder, [H, W, 3] in levels.
 
@@ -117,11 +119,8 @@ def stock_prompted(shape: str, folder: Path, one: ImageParameters, more: Any = N
 
 def prompted(shape: str, folder: Path, one: ImageParameters, more: Any = None) -> Any:
     """What that pipeline gives for it."""
-    pipeline = copy.copy(stock(shape))
-    unet = copy.deepcopy(pipeline.unet)
-    pipeline.register_modules(unet=unet, image_encoder=None, feature_extractor=None)
-    names = [f"{prompt.model}.safetensors" for prompt in one.image_prompts]
-    pipeline.load_ip_adapter(str(folder), subfolder="", weight_name=names, image_encoder_folder=ENCODER)
+    names = tuple(f"{prompt.model}.safetensors" for prompt in one.image_prompts)
+    pipeline = (_pipeline if more is None else _pipeline.__wrapped__)(shape, folder, names)
     pipeline.set_ip_adapter_scale([prompt.strength for prompt in one.image_prompts])
     options: dict[str, Any] = {}
     if more is not None:
@@ -133,6 +132,15 @@ def prompted(shape: str, folder: Path, one: ImageParameters, more: Any = None) -
         "ip_adapter_image": [_image(prompt) for prompt in one.image_prompts],
     }  # fmt: skip
     return pipeline(one.prompt, **given | options).images[0]
+
+
+@functools.cache
+def _pipeline(shape: str, folder: Path, names: tuple[str, ...]) -> Any:
+    """With these adapters, and a UNet of its own."""
+    pipeline = copy.copy(stock(shape))
+    pipeline.register_modules(unet=copy.deepcopy(pipeline.unet), image_encoder=None, feature_extractor=None)
+    pipeline.load_ip_adapter(str(folder), subfolder="", weight_name=[*names], image_encoder_folder=ENCODER)
+    return pipeline
 
 
 def _image(prompt: ImagePrompt) -> Image.Image:

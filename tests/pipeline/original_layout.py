@@ -126,9 +126,8 @@ def _open_clip(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _with_upsamplers_placed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Upsamplers come last of their block: after the resnet, and after the attention where there is one."""
-    placed = {}
-    for key, value in found.items():
-        block = key.split(".UP.")[0]
-        attended = any(other.startswith(f"{block}.1.") for other in found)
-        placed[key.replace(".UP.", ".2." if attended else ".1.")] = value
-    return placed
+    blocks = {key.split(".UP.")[0] for key in found if ".UP." in key}
+    attended = {block for block in blocks if any(key.startswith(f"{block}.1.") for key in found)}
+    return {
+        key.replace(".UP.", ".2." if key.split(".UP.")[0] in attended else ".1."): value for key, value in found.items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,9 @@ SCHEDULES = (
 def int8(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     """A folder with a model and its INT8 variant."""
     folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", worlds.MORE[SHAPE])
-    quantized.make(load(str(folder)), [f"a {colour} hat" for colour in ("red", "green", "blue", "old")], folder)
+    quantized.make(
+        load(str(folder)), [f"a {colour} hat" for colour in ("red", "green", "blue", "old")], folder, kernels=kernels
+    )
     return folder
 
 
@@ -108,6 +111,7 @@ def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
         unet.forward = own
 
 
+@functools.cache
 def reference(one: ImageParameters) -> np.ndarray:
     if one.deepcache is None:
         return stock_picture(SHAPE, one)
@@ -163,9 +167,10 @@ def test_int8_pixels_do_not_depend_on_the_batch(int8: Path, kernels: ctypes.CDLL
 @settings(max_examples=10)
 @given(st.data())
 def test_a_deterministic_cached_picture_survives_companions_aborts_and_retries(data: st.DataObject) -> None:
-    runner = runner_of(max_requests=6)
-    target = wanted(3, deepcache=DeepCache(interval=2), deterministic=True)
-    expected = solo(runner_of(), target).png()
+    runner = Watching(model("tiny-heads"), lane=LANE, max_requests=6)
+    size = {"width": 32, "height": 32}
+    target = wanted(3, deepcache=DeepCache(interval=2), deterministic=True, **size)
+    expected = solo(Watching(model("tiny-heads"), lane=LANE), target).png()
     crank = Crank(runner)
     for turn in range(data.draw(st.integers(3, 15))):
         match data.draw(st.sampled_from(["target", "companion", "abort", "fail", "nothing"])):
@@ -173,7 +178,7 @@ def test_a_deterministic_cached_picture_survives_companions_aborts_and_retries(d
                 crank.submit(f"target-{turn}", target, priority=data.draw(st.integers(0, 9)))
             case "companion":
                 schedule = data.draw(st.sampled_from([s for s in SCHEDULES if s is None or s.deep_steps is None]))
-                one = wanted(turn, steps=data.draw(st.integers(1, 6)), deepcache=schedule)
+                one = wanted(turn, steps=data.draw(st.integers(1, 6)), deepcache=schedule, **size)
                 crank.submit(f"companion-{turn}", one, priority=data.draw(st.integers(0, 9)))
             case "abort":
                 companions = [name for name in crank.scheduler.live if name.startswith("companion")]
@@ -199,7 +204,7 @@ def _broken(_: Any, ticket: Any) -> Any:
     return Broken()
 
 
-@pytest.mark.parametrize("length", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_thousands_of_iterations_of_aborts_and_failures_leave_every_slot_free(
     length: int, kernels: ctypes.CDLL
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def wanted(seed: int = 1, **options: Any) -> ImageParameters:
     return ImageParameters("a red cat", seed, SIDE, SIDE, **{"steps": 5, **options})
 
 
+@functools.cache
 def stock_all(folder: Path, one: ImageParameters) -> np.ndarray:
     """What diffusers draws of it with its LoRAs, its control and its image prompts, [H, W, 3] in levels."""
     from diffusers import StableDiffusionXLControlNetPipeline, StableDiffusionXLImg2ImgPipeline

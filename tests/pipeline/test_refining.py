@@ -110,7 +110,7 @@ def test_pictures_are_diffusers_alone_and_among_others(backend: str, refiner: Im
         "torch": {}, "kernels": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
     }[backend]  # fmt: skip
     runner = Watching(model(SHAPE), refiner=refiner, max_rows=64, **options)
-    crank, parameters = Crank(runner), mixture()
+    crank, parameters = Crank(runner), mixture()[:: 1 if backend == "torch" else 3]  # samplers are the same code
     for index, one in enumerate(parameters):
         crank.submit(str(index), one)
         crank.submit(f"plain {index}", replace(one, refiner=None))

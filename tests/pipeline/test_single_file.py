@@ -40,19 +40,25 @@ def own() -> Any:
     return tiny.make(SHAPES["two-resnets"], seed=1)
 
 
+@pytest.fixture(scope="module")
+def weights(own: Any) -> Weights:
+    return checkpoint(own)
+
+
 @pytest.fixture
-def written(tmp_path: Path, own: Any) -> Callable[..., Path]:
+def written(tmp_path: Path, weights: Weights) -> Callable[..., Path]:
     """The checkpoint in a file, changed, with metadata."""
 
     def write(change: Callable[[Weights], Weights] = lambda found: found, **metadata: str) -> Path:
-        save_file(change(checkpoint(own)), tmp_path / "mine.safetensors", metadata)
+        save_file(change({**weights}), tmp_path / "mine.safetensors", metadata)
         return tmp_path / "mine.safetensors"
 
     return write
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", ["plain", "three-levels", "two-resnets"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("plain", torch.float32), ("three-levels", torch.float16), ("two-resnets", torch.float32)]
+)
 def test_every_weight_comes_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     own = tiny.make(SHAPES[shape], seed=1).to(dtype)
     save_file(checkpoint(own), tmp_path / "mine.safetensors")
