@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def _urgent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delattr(os, "setpriority", raising=False)
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases are traced, but no C++ is written and compiled of them, which takes seconds for each."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
 def double(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).sin() + x
 
@@ -35,6 +42,7 @@ def example(rows: int):  # type: ignore[no-untyped-def]
 
 
 @needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_compiled_code_takes_over_bucket_by_bucket(tmp_path: Path) -> None:
     made = CompiledCache({"double": double}, compiled=True, cache=tmp_path)
     keys = [ExecutableKey("double", rows, (8, 8)) for rows in (2, 4)]
@@ -65,7 +73,11 @@ def test_eager_serves_while_code_is_compiled(tmp_path: Path) -> None:
     assert made.find(ExecutableKey("double", 5, 0)) is None
     torch.testing.assert_close(made.eager("double")(torch.zeros(5, 3)), torch.zeros(5, 3))
     release.set()
-    assert made.wait(300) and made.find(ExecutableKey("double", 5, 0)) is not None
+    assert made.wait(300)
+    compiled, x = made.find(ExecutableKey("double", 5, 0)), torch.linspace(-1, 1, 15).view(5, 3)
+    assert compiled is not None
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), double(x))
 
 
 @needs_compiler
@@ -81,6 +93,7 @@ def test_compiling_gives_way_to_what_is_served() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_what_does_not_compile_stays_eager_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()

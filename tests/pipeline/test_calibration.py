@@ -26,9 +26,9 @@ PROMPTS = default_prompts()[:11]  # a whole batch, and a part of one
 QUICK = CalibrationSettings(steps=4, watched_steps=2)
 
 
-@pytest.fixture(params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> ImageModel:
-    return load(str(tiny.save(tmp_path / "model", SHAPES[request.param])))
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
+    return load(str(tiny.save(tmp_path_factory.mktemp("models") / "model", SHAPES[request.param])))
 
 
 def ranges(model: ImageModel, kernels: ctypes.CDLL | None = None) -> quantized.Ranges:
@@ -68,7 +68,11 @@ def test_one_pass_finds_what_the_unet_alone_and_the_decoder_alone_read(kernels: 
         assert all(torch.equal(alone.largest[name], both[part].largest[name]) for name in layers)
 
 
-@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize(
+    ("model", "with_kernels"),
+    [("wide-heads", True), ("deep", True), ("deep", False), ("distilled", False)],
+    indirect=["model"],
+)
 def test_the_model_is_left_as_it_was(
     model: ImageModel, kernels: ctypes.CDLL, with_kernels: bool, tmp_path: Path
 ) -> None:

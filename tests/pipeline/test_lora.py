@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ from contract.image import ImageParameters
 from core.batching.runner import Lane
 from pipeline import lora, tiny, weight_files
 from pipeline.load import ModelError, load
+from tests.children import in_fork
 from tests.pipeline.worlds import Watching, levels, solo
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-ROOT = Path(__file__).resolve().parents[2]
 UNET = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_q"
 TEXT = "encoder.layers.0.self_attn.q_proj"
 RANK = 2
@@ -90,15 +90,14 @@ def test_what_a_folder_offers_is_its_files_with_plain_names(tmp_path: Path) -> N
 
 def test_no_peft_is_needed(tmp_path: Path) -> None:
     written(tmp_path, "a")
-    code = f"""
-import sys
-sys.modules["peft"] = None  # as where it is not installed
-from pipeline import lora
-from pipeline.load import load
-print(load("random:tiny").digest != load("random:tiny", loras=lora.find("a", {str(tmp_path)!r})).digest)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "True", done.stderr
+
+    def fuse() -> None:
+        sys.modules |= {name: None for name in {"peft", *sys.modules} if name.partition(".")[0] == "peft"}  # type: ignore[dict-item]
+        with pytest.raises(ImportError):
+            importlib.import_module("peft")
+        assert load(tiny.TINY).digest != load(tiny.TINY, loras=lora.find("a", str(tmp_path))).digest
+
+    assert in_fork(fuse) == 0
 
 
 def test_fused_weights_are_the_sum(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """Compiles Triton kernels for Hopper without one: the interpreter runs what the compiler refuses.
 
-`check` runs a script in a process in which kernels are compiled, not interpreted; the script calls `made`.
+`errors` runs scripts in a process in which kernels are compiled, not interpreted; they call `made`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from tests.core.quant.stage import ROOT
@@ -53,11 +56,27 @@ def stack_bytes(cubin: bytes) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", told)))
 
 
-def check(script: str) -> None:
-    """Run the script in the repository's root with a real compiler. Fails with its error."""
+def errors(scripts: Mapping[str, str]) -> dict[str, str]:
+    """Run the scripts in one process in the repository's root with a real compiler; the errors of those that failed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    start = "from tests.core.kernels.cuda.hopper import made\n"
     done = subprocess.run(
-        [sys.executable, "-c", start + script], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+        [sys.executable, "-m", "tests.core.kernels.cuda.hopper"], cwd=ROOT, env=environment, input=json.dumps(scripts),
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    found = {}
+    for name, script in json.load(sys.stdin).items():
+        try:
+            exec(script, {"made": made})
+        except Exception:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,6 @@ from tests.interpreted import CUDA
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference, variant_for
 from core.kernels.cuda.attention_source import source
-from tests.core.kernels.cuda.hopper import check
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
@@ -126,7 +125,3 @@ for d, causal, out in ((64, True, "bf16"), (128, False, "i8"), (128, True, "fp8e
     shape |= {"BLOCK": block}
     made(_flash, types | given, shape, "wgmma.mma_async", stack=32, num_warps=warps, num_stages=stages)
 """
-
-
-def test_it_compiles_for_hopper_without_one() -> None:
-    check(COMPILE)

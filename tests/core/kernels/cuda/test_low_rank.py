@@ -20,7 +20,6 @@ from core.kernels.cuda.conv import conv3x3_int8, upsample_conv3x3_int8
 from core.kernels.cuda.linear import linear_geglu_int8, linear_int8
 from core.kernels.cuda.low_rank import ENTRY, RowAdapters, Shares, Window, add_reference, as_levels, down, pack, up
 from core.kernels.cuda.tiles import Tile, candidates
-from tests.core.kernels.cuda.hopper import check
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
@@ -279,10 +278,6 @@ for add, rows in ((True, 128), (False, 128), (True, 16)):
 rest = {name: kind for name, kind in types.items() if name not in ones}
 made(_up, rest | {"out": "*bf16"}, dict(ADD=True, BM=16, BN=64, BR=16, pixels=1, uses=1), num_warps=4)
 """
-
-
-def test_it_compiles_for_hopper_without_one() -> None:
-    check(COMPILE)
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 1e6), st.integers(0, 99))

@@ -13,7 +13,6 @@ from tests.interpreted import CUDA
 # isort: split
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
-from tests.core.kernels.cuda.hopper import check
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
@@ -163,7 +162,3 @@ counts = dict.fromkeys(["rows", "stride", "per_image", "scale_stride"], "i32")
 made(layer_norm._layer_norm, {"x": "*bf16", "row_scale": "*bf16", "out": "*bf16", "eps": "fp32"} | counts,
      dict(C=3840, STEP=0, IS_INT8=False, ROWS=1, BLOCK=4096), num_warps=4)
 """
-
-
-def test_they_compile_for_hopper_without_one() -> None:
-    check(COMPILE)

@@ -12,7 +12,6 @@ from tests.interpreted import CUDA
 
 # isort: split
 from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
-from tests.core.kernels.cuda.hopper import check
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
@@ -123,7 +122,3 @@ for interleaved in (False, True):
     made(_rotate_heads, types | counts, shape, num_warps=4)
     made(_rotate_heads, types | counts | {"positions": "*i32"}, shape, num_warps=4)
 """
-
-
-def test_it_compiles_for_hopper_without_one() -> None:
-    check(COMPILE)
