@@ -60,8 +60,8 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 
 def together(runner: Watching, edits: list[ImageParameters]) -> list[Any]:
-    """All in one engine, each joining two iterations after the one before."""
-    return worlds.together(runner, edits, lambda: 2)
+    """All in one engine, each joining an iteration after the one before."""
+    return worlds.together(runner, edits)
 
 
 # Every sampler on torch; samplers and shapes do not depend on the backend.

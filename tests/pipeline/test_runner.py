@@ -48,12 +48,14 @@ FEW_STEPS: tuple[dict[str, Any], ...] = (
 def mixture(shape: str) -> list[ImageParameters]:
     """Every scheduler, with and without guidance, with an absent, an empty and a given negative prompt.
 
-    In all combinations for the plain shape.
+    In the most combinations for the plain shape.
     """
     negatives = itertools.cycle((None, "", "blurry, grey"))
     each = ((1.0, "red", 3), (0.5, "teal", 5), (2.5, "pink", 4), (7.0, "big", 7))
     pairs = list(itertools.product(samplers.SCHEDULERS, each))
-    if shape not in ("plain", "distilled"):  # samplers do not depend on the shape: each once, with other guidance
+    if shape == "plain":  # each with guidance and without, in turn by the one number or the other
+        pairs = [pair for index, pair in enumerate(pairs) if (index // 4 + index // 2 + index) % 2]
+    elif shape not in ("plain", "distilled"):  # samplers do not depend on the shape: each once, with other guidance
         pairs = [(name, each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
     usual = [
         wanted(shape, prompt=f"{name} in a {colour} hat", seed=seed, scheduler=name, guidance_scale=guidance,
@@ -129,7 +131,7 @@ def test_deterministic_bytes_are_equal_at_every_position_of_the_bucket(threads: 
         torch.set_num_threads(before)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_deterministic_bytes_do_not_depend_on_companions_aborts_and_retries(data: st.DataObject) -> None:
     runner = Watching(model("plain"), lane=LANE, max_requests=6, deterministic_rows=8)

@@ -114,14 +114,14 @@ def test_in_int8_they_are_as_near_to_fp32_as_those_that_halve_evenly(tmp_path: P
 
 def test_graphs_are_kept_of_the_sizes_that_were_drawn_last() -> None:
     """More sizes than there is room for: each picture is diffusers' own, and what was not used for longest goes."""
-    tape = Tape()
-    runner = Watching(model(SHAPE), max_rows=4, buckets=(2, 4), fused=True, recorder=tape, capacity=6)
+    tape, shape = Tape(), "wide-heads"
+    runner = Watching(model(shape), max_rows=4, buckets=(2, 4), fused=True, recorder=tape, capacity=6)
     sizes = [(8 * width, 8 * height) for width in (3, 4, 5) for height in (5, 8)]
     runner.backend._sizes |= {*sizes}  # as if the model listed them: of other sizes no graphs are recorded
     for number, (width, height) in enumerate([*sizes, *sizes[:1]]):
         one = ImageParameters("a red hat", number, width, height, steps=2)
         for picture in (solo(runner, one), solo(runner, one)):  # the first while they are being recorded
-            assert np.abs(levels(picture) - stock_picture(SHAPE, one)).max() <= 1
+            assert np.abs(levels(picture) - stock_picture(shape, one)).max() <= 1
             assert runner.recording.wait(60)
         recorded, wanted = runner.backend.graphs.counts
         assert recorded == wanted <= 6

@@ -30,8 +30,13 @@ def own(features: Features) -> Features:
     return tuple(feature.clone() for feature in features)
 
 
-@pytest.mark.parametrize("name", UNETS)
-@pytest.mark.parametrize("size", [(8, 8), (4, 12), (6, 5)])
+SIZES = [(8, 8), (4, 12), (6, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, SIZES[n % 3]) for n, name in enumerate(UNETS)] + [("three-levels", size) for size in (SIZES[0], SIZES[2])],
+)
 def test_on_torch_deep_is_diffusers_and_shallow_on_fresh_features_has_its_bits(
     name: str, size: tuple[int, int]
 ) -> None:
@@ -57,8 +62,10 @@ def test_shapes_of_features_are_found_once_for_each_size(monkeypatch: pytest.Mon
     assert all(split.feature_shapes(depth, *size) == found for (depth, size), found in wanted.items())
 
 
-@pytest.mark.parametrize("scheme", ["floats", "int8"])
-@pytest.mark.parametrize("name", UNETS)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [(name, "floats") for name in UNETS] + [(name, "int8") for name in ("three-levels", "conv1x1", "distilled")],
+)
 def test_in_the_kernels_shallow_on_fresh_features_has_the_bits_of_deep(name: str, scheme: str) -> None:
     one = unet(name) if scheme == "floats" else in_8_bits(name)
     split, given = on_kernels(one, half=scheme == "int8"), inputs(one, 3, 8, 4)
