@@ -39,14 +39,14 @@ def test_a_seed_means_one_text_whatever_the_companions(draft: str | None) -> Non
     model, options = stage.emoji(), {"kernels": stage.kernels(), "draft": draft}
     if draft == "model":
         options["draft"] = stage.emoji_draft()
-    wanted = sampled(model, 24, ignore_end=True)
-    with stage.serving(model, max_requests=24, **options) as (engine, _):
+    wanted = sampled(model, 14, ignore_end=True)
+    with stage.serving(model, max_requests=14, **options) as (engine, _):
         crowd = stage.answers(engine, wanted)
     with stage.serving(model, max_requests=1, **options) as (engine, _):
-        alone = stage.answers(engine, wanted[:8])
-    with stage.serving(model, max_requests=16, pages=28, chunk=5, **options) as (engine, _):
+        alone = stage.answers(engine, wanted[:5])
+    with stage.serving(model, max_requests=12, pages=20, chunk=5, **options) as (engine, _):
         tight = stage.answers(engine, wanted)
-    assert [text.tokens for text in alone] == [text.tokens for text in crowd[:8]]
+    assert [text.tokens for text in alone] == [text.tokens for text in crowd[:5]]
     assert [text.tokens for text in tight] == [text.tokens for text in crowd]
     assert len({text.tokens for text in crowd}) == len(crowd)
 

@@ -114,6 +114,12 @@ def companions() -> dict[str, ImageParameters]:
     }
 
 
+@pytest.fixture(scope="module")
+def on_torch(runner: Watching) -> dict[str, Any]:
+    """Each of them alone."""
+    return {name: solo(runner, one) for name, one in companions().items()}
+
+
 def mixed(runner: Watching, wanted: dict[str, ImageParameters], late: int = 2) -> dict[str, Any]:
     """All drawn together; every other one comes some iterations later."""
     crank = Crank(runner)
@@ -126,15 +132,15 @@ def mixed(runner: Watching, wanted: dict[str, ImageParameters], late: int = 2) -
     return crank.pictures()
 
 
-def test_companions_change_nothing_and_all_loras_share_forwards(folder: Path, runner: Watching) -> None:
+def test_companions_change_nothing_and_all_loras_share_forwards(runner: Watching, on_torch: dict[str, Any]) -> None:
     wanted = companions()
     runner.rides.clear()
     together = mixed(runner, wanted)
     rides = [{id for id, _ in ride} for phase, ride in runner.rides if phase == "deep"]
     assert any({"one", "other", "unguided"} <= ride for ride in rides), rides
     assert not any(bool({"none", "none-cached"} & ride) and len(ride - {"none", "none-cached"}) for ride in rides)
-    for name, one in wanted.items():
-        assert apart(together[name], solo(runner, one)) <= 1, name
+    for name, alone in on_torch.items():
+        assert apart(together[name], alone) <= 1, name
 
 
 def test_deterministic_requests_are_equal_to_the_byte(folder: Path, runner: Watching) -> None:
@@ -145,7 +151,9 @@ def test_deterministic_requests_are_equal_to_the_byte(folder: Path, runner: Watc
         assert together[name].png() == alone.png(), name
 
 
-def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(folder: Path, kernels: ctypes.CDLL) -> None:
+def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(
+    folder: Path, kernels: ctypes.CDLL, on_torch: dict[str, Any]
+) -> None:
     """Requests with LoRAs and without: bit for bit as alone, as torch draws them, on weights that are packed only."""
     wanted = companions()
     without = runner_of(None, kernels=kernels, frugal=True)
@@ -155,12 +163,11 @@ def test_on_the_cpu_kernels_all_share_forwards_and_none_changes_another(folder: 
     plain = {name for name, one in wanted.items() if not one.lora}
     assert any(ride & plain and ride - plain for ride in rides), rides
     assert any({"one", "other", "both", "unguided"} <= ride for ride in rides), rides
-    on_torch = runner_of(folder)
     for name, one in wanted.items():
         assert together[name].fingerprint["executable"] == "kernels"
         assert together[name].png() == solo(served, one).png(), name
         if one.lora:
-            assert apart(together[name], solo(on_torch, one)) <= 1, name
+            assert apart(together[name], on_torch[name]) <= 1, name
         else:
             assert together[name].png() == solo(without, one).png(), name
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
@@ -181,12 +188,12 @@ def test_on_the_cpu_kernels_it_equals_diffusers_and_fused_weights(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_on_fused_layers_too(folder: Path, recorded: bool) -> None:
+def test_on_fused_layers_too(folder: Path, recorded: bool, on_torch: dict[str, Any]) -> None:
     """Beside all others; recorded, by the graphs of their own that their first steps have asked for."""
     wanted = companions()
     without = runner_of(None, fused=True)
     expected = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
-    served, on_torch = runner_of(folder, fused=True, recorder=Tape() if recorded else None), runner_of(folder)
+    served = runner_of(folder, fused=True, recorder=Tape() if recorded else None)
     together = mixed(served, wanted)
     rides = [{id for id, _ in ride} for phase, ride in served.rides if phase == "deep"]
     plain = {name for name, one in wanted.items() if not one.lora}
@@ -202,7 +209,7 @@ def test_on_fused_layers_too(folder: Path, recorded: bool) -> None:
         assert before.items() <= {key: graph._replay for key, graph in graphs._known.items()}.items()
     for pictures in drawn:
         for name, one in wanted.items():
-            reference = solo(on_torch, one) if one.lora else expected[name]
+            reference = on_torch[name] if one.lora else expected[name]
             assert apart(pictures[name], reference) <= 1, name
     alone = solo(served, wanted["none"])
     assert np.array_equal(levels(alone), levels(expected["none"]))
@@ -303,13 +310,15 @@ def test_in_int8_they_are_drawn_beside_all_others(folder: Path, kernels: ctypes.
 
     served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
     together = mixed(served, wanted)
-    least = min(psnr(solo(without, one), solo(exact, one)) for one in wanted.values() if not one.lora)
+    floats = {name: solo(exact, one) for name, one in wanted.items()}
+    unadapted = {name: solo(without, one) for name, one in wanted.items() if not one.lora}
+    least = min(psnr(picture, floats[name]) for name, picture in unadapted.items())
     for name, one in wanted.items():
         assert together[name].png() == solo(served, one).png(), name
         if one.lora:
-            assert psnr(together[name], solo(exact, one)) > least - 6, name
+            assert psnr(together[name], floats[name]) > least - 6, name
         else:
-            assert together[name].png() == solo(without, one).png(), name
+            assert together[name].png() == unadapted[name].png(), name
     with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
     assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items() if one.lora}
@@ -326,9 +335,10 @@ def test_in_int8_on_fused_layers_too(folder: Path, in_int8: Path) -> None:
 
     served, without, exact = runner("int8", folder), runner("int8", None), runner("fp32", folder)
     together = mixed(served, wanted)
-    least = min(psnr(solo(without, one), solo(exact, one)) for one in wanted.values() if not one.lora)
-    for name, one in wanted.items():
-        assert psnr(together[name], solo(exact, one)) > least - 6, name
+    floats = {name: solo(exact, one) for name, one in wanted.items()}
+    least = min(psnr(solo(without, one), floats[name]) for name, one in wanted.items() if not one.lora)
+    for name, picture in together.items():
+        assert psnr(picture, floats[name]) > least - 6, name
     with_it, plain = (psnr(together["one"], solo(exact, replace(wanted["one"], lora=lora))) for lora in ("a", ""))
     assert plain < with_it - 3, "it would prove nothing"
     fixed = {name: replace(one, deterministic=True) for name, one in wanted.items()}

@@ -55,7 +55,9 @@ def test_in_floats_it_is_diffusers(name: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "scheme", "sides"),
-    [(name, scheme, (9, 7)) for name in UNETS for scheme in ("int8", "fp8")] + [("three-levels", "int8", (8, 8))],
+    [(name, "int8", (9, 7)) for name in UNETS]
+    + [("three-levels", "int8", (8, 8))]
+    + [(name, "fp8", (9, 7)) for name in (UNETS if CUDA else ("three-levels", "distilled", "conv1x1"))],
     ids=str,
 )
 def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str, sides: tuple[int, int]) -> None:
