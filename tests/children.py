@@ -6,12 +6,14 @@ The path is a checkout, without packages that only the tests need.
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_DEADLINE_S = 300
 _LEAN = ROOT / "tests" / "lean"  # its sitecustomize.py hides them
 
 
@@ -21,12 +23,17 @@ def python_path(*folders: str | Path) -> str:
 
 
 def in_fork(run: Callable[[], object]) -> int:
-    """Run in a fork of this process. Returns its exit code: 0, 1 after an error, which it prints, or minus a signal."""
+    """Run in a fork of this process, for at most `_DEADLINE_S`.
+
+    Returns its exit code: 0, 1 after an error, which it prints, or minus a signal.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child lacks: none holds a lock
         child = os.fork()
     if child == 0:
         code = 1
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_DEADLINE_S)
         try:
             run()
             code = 0
