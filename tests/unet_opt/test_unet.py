@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,18 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     assert off(found, modules).median() < 1e-5
     assert off(found, modules).max() < 1.5 * off(modules, wanted).max()
     assert off(found, wanted).max() < 0.15
+
+
+def test_attention_layers_are_searched_for_once_and_hold_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = unet("plain")
+    other = copy.deepcopy(one)
+    found, held = cross_attentions(one), weakref.ref(other)
+    assert not {*found} & {*cross_attentions(other)}, "a copy has its own"
+    monkeypatch.setattr(type(one), "attn_processors", None)
+    assert cross_attentions(one) is found
+    del other
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("scheme", ["floats", "int8", "half"])
