@@ -23,7 +23,7 @@ ONE = ImageParameters("a red hat", 1, 64, 64, steps=4, preview_every=1)
 def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     worlds.MORE["memory"] = SHAPE
     found = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPE)
-    quantized.make(load(str(found)), ["a hat", "a cat"], found)
+    quantized.make(load(str(found)), ["a hat", "a cat"], found, kernels=kernels)
     return found
 
 

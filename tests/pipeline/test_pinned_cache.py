@@ -117,6 +117,7 @@ def test_a_header_is_checked_at_normal_priority_and_its_file_read_behind_all_oth
         assert broken.niceness["check"] == os.getpriority(os.PRIO_PROCESS, 0) < broken.niceness["read"]
 
 
+@pytest.mark.usefixtures("young")
 def test_nothing_is_kept_of_a_file_that_could_not_be_read() -> None:
     """Nor by the error that is remembered: a traceback holds all that its functions held."""
 

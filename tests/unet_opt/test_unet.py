@@ -60,6 +60,7 @@ def test_in_int8_it_equals_the_quantized_modules_and_is_near_the_model(name: str
     assert off(found, wanted).max() < 0.15
 
 
+@pytest.mark.usefixtures("young")
 def test_attention_layers_are_searched_for_once_and_hold_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     one = unet("plain")
     other = copy.deepcopy(one)

@@ -283,6 +283,7 @@ def test_rows_of_another_number_than_the_batch_are_refused() -> None:
         bench.drawn(walk, normal(0, 3, 3, 32), [[(packed, 1.0)], []])
 
 
+@pytest.mark.usefixtures("young")
 def test_programs_do_not_keep_adapters() -> None:
     """Nor does a batch without any meet what is left of them."""
     import gc

@@ -272,6 +272,7 @@ def test_more_rows_than_there_is_room_for_are_refused() -> None:
         bench.drawn(walk, normal(0, 6, 3, 32), [[(one, 1.0)]])
 
 
+@pytest.mark.usefixtures("young")
 def test_the_last_adapters_are_let_go() -> None:
     bench = CudaBench({"a": linear(0, 32, 16)}, FLOATS, inverse(9, 32))
 
