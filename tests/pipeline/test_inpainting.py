@@ -60,23 +60,28 @@ def mixture(shape: str) -> list[ImageParameters]:
 
 
 def together(runner: Watching, edits: list[ImageParameters]) -> list[Any]:
-    """All in one engine, each joining an iteration after the one before."""
-    return worlds.together(runner, edits)
+    """All in one engine, each joining three iterations after the one before."""
+    return worlds.together(runner, edits, lambda: 3)
 
 
 # Every sampler on torch; samplers and shapes do not depend on the backend.
-BACKENDS = (("inpaint", "torch", 1), ("inpaint-v", "torch", 1), ("inpaint", "programs", 3), ("inpaint-v", "graphs", 3))
+BACKENDS = (
+    ("inpaint", "torch", 12),
+    ("inpaint-v", "torch", 12),
+    ("inpaint", "programs", 6),
+    ("inpaint-v", "graphs", 6),
+)
 
 
-@pytest.mark.parametrize(("shape", "backend", "each"), BACKENDS)
+@pytest.mark.parametrize(("shape", "backend", "count"), BACKENDS)
 def test_pictures_equal_diffusers_alone_and_among_others(
-    shape: str, backend: str, each: int, kernels: ctypes.CDLL
+    shape: str, backend: str, count: int, kernels: ctypes.CDLL
 ) -> None:
     options: dict[str, Any] = {
         "torch": {}, "programs": {"kernels": kernels}, "graphs": {"fused": True, "recorder": Tape()},
     }[backend]  # fmt: skip
     runner = Watching(model(shape), lane=LANE, max_rows=64, **options)
-    edits = mixture(shape)[::each]
+    edits = mixture(shape)[:count]
     pictures = together(runner, edits)
     assert any(len(steps) > 1 for steps in runner.shared_steps), "nobody shared a forward with another step"
     for one, picture in zip(edits, pictures, strict=True):
