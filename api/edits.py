@@ -75,7 +75,8 @@ async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditFie
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         yield schemas.read(schemas.EditBody, await body.read(request, caller.id)), NONE_GIVEN
         return
-    async with form(request, max_bytes=_MOST * MAX_BYTES + _ENVELOPE, max_files=_MOST + 2, max_fields=100) as parts:
+    most_bytes = _MOST * MAX_BYTES + _ENVELOPE
+    async with form(request, caller.id, max_bytes=most_bytes, max_files=_MOST + 2, max_fields=100) as parts:
         texts, given = _parts(parts)
         yield schemas.read(EditFields, _typed(texts)), given
 

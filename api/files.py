@@ -65,7 +65,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     caller.check("files")
     await enforce_rate_limit(request, service, caller)
     quota = _quota(service, caller)
-    async with _upload(request) as (purpose, name, upload):
+    async with _upload(request, caller) as (purpose, name, upload):
         info = None
         if purpose == "vision":
             info = await service.pictures.measure(caller.id, upload_source("file", upload))
@@ -200,9 +200,9 @@ def _keep_upload(
 
 
 @asynccontextmanager
-async def _upload(request: Request) -> AsyncIterator[tuple[str, str, UploadFile]]:
+async def _upload(request: Request, caller: Caller) -> AsyncIterator[tuple[str, str, UploadFile]]:
     """Purpose, name and content of an uploaded file; large content is on disk. Raises `ApiError`."""
-    async with form(request, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
+    async with form(request, caller.id, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
         purpose, upload = parts.get("purpose"), parts.get("file")
         if not isinstance(purpose, str) or purpose not in _PURPOSES:
             raise invalid_field("purpose", f"must be one of {', '.join(_PURPOSES)}")

@@ -5,6 +5,7 @@ Large files are on disk. The body's size is checked by the declared length befor
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -12,8 +13,6 @@ from contextlib import asynccontextmanager
 from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, cast
 
-import anyio
-import anyio.to_thread
 from anyio.lowlevel import RunVar
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -23,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from api import body
 from api.errors import ApiError
+from api.fair_limiter import FairLimiter
 from api.uploads import PictureSource
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs rejected forms
@@ -36,15 +36,20 @@ _MOST_TYPE = 512  # bytes of the request's Content-Type
 _PARAMETER = r';\s*([\w.-]{1,40})=(?:"([^"\\]*)"|([^\s;"]+))\s*'
 _TYPE = re.compile(rf"multipart/form-data\s*((?:{_PARAMETER})*);?", re.IGNORECASE | re.ASCII)
 _INLINE = 4096  # bytes that are parsed faster than a thread starts
-_THREADS = 4  # for chunks of forms
+_PARSERS = 4  # chunks of forms parsed at once, and one per tenant
+_RATE = 64 * 2**20  # bytes of a tenant's forms in a second, at most: more would delay others' requests
 _SPOOLED = 64 * 1024  # bytes of a file in memory
 
-_limiter: RunVar[anyio.CapacityLimiter] = RunVar("forms")
+_limiter: RunVar[FairLimiter] = RunVar("forms")
 
 
 @asynccontextmanager
-async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: int) -> AsyncIterator[FormData]:
+async def form(
+    request: Request, tenant: str, *, max_bytes: int, max_files: int, max_fields: int
+) -> AsyncIterator[FormData]:
     """The form, with its files open as long as the context. `max_bytes` limits the whole body.
+
+    The forms of a tenant are read and parsed in turn, chunk by chunk, `_RATE` bytes a second at most.
 
     Raises `ApiError`: 411, 413 and 415 by its headers, 413 by what comes, 400 for a malformed form.
     """
@@ -64,7 +69,9 @@ async def form(request: Request, *, max_bytes: int, max_files: int, max_fields: 
                 if len(chunk) <= _INLINE:
                     parts.feed(chunk)
                 else:
-                    await anyio.to_thread.run_sync(parts.feed, chunk, limiter=_threads())
+                    async with _parsers().turn(tenant):
+                        await _parsers().on_thread(parts.feed, chunk)
+                        await asyncio.sleep(len(chunk) / _RATE)
             parts.finish()
         except ClientDisconnect:
             raise _invalid("it ended early") from None
@@ -99,12 +106,12 @@ def _boundary(content_type: str) -> bytes:
     return boundary.encode("latin-1")
 
 
-def _threads() -> anyio.CapacityLimiter:
+def _parsers() -> FairLimiter:
     """The limiter of this event loop."""
     try:
         return _limiter.get()
     except LookupError:
-        limiter = anyio.CapacityLimiter(_THREADS)
+        limiter = FairLimiter(_PARSERS)
         _limiter.set(limiter)
         return limiter
 

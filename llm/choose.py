@@ -131,26 +131,33 @@ def _adjust_(logits: Tensor, asked: Sequence[SampleRequest]) -> tuple[set[int], 
         logits[rows] = sample.penalize(
             logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, said)
         )
+    return {ask.first for ask in asked if ask.work.adjusted}, _constrain_(logits, asked)
+
+
+def _constrain_(logits: Tensor, asked: Sequence[SampleRequest]) -> dict[int, Invalid]:
+    """Add biases, and exclude what grammars do not allow; returns by request why none of its tokens is left."""
     refused: dict[int, Invalid] = {}
+    allowed: dict[int, Tensor] = {}  # by request: bool [V]
     for i, ask in enumerate(asked):
-        if ask.work.bias is not None or ask.work.matcher is not None:
+        if ask.work.matcher is not None:
             try:
-                logits[ask.first] = _constrained(logits[ask.first], ask.work)
+                allowed[i] = ask.work.matcher.allowed()
             except Invalid as error:
                 refused[i] = error
-    return {ask.first for ask in asked if ask.work.adjusted}, refused
-
-
-def _constrained(row: Tensor, work: SequenceState) -> Tensor:
-    """Logits [V] with the request's bias, restricted to the tokens that its grammar allows. Raises `Invalid`."""
-    row = row.clone()
-    if work.bias is not None:
-        sample.bias_(row, work.bias)
-    if work.matcher is not None:
-        row.masked_fill_(~work.matcher.allowed().to(row.device), -torch.inf)
-    if work.bias is not None and bool((row == -torch.inf).all()):
-        raise Invalid("logit_bias", "excludes every possible next token")
-    return row
+    for i, ask in enumerate(asked):
+        if ask.work.bias is not None and i not in refused:
+            row = logits[ask.first].clone()
+            sample.bias_(row, ask.work.bias)
+            if not bool((row > -torch.inf)[allowed[i].to(row.device) if i in allowed else ...].any()):
+                refused[i] = Invalid("logit_bias", "excludes every possible next token")
+                allowed.pop(i, None)
+            else:
+                logits[ask.first] = row
+    if allowed:  # all of them in one pass
+        rows = [asked[i].first for i in allowed]
+        excluded = ~torch.stack(list(allowed.values())).to(logits.device)
+        logits[rows] = logits[rows].masked_fill_(excluded, -torch.inf)
+    return refused
 
 
 def _told(logits: Tensor, asked: Sequence[SampleRequest]) -> dict[int, Tensor]:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from copy import copy
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,21 +130,31 @@ class GrammarMatcher:
         self._first = first
         self._inner = inner
         self._budget = budget
-        self._begun = False
+        self._next: Tensor | Invalid | None = first  # what `allowed` returns or raises; None: not computed yet
+
+    def compute(self) -> None:
+        """Compute what `allowed` returns, unless that is done. On any thread, between two calls of other methods."""
+        if self._next is None:
+            try:
+                started = time.thread_time()
+                mask = self._inner.compute_bitmask()
+                self._check()
+                self._budget.charge(time.thread_time() - started)
+                self._next = _allowed(mask, len(self._first))
+            except Invalid as error:
+                self._next = error
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, bool [V]. Raises `Invalid` if there are none and the answer is incomplete."""
-        if not self._begun:
-            return self._first
-        started = time.thread_time()
-        mask = self._inner.compute_bitmask()
-        self._check()
-        self._budget.charge(time.thread_time() - started)
-        return _allowed(mask, len(self._first))
+        self.compute()
+        if isinstance(self._next, Invalid):
+            raise self._next
+        assert self._next is not None
+        return self._next
 
     def take(self, token: int) -> None:
         """Advance by an allowed token. Raises `Invalid` if that takes more than a step may."""
-        self._begun = True
+        self._next = None
         if not self._inner.consume_token(token):
             self._check()
             raise RuntimeError(f"token {token} does not fit the grammar")
@@ -199,6 +210,5 @@ def _checked(schema: str) -> str:
 
 def _allowed(mask: bytes, vocabulary: int) -> Tensor:
     """bool [V] of a mask's bits."""
-    words = torch.frombuffer(bytearray(mask), dtype=torch.int32)
-    bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    return bits.bool().flatten()[:vocabulary]
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocabulary, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from core.kernels.kv_cache import TokenBatch
 from llm.choose import SampledTokens, choose, greedy_tokens
+from llm.constrain import GrammarMatcher
 from llm.execution import TextExecution
 from llm.parts import ScheduledTokens, gather_step
 from llm.speculate import DraftTokens
@@ -33,6 +35,11 @@ class ModelRunner:
         self.execution = execution
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
+        self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
+
+    def close(self) -> None:
+        """End the thread that computes masks."""
+        self._masks.shutdown()
 
     @torch.inference_mode()
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
@@ -45,7 +52,13 @@ class ModelRunner:
         self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
     ) -> tuple[list[SampledTokens | BaseException | None], int]:
         step, asked = gather_step(parts, guesses)
-        logits = self.execution(step)
+        matchers = [ask.work.matcher for ask in asked.values() if ask.work.matcher is not None]
+        masks = self._masks.submit(_compute, matchers) if matchers else None
+        try:
+            logits = self.execution(step)
+        finally:
+            if masks is not None:
+                masks.result()
         self._guessing.read_along(parts)
         made: list[SampledTokens | BaseException | None] = [None] * len(parts)
         best = greedy_tokens(logits, list(asked.values()), self.execution.best)
@@ -71,3 +84,8 @@ class ModelRunner:
                 greedy_tokens(self.execution(step), [], self.execution.best)  # waits for the device
                 if run:  # the first run is warm-up
                     yield width, time.perf_counter() - started
+
+
+def _compute(matchers: Sequence[GrammarMatcher]) -> None:
+    for matcher in matchers:
+        matcher.compute()

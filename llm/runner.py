@@ -237,10 +237,11 @@ class TextRunner:
         return self._costs.measured()
 
     def close(self) -> None:
-        """Stop the process that checks schemas, and the lane if it is the runner's own."""
+        """Stop the process that checks schemas, the thread of masks, and the lane if it is the runner's own."""
         self._grammars.close()
         if self._own_lane:
             self._lane.close()
+        self._model_runner.close()
 
 
 def _check_draft(draft: TextModel, model: TextModel, context: int) -> None:

@@ -164,3 +164,12 @@ def heavy(number: int) -> Schema:
         "properties": {name: {"type": "integer"} for name in names},
         "additionalProperties": False,
     }
+
+
+# Within all bounds of the contract, and beyond those of compiling: refused by the worker's checker.
+COSTLY: tuple[Schema, ...] = (
+    {"type": "integer", "allOf": [{"multipleOf": p} for p in (101, 103, 107, 109)]},
+    {"$defs": {f"d{i}": {"type": "object", "properties": {
+        name: {"$ref": f"#/$defs/d{i + 1}", "minProperties": 0} for name in "xy"}} for i in range(20)}
+        | {"d20": {"type": "object"}}, "$ref": "#/$defs/d0"},
+)  # fmt: skip

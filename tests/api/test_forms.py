@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from api.body import MAX_BYTES
 from api.errors import ApiError
 from api.forms import _boundary, _Parts, form
-from tests.faults.attacks import form_body
+from tests.faults.payloads import form_body
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\\;'), min_size=1, max_size=12)
 
@@ -88,9 +88,8 @@ def test_the_bytes_that_come_are_counted_whatever_length_is_declared(epilogue: b
 
     async def read() -> None:
         headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", b"100")]
-        async with form(
-            Request({"type": "http", "headers": headers}, receive), max_bytes=9_999, max_files=1, max_fields=1
-        ):
+        request = Request({"type": "http", "headers": headers}, receive)
+        async with form(request, "", max_bytes=9_999, max_files=1, max_fields=1):
             pass
 
     with pytest.raises(ApiError, match="larger than 9999 bytes") as caught:

@@ -18,15 +18,14 @@ from core.config import Settings
 from core.jobs.files import FileStore
 from deployment.redis import RedisServer
 from tests.api.world import SERVE, Worker, check_error, eventually, process, settings_of
-from tests.faults.attacks import (
+from tests.faults.monitor import Monitor, usage
+from tests.faults.payloads import (
     CARD_OF_NINE,
-    Monitor,
     form_body,
     nine_times,
     png_of_empty_chunks,
     punycode_form,
     small_png,
-    usage,
 )
 
 EDITS = "/v1/images/edits"
@@ -101,7 +100,7 @@ def test_pictures_are_loaded_one_after_the_other(hosted: Hosted) -> None:
     with Monitor(str(hosted.client.base_url), hosted.pid) as monitor, ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda _: hosted.client.post("/v1/jobs", json=fields), range(12)))
     assert {answer.status_code for answer in answers} == {202}
-    assert max(monitor.rss_mib) - before < 200
+    assert monitor.peak_mib() - before < 200
 
 
 def test_what_is_refused_loads_nothing(hosted: Hosted, folder: Path) -> None:

@@ -18,7 +18,7 @@ from core.jobs.record import JobDraft
 from deployment.redis import RedisServer
 from tests.api.test_protocol import MUCH_S, connected, ended
 from tests.api.world import Api, Worker, eventually, settings_of
-from tests.faults.attacks import form_body
+from tests.faults.payloads import form_body
 
 HEAD = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

@@ -18,7 +18,7 @@ from deployment.redis import RedisServer
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
-from tests.faults.attacks import CARD_OF_NINE, nine_times
+from tests.faults.payloads import CARD_OF_NINE, nine_times
 
 EDITS = "/v1/images/edits"
 

@@ -1,331 +1,342 @@
-"""Attacks an API with one key, beside a tenant that draws: `python -m tests.faults.attacks [--scale 10] [NAME…]`.
+"""Attacks a service with one key, beside a tenant that draws and writes: `python -m tests.faults.attacks [NAME…]`.
 
-Prints for each attack the tenant's p50 and p99 alone and beside it, the longest gap of /healthz, and the memory of the
-API with its child processes before, at most, and afterwards. To add one, write a function and list it in `ATTACKS`.
+A service with the embedded models; each attack at ten times the size of its first report (`--scale`), repeated within
+its key's rate limit until `--seconds` have passed. Printed for each, as a line of JSON:
+
+- the seconds of the tenant's requests alone, beside the attack, and beside a *control*: a process that spends as much
+  CPU time as the attacking client does and sends nothing. Both clients run at niceness 10 on the service's cores, where
+  a real one has its own: `beside` against `control` is what the service lets through, `control` against `alone` what
+  cores that are shared with the client cost;
+- /healthz in the same three phases, asked by a process of its own (tests/faults/monitor.py);
+- MiB of the API and of the worker with their children: before, at most, and when idle children have ended;
+- whether a worker was lost.
+
+G4-texts is the load of G4 with one harmless
+schema, as any tenant may bring it. On a machine without other load, one at a time:
+
+    for name in G1 G2 G3 G4 G4-texts; do python -m tests.faults.attacks $name; done
+
+The exit code is 1 if a request of the tenant failed, a worker was lost, or the attack got a 5xx other than 503.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import dataclasses
 import json
-import random
-import struct
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx2
-import psutil
 
 from core.jobs.keyring import Keyring
-from deployment.redis import RedisServer
-from tests.api.easel import Easel
-from tests.api.world import CARD, SERVE, Worker, process, settings_of
+from deployment.redis import address_in
+from tests.deployment.served import ROOT, Served, wait_until
+from tests.faults.monitor import Monitor, usage
+from tests.faults.payloads import heavy_png, nine_times, png_of_empty_chunks, punycode_form, small_png
+from tests.schemas import COSTLY, Schema, heavy
 
-CARD_OF_NINE = dataclasses.replace(CARD, controls=("edges",), image_prompts=("base",))
 _MIB = 2**20
 _CLIENTS = 24
-_ANSWER_S = 900.0
+_ANSWER_S = 300.0
+_WARM_S = 8.0  # in which the worker has measured and compiled what it does at its start
+_MOST_S = 45.0  # of an attack: what has no answer by then counts as "open"
 _SETTLED_S = 25.0  # after which idle child processes have ended
+_NICENESS = 10  # of the attacking client, and of the control
+_REPEATED_PER_S = 9.0  # requests, after those of the first round: within the key's limit of 600 a minute
+_SLICE_S = 0.02  # of the control's burning and sleeping
+_SETTINGS = {
+    "DIPTYCH_TEXT_MODEL": str(ROOT / "models" / "emoji-lm"),
+    "DIPTYCH_CONTROL_DIR": str(ROOT / "models" / "emoji-xl-controls"),
+    "DIPTYCH_IP_ADAPTER_DIR": str(ROOT / "models" / "emoji-xl-ip-adapters"),
+}
+Send = Callable[[int], httpx2.Response]
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- the attacks: each gets the attacker's client, and returns what sends its k-th request -----------------------------
 
 
-def chunk(kind: bytes, data: bytes = b"") -> bytes:
-    """A chunk of a PNG."""
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def upload(client: httpx2.Client, data: bytes) -> httpx2.Response:
+    return client.post("/v1/files", data={"purpose": "vision"}, files={"file": ("x.png", data)})
 
 
-def small_png(chunks: bytes = b"", side: int = 64) -> bytes:
-    """A grey PNG with these chunks behind its header."""
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes((side + 1) * side))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunks + chunk(b"IDAT", pixels) + chunk(b"IEND")
+def charset(client: httpx2.Client) -> Send:
+    """Forms whose charset a codec decodes in quadratic time."""
+    body = punycode_form(900_000)
+    headers = {"Content-Type": "multipart/form-data; boundary=edge; charset=punycode"}
+    return lambda _: client.post("/v1/images/edits", content=body, headers=headers)
 
 
-@cache
-def png_of_empty_chunks(count: int) -> bytes:
-    """Twelve bytes each."""
-    return small_png(chunk(b"IDAT") * count)
+def empty_chunks(client: httpx2.Client) -> Send:
+    """A picture of 1.4 million empty chunks, twice in each form; named nine times where it can be stored."""
+    data = png_of_empty_chunks(1_390_000)
+    stored = upload(client, data)
+    if stored.status_code == 200:
+        fields = nine_times(stored.json()["id"], "scenes")
+        return lambda _: client.post("/v1/images/edits", json=fields)
+    form = {"image": ("x.png", data), "mask": ("y.png", data)}
+    return lambda _: client.post("/v1/images/edits", data={"prompt": "x"}, files=form)
 
 
-@cache
-def heavy_png(size_bytes: int) -> bytes:
-    """A sound picture of nearly this size, of pixels that cannot be compressed."""
-    side = int(size_bytes**0.5) - 8
-    rows = b"".join(b"\0" + random.Random(y).randbytes(side) for y in range(side))
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 0)) + chunk(b"IEND")
+def large_pictures(client: httpx2.Client) -> Send:
+    """Requests of some hundred bytes, each of which names 16 MiB nine times."""
+    fields = nine_times(upload(client, heavy_png(16 * _MIB)).json()["id"], "scenes")
+    return lambda _: client.post("/v1/images/edits", json=fields)
+
+
+def chat(schema: Schema | None) -> dict[str, Any]:
+    """A chat request with 16 answers, of this schema."""
+    fields = {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 64}
+    if schema is None:
+        return fields
+    return fields | {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+
+
+def schemas(client: httpx2.Client) -> Send:
+    """Schemas of 44 KB, and such as cannot be compiled within limits: a different one in each request."""
+
+    def send(k: int) -> httpx2.Response:
+        schema = heavy(k) if k % 2 else COSTLY[k // 2 % len(COSTLY)] | {"title": str(k)}
+        return client.post("/v1/chat/completions", json=chat(schema))
+
+    return send
+
+
+def texts(client: httpx2.Client) -> Send:
+    """As many texts of the same length under one schema that costs nothing: what any tenant's load comes to."""
+    schema: Schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60}
+    return lambda _: client.post("/v1/chat/completions", json=chat(schema))
+
+
+ATTACKS: dict[str, tuple[Callable[[httpx2.Client], Send], int]] = {  # and how many requests at scale 1
+    "G1": (charset, 2), "G2": (empty_chunks, 16), "G3": (large_pictures, 24), "G4": (schemas, 2),
+    "G4-texts": (texts, 1),
+}  # fmt: skip
+
+
+def client_of(url: str, key: str) -> httpx2.Client:
+    return httpx2.Client(
+        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S, trust_env=False,
+        limits=httpx2.Limits(max_connections=200),
     )  # fmt: skip
 
 
-def form_body(fields: dict[str, bytes], files: dict[str, bytes], boundary: str = "edge") -> bytes:
-    """A multipart form."""
-    parts = []
-    for names, more in ((fields, ""), (files, '; filename="x"')):
-        for name, data in names.items():
-            head = f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'
-            parts.append(head.encode() + data + b"\r\n")
-    return b"".join(parts) + f"--{boundary}--\r\n".encode()
-
-
-def punycode_form(size_bytes: int) -> bytes:
-    """A form of an edit in punycode, in which each letter of the last third is inserted into the rest."""
-    prompt = b"x" * (size_bytes * 2 // 3) + b"-" + b"b" * (size_bytes // 3)
-    return form_body({"prompt-": prompt}, {"image-": small_png(), "file-": small_png()})
-
-
-def nine_times(file_id: str) -> dict[str, object]:
-    """An edit that names one file nine times."""
-    image = {"file_id": file_id}
-    return {
-        "prompt": "x", "steps": 1, "images": [image], "control": [{"model": "edges", "image": image}] * 4,
-        "image_prompts": [{"model": "base", "image": image}] * 4,
-    }  # fmt: skip
-
-
-# -- the service, the tenant and what is measured ----------------------------------------------------------------------
-
-
-def usage(pid: int) -> tuple[float, float]:
-    """MiB in memory, and CPU seconds, of a process and its children, ended ones included."""
-    rss, cpu_s = 0.0, 0.0
-    top = psutil.Process(pid)
-    for one in (top, *top.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            rss += one.memory_info().rss / _MIB
-            cpu_s += times.user + times.system
-            if one is top:
-                cpu_s += times.children_user + times.children_system
-    return rss, cpu_s
-
-
-@dataclass
-class Monitor:
-    """Asks /healthz on one connection and reads the API's memory, twenty times a second. Use as a context manager."""
-
-    url: str
-    pid: int
-    gaps_s: list[float] = field(default_factory=list)
-    rss_mib: list[float] = field(default_factory=list)
-
-    def __enter__(self) -> Monitor:
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=one) for one in (self._ask, self._read)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self) -> None:
-        with httpx2.Client(base_url=self.url, timeout=_ANSWER_S) as client:
-            while not self._ended.wait(0.05):
-                began = time.perf_counter()
-                with suppress(httpx2.TransportError):
-                    client.get("/healthz")
-                self.gaps_s.append(time.perf_counter() - began)
-
-    def _read(self) -> None:
-        while not self._ended.wait(0.05):
-            with suppress(psutil.NoSuchProcess):
-                self.rss_mib.append(usage(self.pid)[0])
-
-
-@dataclass(frozen=True)
-class Site:
-    """A running API with a Redis and a worker of its own. `attacker` and `tenant` are clients with a key each."""
-
-    url: str
-    pid: int
-    attacker: httpx2.Client
-    tenant: httpx2.Client
-    scale: int
-
-    def flood(self, send: Callable[[int], httpx2.Response], count: int) -> Counter[int]:
-        """Send so many requests, 24 at once; how often each status came. 0: no answer."""
+def attack(name: str, url: str, key: str, scale: int, seconds: float) -> None:
+    """Run the attacking client: prints "ready", waits for a line, attacks, and prints what came of it as JSON."""
+    os.nice(_NICENESS)
+    with client_of(url, key) as client, ThreadPoolExecutor(_CLIENTS) as pool:
+        prepare, requests = ATTACKS[name]
+        send, count = prepare(client), requests * scale
+        print("ready", flush=True)
+        sys.stdin.readline()
+        started, cpu_s = time.perf_counter(), time.process_time()
 
         def status(k: int) -> int:
+            time.sleep(max(0.0, started + (k - count) / _REPEATED_PER_S - time.perf_counter()))
+            if k >= count and time.perf_counter() > started + seconds:
+                return -1  # not sent
             try:
                 return send(k).status_code
             except httpx2.TransportError:
                 return 0
 
-        with ThreadPoolExecutor(_CLIENTS) as pool:
-            return Counter(pool.map(status, range(count)))
-
-    def upload(self, data: bytes) -> httpx2.Response:
-        return self.attacker.post("/v1/files", data={"purpose": "vision"}, files={"file": ("x.png", data)})
-
-
-@contextmanager
-def site(folder: Path, scale: int) -> Iterator[Site]:
-    redis = RedisServer(folder / "redis")
-    redis.start()
-    try:
-        settings = settings_of(redis.url, folder / "data", max_queued=1_000_000)
-        keyring = Keyring.of(settings)
-        tokens = [keyring.add(name, ["images", "text", "files"])[1] for name in ("attacker", "tenant")]
-        keyring.close()
-        with Worker(settings) as worker, process(SERVE, settings) as (child, client):
-            worker.announce(card=CARD_OF_NINE, ttl_s=86_400)
-            while client.get("/readyz").status_code != 200:
-                time.sleep(0.1)
-            url, limits = str(client.base_url), httpx2.Limits(max_connections=200)
-            clients = [
-                httpx2.Client(
-                    base_url=url, timeout=_ANSWER_S, limits=limits, headers={"Authorization": f"Bearer {token}"}
-                )
-                for token in tokens
-            ]
-            with clients[0] as attacker, clients[1] as tenant, Easel(worker):
-                yield Site(url, child.pid, attacker, tenant, scale)
-    finally:
-        redis.kill()
+        futures = [pool.submit(status, k) for k in range(count + int(seconds * _REPEATED_PER_S))]
+        wait(futures, _MOST_S)
+        statuses = Counter(future.result() if future.done() else "open" for future in futures)
+        del statuses[-1]
+        passed_s = time.perf_counter() - started
+        share = (time.process_time() - cpu_s) / passed_s
+        print(json.dumps({"statuses": statuses, "seconds": passed_s, "client_cpus": share}), flush=True)
+        os._exit(0)  # leaves what has no answer yet
 
 
-_PAUSE_S = 0.15  # between two requests: within the key's limit of 600 a minute
+def burn(share: float, seconds: float) -> None:
+    """Run the control: spend this share of a CPU, as the attacking client did, and send nothing."""
+    os.nice(_NICENESS)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    started, cpu_s = time.perf_counter(), time.process_time()
+    while (passed_s := time.perf_counter() - started) < seconds:
+        if time.process_time() - cpu_s > share * passed_s:
+            time.sleep(_SLICE_S)
+    print(json.dumps({"seconds": passed_s, "client_cpus": (time.process_time() - cpu_s) / passed_s}))
 
 
-def draw(client: httpx2.Client, until: Callable[[], bool]) -> list[float]:
-    """Draw, edit and fetch pictures, one after the other; the seconds of each."""
+# -- the tenant, and what is measured ----------------------------------------------------------------------------------
+
+KINDS = ("picture", "edit", "text")
+
+
+@dataclass
+class Phase:
+    """What the tenant and /healthz noticed in one phase."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    failed: list[str] = field(default_factory=list)
+    healthz_ms: dict[str, float] = field(default_factory=dict)
+    peak_mib: list[float] = field(default_factory=list)
+    client: dict[str, Any] = field(default_factory=dict)
+
+
+def live(client: httpx2.Client, until: Callable[[], bool], phase: Phase) -> None:
+    """Draw, edit and write, one request after the other."""
     picture = base64.b64encode(small_png(side=128)).decode()
-    bodies = (
-        ("/v1/images/generations", {"prompt": "a cat", "steps": 1, "response_format": "b64_json"}),
-        ("/v1/images/edits", {
-            "prompt": "a hat", "steps": 2, "images": [{"image_url": f"data:image/png;base64,{picture}"}],
+    requests: dict[str, tuple[str, dict[str, Any]]] = {
+        "picture": ("/v1/images/generations", {"prompt": "a red hat", "steps": 4, "response_format": "b64_json"}),
+        "edit": ("/v1/images/edits", {
+            "prompt": "a hat", "steps": 4, "images": [{"image_url": f"data:image/png;base64,{picture}"}],
             "response_format": "b64_json",
         }),
-    )  # fmt: skip
-    times: list[float] = []
+        "text": (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a hat"}], "max_tokens": 16, "temperature": 0},
+        ),
+    }  # fmt: skip
     while not until():
-        path, fields = bodies[len(times) % 2]
-        began = time.perf_counter()
-        answer = client.post(path, json=fields)
-        times.append(time.perf_counter() - began)
-        if answer.status_code != 200:
-            raise RuntimeError(f"the tenant was answered {answer.status_code}: {answer.text[:300]}")
-        time.sleep(_PAUSE_S)
-    return times
+        for kind, (path, body) in requests.items():
+            started = time.perf_counter()
+            try:
+                answer = client.post(path, json=body)
+                if answer.status_code != 200:
+                    phase.failed.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
+            except httpx2.HTTPError as error:
+                phase.failed.append(f"{kind}: {error!r}")
+            phase.seconds[kind].append(time.perf_counter() - started)
 
 
-# -- the attacks -------------------------------------------------------------------------------------------------------
+class Measured:
+    """A service with two keys. Use as a context manager."""
 
+    def __init__(self, folder: Path) -> None:
+        self.service = Served(
+            folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL"), variables=_SETTINGS
+        )
 
-def charset(site: Site) -> Counter[int]:
-    """G1: forms whose charset a codec decodes in quadratic time; 300 KB at scale 1."""
-    body = punycode_form(300_000 * min(site.scale, 3))
-    headers = {"Content-Type": "multipart/form-data; boundary=edge; charset=punycode"}
-    return site.flood(lambda _: site.attacker.post("/v1/images/edits", content=body, headers=headers), 2 * site.scale)
+    def __enter__(self) -> Measured:
+        try:
+            self.service.ready()
+            keyring = Keyring(address_in(self.service.folder / "data" / "redis"))
+            scopes = ["images", "text", "files"]
+            self.key = keyring.add("attacker", scopes)[1]
+            tenant = keyring.add("tenant", scopes, "100000/minute")[1]  # as many as it takes
+            keyring.close()
+            self.worker, self.api = self.service.part("worker"), self.service.part("api")
+            self.pids = self.api.pid, self.worker.pid
+            self.client = client_of(self.service.url, tenant)
+            wait_until(self._writes, "a text")
+            end = time.perf_counter() + _WARM_S
+            live(self.client, lambda: time.perf_counter() > end, Phase())
+        except BaseException:
+            self.service.close()
+            raise
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.service.close()
 
-def empty_chunks(site: Site) -> Counter[int]:
-    """G2: a picture of 1.4 million empty chunks, handed in and in forms; sixteen at scale 1."""
-    data = png_of_empty_chunks(1_390_000)
-    answers: Counter[int] = Counter()
-    stored = site.upload(data)
-    answers[stored.status_code] += 1
-    if stored.status_code == 200:
-        fields = nine_times(stored.json()["id"])
-        return answers + site.flood(lambda _: site.attacker.post("/v1/images/edits", json=fields), 16 * site.scale)
-    form = {"image": ("x.png", data), "mask": ("y.png", data)}
-    return answers + site.flood(
-        lambda _: site.attacker.post("/v1/images/edits", data={"prompt": "x"}, files=form), 16 * site.scale
-    )
+    def _writes(self) -> bool:
+        """Whether the service writes texts by now, which it does after pictures."""
+        return self.client.post("/v1/chat/completions", json=chat(None) | {"n": 1, "max_tokens": 1}).status_code == 200
 
+    def alone(self, seconds: float) -> Phase:
+        phase, end = Phase(), time.perf_counter() + seconds
+        with Monitor(self.service.url, *self.pids) as monitor:
+            live(self.client, lambda: time.perf_counter() > end, phase)
+        phase.healthz_ms = monitor.healthz_ms()
+        return phase
 
-def nine_large_pictures(site: Site) -> Counter[int]:
-    """G3: 24 requests at scale 1, of some hundred bytes, each of which names 16 MiB nine times."""
-    fields = nine_times(site.upload(heavy_png(16 * _MIB)).json()["id"])
-    return site.flood(lambda _: site.attacker.post("/v1/images/edits", json=fields), 24 * site.scale)
+    def beside(self, *arguments: str) -> Phase:
+        """The tenant beside this module in another process with these arguments, for as long as that runs."""
+        phase, ended = Phase(), threading.Event()
+        command = [sys.executable, "-m", "tests.faults.attacks", *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+            assert other.stdin is not None and other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            with Monitor(self.service.url, *self.pids) as monitor, ThreadPoolExecutor(1) as pool:
+                tenant = pool.submit(live, self.client, ended.is_set, phase)
+                other.stdin.write("\n")
+                other.stdin.flush()
+                phase.client = json.loads(other.stdout.readline())
+                ended.set()
+                tenant.result()
+        phase.healthz_ms, phase.peak_mib = monitor.healthz_ms(), [monitor.peak_mib(pid) for pid in self.pids]
+        return phase
 
-
-ATTACKS: dict[str, Callable[[Site], Counter[int]]] = {
-    "G1 charset": charset, "G2 empty chunks": empty_chunks, "G3 nine large pictures": nine_large_pictures,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one attack did. Times in seconds, memory in MiB."""
-
-    statuses: Counter[int]
-    seconds: float
-    alone_s: list[float]
-    beside_s: list[float]
-    gap_alone_s: float
-    gap_s: float
-    rss_mib: tuple[float, float, float]  # before, at most, after
-
-    def row(self) -> dict[str, object]:
+    def attack(self, name: str, scale: int, seconds: float) -> dict[str, Any]:
+        """Measure one attack."""
+        alone = self.alone(seconds)
+        before = [usage(pid)[0] for pid in self.pids]
+        beside = self.beside(
+            name, "--client", self.service.url, self.key, "--scale", str(scale), "--seconds", str(seconds)
+        )
+        control = self.beside("--burn", str(beside.client["client_cpus"]), "--seconds", str(seconds))
+        time.sleep(_SETTLED_S)
+        after = [usage(pid)[0] for pid in self.pids]
+        phases = {"alone": alone, "control": control, "beside": beside}
+        memory = zip(("api", "worker"), before, beside.peak_mib, after, strict=True)
         return {
-            "answers": {str(status): count for status, count in sorted(self.statuses.items())},
-            "attack_s": round(self.seconds, 1),
-            "tenant_alone_s": {"p50": quantile(self.alone_s, 0.5), "p99": quantile(self.alone_s, 0.99)},
-            "tenant_beside_s": {"p50": quantile(self.beside_s, 0.5), "p99": quantile(self.beside_s, 0.99)},
-            "tenant_requests": [len(self.alone_s), len(self.beside_s)],
-            "healthz_longest_ms": {"alone": round(1e3 * self.gap_alone_s, 1), "beside": round(1e3 * self.gap_s, 1)},
-            "rss_mib": dict(zip(("before", "peak", "after"), (round(one, 1) for one in self.rss_mib), strict=True)),
-        }
+            "attack": name, "scale": scale, **beside.client,
+            "tenant": {kind: compared({at: phase.seconds[kind] for at, phase in phases.items()}) for kind in KINDS},
+            "healthz_ms": {at: phase.healthz_ms for at, phase in phases.items()},
+            "rss_mib": {part: {"before": round(a), "peak": round(b), "after": round(c)} for part, a, b, c in memory},
+            "failed": [failure for phase in phases.values() for failure in phase.failed],
+            "worker_lost": not self.worker.is_running() or "stopped answering" in self.service.err,
+        }  # fmt: skip
+
+
+def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Quantiles of the seconds in each phase, and ratios of the 99th percentiles."""
+    rows = {
+        at: {"requests": len(some), **{f"p{q}": quantile(some, q / 100) for q in (50, 95, 99)}}
+        for at, some in seconds.items()
+    }
+    p99 = {at: row["p99"] for at, row in rows.items()}
+    return {
+        **rows, "beside_to_alone": round(p99["beside"] / p99["alone"], 2),
+        "control_to_alone": round(p99["control"] / p99["alone"], 2),
+        "beside_to_control": round(p99["beside"] / p99["control"], 2),
+    }  # fmt: skip
 
 
 def quantile(values: list[float], share: float) -> float:
-    return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
-
-
-def run(attack: Callable[[Site], Counter[int]], scale: int, alone_s: float = 20.0) -> Outcome:
-    """Run one attack on an API of its own."""
-    with tempfile.TemporaryDirectory() as folder, site(Path(folder), scale) as running:
-        with Monitor(running.url, running.pid) as monitor:
-            end = time.perf_counter() + alone_s
-            alone = draw(running.tenant, lambda: time.perf_counter() > end)
-        gap_alone_s, before = max(monitor.gaps_s), usage(running.pid)[0]
-        over = threading.Event()
-        with Monitor(running.url, running.pid) as monitor, ThreadPoolExecutor(1) as pool:
-            began = time.perf_counter()
-            beside = pool.submit(draw, running.tenant, over.is_set)
-            try:
-                statuses = attack(running)
-            finally:
-                seconds = time.perf_counter() - began
-                time.sleep(max(0.0, 3.0 - seconds))  # so that the tenant was there at all
-                over.set()
-            times = beside.result()
-            time.sleep(_SETTLED_S)
-        rss = before, max(monitor.rss_mib), usage(running.pid)[0]
-        return Outcome(statuses, seconds, alone, times, gap_alone_s, max(monitor.gaps_s), rss)
+    return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 4)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.attacks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"beginnings of: {', '.join(ATTACKS)}")
-    parser.add_argument("--scale", type=int, default=10, help="times as large as in the review (default 10)")
-    parser.add_argument("--alone-s", type=float, default=20.0, help="seconds that the tenant draws alone (default 20)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.attacks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ATTACKS)}; default: all")
+    parser.add_argument("--scale", type=int, default=10, help="times as large as first reported (default 10)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase, at least (default 20)")
+    parser.add_argument("--client", nargs=2, metavar=("URL", "KEY"), help="only the attacking client of one attack")
+    parser.add_argument("--burn", type=float, metavar="SHARE", help="only the control: this share of a CPU")
     options = parser.parse_args()
-    for name, attack in ATTACKS.items():
-        if not options.names or any(name.startswith(one) for one in options.names):
-            print(
-                json.dumps({"attack": name, "scale": options.scale} | run(attack, options.scale, options.alone_s).row())
-            )
-            sys.stdout.flush()
-    return 0
+    if options.burn is not None:
+        burn(options.burn, options.seconds)
+        return 0
+    if options.client is not None:
+        attack(options.names[0], *options.client, options.scale, options.seconds)
+        return 0
+    failed = False
+    for name in options.names or ATTACKS:
+        with tempfile.TemporaryDirectory() as folder, Measured(Path(folder)) as measured:
+            result = measured.attack(name, options.scale, options.seconds)
+        print(json.dumps(result), flush=True)
+        errors = any(status.startswith("5") and status != "503" for status in result["statuses"])
+        failed |= bool(result["failed"]) or result["worker_lost"] or errors
+    return int(failed)
 
 
 if __name__ == "__main__":

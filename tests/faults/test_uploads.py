@@ -9,20 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from api.picture_codec import measure
-from tests.faults.attacks import Site, site
-from tests.faults.uploads import Body, _pictures, bodies, fault, split
+from tests.faults.uploads import Body, Site, _pictures, bodies, fault, site, split
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(Path(tmp_path_factory.mktemp("site")), 1) as running:
+    with site(Path(tmp_path_factory.mktemp("site"))) as running:
         yield running
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies)
 def test_a_hostile_body_is_refused_by_name(running: Site, body: Body) -> None:
-    answer = running.attacker.post(body.path, content=body.content, headers={"Content-Type": body.content_type})
+    answer = running.client.post(body.path, content=body.content, headers={"Content-Type": body.content_type})
     assert fault(answer) is None
 
 
