@@ -148,7 +148,8 @@ class ProcessPool:
     def _watch(self) -> None:
         """Start the timer that ends idle children, unless it runs. Call with the lock held."""
         if self._timer is None and self._idle and not self._closed:
-            self._timer = threading.Timer(self._idle_s, self._end_idle)
+            due = min(child.idle_since for child in self._idle) + self._idle_s
+            self._timer = threading.Timer(max(0.0, due - time.monotonic()), self._end_idle)
             self._timer.daemon = True
             self._timer.start()
 

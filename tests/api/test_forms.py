@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_multipart.exceptions import FormParserError
 
+from api import forms
 from api.body import MAX_BYTES
 from api.errors import ApiError
 from api.forms import _boundary, _Parts, form
@@ -150,3 +154,44 @@ def test_the_content_type_is_read_strictly(given: str, boundary: bytes | None) -
     with pytest.raises(ApiError, match=re.escape("content-type: must be multipart/form-data")) as caught:
         _boundary(given)
     assert caught.value.status == 415 and caught.value.param == "content-type"
+
+
+def test_forms_of_a_tenant_are_parsed_one_chunk_at_a_time_and_no_faster_than_its_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sixteen at once took all threads, and most of two cores from everybody else."""
+    running: Counter[bytes] = Counter()
+    most: Counter[bytes] = Counter()
+    lock, feed = threading.Lock(), _Parts.feed
+
+    def counted(parts: _Parts, chunk: bytes) -> None:
+        name = chunk[-1:]
+        with lock:
+            running[name] += 1
+            most[name] = max(most[name], running[name])
+        feed(parts, chunk)
+        with lock:
+            running[name] -= 1
+
+    async def read(tenant: str) -> None:
+        head = b'--edge\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
+        chunks = iter([head, *[tenant.encode() * 65_536] * 8, b"\r\n--edge--\r\n"])
+
+        async def receive() -> dict[str, Any]:
+            chunk = next(chunks)
+            return {"type": "http.request", "body": chunk, "more_body": not chunk.endswith(b"--\r\n")}
+
+        headers = [(b"content-type", b"multipart/form-data; boundary=edge"), (b"content-length", b"600000")]
+        request = Request({"type": "http", "headers": headers}, receive)
+        async with form(request, tenant, max_bytes=600_000, max_files=1, max_fields=1) as parts:
+            file = parts["image"]
+            assert not isinstance(file, str) and await file.read() == tenant.encode() * 8 * 65_536
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*[read(tenant) for tenant in "aaaab"])
+
+    monkeypatch.setattr(_Parts, "feed", counted)
+    monkeypatch.setattr(forms, "_RATE", 4 * 2**20)
+    started = time.monotonic()
+    asyncio.run(all_at_once())
+    assert most[b"a"] == 1 and time.monotonic() - started >= 4 * 8 * 65_536 / forms._RATE

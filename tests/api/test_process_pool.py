@@ -74,6 +74,27 @@ def test_idle_processes_end() -> None:
     processes.close()
 
 
+def test_idle_processes_end_when_their_time_is_over_and_not_a_whole_period_later() -> None:
+    processes = pool(idle_s=60.0)
+    processes.call("echo", 1)
+    (child,) = processes._idle
+    assert processes._timer is not None
+    processes._timer.cancel()
+    child.idle_since -= 50.0  # the timer of an earlier process ends 10 s before this one's time is over
+    processes._end_idle()
+    assert processes._idle == [child] and processes._timer.interval <= 10.0
+    processes.close()
+
+
+def test_children_run_below_the_api_and_the_workers() -> None:
+    from deployment import serve
+
+    processes = pool()
+    pid = processes.call("echo", 1)[0][1]
+    assert psutil.Process(pid).nice() - os.nice(0) > serve._NICENESS
+    processes.close()
+
+
 def test_a_process_that_others_killed_fails_no_call(tmp_path: Path) -> None:
     """While it is idle, and in a call, which is made again: once."""
     processes, before = pool(), children()

@@ -8,7 +8,8 @@ its key's rate limit until `--seconds` have passed. Printed for each, as a line 
   a real one has its own: `beside` against `control` is what the service lets through, `control` against `alone` what
   cores that are shared with the client cost;
 - /healthz in the same three phases, asked by a process of its own (tests/faults/monitor.py);
-- MiB of the API and of the worker with their children: before, at most, and when idle children have ended;
+- MiB of the API and of the worker, without and with their children: before, at most, and when idle children have
+  ended;
 - whether a worker was lost.
 
 G4-texts is the load of G4 with one harmless
@@ -42,7 +43,7 @@ import httpx2
 from core.jobs.keyring import Keyring
 from deployment.redis import address_in
 from tests.deployment.served import ROOT, Served, wait_until
-from tests.faults.monitor import Monitor, usage
+from tests.faults.monitor import Monitor, own_mib, usage
 from tests.faults.payloads import heavy_png, nine_times, png_of_empty_chunks, punycode_form, small_png
 from tests.schemas import COSTLY, Schema, heavy
 
@@ -236,6 +237,7 @@ class Measured:
             wait_until(self._writes, "a text")
             end = time.perf_counter() + _WARM_S
             live(self.client, lambda: time.perf_counter() > end, Phase())
+            self.client.post("/v1/chat/completions", json=chat({"type": "boolean"}))  # starts what checks schemas
         except BaseException:
             self.service.close()
             raise
@@ -270,21 +272,27 @@ class Measured:
                 phase.client = json.loads(other.stdout.readline())
                 ended.set()
                 tenant.result()
-        phase.healthz_ms, phase.peak_mib = monitor.healthz_ms(), [monitor.peak_mib(pid) for pid in self.pids]
+        phase.healthz_ms = monitor.healthz_ms()
+        phase.peak_mib = [monitor.peak_mib(k, own=own) for k in range(len(self.pids)) for own in (True, False)]
         return phase
+
+    def _mib(self) -> list[float]:
+        """MiB of each process, without and with its children."""
+        return [mib for pid in self.pids for mib in (own_mib(pid), usage(pid)[0])]
 
     def attack(self, name: str, scale: int, seconds: float) -> dict[str, Any]:
         """Measure one attack."""
         alone = self.alone(seconds)
-        before = [usage(pid)[0] for pid in self.pids]
+        before = self._mib()
         beside = self.beside(
             name, "--client", self.service.url, self.key, "--scale", str(scale), "--seconds", str(seconds)
         )
         control = self.beside("--burn", str(beside.client["client_cpus"]), "--seconds", str(seconds))
         time.sleep(_SETTLED_S)
-        after = [usage(pid)[0] for pid in self.pids]
+        after = self._mib()
         phases = {"alone": alone, "control": control, "beside": beside}
-        memory = zip(("api", "worker"), before, beside.peak_mib, after, strict=True)
+        parts = "api", "api_with_children", "worker", "worker_with_children"
+        memory = zip(parts, before, beside.peak_mib, after, strict=True)
         return {
             "attack": name, "scale": scale, **beside.client,
             "tenant": {kind: compared({at: phase.seconds[kind] for at, phase in phases.items()}) for kind in KINDS},

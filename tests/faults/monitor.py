@@ -40,6 +40,13 @@ def usage(pid: int) -> tuple[float, float]:
     return rss, cpu_s
 
 
+def own_mib(pid: int) -> float:
+    """MiB in memory of a process without its children; 0 where it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return float(psutil.Process(pid).memory_info().rss / _MIB)
+    return 0.0
+
+
 class Monitor:
     """Monitors an API, and processes with their children. Use as a context manager; results are there at its end."""
 
@@ -48,7 +55,8 @@ class Monitor:
         self.gaps_s: list[float] = []  # seconds of each answer of /healthz
         self.late_s: list[float] = []  # by which the monitor was woken up later than it asked for, before each of them
         self.failures: list[str] = []  # of /healthz: what was not answered, or not with 200
-        self.rss_mib: list[list[float]] = []  # at each reading, by process
+        self.rss_mib: list[list[float]] = []  # at each reading, by process: with its children
+        self.own_mib: list[list[float]] = []  # and without
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -61,12 +69,11 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         found: dict[str, Any] = json.loads(self._process.communicate()[0])
         self.gaps_s, self.late_s = found["gaps_s"], found["late_s"]
-        self.failures, self.rss_mib = found["failures"], found["rss_mib"]
+        self.failures, self.rss_mib, self.own_mib = found["failures"], found["rss_mib"], found["own_mib"]
 
-    def peak_mib(self, pid: int | None = None) -> float:
-        """The most memory of a process with its children; default: the first."""
-        k = 0 if pid is None else self.pids.index(pid)
-        return max(reading[k] for reading in self.rss_mib)
+    def peak_mib(self, k: int = 0, *, own: bool = False) -> float:
+        """The most memory of the k-th process with its children; `own`: without them."""
+        return max(reading[k] for reading in (self.own_mib if own else self.rss_mib))
 
     def healthz_ms(self) -> dict[str, float]:
         """Milliseconds of /healthz, and how late the monitor was woken up at most."""
@@ -87,6 +94,7 @@ def main() -> None:
     late_s: list[float] = []
     failures: list[str] = []
     rss_mib: list[list[float]] = []
+    owns_mib: list[list[float]] = []
     print("ready", flush=True)
     while True:
         due = time.perf_counter() + _PERIOD_S
@@ -106,7 +114,10 @@ def main() -> None:
         gaps_s.append(time.perf_counter() - started)
         if len(gaps_s) % _MEMORY_PERIODS == 1:
             rss_mib.append([usage(int(pid))[0] for pid in pids])
-    print(json.dumps({"gaps_s": gaps_s, "late_s": late_s, "failures": failures, "rss_mib": rss_mib}))
+            owns_mib.append([own_mib(int(pid)) for pid in pids])
+    print(json.dumps({
+        "gaps_s": gaps_s, "late_s": late_s, "failures": failures, "rss_mib": rss_mib, "own_mib": owns_mib,
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -87,6 +87,24 @@ def test_sixteen_answers_compile_once_and_never_on_the_engines_thread_or_the_lan
     assert all('{"1_' in answer.text or answer.text.startswith("{") for answer in ended[:16])
 
 
+def test_masks_are_computed_beside_the_forward_and_not_on_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They delayed the steps of all that share the lane."""
+    threads: list[str] = []
+    unpack = constrain._allowed
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return unpack(*given)
+
+    model = stage.small()
+    parameters = TextParameters(stage.plain(model, "x"), 12, seed=1, json_schema=json.dumps(heavy(2)))
+    with stage.serving(model, kernels=stage.kernels()) as (engine, _):
+        monkeypatch.setattr(constrain, "_allowed", noted)
+        futures = [engine.submit(Request(f"{i}", "text", replace(parameters, seed=i))) for i in range(4)]
+        assert all(future.result(timeout=300).tokens for future in futures)
+    assert len(threads) > 8 and set(threads[1:]) == {"masks_0"}, "the first is the grammar's own"
+
+
 def test_a_grammar_is_one_object_while_somebody_needs_it_and_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make_compiler()
     with counted(monkeypatch) as threads:
