@@ -1,7 +1,7 @@
 """Sends thousands of hostile requests to an API and monitors it: `python -m tests.faults.hostile --bodies 10000`.
 
-A thread polls /healthz meanwhile, and the process's memory is measured. The exit code is 1 if a request got
-a 5xx other than 503 or no answer, or if the API exited. The result is benchmarks/results/hostile.json.
+A process of its own polls /healthz meanwhile (monitor.py), and reads the API's memory. The exit code is 1 if a request
+got a 5xx other than 503 or no answer, or if the API exited. The result is benchmarks/results/hostile.json.
 """
 
 from __future__ import annotations
@@ -11,61 +11,23 @@ import http.client
 import socket
 import sys
 import tempfile
-import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks import record
 from benchmarks.record import table
 from deployment.redis import RedisServer
 from tests.api.world import SERVE, Worker, process, settings_of
 from tests.faults.bodies import HostileRequest, requests
+from tests.faults.monitor import Monitor
 
 ANSWER_S = 30.0
 _CLIENTS = 4
 _WARM = 0.2  # of all requests, until memory is read for the first time
-
-
-@dataclass
-class Watch:
-    """Asks /healthz every 20 ms and reads the API's memory. Use as a context manager."""
-
-    port: int
-    pid: int
-    health_s: list[float] = field(default_factory=list)
-    rss_mib: list[float] = field(default_factory=list)
-
-    def __enter__(self) -> Watch:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        process = psutil.Process(self.pid)
-        while not self._ended.wait(0.02):
-            begun = time.perf_counter()
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
-            try:
-                connection.request("GET", "/healthz")
-                connection.getresponse().read()
-                self.rss_mib.append(process.memory_info().rss / 2**20)
-            except (OSError, http.client.HTTPException, psutil.NoSuchProcess):
-                pass  # ANSWER_S was waited, or it is gone: both show in what is returned
-            finally:
-                connection.close()
-            self.health_s.append(time.perf_counter() - begun)
 
 
 def send(port: int, request: HostileRequest) -> int:
@@ -124,12 +86,13 @@ def attack(count: int, seed: int, folder: Path) -> Attack:
             port = client.base_url.port
             assert port is not None
             statuses: dict[str, Counter[int]] = {}
-            with Watch(port, child.pid) as watch, ThreadPoolExecutor(_CLIENTS) as pool:
+            with Monitor(str(client.base_url), child.pid) as monitor, ThreadPoolExecutor(_CLIENTS) as pool:
                 asked = islice(requests(seed), count)
                 while some := list(islice(asked, 200)):
                     for request, status in zip(some, pool.map(lambda one: send(port, one), some), strict=True):
                         statuses.setdefault(request.kind, Counter())[status] += 1
-            return Attack(statuses, watch.health_s, watch.rss_mib, child.poll() is None)
+            rss_mib = [reading[0] for reading in monitor.own_mib]
+            return Attack(statuses, monitor.gaps_s, rss_mib, child.poll() is None)
     finally:
         redis.kill()
 
