@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import IO, Any, TypeVar
 
-import anyio.to_thread
 from anyio.lowlevel import RunVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -24,6 +24,8 @@ MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 64
 _LARGE = 32 * 1024  # bytes
 _PARSERS = 2  # large bodies parsed at once, and one per tenant
+_INTAKES = 4  # chunks of large bodies taken in at once, and one per tenant
+_RATE = 64 * 2**20  # bytes of a tenant's large bodies in a second, at most: more would delay others' requests
 MAX_TOKENS = 50_000  # in a body: strings, brackets and commas; scanning more would delay all requests
 _MAX_DIGITS = 20  # of an integer, including its sign; 2**63 - 1 has 19
 
@@ -48,16 +50,17 @@ class _Repeated:
 _HUGE = _Huge()
 
 
-_limiter: RunVar[FairLimiter] = RunVar("parsers")
+_parsers: RunVar[FairLimiter] = RunVar("parsers")
+_intakes: RunVar[FairLimiter] = RunVar("intakes")
 
 
-def _parsers() -> FairLimiter:
-    """The limiter of this event loop."""
+def _limiter(variable: RunVar[FairLimiter], total: int) -> FairLimiter:
+    """This event loop's limiter, of so many at once."""
     try:
-        return _limiter.get()
+        return variable.get()
     except LookupError:
-        limiter = FairLimiter(_PARSERS)
-        _limiter.set(limiter)
+        limiter = FairLimiter(total)
+        variable.set(limiter)
         return limiter
 
 
@@ -76,17 +79,27 @@ async def run_parser(tenant: str, size: int, function: Callable[[], T]) -> T:
     """Run a function that parses so many bytes, `MAX_BYTES` at most."""
     if size <= _LARGE:  # parsed faster than a thread starts
         return function()
-    return await _parsers().run(tenant, function)  # may take long: it must not block the loop
+    return await _limiter(_parsers, _PARSERS).run(tenant, function)  # may take long: it must not block the loop
 
 
-async def collect(request: Request, max_bytes: int = MAX_BYTES) -> bytes:
+async def take_in(tenant: str, chunk: bytes, function: Callable[[bytes], object]) -> None:
+    """Call a function with a chunk of a large body, on a thread. Meanwhile, and for as long as `_RATE` demands, no
+    other chunk of the tenant's bodies is taken in: they stay with their clients.
+    """
+    limiter = _limiter(_intakes, _INTAKES)
+    async with limiter.turn(tenant):
+        await limiter.on_thread(function, chunk)
+        await asyncio.sleep(len(chunk) / _RATE)
+
+
+async def collect(request: Request) -> bytes:
     """The raw body of a JSON request. Raises `ApiError` as `read`."""
     raw = io.BytesIO()
-    await spool(request, raw, max_bytes)
+    await spool(request, "", raw, MAX_BYTES)
     return raw.getvalue()
 
 
-async def spool(request: Request, file: IO[bytes], max_bytes: int) -> int:
+async def spool(request: Request, tenant: str, file: IO[bytes], max_bytes: int) -> int:
     """Write the raw body of a JSON request to a file, which is then at its start; return its size. Raises `ApiError` as
     `read`.
     """
@@ -103,7 +116,7 @@ async def spool(request: Request, file: IO[bytes], max_bytes: int) -> int:
             if size <= MAX_BYTES:
                 file.write(chunk)
             else:  # to a disk, which may be slow
-                await anyio.to_thread.run_sync(file.write, chunk)
+                await take_in(tenant, chunk, file.write)
     except ClientDisconnect:
         raise ApiError(400, "The body ended early.", code="invalid_body") from None
     file.seek(0)

@@ -5,7 +5,6 @@ Large files are on disk. The body's size is checked by the declared length befor
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -13,7 +12,6 @@ from contextlib import asynccontextmanager
 from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, cast
 
-from anyio.lowlevel import RunVar
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -22,7 +20,6 @@ from starlette.requests import ClientDisconnect
 
 from api import body
 from api.errors import ApiError
-from api.fair_limiter import FairLimiter
 from api.uploads import PictureSource
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs rejected forms
@@ -36,11 +33,7 @@ _MOST_TYPE = 512  # bytes of the request's Content-Type
 _PARAMETER = r';\s*([\w.-]{1,40})=(?:"([^"\\]*)"|([^\s;"]+))\s*'
 _TYPE = re.compile(rf"multipart/form-data\s*((?:{_PARAMETER})*);?", re.IGNORECASE | re.ASCII)
 _INLINE = 4096  # bytes that are parsed faster than a thread starts
-_PARSERS = 4  # chunks of forms parsed at once, and one per tenant
-_RATE = 64 * 2**20  # bytes of a tenant's forms in a second, at most: more would delay others' requests
 _SPOOLED = 64 * 1024  # bytes of a file in memory
-
-_limiter: RunVar[FairLimiter] = RunVar("forms")
 
 
 @asynccontextmanager
@@ -49,7 +42,7 @@ async def form(
 ) -> AsyncIterator[FormData]:
     """The form, with its files open as long as the context. `max_bytes` limits the whole body.
 
-    The forms of a tenant are read and parsed in turn, chunk by chunk, `_RATE` bytes a second at most.
+    The forms of a tenant are read in turn, as `body.take_in` does.
 
     Raises `ApiError`: 411, 413 and 415 by its headers, 413 by what comes, 400 for a malformed form.
     """
@@ -69,9 +62,7 @@ async def form(
                 if len(chunk) <= _INLINE:
                     parts.feed(chunk)
                 else:
-                    async with _parsers().turn(tenant):
-                        await _parsers().on_thread(parts.feed, chunk)
-                        await asyncio.sleep(len(chunk) / _RATE)
+                    await body.take_in(tenant, chunk, parts.feed)
             parts.finish()
         except ClientDisconnect:
             raise _invalid("it ended early") from None
@@ -104,16 +95,6 @@ def _boundary(content_type: str) -> bytes:
         )
         raise ApiError(415, message, param="content-type", code="unsupported_media_type")
     return boundary.encode("latin-1")
-
-
-def _parsers() -> FairLimiter:
-    """The limiter of this event loop."""
-    try:
-        return _limiter.get()
-    except LookupError:
-        limiter = FairLimiter(_PARSERS)
-        _limiter.set(limiter)
-        return limiter
 
 
 def _invalid(reason: str) -> ApiError:

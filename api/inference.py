@@ -133,7 +133,7 @@ async def _request(
     if kind.startswith("image/") or kind in ("", "application/octet-stream"):  # image_to_image without parameters
         raise _no_prompt()
     with SpooledTemporaryFile(_SPOOLED) as raw, SpooledTemporaryFile(_SPOOLED) as picture:
-        size = await body.spool(request, raw, _MOST_BYTES)
+        size = await body.spool(request, tenant, raw, _MOST_BYTES)
 
         def parse() -> tuple[dict[str, Any], int | None]:
             """The fields, and the length of the image."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_multipart.exceptions import FormParserError
 
-from api import forms
+from api import body as request_body
 from api.body import MAX_BYTES
 from api.errors import ApiError
 from api.forms import _boundary, _Parts, form
@@ -191,7 +191,7 @@ def test_forms_of_a_tenant_are_parsed_one_chunk_at_a_time_and_no_faster_than_its
         await asyncio.gather(*[read(tenant) for tenant in "aaaab"])
 
     monkeypatch.setattr(_Parts, "feed", counted)
-    monkeypatch.setattr(forms, "_RATE", 4 * 2**20)
+    monkeypatch.setattr(request_body, "_RATE", 4 * 2**20)
     started = time.monotonic()
     asyncio.run(all_at_once())
-    assert most[b"a"] == 1 and time.monotonic() - started >= 4 * 8 * 65_536 / forms._RATE
+    assert most[b"a"] == 1 and time.monotonic() - started >= 4 * 8 * 65_536 / request_body._RATE
