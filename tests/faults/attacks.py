@@ -335,7 +335,8 @@ def main() -> int:
         burn(options.burn, options.seconds)
         return 0
     if options.client is not None:
-        attack(options.names[0], *options.client, options.scale, options.seconds)
+        url, key = options.client
+        attack(options.names[0], url, key, options.scale, options.seconds)
         return 0
     failed = False
     for name in options.names or ATTACKS:

@@ -250,6 +250,10 @@ def forms(draw: st.DrawFn) -> Body:
     return Body(draw(st.sampled_from((EDITS, FILES))), draw(st.sampled_from(_TYPES)), body)
 
 
+def _inline(data: bytes) -> dict[str, str]:
+    return {"image_url": "data:image/png;base64," + base64.b64encode(data).decode()}
+
+
 @st.composite
 def uploads(draw: st.DrawFn) -> Body:
     """Well-formed requests of every endpoint that takes pictures, with pictures that are not."""
@@ -267,8 +271,8 @@ def uploads(draw: st.DrawFn) -> Body:
         }  # fmt: skip
     else:
         fields = {"type": "edit"} if path == JOBS else {}
-        url = lambda one: {"image_url": "data:image/png;base64," + base64.b64encode(one).decode()}  # noqa: E731
-        fields |= {"prompt": "x", "steps": 2, "images": [url(data)]} | ({} if mask is None else {"mask": url(mask)})
+        fields |= {"prompt": "x", "steps": 2, "images": [_inline(data)]}
+        fields |= {} if mask is None else {"mask": _inline(mask)}
     return Body(path, "application/json", json.dumps(fields).encode())
 
 
