@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from core.threads import UninterruptibleThread, lower_priority
+from core.threads import UninterruptibleThread, lower_priority, started
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class CompiledCache:
             self._pending += 1
             self._jobs.append((key, example))
             if self._thread is None:
-                self._thread = UninterruptibleThread(target=self._run, name="compile", daemon=True)
-                self._thread.start()
+                thread = UninterruptibleThread(target=self._run, name="compile", daemon=True)
+                self._thread = thread if started(thread) else None  # then the next request starts it
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all requested shapes are compiled or have failed."""

@@ -1,14 +1,17 @@
-"""Numbers of threads that compute, and threads in the background: of low priority, or uninterruptible at exit."""
+"""Numbers of threads that compute, and kinds of threads: of low priority, uninterruptible at exit, or vital."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import MutableMapping
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
+THREAD_LOST = 72  # exit code
 GPU_THREADS = 2  # of a worker on a GPU: its CPU work is small, and more threads spin for most of their time
 _COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # last: tokenizers
 LIMITED: set[str] = set()  # variables that this process has limited itself by
@@ -51,6 +54,52 @@ def lower_priority(what: str, *, idle: bool = False) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, 19))
         except OSError as error:
             log.debug("%s at normal priority: %s", what, error)
+
+
+def started(thread: threading.Thread) -> bool:
+    """Start a thread for work that can wait. False: the system starts none now, mostly for want of memory."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.warning("%s waits: %s", thread.name, error)
+        return False
+    return True
+
+
+def end_process(code: int, reason: str, *values: object) -> NoReturn:
+    """Log the reason and exit at once, without running any more code, even if memory is too short for that."""
+    try:
+        log.critical(reason, *values)
+        logging.shutdown()
+    finally:
+        os._exit(code)
+
+
+class VitalThread(threading.Thread):
+    """A thread that its process cannot do without: if it ends by an exception, the process ends too.
+
+    Supervisors start the process again, and leases bring its jobs to others; without the thread it would wait for ever.
+    """
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:  # MemoryError too
+            end_process(THREAD_LOST, "exiting: the thread %s has failed (%r)", self.name, error)
+
+
+def end_without_memory() -> None:
+    """From now on end this process over a MemoryError that no code can handle, as of a thread that was about to start.
+
+    Whoever starts that thread would wait for it for ever.
+    """
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, MemoryError):
+            end_process(THREAD_LOST, "exiting: memory has run out")
+        sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hook
 
 
 class UninterruptibleThread(threading.Thread):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from core.threads import lower_priority
+from core.threads import lower_priority, started
 from pipeline.folder import ModelError
 
 T = TypeVar("T")
@@ -120,7 +120,9 @@ class PinnedCache(Generic[T]):
                     self._pinned_bytes -= file.size_bytes
             evicted = self._evict()
         if evicted:  # freed elsewhere: this is the engine's thread
-            threading.Thread(target=evicted.clear, name="evicted", daemon=True).start()
+            thread = threading.Thread(target=evicted.clear, name="evicted", daemon=True)
+            if not started(thread):
+                evicted.clear()
 
     def content(self, file: PinnedFile[T]) -> T:
         """What requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""

@@ -15,7 +15,7 @@ from core.batching.runner import Lane
 from core.cuda_graphs import GraphCache
 from core.failures import translate_device_errors
 from core.graphs import ExecutableKey
-from core.threads import UninterruptibleThread
+from core.threads import UninterruptibleThread, started
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +191,8 @@ class BackgroundRecorder:
         with self._lock:
             self._again = True
             if self._thread is None and not self._closing.is_set():
-                self._thread = UninterruptibleThread(target=self._run, name="record", daemon=True)
-                self._thread.start()
+                thread = UninterruptibleThread(target=self._run, name="record", daemon=True)
+                self._thread = thread if started(thread) else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is nothing left to record; False after `timeout_s`. Not on the lane's thread."""

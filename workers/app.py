@@ -33,7 +33,7 @@ class WorkerApplication(Celery):  # type: ignore[misc]
         """Raises `SettingsError`."""
         super().__init__("diptych", config_source=celery_settings(settings.redis_url))
         self.conf.update(
-            worker_pool="threads",
+            worker_pool="workers.thread_pool:ThreadPool",
             worker_consumer="workers.prefetch:ReconnectingConsumer",
             worker_disable_rate_limits=True,
             worker_enable_prefetch_count_reduction=False,  # the intake limits unacknowledged messages

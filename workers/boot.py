@@ -19,8 +19,9 @@ from celery.worker import state
 
 from core import traces
 from core.config import Settings
-from core.threads import uninterruptible
+from core.threads import VitalThread, end_without_memory, uninterruptible
 from workers.app import Build, create
+from workers.thread_pool import ThreadPool
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def run(settings: Settings, build: Build | None = None) -> int:
     exits the process instead of returning: neither can be interrupted, and the interpreter would abort on exit.
     """
     _speak_plainly()
+    end_without_memory()
     sys.setswitchinterval(_SWITCH_S)
     worker = create(settings, build).Worker()
     worker.start()
@@ -63,7 +65,7 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
             gc.freeze()
             gc.set_threshold(700, 10, 10)  # Python's own; the command starts with a higher one (`cli.entry`)
             gc.enable()
-        self.pool_cls = "threads"
+        self.pool_cls = ThreadPool
         self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message in flight
         # Nothing consumes worker events, and each worker would leave its binding in Redis for ever.
         options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
@@ -108,13 +110,18 @@ class GracefulShutdown:
         self._drain_s = worker.settings.drain_s
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe to put into from a signal handler
         self._code = 0
-        self._thread = threading.Thread(target=self._run, name="ending", daemon=True)
+        self._begun = threading.Event()
+        self._threads = [
+            VitalThread(target=self._run, name="ending", daemon=True),
+            VitalThread(target=self._watch, name="watchdog", daemon=True),
+        ]
 
     def install(self) -> None:
-        """Install the signal handlers. Main thread only."""
+        """Install the signal handlers, and start all threads that the end needs. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.ask())
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, code: int = 0) -> None:
         """Request the end, as a signal does. The process exits with the highest code given."""
@@ -130,15 +137,18 @@ class GracefulShutdown:
 
     def _run(self) -> None:
         self._asked.get()
-        watchdog = threading.Timer(self._drain_s + _GRACE_S, self._exit)
-        watchdog.daemon = True
-        watchdog.start()
+        self._begun.set()
         try:
             self._drain()
         except Exception:
             log.exception("the worker could not be drained")
         state.should_stop = 0
         self._worker.prefetch.wake()
+
+    def _watch(self) -> None:
+        self._begun.wait()
+        time.sleep(min(self._drain_s + _GRACE_S, threading.TIMEOUT_MAX))
+        self._exit()
 
     def _drain(self) -> None:
         worker = self._worker
@@ -160,9 +170,11 @@ class GracefulShutdown:
             self._exit()
 
     def _exit(self) -> None:
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(self._code)
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+        finally:
+            os._exit(self._code)
 
 
 def _speak_plainly() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from core.jobs.registry import Registry
+from core.threads import VitalThread
 from workers.store_retry import StoreRetry
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class ControlListener:
         self._worker = worker
         self._cancel = cancel
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread = VitalThread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

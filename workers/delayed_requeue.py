@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 from core.jobs.broker import Envelope
+from core.threads import VitalThread
 
 HOLD_S = 1.0  # lets a worker of that model take another message before this one returns
 _EVERY_S = 0.01  # between sends: keeps thousands of messages without a worker from saturating this one
 
 
 class DelayedRequeue:
-    """Thread-safe. Its thread starts with the first message."""
+    """Thread-safe."""
 
     def __init__(self, send: Callable[[Envelope], None], hold_s: float = HOLD_S) -> None:
         """`send` must not raise."""
@@ -27,7 +28,8 @@ class DelayedRequeue:
         self._due = 0.0  # of the last one
         self._closed = False
         self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="aside", daemon=True)
+        self._thread = VitalThread(target=self._run, name="aside", daemon=True)
+        self._thread.start()  # not with the first message, for which memory may be short
 
     def put(self, envelope: Envelope) -> None:
         """Hold the message; a second one for the same job is dropped. After `close` it is sent at once."""
@@ -36,8 +38,6 @@ class DelayedRequeue:
                 if envelope.id not in self._held:
                     self._due = max(time.monotonic() + self._hold_s, self._due + _EVERY_S)
                     self._held[envelope.id] = self._due, envelope
-                if self._thread.ident is None:
-                    self._thread.start()
                 self._change.notify()
                 return
         self._send(envelope)
@@ -47,8 +47,7 @@ class DelayedRequeue:
         with self._change:
             self._closed = True
             self._change.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         while self._held:
             self._send(self._held.pop(next(iter(self._held)))[1])
 

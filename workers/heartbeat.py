@@ -7,11 +7,11 @@ workers.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 
+from core import threads
 from core.batching.engine import Engine
 from core.jobs.cards import WorkerCard
 from core.jobs.registry import Registry
@@ -29,9 +29,7 @@ _SHOWN_S = 3.0  # minimum validity of a card: a busy machine may send the next o
 
 def end_process(reason: str) -> None:
     """Default action for a hung engine: log it, and exit without another call to the device."""
-    log.critical("exiting; other workers take over the jobs: %s", reason)
-    logging.shutdown()
-    os._exit(STUCK)
+    threads.end_process(STUCK, "exiting; other workers take over the jobs: %s", reason)
 
 
 class StallDetector:
@@ -108,7 +106,7 @@ class Heartbeat:
         self._stall_detector: StallDetector | None = None
         self._poked = threading.Event()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threads.VitalThread(target=self._run, name="heart", daemon=True)
 
     def start(self) -> None:
         """Start announcing the card. There are no leases to renew before `watch`."""

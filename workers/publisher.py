@@ -16,6 +16,7 @@ from typing import Any
 
 from core.jobs.record import ProgressReport
 from core.jobs.store import JobStore
+from core.threads import VitalThread
 from workers.formats import preview
 from workers.store_retry import StoreRetry
 from workers.stream_buffer import StreamBuffer
@@ -46,7 +47,7 @@ class ProgressPublisher:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self.flushes = 0
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = VitalThread(target=self._run, name="publisher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

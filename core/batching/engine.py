@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
+from core import threads
 from core.batching.executor import BatchExecutor, Tick
 from core.batching.pending import Aborted, Closed, Expired, PendingResults
 from core.batching.request import Request, State
@@ -32,9 +32,7 @@ _POLL_S = 0.001  # how often a caller looks whether the thread has answered
 
 def end_process(error: BaseException) -> None:
     """The default answer to a device error that sticks: log, and end without running any more code on it."""
-    log.critical("device lost, exiting: %s", error)
-    logging.shutdown()
-    os._exit(70)
+    threads.end_process(70, "device lost, exiting: %s", error)
 
 
 class Engine:
@@ -153,8 +151,8 @@ class Engine:
             self._abort_live()
             self._end_all(Closed("the engine was closed"))
         except BaseException as error:
-            log.exception("the engine thread failed")
             try:
+                log.exception("the engine thread failed")
                 if isinstance(error, DeviceLost):
                     self._on_device_lost(error)
             finally:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from core.batching.request import Outcome, Request
+from core.threads import VitalThread
 
 T = TypeVar("T")
 
@@ -163,7 +164,7 @@ class Lane:
     def __init__(self, name: str = "lane") -> None:
         self._queue: queue.SimpleQueue[LaneTicket | None] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = VitalThread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, compute: Callable[[], Any], commit: Callable[[Any], Mapping[str, Outcome]]) -> LaneTicket:

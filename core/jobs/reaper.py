@@ -14,6 +14,7 @@ from collections.abc import Callable
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreError
 from core.jobs.store import JobStore
+from core.threads import VitalThread
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class Reaper:
         self._every_s = every_s
         self._stop = threading.Event()
         self._failing: set[str] = set()  # failures logged already; removed once they work again
-        self._thread = threading.Thread(target=self._run, args=(self._pass,), name="reaper", daemon=True)
-        self._clearer = threading.Thread(target=self._run, args=(self._clear,), name="clearer", daemon=True)
+        self._thread = VitalThread(target=self._run, args=(self._pass,), name="reaper", daemon=True)
+        self._clearer = VitalThread(target=self._run, args=(self._clear,), name="clearer", daemon=True)
 
     def start(self) -> None:
         """Start sweeping."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from core.graphs import CompiledCache, ExecutableKey, compiler
+from tests.starved import no_threads
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
 # torch.compile's own modules use what Python and numpy have deprecated.
@@ -156,3 +157,13 @@ def test_compiled_code_is_kept_between_starts(tmp_path: Path, monkeypatch: pytes
     assert said[0].startswith("hits 0 misses 1"), said
     assert "hits 0" not in said[1] and "misses 0" in said[1], said
     assert any(tmp_path.rglob("*.so")), "the compiled code lies where it was told to"
+
+
+@needs_compiler
+def test_compiling_waits_until_a_thread_can_start() -> None:
+    made = CompiledCache({"double": double}, compiled=True)
+    with no_threads():
+        made.want(ExecutableKey("double", 2, 0), lambda fn: None)
+    assert not made.wait(0)
+    made.want(ExecutableKey("double", 3, 0), lambda fn: None)
+    assert made.wait(300) and made.buckets("double", 0) == [2, 3]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.threads import GPU_THREADS, compute_threads, cores
+from core.threads import GPU_THREADS, THREAD_LOST, compute_threads, cores
 
 _LIMITED = """
 import os, sys
@@ -66,3 +66,43 @@ def test_a_thread_in_the_background_is_far_behind_its_own_process(nicer: int, id
     assert process == min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer)
     wanted = min(19, process + 14) if idle else 15
     assert thread == wanted or wanted < process  # nobody may raise a priority again
+
+
+_LANE_LOST = """
+import threading, time
+from core.batching.runner import Lane
+def wake():
+    raise MemoryError
+lane = Lane("image")
+began = threading.Event()
+lane.start(began.wait, lambda _: {}).notify(wake)
+began.set()
+lane.call(lambda: print("served"))
+"""
+
+
+def test_a_process_ends_with_a_thread_that_it_needs() -> None:
+    """A lane that ended in silence would leave its requests running until the device counted as hung."""
+    ended = subprocess.run([sys.executable, "-c", _LANE_LOST], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (THREAD_LOST, "")
+    assert "the thread image has failed (MemoryError())" in ended.stderr
+
+
+_NOT_STARTED = """
+import _thread, time
+from core.threads import end_without_memory
+def begin():
+    raise {error}
+end_without_memory()
+_thread.start_new_thread(begin, ())  # as threading does, whose own first lines are outside of all its handlers
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("MemoryError", THREAD_LOST), ("ValueError", 0)])
+def test_a_thread_that_has_no_memory_to_start_ends_the_process(error: str, code: int) -> None:
+    """Thread.start would wait for it for ever."""
+    script = _NOT_STARTED.format(error=error)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert ("memory has run out" if code else "ValueError") in ended.stderr

@@ -13,6 +13,7 @@ from core.batching.runner import OutOfMemory
 from pipeline.folder import ModelError
 from pipeline.pinned_cache import PinnedCache, ReadFile
 from pipeline.sized_cache import SizedCache
+from tests.starved import no_threads
 
 
 def cache_of(sizes: dict[str, int], capacity: int) -> PinnedCache[str]:
@@ -155,3 +156,15 @@ def test_what_is_read_again_for_a_request_stays_until_it_is_admitted() -> None:
     cache.find("c", 0)
     taken = cache.take(["a"], wait=True)
     assert taken is not None and cache.content(taken[0]) == "a"
+
+
+def test_what_is_evicted_is_freed_also_where_no_thread_can_start() -> None:
+    """On the engine's thread an error would end the process."""
+    cache = cache_of({"a": 1, "b": 2}, 2)
+    cache.find("a", 0)
+    taken = cache.take(["a"], wait=True)
+    assert taken is not None
+    cache.find("b", 0)
+    with no_threads():
+        cache.give(taken)
+    assert cache.held == {"b": 2}

@@ -16,6 +16,7 @@ from core.cuda_graphs import GraphCache
 from core.graphs import ExecutableKey
 from pipeline.recording import BackgroundRecorder, GraphSet
 from tests.core.tape import Tape
+from tests.starved import no_threads
 
 WIDTHS = {"double": (1, 2, 4)}
 
@@ -239,4 +240,15 @@ def test_an_error_of_recording_is_logged_and_ends_it(lane: Lane, caplog: pytest.
     assert recorder.wait(60)
     assert "no more graphs are recorded" in caplog.text and "unspecified launch failure" in caplog.text
     assert lane.call(lambda: 3) == 3, "traffic goes on"
+    recorder.close()
+
+
+def test_recording_waits_until_a_thread_can_start(lane: Lane) -> None:
+    came = threading.Event()
+    recorder = BackgroundRecorder(lane, lambda: came.set() or False, lambda: False)
+    with no_threads():
+        recorder.start()
+    assert not came.is_set() and recorder.wait(0)
+    recorder.start()
+    assert came.wait(60)
     recorder.close()
