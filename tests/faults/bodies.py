@@ -31,7 +31,7 @@ class HostileRequest:
 
 
 def requests(seed: int) -> Iterator[HostileRequest]:
-    """An endless sequence. Every request must be rejected: well-formed ones have an unknown field."""
+    """An endless sequence. Every request must be rejected: what is valid as JSON has an unknown field."""
     draw = random.Random(seed)
     while True:
         yield draw.choice(_KINDS)(draw)
@@ -52,14 +52,14 @@ def _nested(draw: random.Random) -> HostileRequest:
     opening, closing = draw.choice(((b"[", b"]"), (b'{"a":', b"}")))
     depth = min(depth, _MIB // (len(opening) + len(closing)) - 32)
     inner = opening * depth + b"1" + closing * draw.choice((depth, depth - 1, 0))
-    return _json("nested", draw, b'{"prompt": ' + inner + b"}")
+    return _json("nested", draw, b'{"unknown": 1, "prompt": ' + inner + b"}")
 
 
 def _many(draw: random.Random) -> HostileRequest:
     """As many values as bytes allow."""
     piece = draw.choice((b"[],", b"{},", b"0,", b'"",', b'{"":0},', b"1e9,", b"null,"))
     size = draw.choice((1_000, 30_000, 300_000, _MIB - 100, _MIB + 1))
-    return _json("many values", draw, b'{"prompt": [' + piece * (size // len(piece)) + b"0]}")
+    return _json("many values", draw, b'{"unknown": 1, "prompt": [' + piece * (size // len(piece)) + b"0]}")
 
 
 def _number(draw: random.Random) -> HostileRequest:
@@ -71,7 +71,8 @@ def _number(draw: random.Random) -> HostileRequest:
 def _bytes(draw: random.Random) -> HostileRequest:
     raw = draw.choice((
         b"", b"\x00" * 1000, b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b'{"prompt": "\xc3"}', b'{"prompt": "\\ud800"}',
-        b'{"prompt": "\\u0000"}', b"\x1f\x8b\x08", draw.randbytes(draw.choice((3, 300, 30_000))), b"null",
+        b'{"unknown": 1, "prompt": "\\u0000"}', b"\x1f\x8b\x08", draw.randbytes(draw.choice((3, 300, 30_000))),
+        b"null",
         b'"' + b"a" * 9999,
     ))  # fmt: skip
     return _json("bytes", draw, raw)
@@ -173,11 +174,14 @@ def _broken_form(draw: random.Random) -> HostileRequest:
 
 
 def _lines(draw: random.Random) -> HostileRequest:
-    """A file for a batch, of lines that are none."""
+    """A file of lines that are no batch, as a picture or for no purpose: for a batch it would be stored."""
     line = draw.choice((b"[]\n", b"{}\n", b"\n", b"{" * 3_000 + b"\n", b'{"custom_id": "a"}\n', b"\xff\n", b"0\n"))
     data = line * (draw.choice((1_000, 100_000, _MIB)) // len(line))
     return _form(
-        "lines", draw, {"purpose": draw.choice((b"batch", b"", b"x" * 999)), "file": data, "unknown": b"1"}, "/v1/files"
+        "lines",
+        draw,
+        {"purpose": draw.choice((b"vision", b"", b"x" * 999)), "file": data, "unknown": b"1"},
+        "/v1/files",
     )
 
 
@@ -240,7 +244,8 @@ def _path(draw: random.Random) -> HostileRequest:
     return HostileRequest("path", path.format(name), _sound(draw) if method != "GET" else b"", method=method)
 
 
-_KINDS: tuple[Callable[[random.Random], HostileRequest], ...] = (
+BODIES: tuple[Callable[[random.Random], HostileRequest], ...] = (
     _nested, _many, _number, _bytes, _repeated, _text, _schema, _address, _upload, _broken_form, _lines, _charset,
-    _stuffed, _headers, _packed, _path,
+    _stuffed, _headers, _packed,
 )  # fmt: skip
+_KINDS = (*BODIES, _path)
