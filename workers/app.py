@@ -53,10 +53,11 @@ class WorkerApplication(Celery):  # type: ignore[misc]
         self.send_task(name, args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
 
     def message(self, envelope: Envelope) -> str:
-        """A message to one worker, for the script that pushes it into that worker's own list."""
+        """A message as it lies in a queue's list: in that of any worker, or in the one that is for `envelope.to`."""
+        queue = own_queue(envelope.queue, envelope.to) if envelope.to else envelope.queue
         task = self.amqp.as_task_v2(str(uuid4()), task_name(envelope.queue), args=[envelope.id])
         body = base64.b64encode(json.dumps(task.body).encode()).decode()
-        return pushed(task, own_queue(envelope.queue, envelope.to), envelope.priority, body, str(uuid4()))
+        return pushed(task, queue, envelope.priority, body, str(uuid4()))
 
 
 class CountedTask(Task):  # type: ignore[misc]

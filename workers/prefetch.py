@@ -7,11 +7,11 @@ asks Redis for nothing until a message is acknowledged, and then at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from celery import bootsteps
@@ -22,7 +22,7 @@ from kombu.entity import Queue
 from kombu.transport import redis, virtual
 
 from core.jobs import keys
-from core.jobs.broker import own_queue
+from core.jobs.broker import Envelope, own_queue, read_message
 
 log = logging.getLogger(__name__)
 
@@ -186,27 +186,32 @@ class BoundedQoS(redis.QoS):
                 client.hdel(channel.unacked_key, delivery_tag)
 
 
-def _screen(channel: Any) -> None:
-    """Make the channel move entries that are not messages to the dead letters: kombu would end the worker over one."""
+def _screen(channel: Any, queue: str, worker: str, write: Callable[[Envelope], str]) -> None:
+    """Make the channel move entries that are no messages of this queue to the dead letters.
+
+    Of the others Celery and kombu get the job's id and priority alone, in a message that `write` makes anew: a field
+    of an unexpected type would end the worker, and one that delays the task would keep its place for years.
+    """
     parse = channel.client.parse_response
 
     def screened(connection: Any, command: str, **options: Any) -> Any:
         answer = parse(connection, command, **options)
         if command != "BRPOP" or not answer:
             return answer
+        key, entry = answer
+        name = key.decode("utf-8", "replace")
         try:
-            channel.Message(json.loads(answer[1]), channel=channel)
-        except Exception as error:
-            queue, entry = answer
-            log.error(  # without its content, which may be private
-                "a malformed message in queue %s (%s) was moved to %s",
-                queue.decode("utf-8", "replace"), type(error).__name__, keys.DEAD_LETTERS,
-            )  # fmt: skip
+            envelope = read_message(entry, queue)
+        except ValueError as error:
+            # Without its content, which may be private.
+            reason = error if type(error) is ValueError else type(error).__name__
+            log.error("a malformed message in queue %s (%s) was moved to %s", name, reason, keys.DEAD_LETTERS)
             with contextlib.suppress(Exception), channel.conn_or_acquire() as client:
                 client.lpush(keys.DEAD_LETTERS, entry)
                 client.ltrim(keys.DEAD_LETTERS, 0, _DEAD_KEPT - 1)
             return None
-        return answer
+        to = worker if name.startswith(own_queue(queue, worker)) else ""
+        return key, write(replace(envelope, to=to)).encode()
 
     channel.client.parse_response = screened
 
@@ -275,7 +280,7 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
         for queue in prefetch.queues:
             channel = c.connection.channel()
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
-            _screen(channel)
+            _screen(channel, queue, prefetch.worker, c.app.message)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
             own = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
             consumers[queue] = c.app.amqp.TaskConsumer(

@@ -5,7 +5,9 @@ Plain data. Does not import Celery, so that the store can compute the Redis key 
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import ssl
 from bisect import bisect
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 QUEUES = ("image", "text")
 PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; FIFO within each
 _SEPARATOR = ":"
+JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,30 @@ def pushed(task: Any, queue: str, priority: int, body: str, tag: str) -> str:
             "properties": properties,
         }
     )
+
+
+def read_message(entry: str | bytes, queue: str) -> Envelope:
+    """Parse an entry of a queue's list, as `pushed` writes it; what nobody reads is ignored.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        message = json.loads(entry)
+        headers, properties = message["headers"], message["properties"]
+        read = (message["content-type"], message["content-encoding"], properties["body_encoding"], headers["task"])
+        if read != ("application/json", "utf-8", "base64", task_name(queue)):
+            raise ValueError(f"is not a task {task_name(queue)} in JSON")
+        if headers.get("eta") is not None or headers.get("expires") is not None:
+            raise ValueError("is for another time")
+        id = json.loads(base64.b64decode(message["body"], validate=True))[0][0]
+        priority = properties["priority"]
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("has another structure") from error
+    if not isinstance(id, str) or not JOB_ID.fullmatch(id):
+        raise ValueError("names no job")
+    if type(priority) is not int or not PRIORITY_STEPS[0] <= priority <= PRIORITY_STEPS[-1]:
+        raise ValueError("has no priority")
+    return Envelope(id, queue, priority)
 
 
 def celery_settings(url: str) -> dict[str, Any]:

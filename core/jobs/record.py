@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from enum import StrEnum
 from typing import Any, Self
 
 from contract.bounds import PRIORITY
-from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope
+from core.jobs.broker import JOB_ID, PRIORITY_STEPS, QUEUES, Envelope
 from core.jobs.unreadable import UnreadableRecord, check_version
 
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
 
@@ -90,9 +88,9 @@ class JobDraft:
     keep_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.id):
+        if not JOB_ID.fullmatch(self.id):
             raise ValueError("id: must be 1 to 64 letters, digits, - or _")
-        if self.owner and not _ID.fullmatch(self.owner):
+        if self.owner and not JOB_ID.fullmatch(self.owner):
             raise ValueError("owner: must be empty, or 1 to 64 letters, digits, - or _")
         if self.modality not in QUEUES:
             raise ValueError(f"modality: must be one of {', '.join(QUEUES)}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import signal
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from core.jobs.broker import Envelope, read_message
 from core.jobs.reaper import Reaper
 from core.jobs.record import JobState
 from core.jobs.store import JobStore
@@ -130,6 +136,70 @@ def test_an_entry_that_is_no_message_ends_no_worker(crew: Crew) -> None:
     assert worker.process.poll() is None
     assert worker.log.count("a malformed message in queue") == len(ODD)
     assert "no JSON at all" not in worker.log
+
+
+PLACES = [  # in a message, whose body is decoded
+    *((name,) for name in ("body", "headers", "properties", "content-type", "content-encoding")),
+    *(("headers", name) for name in ("task", "id", "eta", "expires", "retries", "timelimit", "root_id", "group",
+        "argsrepr", "compression", "ignore_result", "stamps", "replaced_task_nesting")),
+    *(("properties", name) for name in ("delivery_info", "delivery_tag", "priority", "body_encoding",
+        "correlation_id", "reply_to", "delivery_mode")),
+    ("properties", "delivery_info", "exchange"), ("properties", "delivery_info", "routing_key"),
+    ("body", 0), ("body", 0, 0), ("body", 1), ("body", 2), ("body", 2, "chain"), ("body", 2, "callbacks"),
+]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+    | st.sampled_from(["x" * 100_000, "a" * 64, "image", "application/x-python-serialize", "2999-01-01T00:00:00Z"]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3)
+    | st.fixed_dictionaries({"__type__": st.sampled_from(["uuid", "datetime", "x"]), "__value__": values}),
+    max_leaves=5,
+)  # fmt: skip
+GONE = object()
+
+
+def changed(message: str, changes: list[tuple[tuple[str | int, ...], object]]) -> str:
+    """The message with other values in these places, as far as they exist."""
+    whole = json.loads(message)
+    whole["body"] = json.loads(base64.b64decode(whole["body"]))
+    for path, value in changes:
+        with contextlib.suppress(LookupError, TypeError):
+            place = whole
+            for name in path[:-1]:
+                place = place[name]
+            if value is GONE:
+                del place[path[-1]]
+            else:
+                place[path[-1]] = value
+    if "body" in whole:
+        whole["body"] = base64.b64encode(json.dumps(whole["body"]).encode()).decode()
+    return json.dumps(whole)
+
+
+def test_no_message_ends_a_worker_or_keeps_its_place(crew: Crew) -> None:
+    """Whatever its fields hold: it is served as the job's that it names, or put aside."""
+    worker = crew.hire(image_jobs=2)
+    put_aside: set[str] = set()
+
+    @settings(max_examples=150)
+    @given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES | st.just(GONE)), min_size=1, max_size=2))
+    def push(changes: list[tuple[tuple[str | int, ...], object]]) -> None:
+        entry = changed(crew.sender.message(Envelope("no-such-job", "image", 5)), changes)
+        crew.redis.rpush("image", entry)
+        try:
+            read_message(entry, "image")
+        except ValueError:
+            put_aside.add(entry)
+
+    push()
+    assert crew.ended(crew.ask()).state is JobState.SUCCEEDED
+    eventually(lambda: crew.redis.llen("image") == 0 and crew.redis.hlen("unacked") == 0, "all acknowledgements")
+    assert set(crew.redis.lrange("diptych:dead_letters", 0, -1)) == put_aside
+    assert worker.process.poll() is None
+    assert "Traceback" not in worker.log and "x" * 1000 not in worker.log
+    jobs = [crew.ask(steps=LONG, seed=k) for k in range(2)]
+    for id in jobs:  # both places are free
+        crew.running(id)
+        assert crew.store.cancel(id)
 
 
 def test_a_killed_worker_leaves_no_binding(crew: Crew) -> None:
