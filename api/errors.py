@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.methods import allowed
 from contract.errors import INVALID_REQUEST, INVALID_VALUE, Invalid
-from core.artifacts import ArtifactError, StorageDown
+from core.artifacts import ArtifactError, ArtifactUnwritable, StorageDown, StorageFull
 from core.jobs import rights
 from core.jobs.connection import StoreDenied, StoreDown, StoreError, StoreFull
 from core.jobs.record import Job, JobState
@@ -195,11 +195,19 @@ def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> A
 
     `trouble`: a known cause of Redis's failure. `safe`: a retry does not generate anything twice.
     """
+    if isinstance(error, StorageFull):  # nothing is drawn yet: workers' writes end with their jobs
+        log.error("answered 503: %s", error)
+        message = "The store of pictures and files is full, and nothing was stored; try again later."
+        return ApiError(503, message, code="storage_full", headers={"Retry-After": str(_FULL_S)})
     if isinstance(error, StorageDown):
         log.warning("answered 503: %s", error)
         message = "The store of pictures and files does not answer; ask again later for what was made."
         headers = {"Retry-After": str(_UNSTORED_S), **({} if safe else NO_RETRY)}
         return ApiError(503, message, code="storage_down", headers=headers)
+    if isinstance(error, ArtifactUnwritable):
+        log.error("a file cannot be stored: %s", error)
+        message = "The store of pictures and files refuses to write; the server's log says why."
+        return ApiError(500, message, code="artifact_unwritable", headers=NO_RETRY)
     if isinstance(error, ArtifactError):
         log.error("a finished image cannot be read: %s", error)
         message = "The picture was drawn and cannot be read now; the server's log says why."

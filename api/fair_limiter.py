@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -41,17 +41,20 @@ class FairLimiter:
         return await anyio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self._threads)
 
     @asynccontextmanager
-    async def turn(self, tenant: str, cost: int = 0) -> AsyncIterator[None]:
-        """The tenant's turn, for as long as the context is open. Callers that wait for it should hold little."""
+    async def turn(self, tenant: str, cost: int = 0, within_s: float | None = None) -> AsyncIterator[None]:
+        """The tenant's turn, for as long as the context is open. Callers that wait for it should hold little.
+
+        Raises TimeoutError where it does not come `within_s`.
+        """
         lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
         waiting.append(None)
         try:
-            async with lock:
-                await self._acquire(cost)
-                try:
-                    yield
-                finally:
-                    self._release(cost)
+            async with AsyncExitStack() as held:
+                async with asyncio.timeout(within_s):
+                    await held.enter_async_context(lock)
+                    await self._acquire(cost)
+                held.callback(self._release, cost)
+                yield
         finally:
             waiting.pop()
             if not waiting:

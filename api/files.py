@@ -23,7 +23,7 @@ from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
 from api.service import Given, Service
 from contract.card import Size
-from core.artifacts import NoArtifact, Spool
+from core.artifacts import NoArtifact, Spool, StorageDown
 from core.jobs.files import KEPT_S, File, FilesFull, KeyRequired, new_file_id
 
 router = APIRouter(tags=["batches"])
@@ -69,9 +69,13 @@ async def create(request: Request, service: Given, caller: By) -> Response:
         info = None
         if purpose == "vision":
             info = await service.pictures.measure(caller.id, upload_source("file", upload))
-        file = await service.writing.run(
-            caller.id, _keep_upload, service, caller.id, name, purpose, upload.file, info, quota
-        )
+        try:
+            async with service.writing.turn(caller.id, within_s=service.settings.storage_s):
+                file = await service.writing.on_thread(
+                    _keep_upload, service, caller.id, name, purpose, upload.file, info, quota
+                )
+        except TimeoutError:
+            raise StorageDown("an earlier file of this key is still being stored") from None
     return JSONResponse(_object(file))
 
 

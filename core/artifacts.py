@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -36,8 +37,13 @@ _WRITES: Final = 100  # retries of a file whose folder is deleted at the same mo
 WITHIN_S: Final = 20.0
 _CONNECT_S: Final = 5.0
 _TRIES: Final = 4
+_LOOKS: Final = 0.25  # the part of an operation's time in which the store must say whether an artifact exists
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+# Object stores' answers: 507, or an error code such as S3's QuotaExceeded and MinIO's XMinioStorageFull.
+_REFUSED: Final = re.compile(r"\b507\b|StorageFull|QuotaExceeded|InsufficientStorage|TotalStorageLimit")
 # obstore's messages for no reply, or a 5xx: it has no exception types for these.
 _UNWELL: Final = re.compile(r"HTTP error|error sending request|timed out|[Ss]erver (returned|error).{0,40}\b5\d\d\b")
+_DENIED: Final = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 
 
@@ -72,6 +78,14 @@ class StorageDown(ArtifactError):
     """The store is unreachable, does not reply in time, or reports a failure. Retryable."""
 
 
+class StorageFull(StorageDown):
+    """The disk, the quota or the object store has no room for what is written. Retryable."""
+
+
+class ArtifactUnwritable(ArtifactError):
+    """The store refuses a write, mostly for want of a right."""
+
+
 class Spool:
     """A large artifact before it is stored: an unnamed file, hashed as it is written."""
 
@@ -92,8 +106,8 @@ class Spool:
         return spool
 
     def write(self, data: bytes) -> None:
-        """Raises `ArtifactError` if the disk is full."""
-        with _told("write an artifact"):
+        """Raises `StorageFull` if the disk is full, and `ArtifactUnwritable`."""
+        with _told("write an artifact", ArtifactUnwritable):
             self.file.write(data)
         self._hash.update(data)
         self.size += len(data)
@@ -127,17 +141,9 @@ class Artifacts:
                 self._store = LocalStore(folder, mkdir=True, automatic_cleanup=True)
                 self._folder = folder
             else:
-                # http:// is allowed for an explicitly named endpoint (AWS_ENDPOINT_URL).
-                self._store = from_url(
-                    url,
-                    client_options={
-                        "allow_http": True,
-                        "connect_timeout": timedelta(seconds=min(_CONNECT_S, within_s / 2)),
-                        "timeout": timedelta(seconds=within_s / 2),  # per try
-                    },
-                    # No try starts after this, so that the last one ends in time.
-                    retry_config={"max_retries": _TRIES - 1, "retry_timeout": timedelta(seconds=within_s / 2)},
-                )
+                self._store = _client(url, within_s * (1 - _LOOKS))
+            # Looks whether an artifact exists before it is written: both end within the time of one operation.
+            self._looking = self._store if parts.scheme in ("file", "memory") else _client(url, within_s * _LOOKS)
 
     def put(self, data: bytes, media_type: str) -> str:
         """Store `data` fully or not at all, and return its key. Existing data is not written again.
@@ -162,7 +168,7 @@ class Artifacts:
 
         It is on the artifacts' disk, or among the temporary files if these are not on a disk.
         """
-        with _told("write an artifact"):
+        with _told("write an artifact", ArtifactUnwritable):
             return Spool(tempfile.TemporaryFile(dir=self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
@@ -173,7 +179,7 @@ class Artifacts:
         return key
 
     def _put(self, key: str, file: IO[bytes], size: int, media_type: str) -> None:
-        with _told("write an artifact"):
+        with _told("write an artifact", ArtifactUnwritable):
             if self._folder is not None:
                 path = self._folder / key
                 if not _holds(path, size, _digest(_checked(key))):
@@ -218,7 +224,7 @@ class Artifacts:
 
     def _size(self, key: str) -> int | None:
         try:
-            return int(obstore.head(self._store, key)["size"])
+            return int(obstore.head(self._looking, key)["size"])
         except FileNotFoundError:
             return None
 
@@ -227,7 +233,7 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
     until = time.monotonic() + _PATIENCE_S
     while not keep(key):  # an equal artifact exists and is being deleted
         if time.monotonic() > until:
-            raise ArtifactError("an equal artifact is still being deleted")
+            raise ArtifactUnwritable("an equal artifact is still being deleted")
         time.sleep(_AGAIN_S)
 
 
@@ -294,25 +300,49 @@ def _digest(key: re.Match[str]) -> str:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Maps a store's errors to ours, without their addresses and length."""
+def _told(what: str, otherwise: type[ArtifactError] = ArtifactError) -> Iterator[None]:
+    """Maps a store's errors to ours, without their addresses and length: to `otherwise` where nothing else fits."""
     try:
         yield
     except FileNotFoundError as error:
-        raise NoArtifact(f"cannot {what}: it does not exist") from error
-    except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
-        raise ArtifactError(f"cannot {what}: permission denied") from error
-    except BaseError as error:
-        kind = StorageDown if _UNWELL.search(str(error)) else ArtifactError
-        raise kind(f"cannot {what}: {_reason(error)}") from error
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise ArtifactError(f"cannot {what}: {_reason(error)}") from error
+        kind = NoArtifact if otherwise is ArtifactError else otherwise
+        raise kind(f"cannot {what}: it does not exist") from error
+    except (OSError, BaseError, ValueError, NotImplementedError) as error:
+        raise _kind(error, otherwise)(f"cannot {what}: {_reason(error)}") from error
+
+
+def _kind(error: Exception, otherwise: type[ArtifactError]) -> type[ArtifactError]:
+    if _number(error) in _FULL or (isinstance(error, BaseError) and _REFUSED.search(str(error))):
+        return StorageFull
+    if isinstance(error, _DENIED) or not isinstance(error, BaseError) or not _UNWELL.search(str(error)):
+        return otherwise
+    return StorageDown
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error, from obstore's message too."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    code = _OS_ERROR.search(str(error))
+    return None if code is None else int(code[1])
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    code = _OS_ERROR.search(str(error))
-    if code is not None:
-        return os.strerror(int(code[1])).lower()
-    return str(error).partition("\n")[0]
+    if isinstance(error, _DENIED):
+        return "permission denied"
+    number = _number(error)
+    return str(error).partition("\n")[0] if number is None else os.strerror(number).lower()
+
+
+def _client(url: str, within_s: float) -> ObjectStore:
+    """An object store whose calls end within this time. http:// is allowed for a named endpoint (AWS_ENDPOINT_URL)."""
+    try_s, last_try_s = within_s * 2 / 3, within_s / 3  # no try starts after the latter
+    return from_url(
+        url,
+        client_options={
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=min(_CONNECT_S, try_s)),
+            "timeout": timedelta(seconds=try_s),
+        },
+        retry_config={"max_retries": _TRIES - 1, "retry_timeout": timedelta(seconds=last_try_s)},
+    )

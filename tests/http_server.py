@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET and POST by `respond`, and logs nothing."""
+    """Answers each request by `respond`, and logs nothing."""
 
     def respond(self) -> None:
         raise NotImplementedError
@@ -17,6 +17,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.respond()
 
     def do_POST(self) -> None:
+        self.respond()
+
+    def do_PUT(self) -> None:
+        self.respond()
+
+    def do_HEAD(self) -> None:
         self.respond()
 
     def body(self) -> bytes:

@@ -75,7 +75,8 @@ class Worker:
         self._store, self._registry = JobStore.of(settings, client), Registry(client)
         self._rights = RedisPermissions(client)
         try:
-            self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
+            # Twice as patient as an API, since no client waits at a connection: what is drawn fails for want of a place.
+            self._artifacts = Artifacts(settings.artifacts, 2 * settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self._lacks: list[str] = []  # as last logged

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from api.fair_limiter import FairLimiter
 from tests.api.world import PATIENCE_S
 
@@ -73,5 +75,23 @@ def test_turns_stay_within_the_budget_and_none_is_overtaken() -> None:
         ends["e"].set()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert not limiter._locks and not limiter._queue and (limiter._running, limiter._used) == (0, 0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("behind", ["ann", "bob"])
+def test_a_turn_that_does_not_come_in_time_is_given_up(behind: str) -> None:
+    """Behind one of the tenant's own, or all places; those after it get theirs."""
+
+    async def play() -> None:
+        limiter = FairLimiter(1)
+        async with limiter.turn("ann"):
+            with pytest.raises(TimeoutError):
+                async with limiter.turn(behind, within_s=0.05):
+                    raise AssertionError("two at once")
+        for tenant in ("ann", "bob"):
+            async with limiter.turn(tenant, within_s=PATIENCE_S):
+                pass
+        assert not limiter._locks
 
     asyncio.run(play())

@@ -1,4 +1,4 @@
-"""An object store that takes connections and never answers: what needs it is told so, and nothing else notices."""
+"""An object store that never answers, is full or refuses: what needs it is told so, and nothing else notices."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import httpx2
 import pytest
 
-from core.artifacts import ArtifactError, Artifacts
+from core.artifacts import ArtifactError, Artifacts, ArtifactUnwritable, StorageDown, StorageFull
 from core.config import Settings
 from core.jobs.files import FileStore
 from core.jobs.record import JobDraft, JobState
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.disks import small_disk
+from tests.http_server import Handler, LocalServer
 
 WITHIN_S = 2.0
 MUCH_S = 30.0  # what takes milliseconds, on a machine that may stall
@@ -56,8 +59,6 @@ def settings(redis_url: str, folder: Path) -> Settings:
 
 
 def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
-    from core.artifacts import StorageDown
-
     artifacts = Artifacts("s3://bucket/pictures", WITHIN_S)
     for call in (lambda: artifacts.get(KEY), lambda: artifacts.delete(KEY), lambda: artifacts.put(b"x", "image/png")):
         before = time.monotonic()
@@ -151,3 +152,82 @@ def test_the_sweep_does_not_wait_for_it(hung: list[socket.socket], settings: Set
         while not worker.is_("late", JobState.EXPIRED):
             assert time.monotonic() < until, "nobody sweeps"
             time.sleep(0.05)
+
+
+class Refusing(Handler):
+    """An object store that has nothing, takes its time to say so, and stores nothing."""
+
+    status, said, slow_s = 507, b"", 0.0
+    asked: ClassVar[list[str]] = []
+
+    def respond(self) -> None:
+        self.asked.append(self.command)
+        if self.command == "PUT":
+            self.body()
+            self.answer(self.status, b"<Error><Code>%s</Code></Error>" % self.said)
+            return
+        time.sleep(self.slow_s)
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            self.answer(404)
+
+
+@contextlib.contextmanager
+def refusing(monkeypatch: pytest.MonkeyPatch, **answers: object) -> Iterator[list[str]]:
+    """The methods of requests to it."""
+    with LocalServer(type("Store", (Refusing,), {**answers, "asked": (asked := [])})) as server:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": server.url,
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield asked
+
+
+def test_nothing_is_written_where_looking_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking and writing end in the time of one operation: the first has a quarter of it."""
+    with refusing(monkeypatch, slow_s=0.45 * WITHIN_S) as asked:
+        with pytest.raises(StorageDown):
+            Artifacts("s3://bucket", WITHIN_S).put(b"x", "image/png")
+        assert set(asked) == {"HEAD"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind"),
+    [
+        (507, b"InsufficientStorage", StorageFull), (507, b"XMinioStorageFull", StorageFull),
+        (403, b"QuotaExceeded", StorageFull), (403, b"AccessDenied", ArtifactUnwritable),
+        (503, b"SlowDown", StorageDown),
+    ],
+)  # fmt: skip
+def test_why_an_object_store_does_not_write(
+    status: int, said: bytes, kind: type[ArtifactError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refusing(monkeypatch, status=status, said=said), pytest.raises(ArtifactError) as caught:
+        Artifacts("s3://bucket", WITHIN_S).put(b"x", "image/png")
+    assert type(caught.value) is kind, caught.value
+
+
+def test_a_full_disk_is_told_until_there_is_room(redis_url: str, folder: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        settings = settings_of(redis_url, folder, artifacts_url=disk.as_uri())
+        with Worker(settings) as worker, Api(settings) as api:
+            worker.announce()
+            data = {"purpose": "batch"}
+            full = api.client.post("/v1/files", files={"file": ("a.jsonl", b"0" * 2**21)}, data=data)
+            check_error(full, 503, code="storage_full")
+            assert int(full.headers["retry-after"]) > 0
+            assert "drawn" not in full.text
+            assert api.client.post("/v1/files", files={"file": ("a.jsonl", b"0")}, data=data).status_code == 200
+
+
+def test_a_store_that_refuses_to_write_is_not_blamed_on_a_picture(
+    redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refusing(monkeypatch, status=403, said=b"AccessDenied"):
+        settings = settings_of(redis_url, folder, artifacts_url="s3://bucket", storage_s=WITHIN_S)
+        with Worker(settings) as worker, Api(settings) as api:
+            worker.announce()
+            form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+            refused = api.client.post("/v1/files", **form)
+            check_error(refused, 500, code="artifact_unwritable")
+            assert "drawn" not in refused.text

@@ -283,7 +283,7 @@ def answers_are_documented(index: Index) -> Iterator[str]:
             yield f"{call.op} {call.about}: no answer within {call.end - call.begin:.0f} s"
 
 
-_NAMED = frozenset({"artifact_error", "artifact_unreadable", "crashed"})
+_NAMED = frozenset({"artifact_error", "crashed"})
 
 
 def batches_are_whole(index: Index) -> Iterator[str]:

@@ -43,7 +43,7 @@ SHARE = 20  # jobs of a tenant that may wait in a queue
 SETTINGS = {
     "lease_s": "2", "drain_s": "0.3", "max_attempts": "8", "max_queued": "60", "image_jobs": "4", "text_jobs": "4",
     "model": "random:tiny", "kernels": "false", "compile": "false", "threads": "1", "webhook_private": "true",
-    "rate": "", "retention_s": "1800", "key_queued": str(SHARE),
+    "rate": "", "retention_s": "1800", "key_queued": str(SHARE), "storage_s": "6",
 }  # fmt: skip
 
 
@@ -72,7 +72,8 @@ class World(Site):
     attacked: bool = False  # something hostile was sent, and may have left jobs behind
     threads: list[threading.Thread] = field(default_factory=list)  # that send it
     statuses: list[tuple[float, float, str, int]] = field(default_factory=list)  # answers: from, to, kind, status
-    patience_s: float = 20.0  # for the windows of rates to pass, and for connections and memory to be given back
+    # For the windows of rates to pass, for connections and memory to be given back, and for twice DIPTYCH_STORAGE_S.
+    patience_s: float = 20.0
     parts: list[Part] = field(default_factory=list)
     warm: dict[str, tuple[int, float]] = field(default_factory=dict)  # kind of part → descriptors and MiB, once warm
 
