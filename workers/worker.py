@@ -75,7 +75,7 @@ class Worker:
         self._store, self._registry = JobStore.of(settings, client), Registry(client)
         self._rights = RedisPermissions(client)
         try:
-            # Twice as patient as an API, since no client waits at a connection: what is drawn fails for want of a place.
+            # Twice as patient as an API: no client waits at a connection, and what is drawn would be lost.
             self._artifacts = Artifacts(settings.artifacts, 2 * settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
