@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from core.threads import started
+
 Answer = tuple[Any, list[bytes]]
 Function = Callable[[Any, list[bytes]], Answer]
 
@@ -149,9 +151,9 @@ class ProcessPool:
         """Start the timer that ends idle children, unless it runs. Call with the lock held."""
         if self._timer is None and self._idle and not self._closed:
             due = min(child.idle_since for child in self._idle) + self._idle_s
-            self._timer = threading.Timer(max(0.0, due - time.monotonic()), self._end_idle)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(max(0.0, due - time.monotonic()), self._end_idle)
+            timer.daemon = True
+            self._timer = timer if started(timer) else None
 
     def _end_idle(self) -> None:
         until = time.monotonic() - self._idle_s

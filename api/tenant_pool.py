@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from core.threads import started
+
 log = logging.getLogger(__name__)
 
 _IDLE_S = 10.0  # after which an idle thread ends
@@ -148,11 +150,11 @@ class TenantPool:
         late = min(self._threads, sum(item.late for item in self._running))
         if self._idle == 0 and len(self._alive) < self._threads + late:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._alive)}", daemon=True)
-            self._alive.add(thread)
-            thread.start()
+            if started(thread):  # else the next item starts it
+                self._alive.add(thread)
         if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep_time, name=f"{self._name}-time", daemon=True)
-            self._keeper.start()
+            keeper = threading.Thread(target=self._keep_time, name=f"{self._name}-time", daemon=True)
+            self._keeper = keeper if started(keeper) else None
 
     def _next(self) -> _Item | None:
         """The next item of the tenant, and of its lane, served longest ago. Both move to the end."""

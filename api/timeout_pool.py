@@ -14,6 +14,8 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from core.threads import started
+
 T = TypeVar("T")
 
 
@@ -43,8 +45,8 @@ class TimeoutThreadPool:
         self._tasks.put(_Task(function, copy_context(), loop, answered))
         if len(self._threads) < self._most:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            if started(thread):  # else the next call starts it
+                self._threads.append(thread)
         async with asyncio.timeout(within_s):
             return await answered
 

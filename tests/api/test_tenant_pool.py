@@ -12,6 +12,7 @@ import pytest
 
 from api.tenant_pool import Deadline, DeadlineExceeded, TenantPool
 from tests.api.world import PATIENCE_S, eventually
+from tests.starved import no_threads
 
 Work = Callable[[Deadline], None]
 
@@ -159,3 +160,12 @@ def test_stopping_drops_what_waits_and_cuts_what_runs() -> None:
     assert not items.submit("ann", "a", "later", lambda _: None)
     here.close()
     there.close()
+
+
+def test_threads_that_cannot_start_are_started_by_the_next_item() -> None:
+    items, ran = pool(1), list[str]()
+    with no_threads():
+        items.submit("ann", "a", "first", lambda _: ran.append("first"))
+    items.submit("ann", "a", "second", lambda _: ran.append("second"))
+    eventually(lambda: ran == ["first", "second"])
+    items.stop()

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import pytest
 
 from api.timeout_pool import TimeoutThreadPool
+from tests.starved import no_threads
 
 PATIENCE_S = 60.0  # no test is decided by it
 
@@ -48,6 +49,18 @@ def test_what_hangs_is_left_and_what_waited_behind_it_never_begins() -> None:
         go.set()
         assert await pool.run(lambda: hang(99), PATIENCE_S) == 99
         assert sorted(begun) == [*sorted(begun[:3]), 99]
+
+    asyncio.run(work())
+    pool.close()
+
+
+def test_a_thread_that_cannot_start_is_started_by_the_next_call() -> None:
+    pool = TimeoutThreadPool("test", 1)
+
+    async def work() -> None:
+        with no_threads(), pytest.raises(TimeoutError):
+            await pool.run(lambda: 1, 0.05)
+        assert await pool.run(lambda: 2, PATIENCE_S) == 2
 
     asyncio.run(work())
     pool.close()
