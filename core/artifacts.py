@@ -79,7 +79,7 @@ class StorageDown(ArtifactError):
 
 
 class StorageFull(StorageDown):
-    """The disk, the quota or the object store has no room for what is written. Retryable."""
+    """The disk, the quota or the object store has no space for what is written. Retryable."""
 
 
 class ArtifactUnwritable(ArtifactError):

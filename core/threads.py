@@ -91,7 +91,7 @@ class VitalThread(threading.Thread):
 def end_without_memory() -> None:
     """From now on end this process over a MemoryError that no code can handle, as of a thread that was about to start.
 
-    Whoever starts that thread would wait for it for ever.
+    What starts that thread would wait for it for ever.
     """
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
