@@ -36,9 +36,10 @@ def photograph(side: int, seed: int = 0) -> Image.Image:
 
 
 def hole(side: int) -> np.ndarray:
-    """A mask that is no multiple of a latent on any side, [H, W]: 255 where it is drawn anew."""
+    """A mask that is no multiple of a latent on any side, [H, W]: 128 or more where it is drawn anew."""
     mask = np.zeros((side, side), dtype=np.uint8)
     mask[side // 4 + 3 : side - 5, 2 : side // 2 + 1] = 255
+    mask[side // 4 + 3], mask[0] = mask[side // 4 + 3] // 255 * 128, 127  # by which diffusers draws the line
     return mask
 
 
@@ -100,7 +101,7 @@ def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
     """What diffusers made, with the kept pixels as they were: it gives back what its VAE makes of them."""
     if one.edit is None or one.edit.mask is None:
         return expected
-    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 0
+    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 127
     return np.where(mask, expected, np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3))
 
 
