@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
@@ -11,8 +13,7 @@ from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, Size, TextCard
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
-from contract.image_job import image_job
+from contract.image_request import ImageRequest
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
@@ -23,9 +24,23 @@ _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
 }
 
 
-def image_draft(fields: ImageFields, card: ImageCard, pictures: PictureUploads = NO_PICTURES) -> JobDraft:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDraft(JobDraft):
+    """The draft of an image job, with the request that its parameters are."""
+
+    job: ImageJob = field(compare=False, repr=False)
+
+    def with_inputs(self, job: ImageJob, inputs: Sequence[str]) -> ImageDraft:
+        """The draft of this job, whose pictures are stored under these keys."""
+        return replace(self, job=job, parameters=job.to_dict(), inputs=tuple(inputs))
+
+
+def image_draft(
+    fields: ImageRequest, card: ImageCard, pictures: PictureUploads = NO_PICTURES, priority: int = PRIORITY
+) -> ImageDraft:
     """Build the job for these fields on this model, without an owner. Its pictures are not stored yet. Where their
-    sizes are unknown all else is checked, as if they had the model's native size.
+    sizes are unknown all else is checked, as if they had the model's native size. Where the request has no priority it
+    has this one.
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
@@ -36,16 +51,17 @@ def image_draft(fields: ImageFields, card: ImageCard, pictures: PictureUploads =
             fields = fields.model_copy(update={"size": "{}x{}".format(*size)})
     with invalid_as_api_error():
         like = pictures.controls[0].size if pictures.controls else None
-        job = image_job(fields, card.offer, size, masked=source is not None and source.masked, like=like)
+        job = fields.complete(card.offer, size, masked=source is not None and source.masked, like=like)
     if pictures.measured:
         for control in pictures.controls:
-            _check_shape(control.image, job.size)
-    return JobDraft(
+            _check_shape(control.image, job.picture.size)
+    return ImageDraft(
+        job=job,
         id=new_id(),
         modality="image",
         model=card.name,
         parameters=job.to_dict(),
-        priority=PRIORITY if fields.priority is None else fields.priority,
+        priority=priority if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
     )
@@ -60,14 +76,14 @@ def _check_shape(control: PictureSource, size: Size) -> None:
         raise invalid_field(control.field, words, "mismatched_size")
 
 
-def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:
+def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:
     """Reject a deadline that is shorter than the best case. Raises `ApiError` (400) with the estimate in seconds.
 
     Without a ready worker there is no estimate: the job is accepted, and expires if no worker starts in time.
     """
     if draft.deadline_s is None or ready < 1:
         return
-    best_s = solo_s(card, ImageJob.read(draft.parameters))
+    best_s = solo_s(card, draft.job)
     if level(draft.priority) > 0:  # the most urgent jobs overtake the queue
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:
@@ -75,7 +91,7 @@ def check_deadline(draft: JobDraft, card: ImageCard, backlog: QueueBacklog, read
         raise invalid_field("deadline_s", message, "deadline_hopeless")
 
 
-def check_expansion(fields: ImageFields, expands: bool) -> None:
+def check_expansion(fields: ImageRequest, expands: bool) -> None:
     """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
     if fields.expand_prompt and not expands:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")

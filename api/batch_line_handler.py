@@ -17,9 +17,8 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
-from api.uploads import NO_PICTURES, PictureUploads
 from contract.card import ImageCard, TextCard
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from core.artifacts import ArtifactError
 from core.jobs.batches import BatchRecord
 from core.jobs.record import Job, JobDraft, JobState
@@ -57,21 +56,22 @@ class BatchLineHandler:
         return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft:
-        kind = schemas.EditBody if batch.endpoint == EDITS else ImageFields
+        kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
         card = self._card(fields.model, ImageCard)
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
         if not references.any_named(fields):
-            return _draft(fields, card, NO_PICTURES)
+            return admission.image_draft(fields, card, priority=_PRIORITY)
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
-    async def _with_pictures(self, owner: str, fields: ImageFields, card: ImageCard) -> JobDraft:
+    async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft:
         """As `_picture`, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(references.Resolver(service, owner).uploads, fields)
-        _draft(fields, card, pictures)  # refused before anything is loaded
+        admission.image_draft(fields, card, pictures)  # refused before anything is loaded
         pictures = await service.pictures.measured(owner, pictures)
-        return await submission.store_inputs(service, owner, _draft(fields, card, pictures), pictures)
+        draft = admission.image_draft(fields, card, pictures, _PRIORITY)
+        return await submission.store_inputs(service, owner, draft, pictures)
 
     def _card(self, name: str | None, kind: type[C]) -> C:
         now = self._service.cards.now
@@ -111,11 +111,6 @@ class BatchLineHandler:
                 verified_size(self._service, key)
                 image["b64_json"] = Inline(key)
                 del image["url"]
-
-
-def _draft(fields: ImageFields, card: ImageCard, pictures: PictureUploads) -> JobDraft:
-    draft = admission.image_draft(fields, card, pictures)
-    return draft if fields.priority is not None else replace(draft, priority=_PRIORITY)
 
 
 def refusal(error: ApiError, id: str | None) -> Result:

@@ -21,9 +21,9 @@ from api.references import CONTROL, IMAGE_PROMPT, NONE_GIVEN, GivenPictures
 from api.service import Given
 from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_STEPS
-from contract.control import ControlChoice
-from contract.image_fields import EditFields
-from contract.image_prompt import ImagePromptChoice
+from contract.control import Control
+from contract.image_prompt import ImagePrompt
+from contract.image_request import EditRequest
 
 router = APIRouter(tags=["images"])
 
@@ -31,14 +31,14 @@ _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
 _SEVERAL = (CONTROL, IMAGE_PROMPT)
 _LISTS = ("image[]", *(f"{name}[]" for name in _SEVERAL))  # as clients send lists
-_MOST = len(_FILES) + ControlChoice.MOST + ImagePromptChoice.MOST
+_MOST = len(_FILES) + Control.MOST + ImagePrompt.MOST
 _JSON = {
     "deepcache": "{",
     "outpaint": "{",
     "upscale": "{",
     "refiner": "{",
-    ControlChoice.FIELD: "[",
-    ImagePromptChoice.FIELD: "[",
+    Control.FIELD: "[",
+    ImagePrompt.FIELD: "[",
 }  # fields that are JSON in a form too, and how that begins
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
@@ -50,7 +50,7 @@ _FILE = {"type": "string", "format": "binary"}
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
     openapi_extra=schemas.document(
-        EditFields, schemas.EditBody,
+        EditRequest, schemas.EditBody,
         form={
             "image": {**_FILE, "description": "PNG, JPEG or WebP"},
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
@@ -70,7 +70,7 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
 
 
 @asynccontextmanager
-async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditFields, GivenPictures]]:
+async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditRequest, GivenPictures]]:
     """The request, as a form or as JSON, and its files, which are open as long as the context. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
         yield schemas.read(schemas.EditBody, await body.read(request, caller.id)), NONE_GIVEN
@@ -78,7 +78,7 @@ async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditFie
     most_bytes = _MOST * MAX_BYTES + _ENVELOPE
     async with form(request, caller.id, max_bytes=most_bytes, max_files=_MOST + 2, max_fields=100) as parts:
         texts, given = _parts(parts)
-        yield schemas.read(EditFields, _typed(texts)), given
+        yield schemas.read(EditRequest, _typed(texts)), given
 
 
 def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
@@ -129,7 +129,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
     fields: dict[str, Any] = dict(texts)
     for name, text in texts.items():
-        known = EditFields.model_fields.get(name)
+        known = EditRequest.model_fields.get(name)
         kinds = get_args(known.annotation) if known is not None else ()
         if int in kinds and _WHOLE.fullmatch(text):
             fields[name] = int(text)

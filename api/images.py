@@ -19,7 +19,7 @@ from api.links import ImageLinks
 from api.presentation import results, size
 from api.service import Given, Service
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["images"])
@@ -32,7 +32,7 @@ _CLOSED = 499  # nobody reads it
     summary="Draw pictures and wait for them",
     response_model=schemas.Generated,
     responses={200: {"content": {"text/event-stream": {}}}},
-    openapi_extra={**schemas.document(ImageFields), "parameters": [schemas.IDEMPOTENCY_KEY]},
+    openapi_extra={**schemas.document(ImageRequest), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
     """Answers when all pictures are drawn; with `stream`, sends events as they come.
@@ -42,13 +42,13 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     """
     caller.check("images")
     async with charge_refusals(request, service, caller):
-        fields = schemas.read(ImageFields, await body.read(request, caller.id))
+        fields = schemas.read(ImageRequest, await body.read(request, caller.id))
     id = submission.idempotency_id(request, caller)
     job, _ = await submission.submit(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
 
 
-async def answer(service: Service, request: Request, job: Job, fields: ImageFields, *, stays: bool) -> Response:
+async def answer(service: Service, request: Request, job: Job, fields: ImageRequest, *, stays: bool) -> Response:
     """The job's images when all are finished, or with `stream` its events. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:

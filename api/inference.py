@@ -23,7 +23,7 @@ from api.presentation import results
 from api.references import GivenPictures
 from api.service import Given, Service
 from api.uploads import PictureSource
-from contract.image_fields import EditFields, ImageFields
+from contract.image_request import EditRequest, ImageRequest
 from contract.strict import StrictModel
 from core.artifacts import ArtifactError
 from core.jobs.connection import StoreError
@@ -44,7 +44,7 @@ _OTHERWISE = {  # fields that this endpoint expresses in another way, or does no
     "model", "n", "size", "steps", "response_format", "stream", "partial_images", "preview_every", "user", "quality",
     "style", "background", "moderation", "input_fidelity", "outpaint",
 }  # fmt: skip
-_SHARED = tuple(name for name in EditFields.model_fields if name not in _OTHERWISE)
+_SHARED = tuple(name for name in EditRequest.model_fields if name not in _OTHERWISE)
 
 
 class InferenceBody(StrictModel):
@@ -109,7 +109,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         await enforce_rate_limit(request, service, caller)
         async with _request(request, service, caller.id) as (given, image):
             edited = image is not None
-            fields = schemas.read(EditFields if edited else ImageFields, {**given, "model": model})
+            fields = schemas.read(EditRequest if edited else ImageRequest, {**given, "model": model})
             id = submission.idempotency_id(request, caller)
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)

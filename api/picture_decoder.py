@@ -16,7 +16,7 @@ from api.fair_limiter import FairLimiter
 from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 from api.uploads import PictureSource, PictureUploads
 from contract.card import Size
-from contract.image_fields import Margins
+from contract.image_request import Margins
 
 T = TypeVar("T")
 

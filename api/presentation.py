@@ -70,7 +70,7 @@ def results(job: Job) -> list[dict[str, Any]]:
 
 def size(job: Job) -> str:
     """Width and height of a job's images: of the first one, or else as asked for."""
-    drawn, asked = results(job)[:1], ImageJob.read(job.parameters).size
+    drawn, asked = results(job)[:1], ImageJob.read(job.parameters).picture.size
     return "{}x{}".format(*((drawn[0]["width"], drawn[0]["height"]) if drawn else asked))
 
 

@@ -19,9 +19,9 @@ from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import NO_PICTURES, PictureSource, PictureUploads, Upload
-from contract.control import ControlChoice
-from contract.image_fields import ControlFields, EditFields, ImageFields, ImagePromptFields
-from contract.image_prompt import ImagePromptChoice
+from contract.control import Control
+from contract.image_prompt import ImagePrompt
+from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import PictureInput
 from core.artifacts import digest_of
 from core.jobs.files import File
@@ -42,7 +42,7 @@ class GivenPictures(NamedTuple):
 NONE_GIVEN = GivenPictures()
 
 
-def read_job(given: dict[str, Any]) -> ImageFields:
+def read_job(given: dict[str, Any]) -> ImageRequest:
     """The fields of a job, by its type. Raises `ApiError`."""
     kind = given.get("type")
     if kind == "edit":
@@ -52,13 +52,13 @@ def read_job(given: dict[str, Any]) -> ImageFields:
     return schemas.read(schemas.JobFields, given)
 
 
-def any_named(fields: ImageFields, given: GivenPictures = NONE_GIVEN) -> bool:
+def any_named(fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> bool:
     """Whether a request has any pictures."""
-    return bool(isinstance(fields, EditFields) or fields.control or fields.image_prompts or any(given))
+    return bool(isinstance(fields, EditRequest) or fields.control or fields.image_prompts or any(given))
 
 
 async def resolve(
-    service: Service, caller: Caller, fields: ImageFields, given: GivenPictures = NONE_GIVEN
+    service: Service, caller: Caller, fields: ImageRequest, given: GivenPictures = NONE_GIVEN
 ) -> PictureUploads:
     """As `Resolver.uploads`, without blocking."""
     if not any_named(fields, given):
@@ -74,18 +74,18 @@ class Resolver:
         self._service, self._owner, self._admin = service, owner, admin
         self._files: dict[str, File] = {}
 
-    def uploads(self, fields: ImageFields, given: GivenPictures = NONE_GIVEN) -> PictureUploads:
+    def uploads(self, fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> PictureUploads:
         """The pictures of these fields, with what is known of them. Blocks.
 
         Raises `ApiError` (400, 404, 413), naming the field.
         """
         return PictureUploads(
-            self._source(fields, given) if isinstance(fields, EditFields) else None,
-            self._inputs(ControlChoice, fields.control or [], CONTROL, given.controls),
-            self._inputs(ImagePromptChoice, fields.image_prompts or [], IMAGE_PROMPT, given.image_prompts),
+            self._source(fields, given) if isinstance(fields, EditRequest) else None,
+            self._inputs(Control, fields.control or [], CONTROL, given.controls),
+            self._inputs(ImagePrompt, fields.image_prompts or [], IMAGE_PROMPT, given.image_prompts),
         ).check()
 
-    def _source(self, fields: EditFields, given: GivenPictures) -> Upload:
+    def _source(self, fields: EditRequest, given: GivenPictures) -> Upload:
         """The source image of an edit."""
         if not isinstance(fields, EditBody):
             if given.image is None:
@@ -99,7 +99,7 @@ class Resolver:
     def _inputs(
         self,
         kind: type[PictureInput],
-        entries: Sequence[ControlFields] | Sequence[ImagePromptFields],
+        entries: Sequence[Any],
         file: str,
         given: Sequence[PictureSource],
     ) -> tuple[Upload, ...]:

@@ -15,8 +15,8 @@ from api.body import plain
 from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, OBJECT, WORD, range_error
 from contract.characters import too_long
-from contract.image_fields import EditFields, ImageFields
-from contract.image_fields import ImageReference as ImageReference
+from contract.image_request import EditRequest, ImageRequest
+from contract.picture_input import ImageReference as ImageReference
 from contract.strict import UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
@@ -38,7 +38,7 @@ class _OfJob(StrictModel):
         return value
 
 
-class JobFields(_OfJob, ImageFields):
+class JobFields(_OfJob, ImageRequest):
     """A job: its type, and the fields of that type."""
 
     model_config = ConfigDict(title="JobRequest")
@@ -46,7 +46,7 @@ class JobFields(_OfJob, ImageFields):
     type: Literal["image"] = Field(description="what kind of job")
 
 
-class EditBody(EditFields):
+class EditBody(EditRequest):
     """The fields of an edit, as JSON."""
 
     model_config = ConfigDict(title="EditJSONRequest")

@@ -25,6 +25,7 @@ from api.access import (
     request_costs,
     unknown_key,
 )
+from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
 from api.references import NONE_GIVEN, GivenPictures
@@ -33,13 +34,13 @@ from api.uploads import PictureUploads, Upload
 from contract import image_prompt
 from contract.card import ImageCard, Size
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, new_id
 
-DraftFor = Callable[[PictureUploads, ImageCard], JobDraft]
+DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the job's record sets its retention
@@ -59,7 +60,7 @@ async def submit(
     service: Service,
     request: Request,
     caller: Caller,
-    fields: ImageFields,
+    fields: ImageRequest,
     id: str | None = None,
     given: GivenPictures = NONE_GIVEN,
     *,
@@ -84,7 +85,7 @@ async def submit(
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        drawn = picture_costs(caller, ImageJob.read(draft.parameters).n)
+        drawn = picture_costs(caller, draft.job.n)
         job, standing = await _create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
@@ -99,19 +100,18 @@ async def submit(
         draft = draft_for(pictures, card)
     draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
     await _check_deadline(service, draft, card)
-    n = ImageJob.read(draft.parameters).n
-    charges = picture_costs(caller, n)
+    charges = picture_costs(caller, draft.job.n)
     if pictured:
-        await count_pictures(request, service, caller, n)  # before anything is decoded
+        await count_pictures(request, service, caller, draft.job.n)  # before anything is decoded
         charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
     job, standing = await _create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
 
 
 def _draft(
-    service: Service, request: Request, caller: Caller, fields: ImageFields, id: str | None, digest: str,
+    service: Service, request: Request, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     pictures: PictureUploads, card: ImageCard,
-) -> JobDraft:  # fmt: skip
+) -> ImageDraft:  # fmt: skip
     admission.check_expansion(fields, service.cards.now.expands(card.name))
     return replace(
         admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
@@ -120,8 +120,8 @@ def _draft(
 
 
 async def _measured(
-    service: Service, caller: Caller, draft: JobDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
-) -> tuple[JobDraft, PictureUploads]:
+    service: Service, caller: Caller, draft: ImageDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
+) -> tuple[ImageDraft, PictureUploads]:
     """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
     if pictures.measured:
         return draft, pictures
@@ -131,7 +131,7 @@ async def _measured(
 
 def _attempt(
     draft_for: DraftFor, pictures: PictureUploads, card: ImageCard | None
-) -> tuple[JobDraft | None, ApiError | None]:
+) -> tuple[ImageDraft | None, ApiError | None]:
     """The draft, or why there is none; neither without a card."""
     try:
         return None if card is None else draft_for(pictures, card), None
@@ -163,7 +163,7 @@ async def served(service: Service, name: str | None, kind: type[C]) -> C:
     raise admission.no_model() if service.cards.redis_answers else StoreDown("Redis has never answered")
 
 
-async def _check_deadline(service: Service, draft: JobDraft, card: ImageCard) -> None:
+async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
     """Raises `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
@@ -211,13 +211,13 @@ async def _create(
     return made.job, made.standing
 
 
-async def store_inputs(service: Service, tenant: str, draft: JobDraft, pictures: PictureUploads) -> JobDraft:
+async def store_inputs(service: Service, tenant: str, draft: ImageDraft, pictures: PictureUploads) -> ImageDraft:
     """The draft with its pictures as its job reads them, decoded one after the other and stored until its record
     references them. All sizes must be known. Equal pictures are decoded once.
 
     Raises `ApiError`, naming the field, and `ArtifactError`.
     """
-    job = ImageJob.read(draft.parameters)
+    job, picture = draft.job, draft.job.picture
     keys: dict[Hashable, str] = {}
 
     async def put(identity: Hashable, decode: Callable[[], Awaitable[bytes]]) -> str:
@@ -232,25 +232,26 @@ async def store_inputs(service: Service, tenant: str, draft: JobDraft, pictures:
         decode = partial(service.pictures.fit_picture, tenant, upload.image, upload.margins, size)
         return await put(identity, decode)
 
-    source = job.source
-    if pictures.source is not None and source is not None:
+    edit = picture.edit
+    if pictures.source is not None and edit is not None:
         upload = pictures.source
-        source = replace(source, image=await fitted(upload, job.size))
+        edit = replace(edit, image=await fitted(upload, picture.size))
         if upload.masked:
-            parts, soft = (tenant, upload.image, upload.mask, upload.margins, job.size), bool(source.soft_mask)
-            source = replace(source, mask=await put("mask", partial(service.pictures.fit_mask, *parts, soft=soft)))
-    controls = [await fitted(upload, job.size) for upload in pictures.controls]
+            parts = tenant, upload.image, upload.mask, upload.margins, picture.size
+            mask = await put("mask", partial(service.pictures.fit_mask, *parts, soft=edit.soft_mask))
+            edit = replace(edit, mask=mask)
+    controls = [await fitted(upload, picture.size) for upload in pictures.controls]
     prompts = [await fitted(upload, image_prompt.fitted(*(upload.size or (1, 1)))) for upload in pictures.image_prompts]
-    whole = replace(
-        job,
-        source=source,
-        control=tuple(replace(one, image=key) for one, key in zip(job.control, controls, strict=True)),
-        image_prompts=tuple(replace(one, image=key) for one, key in zip(job.image_prompts, prompts, strict=True)),
+    picture = replace(
+        picture,
+        edit=edit,
+        control=tuple(replace(one, image=key) for one, key in zip(picture.control, controls, strict=True)),
+        image_prompts=tuple(replace(one, image=key) for one, key in zip(picture.image_prompts, prompts, strict=True)),
     )
-    return replace(draft, parameters=whole.to_dict(), inputs=tuple(dict.fromkeys(keys.values())))
+    return draft.with_inputs(replace(job, picture=picture), list(dict.fromkeys(keys.values())))
 
 
-def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[str, str] | None:
+def _webhook(service: Service, request: Request, fields: ImageRequest) -> dict[str, str] | None:
     """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
     url = getattr(fields, "webhook_url", None)
     if url is None:
@@ -259,7 +260,7 @@ def _webhook(service: Service, request: Request, fields: ImageFields) -> dict[st
     return {"url": url, "base": service.links(request).base}
 
 
-async def _digest(service: Service, caller: Caller, fields: ImageFields, pictures: PictureUploads) -> str:
+async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
     known = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
     pictures = pictures.map(lambda source: known[source.identity])

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from api.errors import ApiError, invalid_field
 from api.picture_walk import MAX_PIXELS, MAX_SIDE
 from contract.card import Size
-from contract.image_fields import Margins
+from contract.image_request import Margins
 
 MAX_BYTES = 16 * 2**20  # per file
 

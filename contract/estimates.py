@@ -27,23 +27,23 @@ def solo_s(card: ImageCard, job: ImageJob) -> float:
 def _vae_s(card: ImageCard, job: ImageJob) -> float:
     """Seconds of an image's decoding and upscaling; by a tiny decoder without an announced cost as by the VAE."""
     tiny = job.picture.vae == TINY and card.costs.vae_tiny_s
-    enlarged = 0 if job.picture.upscale is None else math.prod(job.size) * 1e-6 * card.costs.upscale_megapixel_s
+    enlarged = 0 if job.picture.upscale is None else math.prod(job.picture.size) * 1e-6 * card.costs.upscale_megapixel_s
     return enlarged + (card.costs.vae_tiny_s if tiny else card.costs.vae_s)
 
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
     """Seconds of all rows of all steps that are run. Shallow steps without an announced cost count as deep."""
-    made, (width, height) = job.made, job.size
+    made, (width, height) = job.picture.made, job.picture.size
     cached = _schedule(card, job, made)
     table = None if cached is None else shallow_step_s.get(cached.depth)
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
     most = card.defaults.rows(job.picture.guidance_scale)
-    steps, own = plan.rows_and_depths(cached, job.picture.guidance, made, most), job.own_steps
+    steps, own = plan.rows_and_depths(cached, job.picture.guidance, made, most), job.picture.own_steps
     planned = [(rows, deep or step >= own) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
     beside_s = _step_s(card.costs.control_row_step_s, width, height) or deep_s * control.SHARE
-    controls_s = control.deep_rows(job.control, planned, own) * beside_s
-    controls_s += image_prompt.deep_rows(job.image_prompts, planned, own) * deep_s * image_prompt.SHARE
+    controls_s = control.deep_rows(job.picture.control, planned, own) * beside_s
+    controls_s += image_prompt.deep_rows(job.picture.image_prompts, planned, own) * deep_s * image_prompt.SHARE
     return controls_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
 
 

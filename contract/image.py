@@ -1,45 +1,45 @@
 """Image requests: the parameters of each image, the job in a record, and their validation.
 
-Imports no torch. A field that only changes how an image is generated is one line of `ImageFields`, one of
-`ImageParameters` and, if types and bounds do not suffice, one of `check`; records, batches and workers pass it on
-generically.
+A field is declared once, here: `image_request` generates the bodies of HTTP from it, records, batches and workers pass
+it on generically. Imports no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
-from contract import control, image_prompt, plan, prompts, students, tuned
-from contract.bounds import MAX_SEED, check_flag, check_number, check_whole, next_seed
-from contract.card import FULL, MAX_IMAGES, MAX_STEPS, ImageDefaults, ImageOffer, Size
-from contract.control import Control, ControlSource
+from pydantic import Discriminator, Field, Tag
+
+from contract import control, plan, students, tuned
+from contract.bodies import InBody, body_of, check_bounds
+from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
+from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageDefaults, ImageOffer, Size
+from contract.control import MAX_CONTROLS, Control
 from contract.errors import Invalid
-from contract.image_prompt import ImagePrompt, ImagePromptSource
+from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePrompt
+from contract.loras import MAX_CHARACTERS
 from contract.nested import Nested
-from contract.plan import GUIDANCE_FIELDS, DeepCache, GuidanceSchedule
-from contract.prompts import Prompting
+from contract.picture_input import Edit as Edit
+from contract.picture_input import PictureInput, check_all
+from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
+from contract.prompts import MAX_CLIP_SKIP, Prompting
 from contract.refining import Refining
-from contract.schedule import SCHEDULE_FIELDS, NoiseSchedule
+from contract.schedule import NoiseSchedule, ScheduleType
+from contract.strict import MAX_NAME
 from contract.upscale import Upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """The source image of image-to-image generation, and with a mask of inpainting.
-
-    Only the last `strength` (0 to 1, rounded down to whole steps) of the steps are run, as in diffusers. With a `mask`,
-    unmasked pixels are kept exactly. With `soft_mask` its values are the share of steps that draw a pixel.
-    """
-
-    image: bytes = field(repr=False)  # [height, width, 3]: RGB, at the size of the request
-    mask: bytes | None = field(default=None, repr=False)  # [height, width]: 255 where it is repainted, else 0
-    strength: float = 0.8
-    soft_mask: bool = False
+_Weighting = Annotated[
+    Annotated[bool, Tag(FLAG)] | Annotated[Literal["compel", "a1111"], Tag(WORD)],
+    Discriminator(lambda value: WORD if isinstance(value, str) else FLAG),
+]
+_Cache = Annotated[
+    Annotated[Literal["off", "auto"], Tag(WORD)] | Annotated[CacheFields, Tag(OBJECT)],
+    Discriminator(lambda value: WORD if isinstance(value, str) else OBJECT),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +59,128 @@ class ImageParameters:
     `image_prompts` pictures that it is drawn like.
     """
 
-    prompt: str
-    seed: int
+    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS, description="what to draw")]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="of the first picture; default: random")]
     width: int
     height: int
-    negative_prompt: str | None = None
-    steps: int = 20
-    guidance_scale: float = 5.0
-    scheduler: str | None = None
-    deterministic: bool = False
-    preview_every: int = 0
-    deepcache: DeepCache | None = None
+    negative_prompt: Annotated[
+        str | None, Field(max_length=MAX_PROMPT_CHARACTERS, description="what the picture should not show")
+    ] = None
+    steps: Annotated[int, Field(ge=1, description="of denoising; default: the model's, 20 for SDXL")] = 20
+    guidance_scale: Annotated[
+        float,
+        Field(ge=0, description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work"),
+    ] = 5.0
+    scheduler: Annotated[str | None, Field(max_length=MAX_NAME, description="one of the model's; default: its own")] = (
+        None
+    )
+    deterministic: Annotated[bool, Field(description="equal seed and fingerprint give equal bytes; slower")] = False
+    preview_every: Annotated[
+        int, Field(ge=0, description="steps from one preview to the next; 0, the default: none")
+    ] = 0
+    deepcache: Annotated[
+        DeepCache | None,
+        InBody(_Cache),
+        Field(description="off: all steps whole; auto: every other and the last; or an object; default: ours"),
+    ] = None
     edit: Edit | None = None
-    prompt_weighting: bool | str = False
-    lora: str = ""
-    guidance_interval: tuple[float, float] | None = None
-    guided_steps: tuple[int, ...] | None = None
-    schedule_type: str | None = None
-    timesteps: tuple[int, ...] | None = None
-    sigmas: tuple[float, ...] | None = None
-    eta: float | None = None
-    vae: str = FULL
-    prompt_2: str | None = None
-    negative_prompt_2: str | None = None
-    clip_skip: int | None = None
-    upscale: Upscale | None = None
-    control: tuple[Control, ...] = ()
-    refiner: Refining | None = None
-    image_prompts: tuple[ImagePrompt, ...] = ()
+    prompt_weighting: Annotated[
+        bool | str,
+        InBody(_Weighting),
+        Field(
+            description="the syntax of weights in prompts: compel or true: (words)1.3, word++, word--; "
+            "a1111: (words:1.3), ((words)), [words], BREAK; default: none"
+        ),
+    ] = False
+    lora: Annotated[
+        str,
+        Field(
+            max_length=MAX_CHARACTERS,
+            description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
+        ),
+    ] = ""
+    guidance_interval: Annotated[
+        tuple[float, float] | None,
+        Field(
+            min_length=2,
+            max_length=2,
+            description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
+        ),
+    ] = None
+    guided_steps: Annotated[
+        tuple[int, ...] | None,
+        Field(
+            min_length=1,
+            max_length=MAX_STEPS,
+            description="exactly these have guidance, counted from 0; in place of guidance_interval",
+        ),
+    ] = None
+    schedule_type: Annotated[
+        str | None,
+        InBody(ScheduleType),
+        Field(description="the spacing or curve of the noise schedule; default: the model's"),
+    ] = None
+    timesteps: Annotated[
+        tuple[int, ...] | None,
+        Field(min_length=1, max_length=MAX_STEPS, description="of each step, descending; in place of steps"),
+    ] = None
+    sigmas: Annotated[
+        tuple[float, ...] | None,
+        Field(
+            min_length=1,
+            max_length=MAX_STEPS + 1,
+            description="noise levels of each step, descending, with or without a last 0; in place of steps",
+        ),
+    ] = None
+    eta: Annotated[
+        float | None, Field(ge=0, le=1, description="how much noise tcd adds in each step, 0 by default")
+    ] = None
+    vae: Annotated[
+        str,
+        InBody(Literal["full", "tiny"]),
+        Field(description="what decodes the picture: the model's VAE, or its tiny decoder; full by default"),
+    ] = FULL
+    prompt_2: Annotated[
+        str | None,
+        Field(max_length=MAX_PROMPT_CHARACTERS, description="for the second text encoder; default: the prompt"),
+    ] = None
+    negative_prompt_2: Annotated[
+        str | None,
+        Field(
+            max_length=MAX_PROMPT_CHARACTERS, description="for the second text encoder; default: the negative prompt"
+        ),
+    ] = None
+    clip_skip: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MAX_CLIP_SKIP,
+            description="how many more of the text encoders' last layers are left out, as in diffusers; 0 by default",
+        ),
+    ] = None
+    upscale: Annotated[
+        Upscale | None, Field(description="the finished picture is enlarged, by one of the model's upscalers")
+    ] = None
+    control: Annotated[
+        tuple[Control, ...],
+        InBody(list[body_of(Control, required="model")]),
+        Field(
+            max_length=MAX_CONTROLS,
+            description=f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them",
+        ),
+    ] = ()
+    refiner: Annotated[
+        Refining | None, Field(description="a second model, one of the model's refiners, takes the last steps")
+    ] = None
+    image_prompts: Annotated[
+        tuple[ImagePrompt, ...],
+        InBody(list[body_of(ImagePrompt, required="model")]),
+        Field(
+            max_length=MAX_IMAGE_PROMPTS,
+            description=f"pictures that it is drawn like, at most {MAX_IMAGE_PROMPTS}, and the IP-Adapters that read "
+            "them",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _OBJECTS.items():
@@ -129,6 +223,20 @@ class ImageParameters:
         """How many steps are run."""
         return self.steps - self.skipped
 
+    @property
+    def own_steps(self) -> int:
+        """How many of these the model itself runs before its refiner, for a schedule whose timesteps are even."""
+        return self.made if self.refiner is None else max(0, round(self.refiner.start * self.steps) - self.skipped)
+
+    @property
+    def size(self) -> Size:
+        return self.width, self.height
+
+    @property
+    def pictures(self) -> tuple[PictureInput, ...]:
+        """All that it brings along but an edit's."""
+        return (*self.control, *self.image_prompts)
+
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
         """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
         given = dict(fields)
@@ -151,48 +259,67 @@ class ImageParameters:
         return replace(self, guidance_interval=None, guided_steps=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, for an image file's metadata. Of the source image, the SHA-256 of its pixels."""
-        told = asdict(self)
-        told |= _objects(self)
-        for name, hashed in (
-            ("control", control.hashes(self.control)), ("image_prompts", image_prompt.hashes(self.image_prompts)),
-        ):  # fmt: skip
-            del told[name]
-            if hashed:
-                told[name] = hashed
-        for name in (*prompts.FIELDS, "lora", *GUIDANCE_FIELDS, *SCHEDULE_FIELDS, "vae", *_OBJECTS):
-            if told[name] == FIELDS[name].default:
-                del told[name]
-        if self.edit is None:
-            del told["edit"]
-        else:
-            hashes = {
-                name: None if pixels is None else hashlib.sha256(pixels).hexdigest()
-                for name, pixels in (("image", self.edit.image), ("mask", self.edit.mask))
-            }
-            soft = {"soft_mask": True} if self.edit.soft_mask else {}
-            told["edit"] = {**hashes, "strength": self.edit.strength, **soft}
+        """The parameters as JSON, for an image file's metadata, with digests of pictures."""
+        told = self.to_record()
+        told.setdefault("preview_every", 0)
+        told["deepcache"] = None if self.deepcache is None else asdict(self.deepcache)
+        if self.edit is not None:
+            told["edit"].setdefault("mask", None)
         return told
+
+    def to_record(self) -> dict[str, Any]:
+        """The parameters as JSON, without `deepcache`. Default values are left out, except those that the first version
+        wrote.
+        """
+        given = {name: getattr(self, name) for name in FIELDS}
+        told = {name: value for name, value in given.items() if name in _ALWAYS or value != FIELDS[name].default}
+        return {name: _json(value) for name, value in told.items()}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> ImageParameters:
+        """Parse what `to_record` wrote, ignoring unknown fields. Raises `Invalid`; `check` validates values."""
+        for name in _NEEDED:
+            if name not in told:
+                raise Invalid(name, "is missing")
+        given = {name: told[name] for name in FIELDS if name in told}
+        if (edit := given.pop("edit", None)) is not None:
+            given["edit"] = Edit.read(edit)
+        for name, kind in _PICTURES.items():
+            entries = given.pop(name, None) or ()
+            if not isinstance(entries, list | tuple):
+                raise Invalid(name, "must be a list")
+            given[name] = tuple(map(kind.read, entries))
+        return cls(**given)
 
 
 _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
+_PICTURES: dict[str, type[PictureInput]] = {"control": Control, "image_prompts": ImagePrompt}
+FIELDS = {one.name: one for one in fields(ImageParameters) if one.name != plan.FIELD}
+"""The fields that records have, by name."""
+_NEEDED = ("prompt", "seed", "steps", "guidance_scale", "width", "height")
+_ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
 
-def _objects(parameters: ImageParameters) -> dict[str, Any]:
-    """Of the fields that are objects those that are given, as JSON."""
-    return {name: found.to_dict() for name in _OBJECTS if (found := getattr(parameters, name)) is not None}
+def _json(value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], PictureInput):
+        return [one.to_dict() for one in value]
+    return value.to_dict() if isinstance(value, Nested | Edit) else value
+
+
+def limits(offer: ImageOffer) -> dict[str, float]:
+    """The upper bounds of this model, where it has lower ones than all requests have."""
+    return {
+        "n": offer.max_images, "seed": offer.max_seed, "steps": offer.max_steps, "guidance_scale": offer.max_guidance,
+        "preview_every": MAX_STEPS,
+    }  # fmt: skip
 
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
     parameters.prompting.check(offer)
-    check_whole("seed", parameters.seed, 0, offer.max_seed)
-    check_whole("steps", parameters.steps, 1, offer.max_steps)
-    check_whole("preview_every", parameters.preview_every, 0, MAX_STEPS)
-    check_number("guidance_scale", parameters.guidance_scale, 0, offer.max_guidance)
+    check_bounds(ImageParameters, {name: getattr(parameters, name) for name in FIELDS}, limits(offer))
     offer.check_scheduler(parameters.scheduler)
     parameters.schedule.check(parameters.steps)
-    check_flag("deterministic", parameters.deterministic)
     offer.check_loras(parameters.lora)
     offer.check_vae(parameters.vae)
     if parameters.upscale is not None:
@@ -214,10 +341,17 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
         _check_pixels("image", parameters.edit.image, 3 * parameters.width * parameters.height)
         if parameters.edit.mask is not None:
             _check_pixels("mask", parameters.edit.mask, parameters.width * parameters.height)
-    image_prompt.check(parameters.image_prompts, offer.image_prompts)
-    control.check(parameters.control, offer.controls, offer.preprocessors)
+    check_inputs(parameters, offer)
+    for prompt in parameters.image_prompts:
+        prompt.check_pixels()
     for one in parameters.control:
         _check_pixels("control.image", one.image, 3 * parameters.width * parameters.height)
+
+
+def check_inputs(parameters: ImageParameters, offer: ImageOffer) -> None:
+    """Raise `Invalid` for control networks and IP-Adapters that the model does not offer."""
+    check_all(ImagePrompt, parameters.image_prompts, offer.image_prompts)
+    control.check(parameters.control, offer.controls, offer.preprocessors)
 
 
 def check_strength(strength: object, steps: int) -> None:
@@ -227,109 +361,56 @@ def check_strength(strength: object, steps: int) -> None:
         raise Invalid("strength", f"{share:g} of {steps} steps is less than one step")
 
 
-def _check_pixels(field: str, pixels: bytes, count: int) -> None:
+def _check_pixels(field: str, pixels: object, count: int) -> None:
     if not isinstance(pixels, bytes) or len(pixels) != count:
         raise Invalid(field, "must have the image's size")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """An edit's source by its artifact keys; without keys it is not stored yet."""
-
-    strength: float
-    image: str | None = None
-    mask: str | None = None
-    soft_mask: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ImageJob:
-    """The request in a job's record: `n` images with consecutive seeds.
+    """The request in a job's record: `n` images with consecutive seeds. Its pictures are keys, or not stored yet.
 
-    `deepcache` is in the form of `plan.read`; None leaves it to the worker. `source` is an edit's source image,
-    `control` are the pictures that the images follow, `image_prompts` those that they are drawn like.
+    `deepcache` is in the form of `plan.read`, in place of `picture`'s; None leaves it to the worker.
     """
 
     picture: ImageParameters
-    n: int = 1
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")] = 1
     deepcache: Any = None
-    source: Source | None = None
-    expand_prompt: bool = False
-    output_format: str = "png"
-    output_compression: int | None = None
-    control: tuple[ControlSource, ...] = ()
-    image_prompts: tuple[ImagePromptSource, ...] = ()
-
-    @property
-    def made(self) -> int:
-        """How many steps of each image are run, as diffusers counts them."""
-        return int(self.picture.steps * (1 if self.source is None else self.source.strength))
-
-    @property
-    def own_steps(self) -> int:
-        """How many of these the model itself runs before its refiner, for a schedule whose timesteps are even."""
-        refiner, steps = self.picture.refiner, self.picture.steps
-        return self.made if refiner is None else max(0, round(refiner.start * steps) - steps + self.made)
-
-    @property
-    def size(self) -> Size:
-        return self.picture.width, self.picture.height
+    expand_prompt: Annotated[
+        bool,
+        Field(description="a fuller prompt is written first, by the text model, and told as revised_prompt"),
+    ] = False
+    output_format: Annotated[str, InBody(Literal["png", "webp", "jpeg"]), Field(description="png by default")] = "png"
+    output_compression: Annotated[
+        int | None,
+        Field(ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"),
+    ] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON. Default values are left out, except those that the first version wrote."""
-        one = {name: getattr(self.picture, name) for name in FIELDS}
-        told = {name: value for name, value in one.items() if name in _ALWAYS or value != FIELDS[name].default}
-        told |= _objects(self.picture)
-        told["n"] = self.n
-        if self.source is not None:
-            told["edit"] = {name: value for name, value in asdict(self.source).items() if value is not None}
-        told |= {name: [one.to_dict() for one in found] for name in _PICTURES if (found := getattr(self, name))}
+        """The job as JSON. Default values are left out, except those that the first version wrote."""
         beside = {name: getattr(self, name) for name in _BESIDE}
-        return told | {name: value for name, value in beside.items() if value != _BESIDE[name].default}
+        changed = {name: value for name, value in beside.items() if value != _BESIDE[name].default}
+        return {**self.picture.to_record(), "n": self.n, **changed}
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> ImageJob:
-        """Parse what `told` wrote. Raises `Invalid` for missing fields; `pictures` and `check` validate values."""
-        for name in _NEEDED:
-            if name not in told:
-                raise Invalid(name, "is missing")
-        picture = ImageParameters(**{name: told[name] for name in FIELDS if name in told})
+        """Parse what `to_dict` wrote. Raises `Invalid` for missing fields; `pictures` and `check` validate values."""
+        if "n" not in told:
+            raise Invalid("n", "is missing")
         beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
-        edit, source = told.get("edit"), None
-        if edit is not None:
-            if not isinstance(edit, Mapping) or "strength" not in edit:
-                raise Invalid("image", "is missing")
-            source = Source(edit["strength"], edit.get("image"), edit.get("mask"), edit.get("soft_mask"))
-        for name, kind in _PICTURES.items():
-            given = told.get(name) or ()
-            if not isinstance(given, list | tuple):
-                raise Invalid(name, "must be a list")
-            beside[name] = tuple(map(kind.read, given))
-        return cls(picture, told["n"], source=source, **beside)
+        return cls(ImageParameters.read(told), told["n"], **beside)
 
-    def pictures(
-        self, usual: DeepCache | None = None, edit: Edit | None = None, controls: tuple[Control, ...] = (),
-        image_prompts: tuple[ImagePrompt, ...] = (),
-    ) -> list[ImageParameters]:  # fmt: skip
+    def pictures(self, usual: DeepCache | None = None) -> list[ImageParameters]:
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.
 
-        `usual` is the default DeepCache schedule, `edit` the decoded source; `controls` and `image_prompts` are read.
+        `usual` is the default DeepCache schedule.
         """
-        check_whole("n", self.n, 1, MAX_IMAGES)
-        check_whole("seed", self.picture.seed, 0, MAX_SEED)
+        check_bounds(ImageJob, {name: getattr(self, name) for name in ("n", "output_compression")})
+        check_bounds(ImageParameters, {"seed": self.picture.seed})
         if self.output_format not in MEDIA_TYPES:
             raise Invalid("output_format", f"must be one of {', '.join(MEDIA_TYPES)}")
-        if self.output_compression is not None:
-            check_whole("output_compression", self.output_compression, 0, 100)
-        cached = usual if self.deepcache is None else plan.read(self.deepcache)
-        first = replace(self.picture, deepcache=cached, edit=edit, control=controls, image_prompts=image_prompts)
+        first = replace(self.picture, deepcache=usual if self.deepcache is None else plan.read(self.deepcache))
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 
-_PICTURES: dict[str, type[ControlSource | ImagePromptSource]] = {
-    "control": ControlSource, "image_prompts": ImagePromptSource,
-}  # fmt: skip
-FIELDS = {one.name: one for one in fields(ImageParameters) if one.name not in ("deepcache", "edit", *_PICTURES)}
-_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n", "source", *_PICTURES)}
-_NEEDED = ("prompt", "n", "seed", "steps", "guidance_scale", "width", "height")
-_ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
+_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n")}

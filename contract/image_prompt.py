@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from contract.errors import Invalid
-from contract.picture_input import PictureInput, check_all
+from contract.picture_input import PictureInput
+from contract.strict import MAX_NAME
 
 FIELD = "image_prompts"
 MAX_IMAGE_PROMPTS = 4  # per request
@@ -18,29 +21,23 @@ SHARE = 0.1  # of a deep row of the denoiser: what a row with image prompts cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePromptChoice(PictureInput):
-    """Which IP-Adapter reads a picture, and how strongly the image follows it."""
+class ImagePrompt(PictureInput):
+    """A picture that the image is drawn like, and the IP-Adapter that reads it.
+
+    As pixels it has a size of its own.
+    """
 
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_IMAGE_PROMPTS
 
+    model: Annotated[
+        str, Field(max_length=MAX_NAME, description="of the model's image_prompts: an IP-Adapter or IP-Adapter Plus")
+    ]
+    width: int = 0  # of pixels
+    height: int = 0
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePrompt(ImagePromptChoice):
-    """An image prompt. `image` [height, width, 3] is the picture in RGB, of a size of its own."""
-
-    image: bytes = field(repr=False)
-    width: int
-    height: int
-
-    @classmethod
-    def of(cls, choice: ImagePromptChoice, image: bytes, size: tuple[int, int]) -> ImagePrompt:
-        """`image` [height, width, 3] is of this (width, height)."""
-        given = {one.name: getattr(choice, one.name) for one in fields(ImagePromptChoice)}
-        return cls(**given, image=image, width=size[0], height=size[1])
-
-    def check(self) -> None:
-        PictureInput.check(self)
+    def check_pixels(self) -> None:
+        """Raise `Invalid` for a picture that is not read, too large, or not of its width and height."""
         whole = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))
         if not whole or self.width * self.height > MAX_PIXELS:
             raise Invalid(f"{FIELD}.image", f"must have at most {MAX_PIXELS} pixels")
@@ -48,16 +45,11 @@ class ImagePrompt(ImagePromptChoice):
             raise Invalid(f"{FIELD}.image", "must be of its width and height, in RGB")
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the picture's pixels and size."""
+    def digest(self) -> str | None:
+        """The SHA-256 of the picture's pixels and size, or its key."""
+        if not isinstance(self.image, bytes):
+            return self.image
         return hashlib.sha256(f"{self.width}x{self.height}:".encode() + self.image).hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePromptSource(ImagePromptChoice):
-    """An image prompt in a job's record: its picture by its artifact key; None: not stored yet."""
-
-    image: str | None = None
 
 
 def fitted(width: int, height: int) -> tuple[int, int]:
@@ -68,20 +60,10 @@ def fitted(width: int, height: int) -> tuple[int, int]:
     return max(MAX_SIDE, width * MAX_SIDE // shorter), max(MAX_SIDE, height * MAX_SIDE // shorter)
 
 
-def check(prompts: Sequence[ImagePromptChoice], offered: Collection[str] | None) -> None:
-    """Raise `Invalid` for what no model takes, and for adapters that are not `offered`; None: not checked."""
-    check_all(ImagePromptChoice, prompts, offered)
-
-
-def deep_rows(prompts: Sequence[ImagePromptChoice], steps: Sequence[tuple[int, bool]], own: int) -> int:
+def deep_rows(prompts: Sequence[ImagePrompt], steps: Sequence[tuple[int, bool]], own: int) -> int:
     """Rows that read image prompts over all of these steps, of so many rows each, deep or not.
 
     The first `own` are the model's, and the rest a refiner's.
     """
     acting = [prompt.acts(len(steps), own) for prompt in prompts]
     return sum(rows for i, (rows, deep) in enumerate(steps) if deep and any(acts[i] for acts in acting))
-
-
-def hashes(prompts: Sequence[ImagePrompt]) -> list[dict[str, Any]]:
-    """Of an image's image prompts, as JSON; of each picture its digest."""
-    return [{**prompt.to_dict(), "image": prompt.digest} for prompt in prompts]

@@ -1,33 +1,113 @@
-"""What pictures that a request is drawn by have in common: a model that reads each, its strength, and its steps."""
+"""The pictures that a request brings along: an edit's source, and those that a model of the worker's reads.
+
+Each is one object from the request to the runner, whose picture is a reference in a body, a key in a record, and pixels
+in the runner.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Self
 
-from contract.bounds import check_number
+from pydantic import ConfigDict, Field
+
+from contract.bodies import InBody, check_bounds
 from contract.errors import Invalid
 from contract.loras import is_name
+from contract.strict import MAX_NAME, StrictModel
 
 MAX_STRENGTH = 10.0
+_IMAGE = (
+    "edges, a pose, … that it follows, of the shape of the picture that is drawn; or a picture of any shape that it is "
+    "drawn like, whose middle square is read; in a form a file"
+)
+_MAX_ID = 64  # characters
+_MAX_DATA_URL = 24_000_000  # 16 MiB in base64
+
+
+class ImageReference(StrictModel):
+    """An image, by one of the two."""
+
+    model_config = ConfigDict(title="ImageReference")
+
+    file_id: str | None = Field(default=None, max_length=_MAX_ID, description="of a file with the purpose vision")
+    image_url: str | None = Field(
+        default=None, max_length=_MAX_DATA_URL,
+        description="data:image/png;base64,… (or jpeg, webp), within the body's limit of 1 MiB",
+    )  # fmt: skip
+
+
+Pixels = bytes | str | None
+"""A picture's pixels; or its artifact's key; or None while it is not stored."""
+
+
+def digest(picture: Pixels) -> str | None:
+    """The SHA-256 of pixels; a key as it is."""
+    return hashlib.sha256(picture).hexdigest() if isinstance(picture, bytes) else picture
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The source image of image-to-image generation, and with a mask of inpainting.
+
+    Only the last `strength` (rounded down to whole steps) of the steps are run, as in diffusers. With a `mask`,
+    unmasked pixels are kept exactly. With `soft_mask` its values are the share of steps that draw a pixel. As pixels
+    both are of the request's size, [height, width, 3] in RGB and [height, width]: 255 where it is repainted, else 0.
+    """
+
+    image: Pixels = field(default=None, repr=False)
+    mask: Pixels = field(default=None, repr=False)
+    strength: Annotated[
+        float,
+        Field(ge=0, le=1, description="how much of the way from noise is gone; 0.8 by default, with a mask 1"),
+    ] = 0.8
+    soft_mask: Annotated[
+        bool,
+        Field(description="true: the mask's transparency is the share of the steps in which a pixel is drawn anew"),
+    ] = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The edit as JSON, with keys, or with digests of pixels."""
+        told = {"image": digest(self.image), "mask": digest(self.mask), "soft_mask": self.soft_mask or None}
+        return {"strength": self.strength} | {name: value for name, value in told.items() if value is not None}
+
+    @classmethod
+    def read(cls, told: object) -> Self:
+        """Parse what `to_dict` wrote. Raises `Invalid`; values are not checked."""
+        if not isinstance(told, Mapping) or "strength" not in told:
+            raise Invalid("image", "is missing")
+        return cls(told.get("image"), told.get("mask"), told["strength"], bool(told.get("soft_mask")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureInput:
-    """A model that reads a picture, by its name in its folder, and how far it is followed.
+    """A picture, the model that reads it, by its name in its folder, and how far it is followed.
 
     What it adds to the denoiser is multiplied by `strength`, in the steps from the share `start` of all steps to `end`,
-    as diffusers has them (`acts`). Subclasses whose names end in Source have `image`, the picture's artifact key.
+    as diffusers has them (`acts`). `image` as pixels is RGB, [height, width, 3].
     """
 
     FIELD: ClassVar[str]  # the request's
     MOST: ClassVar[int]  # of them in a request
 
-    model: str
-    strength: float = 1.0
-    start: float = 0.0
-    end: float = 1.0
+    model: Annotated[str, Field(max_length=MAX_NAME)]
+    image: Annotated[Pixels, InBody(ImageReference), Field(description=_IMAGE)] = field(default=None, repr=False)
+    strength: Annotated[float, Field(ge=0, le=MAX_STRENGTH, description="of what it adds; 1.0 by default")] = 1.0
+    start: Annotated[float, Field(ge=0, le=1, description="the share of the steps before it acts; 0 by default")] = 0.0
+    end: Annotated[float, Field(ge=0, le=1, description="the share after which it ends; 1.0 by default")] = 1.0
+
+    @property
+    def pixels(self) -> bytes:
+        """The picture, once it is read."""
+        assert isinstance(self.image, bytes)
+        return self.image
+
+    @property
+    def digest(self) -> str | None:
+        """The picture's SHA-256 once it is read, else its key."""
+        return digest(self.image)
 
     def acts(self, steps: int, own: int | None = None) -> tuple[bool, ...]:
         """In which of so many steps it acts, of which the first `own` are the model's and the rest a refiner's."""
@@ -38,16 +118,16 @@ class PictureInput:
         """Raise `Invalid` for a value outside its bounds."""
         if not isinstance(self.model, str) or not is_name(self.model):
             raise Invalid(f"{self.FIELD}.model", "must be a name: letters, digits, _, . and -")
-        check_number(f"{self.FIELD}.strength", self.strength, 0, MAX_STRENGTH)
-        start = check_number(f"{self.FIELD}.start", self.start, 0, 1)
-        if check_number(f"{self.FIELD}.end", self.end, 0, 1) <= start:
+        check_bounds(type(self), {one.name: getattr(self, one.name) for one in fields(self)}, prefix=f"{self.FIELD}.")
+        if self.end <= self.start:
             raise Invalid(f"{self.FIELD}.end", "must be greater than start")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without pixels; default values are left out."""
-        own = [one for one in fields(self) if one.repr]
-        told = {one.name: getattr(self, one.name) for one in own}
-        return {one.name: told[one.name] for one in own if one.default is MISSING or told[one.name] != one.default}
+        """The input as JSON, with the picture's key or digest; default values are left out."""
+        told = {one.name: getattr(self, one.name) for one in fields(self)} | {"image": self.digest}
+        return {
+            one.name: told[one.name] for one in fields(self) if one.default is MISSING or told[one.name] != one.default
+        }
 
     @classmethod
     def read(cls, told: object) -> Self:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contract import a1111, markup
-from contract.bounds import check_text, check_whole
+from contract.bounds import check_text
 from contract.errors import Invalid
 from contract.markup import A1111, COMPEL, MarkupError, WeightedPrompt
 
@@ -56,8 +56,6 @@ class Prompting:
                 raise Invalid(name, "must not be empty")
         if self.negative_prompt_2 is not None and self.negative_prompt is None:
             raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
-        if self.clip_skip is not None:
-            check_whole("clip_skip", self.clip_skip, 0, MAX_CLIP_SKIP)
         if offer.prompt_fields is not None:
             self.check_known(offer.prompt_fields)
 
@@ -77,8 +75,8 @@ def _words(field: str, text: str, weighting: bool | str) -> str:
     return found if isinstance(found, str) else found.text
 
 
-def check_expandable(fields: object) -> None:
+def check_expandable(fields: Mapping[str, object]) -> None:
     """Raise `Invalid` for fields that cannot be given together with `expand_prompt`, which rewrites the prompt."""
     for name in ("prompt_weighting", "prompt_2"):
-        if getattr(fields, name):
+        if fields.get(name):
             raise Invalid(name, "cannot be given together with expand_prompt")

@@ -15,7 +15,7 @@ def redraw(job: ImageJob, model: str, deepcache: Any) -> dict[str, Any] | None:
     `deepcache` is the schedule that was followed, in the form of the request's field. The plan is "off", since what it
     said is among the fields.
     """
-    if job.source is not None or job.control or job.image_prompts:
+    if job.picture.edit is not None or job.picture.pictures:
         return None
     fields = job.to_dict()
     size = f"{fields.pop('width')}x{fields.pop('height')}"

@@ -51,8 +51,6 @@ class NoiseSchedule:
         """Raise `Invalid` for values that no model takes, or lists for another number of steps."""
         if self.schedule_type is not None and self.schedule_type not in TYPES:
             raise Invalid("schedule_type", f"must be one of {', '.join(TYPES)}")
-        if self.eta is not None:
-            check_number("eta", self.eta, 0, 1)
         given = [name for name in ("timesteps", "sigmas", "schedule_type") if getattr(self, name) is not None]
         if len(given) > 1:
             raise Invalid(given[0], f"cannot be given together with {given[1]}")

@@ -29,6 +29,11 @@ class StrictModel(BaseModel):
             raise PydanticCustomError(UNKNOWN, "an unknown field", {"name": name})
         return value
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are given, by name; null means not given."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
 
 def at_most(count: int) -> BeforeValidator:
     """Reject a longer object before its entries are validated: pydantic would build an error for each."""

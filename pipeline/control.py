@@ -169,7 +169,7 @@ class ControlFolder:
         for control in controls:
             network = named[control.model]
             branch, acts = self._ready(network), acts_of(control)
-            pixels = torch.frombuffer(bytearray(control.image), dtype=torch.uint8).view(1, size[1], size[0], 3)
+            pixels = torch.frombuffer(bytearray(control.pixels), dtype=torch.uint8).view(1, size[1], size[0], 3)
             if isinstance(branch, AdapterBranch):
                 adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
                 continue

@@ -98,7 +98,7 @@ def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _pixels(wanted: ImageParameters) -> torch.Tensor:
-    assert wanted.edit is not None
+    assert wanted.edit is not None and isinstance(wanted.edit.image, bytes)
     # A copy: torch warns of read-only buffers.
     return torch.frombuffer(bytearray(wanted.edit.image), dtype=torch.uint8).view(wanted.height, wanted.width, 3)
 
@@ -111,5 +111,5 @@ def _mask(wanted: ImageParameters) -> torch.Tensor:
 
 def _values(wanted: ImageParameters) -> torch.Tensor:
     """The mask as it was given, uint8 [H, W]."""
-    assert wanted.edit is not None and wanted.edit.mask is not None
+    assert wanted.edit is not None and isinstance(wanted.edit.mask, bytes)
     return torch.frombuffer(bytearray(wanted.edit.mask), dtype=torch.uint8).view(wanted.height, wanted.width)

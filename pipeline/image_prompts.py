@@ -148,7 +148,7 @@ class ImagePromptFolder:
         key = (loaded.digest, prompt.digest)
         if key not in self._seen:
             adapter, encoder = loaded.adapter, loaded.encoder
-            fitted = encoder.fit(prompt.image, (prompt.width, prompt.height))
+            fitted = encoder.fit(prompt.pixels, (prompt.width, prompt.height))
             seen = encoder.embed(fitted, fine=adapter.fine)
             # Without a picture Plus reads a grey one; the other kind an embedding of zeros.
             nothing = encoder.embed(torch.zeros_like(fitted), fine=True) if adapter.fine else torch.zeros_like(seen)

@@ -169,8 +169,7 @@ def files_of(job: ImageJob) -> set[str]:
         named = {f"lora {one.name}" for one in loras.read(job.picture.lora)}
     except ValueError as error:
         raise Invalid("lora", str(error)) from error
-    named |= {f"control {control.model}" for control in job.control}
-    return named | {f"image_prompts {prompt.model}" for prompt in job.image_prompts}
+    return named | {f"{one.FIELD} {one.model}" for one in job.picture.pictures}
 
 
 def pictures(
@@ -181,13 +180,11 @@ def pictures(
 
     `deepcache`, `fetch` and `depth` are as for the handler. Raises `ArtifactError` if `fetch` does.
     """
-    if job.source is None and not job.control and not job.image_prompts:
+    if job.picture.edit is None and not job.picture.pictures:
         return job.pictures(deepcache)
     if fetch is None:
         raise Invalid("image", "cannot be fetched here")
-    edit = None if job.source is None else sources.read(job.source, fetch)
-    controls = sources.read_controls(job.control, job.size, fetch, depth)
-    return job.pictures(deepcache, edit, controls, sources.read_image_prompts(job.image_prompts, fetch))
+    return replace(job, picture=sources.read(job.picture, fetch, depth)).pictures(deepcache)
 
 
 def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, metadata: bool) -> dict[str, Any]:

@@ -6,57 +6,44 @@ Reads only the PNGs that the API writes. Imports no torch at module level, becau
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from contract.control import DEPTH, Control, ControlChoice, ControlSource, not_offered
+from contract.control import DEPTH, Control, not_offered
 from contract.errors import Invalid
-from contract.image import Edit, Source
-from contract.image_prompt import ImagePrompt, ImagePromptSource
+from contract.image import ImageParameters
 
 if TYPE_CHECKING:
     from pipeline.depth import DepthEstimator
 
 
-def read(source: Source, fetch: Callable[[str], bytes]) -> Edit:
-    """Read a job's source as an edit. Raises `Invalid`, naming the field, and `ArtifactError`."""
-    if not isinstance(source.image, str):
-        raise Invalid("image", "is missing")
-    mask = None if source.mask is None else _pixels("mask", source.mask, "L", fetch)[0]
-    return Edit(_pixels("image", source.image, "RGB", fetch)[0], mask, source.strength, bool(source.soft_mask))
+Fetch = Callable[[str], bytes]
+"""Reads a stored picture by its key. May raise `ArtifactError`."""
 
 
-def read_controls(
-    controls: Sequence[ControlSource], size: tuple[int, int], fetch: Callable[[str], bytes],
-    depth: DepthEstimator | None = None,
-) -> tuple[Control, ...]:  # fmt: skip
-    """Read a job's controls, of pictures of this size, each prepared as it asks. Raises as `read`."""
-    return tuple(Control.of(one, _prepared(one, size, fetch, depth)) for one in controls)
+def read(picture: ImageParameters, fetch: Fetch, depth: DepthEstimator | None = None) -> ImageParameters:
+    """Read the pictures that a record has by their keys; a control's is prepared as it asks, by `depth` if need be.
 
-
-def _prepared(
-    source: ControlSource, size: tuple[int, int], fetch: Callable[[str], bytes], depth: DepthEstimator | None
-) -> bytes:
-    if not isinstance(source.image, str):
-        raise Invalid("control.image", "is missing")
-    return prepare(source, _pixels("control.image", source.image, "RGB", fetch)[0], size, depth)
-
-
-def read_image_prompts(
-    prompts: Sequence[ImagePromptSource], fetch: Callable[[str], bytes]
-) -> tuple[ImagePrompt, ...]:  # fmt: skip
-    """Read a job's image prompts. Raises as `read`."""
-    found = []
-    for one in prompts:
-        if not isinstance(one.image, str):
-            raise Invalid("image_prompts.image", "is missing")
-        pixels, (width, height) = _pixels("image_prompts.image", one.image, "RGB", fetch)
-        found.append(ImagePrompt.of(one, pixels, (width, height)))
-    return tuple(found)
+    Raises `Invalid`, naming the field, and `ArtifactError`.
+    """
+    edit = picture.edit
+    if edit is not None:
+        image, _ = _pixels("image", edit.image, "RGB", fetch)
+        mask = None if edit.mask is None else _pixels("mask", edit.mask, "L", fetch)[0]
+        edit = replace(edit, image=image, mask=mask)
+    controls, prompts = [], []
+    for control in picture.control:
+        pixels, _ = _pixels("control.image", control.image, "RGB", fetch)
+        controls.append(replace(control, image=prepare(control, pixels, picture.size, depth)))
+    for prompt in picture.image_prompts:
+        pixels, (width, height) = _pixels("image_prompts.image", prompt.image, "RGB", fetch)
+        prompts.append(replace(prompt, image=pixels, width=width, height=height))
+    return replace(picture, edit=edit, control=tuple(controls), image_prompts=tuple(prompts))
 
 
 def prepare(
-    choice: ControlChoice, pixels: bytes, size: tuple[int, int], depth: DepthEstimator | None = None
+    choice: Control, pixels: bytes, size: tuple[int, int], depth: DepthEstimator | None = None
 ) -> bytes:  # fmt: skip
     """What a control's network reads of a picture's pixels [height, width, 3].
 
@@ -79,8 +66,10 @@ def prepare(
     return depth(picture).tobytes()
 
 
-def _pixels(field: str, key: str, mode: str, fetch: Callable[[str], bytes]) -> tuple[bytes, tuple[int, int]]:
+def _pixels(field: str, key: object, mode: str, fetch: Fetch) -> tuple[bytes, tuple[int, int]]:
     """A stored picture's pixels, and its width and height. Raises `Invalid`, naming the field."""
+    if not isinstance(key, str):
+        raise Invalid(field, "is missing")
     from PIL import Image
 
     from core.artifacts import NoArtifact  # which `prepare` does without: the base install has no obstore

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from api import admission
 from api.errors import ApiError
 from contract.card import ImageCosts, ImageDefaults, ImageLimits
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
 
 
-def fields(**given: object) -> ImageFields:
-    return ImageFields.model_validate({"prompt": "a cat", **given})
+def fields(**given: object) -> ImageRequest:
+    return ImageRequest.model_validate({"prompt": "a cat", **given})
 
 
 def refusal(**given: object) -> ApiError:
@@ -39,7 +39,7 @@ def test_fills_in_what_is_not_given() -> None:
 
 
 def test_null_means_not_given() -> None:
-    nothing = {name: None for name in ImageFields.model_fields if name != "prompt"}
+    nothing = {name: None for name in ImageRequest.model_fields if name != "prompt"}
     bare, nulls = admission.image_draft(fields(), CARD), admission.image_draft(fields(**nothing), CARD)
     for draft in (bare, nulls):
         draft.parameters.pop("seed")

@@ -20,7 +20,7 @@ from contract.text import ChatFields, CompletionFields
 from tests.api.world import Api, check_error, settings_of
 
 MODELS: list[type[BaseModel]] = [
-    schemas.ImageFields, schemas.EditFields, schemas.EditBody, schemas.JobFields, schemas.EditJobFields, ChatFields,
+    schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields, ChatFields,
     CompletionFields, InferenceBody, BatchFields,
 ]  # fmt: skip
 WHOLE = [

@@ -14,7 +14,7 @@ from api.errors import ApiError
 from api.schemas import read
 from contract import plan
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from contract.plan import AUTO, DEPTHS, DeepCache
 from core.jobs.record import JobDraft, QueueBacklog
 from tests.api.world import CARD, Api, Worker, check_error, eventually
@@ -22,7 +22,7 @@ from workers.handlers import pictures
 
 
 def _passed_on(value: Any, steps: int = 20) -> Any:
-    fields = read(ImageFields, {"prompt": "a cat", "steps": steps, "deepcache": value})
+    fields = read(ImageRequest, {"prompt": "a cat", "steps": steps, "deepcache": value})
     return admission.image_draft(fields, CARD).parameters.get("deepcache")
 
 
@@ -99,7 +99,7 @@ SCHEDULES = st.sampled_from(["off", "auto"]) | st.fixed_dictionaries(
 
 
 def _draft(card: Any = CACHED, **asked: Any) -> JobDraft:
-    return admission.image_draft(read(ImageFields, {"prompt": "a cat", **asked}), card)
+    return admission.image_draft(read(ImageRequest, {"prompt": "a cat", **asked}), card)
 
 
 @given(SCHEDULES | st.none(), SCHEDULES, st.integers(1, 60), st.sampled_from([1.0, 5.0]), st.integers(1, 3))

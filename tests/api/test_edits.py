@@ -99,7 +99,7 @@ def test_a_soft_masks_transparency_reaches_the_worker(shared: Api, easel: Easel,
     answer = shared.client.post(EDITS, data={"prompt": "a hat", "soft_mask": "true"}, files=files)
     assert answer.status_code == 200, answer.text
     claim = easel.seen[-1]
-    assert claim.parameters["edit"]["soft_mask"] is True and ImageJob.read(claim.parameters).source is not None
+    assert claim.parameters["edit"]["soft_mask"] is True and ImageJob.read(claim.parameters).picture.edit is not None
     _, mask = handed_on(worker, claim)
     assert mask is not None and np.array_equal(mask, 255 - array[..., 3])
 

@@ -14,7 +14,7 @@ from PIL import Image
 from api import picture_codec
 from api.picture_codec import fit_mask, fit_picture, measure
 from api.picture_walk import MAX_PIXELS, MAX_SIDE, InvalidPicture
-from contract.image_fields import Margins
+from contract.image_request import Margins
 from tests.api.test_edits import as_file, bomb, pixels
 
 

@@ -11,8 +11,7 @@ import pytest
 from api import admission
 from contract.errors import Invalid
 from contract.image import ImageJob
-from contract.image_fields import EditFields, ImageFields
-from contract.image_job import image_job
+from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from tests.api.test_edits import EDITS, as_file, pixels
 from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
@@ -47,12 +46,12 @@ def test_what_no_refiner_does_is_refused_by_name(
 
 def test_an_edit_is_refined_but_for_a_soft_mask() -> None:
     for fields, masked in (({"strength": 0.5}, False), ({}, True)):
-        asked = EditFields.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
-        job = image_job(asked, REFINES.offer, (64, 64), masked=masked)
-        assert job.picture.refiner == Refining(model="xl-refiner") and job.source is not None
-    soft = EditFields.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, "soft_mask": True})
+        asked = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
+        job = asked.complete(REFINES.offer, (64, 64), masked=masked)
+        assert job.picture.refiner == Refining(model="xl-refiner") and job.picture.edit is not None
+    soft = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, "soft_mask": True})
     with pytest.raises(Invalid, match="refiner: is not supported together with soft_mask"):
-        image_job(soft, REFINES.offer, (64, 64), masked=True)
+        soft.complete(REFINES.offer, (64, 64), masked=True)
 
 
 def test_a_model_without_one_refines_no_edit(shared: Api, worker: Worker) -> None:
@@ -65,8 +64,8 @@ def test_a_model_without_one_refines_no_edit(shared: Api, worker: Worker) -> Non
 
 
 def test_the_record_carries_it_under_the_requests_names() -> None:
-    fields = ImageFields.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner", "from": 0.7}})
+    fields = ImageRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner", "from": 0.7}})
     parameters = admission.image_draft(fields, REFINES).parameters
     assert parameters["refiner"] == {"model": "xl-refiner", "from": 0.7}
     assert ImageJob.read(parameters).picture.refiner == Refining(model="xl-refiner", **{"from": 0.7})
-    assert "refiner" not in admission.image_draft(ImageFields(prompt="a fox"), REFINES).parameters
+    assert "refiner" not in admission.image_draft(ImageRequest(prompt="a fox"), REFINES).parameters

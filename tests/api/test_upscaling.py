@@ -11,7 +11,7 @@ import pytest
 from api import admission
 from api.presentation import size
 from contract.image import ImageJob
-from contract.image_fields import ImageFields
+from contract.image_request import ImageRequest
 from contract.upscale import Upscale
 from core.jobs.record import Job, JobState
 from tests.api.test_edits import EDITS, as_file, pixels
@@ -63,7 +63,7 @@ def test_a_form_tells_it_as_json(shared: Api, worker: Worker) -> None:
 
 def test_it_counts_as_the_work_that_was_measured() -> None:
     def draft(**fields: Any) -> Any:
-        return admission.image_draft(ImageFields(prompt="a fox", steps=10, seed=1, **fields), ENLARGES)
+        return admission.image_draft(ImageRequest(prompt="a fox", steps=10, seed=1, **fields), ENLARGES)
 
     plain, enlarged = draft(), draft(upscale=Upscale(model="x4", scale=2))
     assert enlarged.work_ms - plain.work_ms == round(100_000 * 128 * 128 / 1e6)
@@ -72,7 +72,7 @@ def test_it_counts_as_the_work_that_was_measured() -> None:
 
 
 def test_the_size_of_an_answer_is_the_pictures_own() -> None:
-    parameters = admission.image_draft(ImageFields(prompt="a fox"), CARD).parameters
+    parameters = admission.image_draft(ImageRequest(prompt="a fox"), CARD).parameters
     ended = (None, None, None, 1, 0, "", None, None, None, False, 0)
     job = Job("1", "image", "m", JobState.SUCCEEDED, parameters, 5, 0.0, *ended)
     assert size(job) == "128x128"

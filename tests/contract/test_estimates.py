@@ -34,7 +34,7 @@ def refined(start: float, **fields: Any) -> ImageJob:
 @given(st.integers(2, 60), st.floats(0.05, 0.95), st.floats(0, 0.9))
 def test_controls_and_image_prompts_cost_nothing_in_a_refiners_steps(steps: int, share: float, begin: float) -> None:
     """They act on the model's own steps only, and there as without a refiner."""
-    own = refined(share, steps=steps).own_steps
+    own = refined(share, steps=steps).picture.own_steps
     acting = sum(step / steps >= begin for step in range(own))
     plain_s = work_s(CARD, refined(share, steps=steps))
     given = {"model": "edges", "start": begin}
@@ -46,7 +46,7 @@ def test_controls_and_image_prompts_cost_nothing_in_a_refiners_steps(steps: int,
 
 @given(st.integers(2, 60))
 def test_without_a_refiner_all_steps_are_the_models_own(steps: int) -> None:
-    assert job(steps=steps).own_steps == steps
+    assert job(steps=steps).picture.own_steps == steps
     with_control = job(steps=steps, control=[{"model": "edges"}])
     assert work_s(CARD, with_control) - work_s(CARD, job(steps=steps)) == pytest.approx(2 * steps * 0.5)
 
@@ -58,5 +58,5 @@ def test_a_refiners_steps_are_deep() -> None:
 
 def test_an_edits_skipped_steps_are_the_models() -> None:
     edited = refined(0.8, edit={"image": "k", "strength": 0.5})
-    assert (edited.made, edited.own_steps) == (10, 6)
-    assert refined(0.8, edit={"image": "k", "strength": 0.1}).own_steps == 0
+    assert (edited.picture.made, edited.picture.own_steps) == (10, 6)
+    assert refined(0.8, edit={"image": "k", "strength": 0.1}).picture.own_steps == 0

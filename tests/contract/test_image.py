@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
-from contract.control import ControlSource
+from contract.control import Control
 from contract.errors import Invalid
-from contract.image import Edit, ImageJob, ImageParameters, Source, check
-from contract.image_fields import EditFields, ImageFields
-from contract.image_job import image_job
-from contract.image_prompt import ImagePromptSource
+from contract.image import Edit, ImageJob, ImageParameters, check
+from contract.image_prompt import ImagePrompt
+from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from contract.upscale import Upscale
 from pipeline.sizes import sizes
@@ -79,6 +78,8 @@ NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {
         *(("preview_every", value) for value in (*NOT_NUMBERS, 1.5, -1, MAX_STEPS + 1)),
         *(("guidance_scale", value) for value in (*NOT_NUMBERS, -0.1, 100.1, -float("inf"), 10**5000, -(10**5000))),
         *(("scheduler", value) for value in ("", "ddim", "Euler", 7, [], {}, "\0")),
+        *(("eta", value) for value in ("much", True, float("nan"), -0.1, 1.5)),
+        *(("clip_skip", value) for value in ("1", True, 1.5, -1, 32)),
         *(("deterministic", value) for value in (None, 1, 0, "yes", [])),
         *(("vae", value) for value in ("", "tiny", "small", None, 7, [], {}, "\0")),
     ],
@@ -163,21 +164,18 @@ CHANGED: dict[str, Any] = {
     "guidance_interval": (0.25, 0.75), "schedule_type": "karras", "timesteps": (999, 500, 1), "sigmas": (2.5, 0.5, 0),
     "eta": 0.5, "vae": "tiny", "guided_steps": (0, 2), "prompt_2": "a moor", "negative_prompt_2": "fog", "clip_skip": 1,
     "upscale": Upscale(model="x4", scale=2.5), "refiner": Refining(model="refiner"),
+    "edit": Edit("image", "mask", 0.5, True),
+    "control": (Control(model="edges", strength=0.5, start=0.25, end=0.75, preprocessor="canny", image="key"),),
+    "image_prompts": (ImagePrompt(model="base", strength=0.5, end=0.75, image="key"),),
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
-    "n": 3, "deepcache": {"interval": 3}, "source": Source(0.5, "image", "mask", True), "expand_prompt": True,
-    "output_format": "jpeg", "output_compression": 7,
-    "control": (ControlSource(model="edges", strength=0.5, start=0.25, end=0.75, preprocessor="canny", image="key"),),
-    "image_prompts": (ImagePromptSource(model="base", strength=0.5, end=0.75, image="key"),),
+    "n": 3, "deepcache": {"interval": 3}, "expand_prompt": True, "output_format": "jpeg", "output_compression": 7,
 }  # fmt: skip
-
-
-PICTURES = ("control", "image_prompts")
 
 
 def test_a_record_carries_every_field() -> None:
     """A field that is added is carried without a word about it; this test then asks for its value here."""
-    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache", "edit", *PICTURES}
+    named = {one.name for one in dataclasses.fields(ImageParameters)} - {"deepcache"}
     assert named == CHANGED.keys() and {one.name for one in dataclasses.fields(ImageJob)} - {"picture"} == BESIDE.keys()
     picture = dataclasses.replace(GOOD, **CHANGED)
     for job in (ImageJob(GOOD), ImageJob(picture), ImageJob(GOOD, **BESIDE), ImageJob(picture, **BESIDE)):
@@ -195,10 +193,7 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
         {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75, "preprocessor": "canny", "image": "key"}
     ]
     assert whole["image_prompts"] == [{"model": "base", "strength": 0.5, "end": 0.75, "image": "key"}]
-    apart = ("source", *PICTURES)
-    assert {name: whole[name] for name in BESIDE if name not in apart} == {
-        name: value for name, value in BESIDE.items() if name not in apart
-    }
+    assert {name: whole[name] for name in BESIDE} == BESIDE
 
 
 def test_a_newer_versions_fields_are_passed_over() -> None:
@@ -209,11 +204,11 @@ def test_a_newer_versions_fields_are_passed_over() -> None:
 def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] | None, masked: bool) -> None:
     """What one check has taken at the door no other refuses at the model."""
     offer = dataclasses.replace(OFFER, native=(64, 64))
-    job = image_job(ImageFields(prompt="a fox", steps=steps), offer, edited, masked=masked)
+    job = ImageRequest(prompt="a fox", steps=steps).complete(offer, edited, masked=masked)
     for picture in job.pictures():
-        check(picture, offer)
-    assert (job.source is not None) == (edited is not None)
-    assert job.made == (steps if edited is None or masked else max(1, int(steps * 0.8)))
+        check(dataclasses.replace(picture, edit=None), offer)
+    assert (job.picture.edit is not None) == (edited is not None)
+    assert job.picture.made == (steps if edited is None or masked else max(1, int(steps * 0.8)))
 
 
 @given(st.integers(1, 20), st.floats(0, 1), st.tuples(st.floats(0, 1), st.floats(0, 1)))
@@ -224,14 +219,12 @@ def test_an_interval_counts_the_steps_that_run(steps: int, strength: float, inte
     picture = dataclasses.replace(
         GOOD, steps=steps, width=width, height=height, guidance_interval=interval, edit=edit, scheduler=None
     )
+    asked = EditRequest(prompt="x", steps=steps, strength=strength, guidance_interval=[*interval], size="64x64")
     found = []
     for each in (
         lambda: check(picture, OFFER),
-        lambda: image_job(
-            EditFields(prompt="x", steps=steps, strength=strength, guidance_interval=[*interval], size="64x64"),
-            OFFER, (width, height),
-        ),
-    ):  # fmt: skip
+        lambda: asked.complete(OFFER, (width, height)),
+    ):
         try:
             each()
             found.append("")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract import image_prompt
 from contract.errors import Invalid
-from contract.image_prompt import MAX_PIXELS, MAX_SIDE, ImagePrompt, ImagePromptSource, deep_rows, fitted
+from contract.image_prompt import MAX_PIXELS, MAX_SIDE, ImagePrompt, deep_rows, fitted
+from contract.picture_input import check_all
 
 SHARES = st.floats(0, 1)
 PROMPT = ImagePrompt(model="a", image=bytes(3 * 4 * 2), width=4, height=2)
@@ -25,9 +25,12 @@ PROMPT = ImagePrompt(model="a", image=bytes(3 * 4 * 2), width=4, height=2)
      ({"height": MAX_PIXELS}, "image"), ({"image": "text"}, "image"), ({"image": b""}, "image")],
 )  # fmt: skip
 def test_values_beyond_bounds_are_named(wrong: dict[str, Any], field: str) -> None:
-    image_prompt.check([PROMPT], None)
+    check_all(ImagePrompt, [PROMPT], None)
+    PROMPT.check_pixels()
+    one = replace(PROMPT, **wrong)
     with pytest.raises(Invalid) as caught:
-        image_prompt.check([replace(PROMPT, **wrong)], None)
+        check_all(ImagePrompt, [one], None)
+        one.check_pixels()
     assert caught.value.field == f"image_prompts.{field}"
 
 
@@ -38,23 +41,23 @@ def test_rows_are_counted_once_in_deep_steps_with_any_prompt() -> None:
 
 
 def test_what_a_model_does_not_have_is_refused() -> None:
-    image_prompt.check([PROMPT] * 4, ("a", "b"))
+    check_all(ImagePrompt, [PROMPT] * 4, ("a", "b"))
     with pytest.raises(Invalid, match="there is no a; it has b"):
-        image_prompt.check([PROMPT], ("b",))
+        check_all(ImagePrompt, [PROMPT], ("b",))
     with pytest.raises(Invalid, match="at most 4, not 5"):
-        image_prompt.check([PROMPT] * 5, None)
+        check_all(ImagePrompt, [PROMPT] * 5, None)
 
 
-@given(st.builds(ImagePromptSource, model=st.just("a"), strength=SHARES, start=SHARES, end=SHARES,
+@given(st.builds(ImagePrompt, model=st.just("a"), strength=SHARES, start=SHARES, end=SHARES,
                  image=st.none() | st.just("key")))  # fmt: skip
-def test_a_record_reads_what_it_wrote(source: ImagePromptSource) -> None:
-    assert ImagePromptSource.read(json.loads(json.dumps(source.to_dict()))) == source
+def test_a_record_reads_what_it_wrote(source: ImagePrompt) -> None:
+    assert ImagePrompt.read(json.loads(json.dumps(source.to_dict()))) == source
 
 
 @pytest.mark.parametrize("told", [None, [], {}, {"strength": 1}, {"model": "a", "mode": 1}])
 def test_another_form_is_refused(told: object) -> None:
     with pytest.raises(Invalid) as caught:
-        ImagePromptSource.read(told)
+        ImagePrompt.read(told)
     assert caught.value.field == "image_prompts"
 
 
@@ -67,6 +70,5 @@ def test_pictures_are_kept_in_their_shape_and_within_bounds(width: int, height: 
 
 
 def test_a_files_metadata_has_the_pictures_digest() -> None:
-    (told,) = image_prompt.hashes([PROMPT])
-    assert told == {"model": "a", "width": 4, "height": 2, "image": PROMPT.digest}
+    assert PROMPT.to_dict() == {"model": "a", "width": 4, "height": 2, "image": PROMPT.digest}
     assert replace(PROMPT, width=2, height=4).digest != PROMPT.digest

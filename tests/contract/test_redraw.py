@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from contract.card import MAX_SEED, ImageDefaults, ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageJob, ImageParameters, Source
-from contract.image_fields import ImageFields
-from contract.image_job import image_job
+from contract.image import Edit, ImageJob, ImageParameters
+from contract.image_request import ImageRequest
 from contract.plan import DeepCache, to_field
 from contract.redraw import redraw
 
@@ -59,7 +58,7 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
 ) -> None:
     """Of plans and of the worker's DeepCache; the model's own are the model's."""
     try:
-        job = image_job(ImageFields(**given_fields), offer)
+        job = ImageRequest(**given_fields).complete(offer)
     except Invalid:
         return
     drawn = ImageJob.read(json.loads(json.dumps(job.to_dict())))  # as its record has it
@@ -69,7 +68,7 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
     assert (kind, model) == ("image", "m")
     if later.defaults != offer.defaults:
         later = offer
-    again = image_job(ImageFields(**asked), later)
+    again = ImageRequest(**asked).complete(later)
     assert again.pictures(DeepCache(5)) == pictures
     assert (again.n, again.output_format, again.expand_prompt) == (job.n, job.output_format, job.expand_prompt)
     assert again.output_compression == job.output_compression
@@ -77,5 +76,5 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
 
 
 def test_an_edits_source_is_not_told() -> None:
-    job = ImageJob(ImageParameters("a", 1, 64, 64), source=Source(0.5, "key"))
+    job = ImageJob(ImageParameters("a", 1, 64, 64, edit=Edit("key")))
     assert redraw(job, "m", "off") is None

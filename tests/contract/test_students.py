@@ -10,8 +10,7 @@ import pytest
 from contract import students
 from contract.card import MAX_GUIDANCE, ImageDefaults, ImageOffer
 from contract.errors import Invalid
-from contract.image_fields import ImageFields
-from contract.image_job import image_job
+from contract.image_request import ImageRequest
 
 BASE: dict[str, Any] = {
     "_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon", "timestep_spacing": "leading",
@@ -121,7 +120,7 @@ def offer(defaults: ImageDefaults | None = None, **limits: Any) -> ImageOffer:
 
 
 def asked(offered: ImageOffer, **fields: Any) -> dict[str, Any]:
-    return image_job(ImageFields(prompt="x", **fields), offered).to_dict()
+    return ImageRequest(prompt="x", **fields).complete(offered).to_dict()
 
 
 def test_a_request_with_a_students_lora_is_drawn_as_its_authors_draw() -> None:

@@ -9,8 +9,7 @@ import pytest
 from contract import tuned
 from contract.card import ImageOffer
 from contract.errors import Invalid
-from contract.image_fields import EditFields, ImageFields
-from contract.image_job import image_job
+from contract.image_request import EditRequest, ImageRequest
 
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {
@@ -25,7 +24,7 @@ def offer(**more: Any) -> ImageOffer:
 
 
 def asked(offered: ImageOffer, **fields: Any) -> dict[str, Any]:
-    return image_job(ImageFields(prompt="x", **fields), offered).to_dict()
+    return ImageRequest(prompt="x", **fields).complete(offered).to_dict()
 
 
 def test_a_plan_fills_what_is_left_open() -> None:
@@ -71,14 +70,14 @@ def test_a_default_plan_refuses_nobody() -> None:
     newer = {"new": {"deepcache": {"interval": 3, "future": 1}}, "junk": {"guidance_interval": 5}, "few": {"steps": 3}}
     for name in (*newer, "word"):
         found = ImageOffer([(64, 64)], ("euler",), (64, 64), plans=newer, plan=name)
-        job = image_job(EditFields(prompt="x", strength=0.3), found, (64, 64))
-        assert (job.picture.steps, job.made, job.deepcache) == (20, 6, None)
+        job = EditRequest(prompt="x", strength=0.3).complete(found, (64, 64))
+        assert (job.picture.steps, job.picture.made, job.deepcache) == (20, 6, None)
         if name != "few":
             assert asked(found)["steps"] == 20
             with pytest.raises(Invalid, match=r"^plan: "):
                 asked(found, plan=name)
     with pytest.raises(Invalid, match=r"^strength: 0\.3 of 3 steps"):
-        image_job(EditFields(prompt="x", strength=0.3, plan="few"), found, (64, 64))
+        EditRequest(prompt="x", strength=0.3, plan="few").complete(found, (64, 64))
 
 
 def test_deep_steps_of_a_plan_give_way_to_fewer_steps() -> None:
@@ -92,8 +91,8 @@ def test_deep_steps_of_a_plan_give_way_to_fewer_steps() -> None:
 
 def test_an_interval_of_a_plan_that_holds_none_of_few_steps_is_dropped_and_a_requests_own_is_refused() -> None:
     assert "guidance_interval" not in asked(offer(), plan="balanced", steps=1)
-    edit = image_job(EditFields(prompt="x", plan="balanced", strength=0.1), offer(), (64, 64))
-    assert edit.made == 1 and edit.picture.guidance_interval is None
+    edit = EditRequest(prompt="x", plan="balanced", strength=0.1).complete(offer(), (64, 64))
+    assert edit.picture.made == 1 and edit.picture.guidance_interval is None
     with pytest.raises(Invalid, match=r"^guidance_interval: contains none of 1 steps"):
         asked(offer(), plan="balanced", steps=1, guidance_interval=[0, 0.5])
 

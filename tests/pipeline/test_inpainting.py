@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from contract.card import ImageOffer
 from contract.errors import Invalid
 from contract.image import ImageParameters
-from contract.image_fields import ImageFields
-from contract.image_job import image_job
+from contract.image_request import ImageRequest
 from contract.plan import DeepCache
 from core.batching.runner import Lane
 from pipeline import lora, quantized, samplers, tiny
@@ -141,12 +140,12 @@ def test_a_request_that_is_no_inpainting_is_refused() -> None:
         crank.submit("it", wanted("inpaint"))
     runner = crank.runner
     offer = ImageOffer(runner.sizes, runner.schedulers, (32, 32), inpaint_only=True)
-    fields = ImageFields(prompt="a cat")
+    fields = ImageRequest(prompt="a cat")
     with pytest.raises(Invalid, match=r"^model: only inpaints"):
-        image_job(fields, offer)
+        fields.complete(offer)
     with pytest.raises(Invalid, match=r"^mask: is missing"):
-        image_job(fields, offer, (32, 32))
-    assert image_job(fields, offer, (32, 32), masked=True).source is not None
+        fields.complete(offer, (32, 32))
+    assert fields.complete(offer, (32, 32), masked=True).picture.edit is not None
 
 
 # -- in INT8, and from one file ----------------------------------------------------------------------------------------

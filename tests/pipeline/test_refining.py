@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from contract.image import Edit, ImageJob, ImageParameters
+from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from contract.refining import Refining
 from pipeline import refining, samplers, tiny
@@ -137,7 +137,7 @@ def test_estimates_know_which_steps_are_the_models_own(refiner: ImageModel, star
     for steps in range(4, 31):
         one = wanted(start, steps=steps)
         _, at = refining.table(model(SHAPE), refiner, one, "euler")
-        assert abs(ImageJob(one).own_steps - at) <= 1
+        assert abs(one.own_steps - at) <= 1
 
 
 def test_its_steps_are_a_group_of_their_own_and_count_as_its_cost(refiner: ImageModel) -> None:

@@ -16,8 +16,7 @@ from PIL import Image
 from contract.card import ImageOffer
 from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
-from contract.image_fields import EditFields
-from contract.image_job import image_job
+from contract.image_request import EditRequest
 from pipeline import samplers, tiny
 from pipeline.denoise import InpaintMask
 from tests.pipeline import worlds
@@ -146,13 +145,13 @@ def test_what_it_cannot_be_combined_with_is_refused() -> None:
     assert one.edit is not None
     with pytest.raises(Invalid, match=r"^soft_mask: needs a mask"):
         Crank(Watching(model(SHAPE))).submit("it", replace(one, edit=replace(one.edit, mask=None)))
-    fields = EditFields(prompt="a cat", soft_mask=True)
+    fields = EditRequest(prompt="a cat", soft_mask=True)
     for offer, masked, why in (
         (ImageOffer([(32, 32)], ("euler",), (32, 32)), False, "needs a mask"),
         (ImageOffer([(32, 32)], ("euler",), (32, 32), inpaint_only=True), True, "is not supported"),
     ):
         with pytest.raises(Invalid, match=f"^soft_mask: {why}"):
-            image_job(fields, offer, (32, 32), masked=masked)
+            fields.complete(offer, (32, 32), masked=masked)
 
 
 def test_a_file_says_that_its_mask_was_soft() -> None:

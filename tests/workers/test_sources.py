@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from contract.errors import Invalid
-from contract.image import Edit, ImageJob, Source
+from contract.image import Edit, ImageJob
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.request import Request
 from core.config import Settings
@@ -51,10 +51,8 @@ def asked(artifacts: Artifacts, **more: Any) -> dict[str, Any]:
     return {**JOB, "edit": {**keys, "strength": 0.75, **more}}
 
 
-def source(artifacts: Artifacts, **more: Any) -> Source:
-    found = ImageJob.read(asked(artifacts, **more)).source
-    assert found is not None
-    return found
+def edit(artifacts: Artifacts, fetch: Callable[[str], bytes], **more: Any) -> Edit | None:
+    return read(ImageJob.read(asked(artifacts, **more)).picture, fetch).edit
 
 
 def test_a_job_without_an_edit_begins_with_noise(artifacts: Artifacts) -> None:
@@ -62,8 +60,8 @@ def test_a_job_without_an_edit_begins_with_noise(artifacts: Artifacts) -> None:
 
 
 def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
-    assert read(source(artifacts), artifacts.get) == Edit(PIXELS.tobytes(), MASK.tobytes(), 0.75)
-    assert read(source(artifacts, mask=None), artifacts.get) == Edit(PIXELS.tobytes(), None, 0.75)
+    assert edit(artifacts, artifacts.get) == Edit(PIXELS.tobytes(), MASK.tobytes(), 0.75)
+    assert edit(artifacts, artifacts.get, mask=None) == Edit(PIXELS.tobytes(), None, 0.75)
 
 
 def test_the_worker_draws_from_what_was_put(works: Runtime, artifacts: Artifacts) -> None:
@@ -101,7 +99,7 @@ def test_what_is_not_there_or_no_picture_is_named(artifacts: Artifacts, change: 
     }
     change = {name: keys.get(key, key) for name, key in change.items()}
     with pytest.raises(Invalid, match=f"^{field}: "):
-        read(source(artifacts, **change), artifacts.get)
+        edit(artifacts, artifacts.get, **change)
 
 
 def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None:
@@ -109,6 +107,6 @@ def test_a_store_that_fails_is_no_fault_of_the_job(artifacts: Artifacts) -> None
         raise ArtifactError("the disk is gone")
 
     with pytest.raises(ArtifactError):
-        read(source(artifacts), broken)
+        edit(artifacts, broken)
     with pytest.raises(Invalid, match=r"^image: "):
         pictures(ImageJob.read(asked(artifacts)))

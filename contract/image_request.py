@@ -1,0 +1,223 @@
+"""The request for images: what a client says, and how a model's card, a plan and defaults complete it to a job.
+
+The body of `/v1/images/generations` is an `ImageRequest`; of edits, jobs and batch lines one with more fields. The
+command line fills in the same model.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field
+
+from contract import plan, prompts, students, tuned
+from contract.bodies import check_bounds, with_fields_of
+from contract.bounds import MAX_DEADLINE_S
+from contract.card import FULL, ImageOffer, Size
+from contract.control import Control
+from contract.errors import Invalid
+from contract.image import FIELDS, ImageJob, ImageParameters, check, check_inputs, check_strength, limits
+from contract.image_prompt import ImagePrompt
+from contract.picture_input import Edit, PictureInput
+from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
+from contract.refining import Refining
+from contract.schedule import schedule_of
+from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel
+
+T = TypeVar("T", bound=PictureInput)
+
+STRENGTH = 0.8  # of an edit without a mask; with one it is 1
+MAX_MARGIN = 4096  # pixels
+_MAX_SIZE = 64  # characters
+
+
+@with_fields_of(ImageParameters, ImageJob, required="prompt")
+class ImageRequest(StrictModel):
+    """The fields of an image request: OpenAI's, and our own. null means not given.
+
+    Most of them are those that `ImageParameters` and `ImageJob` declare.
+    """
+
+    model_config = ConfigDict(title="ImageRequest")
+
+    if TYPE_CHECKING:
+        prompt: str
+        control: Sequence[Any] | None
+        image_prompts: Sequence[Any] | None
+        refiner: Refining | None
+        expand_prompt: bool | None
+
+    model: str | None = Field(
+        default=None, max_length=MAX_NAME, description="a name from /v1/models; default: the first that is live there"
+    )
+    size: str | None = Field(
+        default=None, max_length=_MAX_SIZE,
+        description='one of the model\'s sizes such as "1024x1024", or of its size_range; "auto": its own',
+    )  # fmt: skip
+    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
+    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
+    user: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
+    quality: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored; see steps")
+    style: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
+    background: str | None = Field(
+        default=None, max_length=MAX_IGNORED, description="accepted and ignored: pictures are opaque"
+    )
+    moderation: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
+    input_fidelity: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
+    )
+    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
+    plan: str | None = Field(
+        default=None,
+        max_length=MAX_NAME,
+        description="off: every step whole; auto or a name from the model's plans: which steps and how, for what the "
+        "request leaves open; default: the model's",
+    )
+
+    def complete(
+        self, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False, like: Size | None = None
+    ) -> ImageJob:
+        """Complete the request to a job of this model: with its plan, or else the model's, and the model's defaults.
+
+        `edited` is the size of the source image, `masked` whether there is a mask; without a source, `like` is a size
+        to take after where the request has none. Raises `Invalid` for what the model does not offer.
+        """
+        asked = self.given
+        soft = bool(asked.get("soft_mask"))
+        offer.check_source(edited=edited is not None, masked=masked, soft=soft)
+        strength = asked.get("strength", 1.0 if masked else STRENGTH)
+        inputs = {
+            "control": tuple(_input(Control, one) for one in self.control or ()),
+            "image_prompts": tuple(_input(ImagePrompt, one) for one in self.image_prompts or ()),
+        }
+        check_inputs(ImageParameters(self.prompt, 0, 0, 0, **inputs), offer)  # type: ignore[arg-type]
+        if self.refiner is not None:
+            self.refiner.check(offer.refiners, soft=soft)
+        _check_limits(asked, offer)
+        offer.check_loras(asked.get("lora", ""))
+        student = students.of_loras(asked.get("lora", ""), offer.schedulers)
+        # The model's default plan was not made for a student's LoRA.
+        given = _planned(asked, offer, offer.plan if student is None else "", 1.0 if edited is None else strength)
+        cached = given.get(plan.FIELD)
+        defaults = student or offer.defaults
+        least = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
+        given = students.fill(given, replace(defaults, steps=least[0], guidance_scale=least[1]))
+        given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
+        given["guidance_scale"] = float(given["guidance_scale"])
+        given["width"], given["height"] = offer.size(self.size, edited or like)
+        if edited is not None:
+            if "strength" not in asked and given["steps"] == 1:
+                strength = 1.0
+            check_strength(strength, given["steps"])
+            given["edit"] = Edit(strength=float(strength), soft_mask=soft)
+        if self.expand_prompt:
+            prompts.check_expandable(asked)
+        picture = ImageParameters(**{name: given[name] for name in FIELDS if name in given} | inputs)
+        form = asked.get("output_format", "png")
+        job = ImageJob(
+            replace(picture, preview_every=_previews(asked, picture.made)),
+            asked.get("n", 1),
+            cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
+            bool(self.expand_prompt),
+            form,
+            None if form == "png" else asked.get("output_compression"),
+        )
+        job = _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
+        # Checked without guidance and pictures: `check` wants these read.
+        check(replace(job.picture.guided_throughout(), edit=None, control=(), image_prompts=()), offer)
+        return job
+
+
+Given = Mapping[str, Any]
+"""Fields of a request, by name."""
+
+
+def _input(kind: type[T], entry: StrictModel) -> T:
+    """The entry of a list, whose picture is not stored yet."""
+    return kind(**{name: value for name, value in entry.given.items() if name != "image"})
+
+
+def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: Given) -> ImageJob:
+    """The job, whose DeepCache schedule and guided steps are ones for the steps that are made. Raises `Invalid`.
+
+    What `asked` does not say comes from a plan, and gives way where it is none for so few steps.
+    """
+    made = job.picture.made
+    if schedule is not None and (wrong := schedule.error_for(made)):
+        if plan.FIELD in asked:
+            raise wrong
+        job = replace(job, deepcache=plan.OFF)
+    if asked.keys() & set(GUIDANCE_FIELDS):
+        job.picture.guidance.check(made)
+    elif not job.picture.guidance.fits(made):
+        return replace(job, picture=job.picture.guided_throughout())
+    return job
+
+
+def _planned(asked: Given, offer: ImageOffer, usual: str, strength: float) -> dict[str, Any]:
+    """The fields with those of their plan where they are left open; `strength` is an edit's. Raises `Invalid`.
+
+    `usual` is the plan of requests that name none; "": none. It refuses nobody: one that this version cannot read is
+    ignored, and so are too few steps for an edit's strength and a decoder that the model does not have.
+    """
+    if "plan" in asked:
+        return tuned.fill(asked, tuned.named(asked["plan"], offer.plans))
+    try:
+        given = tuned.fill(asked, tuned.named(usual, offer.plans) if usual else {})
+    except Invalid:
+        return dict(asked)
+    if "steps" not in asked and int(given.get("steps", offer.max_steps) * strength) < 1:
+        given.pop("steps", None)
+    if "vae" not in asked and given.get("vae", FULL) not in offer.vaes:
+        del given["vae"]
+    return given
+
+
+def _check_limits(asked: Given, offer: ImageOffer) -> None:
+    """Raise `Invalid` for a number outside the model's limits."""
+    for name in ("timesteps", "sigmas"):
+        count = schedule_of({name: asked.get(name)}).steps
+        if count is not None and count > offer.max_steps:
+            raise Invalid(name, f"must be at most {offer.max_steps} steps, not {count}")
+    check_bounds(ImageJob, {name: asked[name] for name in asked if name == "n"}, limits(offer))
+    numbers = {name: asked[name] for name in ("steps", "guidance_scale", "seed") if name in asked}
+    check_bounds(ImageParameters, numbers, limits(offer))
+
+
+def _previews(asked: Given, steps: int) -> int:
+    """The number of steps between previews; 0: no previews."""
+    every = asked.get("preview_every")
+    if every is None and asked.get("stream") and asked.get("partial_images"):
+        every = max(1, steps // (asked["partial_images"] + 1))
+    return min(every or 0, steps)
+
+
+class Margins(StrictModel):
+    """How many pixels are drawn beyond each side of an edit's source."""
+
+    model_config = ConfigDict(title="Outpaint")
+
+    left: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    top: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    right: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    bottom: int = Field(default=0, ge=0, le=MAX_MARGIN)
+
+    def around(self, size: Size) -> Size:
+        """The size of a source of this size with its margins."""
+        return size[0] + self.left + self.right, size[1] + self.top + self.bottom
+
+
+@with_fields_of(Edit)
+class EditRequest(ImageRequest):
+    """The fields of an edit. In a form all of them are text."""
+
+    model_config = ConfigDict(title="EditRequest")
+
+    outpaint: Margins | None = Field(
+        default=None, description="pixels beyond left, top, right and bottom of the picture that are drawn too"
+    )
