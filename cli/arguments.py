@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from contract.card import VAES
 from contract.precision import CHOICES
-from contract.prompts import SYNTAXES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,126 +124,6 @@ def model_errors() -> Iterator[None]:
         raise UsageError(f"model: {error}") from error
     except Closed as error:
         raise CommandFailed(f"{error} ({error.__cause__ or 'no reason is known'})") from error
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options of the sampler, of what its steps are, and of what decodes the last one."""
-    parser.add_argument(
-        "--guidance-interval", metavar="FROM:TO", help="share of the steps with guidance, such as 0:0.5; default: all"
-    )
-    parser.add_argument(
-        "--guided-steps", metavar="N,N,…", help="exactly these have guidance, counted from 0, such as 0,2,4"
-    )
-    parser.add_argument(
-        "--scheduler", metavar="NAME",
-        help="euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm, tcd, edm-euler or flow-euler; default: the model's",
-    )  # fmt: skip
-    parser.add_argument(
-        "--schedule-type", metavar="TYPE",
-        help="linspace, leading, trailing, karras, exponential or beta; default: the model's",
-    )  # fmt: skip
-    parser.add_argument("--timesteps", metavar="T,T,…", help="of each step, descending, in place of --steps")
-    parser.add_argument("--sigmas", metavar="S,S,…", help="noise levels of each step, in place of --steps")
-    parser.add_argument("--vae", choices=VAES, help="what decodes pictures; default: full, the model's VAE")
-    parser.add_argument("--eta", type=float, metavar="X", help="how much noise tcd adds in each step; default: 0")
-
-
-def add_prompting(parser: argparse.ArgumentParser) -> None:
-    """Options of how prompts are read, beside the prompts themselves."""
-    parser.add_argument("--prompt-2", metavar="TEXT", help="for the second text encoder; default: the prompt")
-    parser.add_argument("--negative-2", metavar="TEXT", help="for the second text encoder; default: as --negative")
-    parser.add_argument(
-        "--syntax", choices=SYNTAXES, default=False,
-        help="of weights in prompts; compel: (words)1.3, (words)+, word++, word--; a1111: (words:1.3), ((words)), "
-        "[words], BREAK; default: plain text",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weighting", dest="syntax", action="store_const", const=True, help="the same as --syntax compel"
-    )
-    parser.add_argument(
-        "--clip-skip", type=int, metavar="N", help="leave out N more of the text encoders' last layers; default: 0"
-    )
-    parser.add_argument(
-        "--embeddings-dir", metavar="DIR", help="where NAME.safetensors of textual inversions lies, named in prompts"
-    )
-
-
-def add_upscaling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--upscale", metavar="NAME[:SCALE]", help="enlarge finished pictures by this network, such as realesrgan-x4:2"
-    )
-    parser.add_argument("--upscalers-dir", metavar="DIR", help="where NAME.safetensors of ESRGAN networks lies")
-
-
-def add_refining(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--refiner", metavar="NAME", help="an SDXL refiner's folder or hub id, for the last steps")
-    parser.add_argument(
-        "--refine-from", type=float, metavar="SHARE", help="of the noise schedule before the refiner; default: 0.8"
-    )
-
-
-def read_refining(options: argparse.Namespace) -> dict[str, Any]:
-    """The field `refiner` of `ImageParameters`, if a refiner is named, until it is loaded by the name "refiner".
-
-    Raises `UsageError`.
-    """
-    from contract.errors import Invalid
-    from contract.refining import FIELD, Refining
-
-    if options.refiner is None:
-        if options.refine_from is not None:
-            raise UsageError("--refine-from: needs a --refiner")
-        return {}
-    start = {} if options.refine_from is None else {"from": options.refine_from}
-    try:
-        return {FIELD: Refining.read(FIELD, {"model": FIELD, **start})}
-    except Invalid:
-        raise UsageError(f"--refine-from: must be more than 0 and less than 1, not {options.refine_from:g}") from None
-
-
-def read_upscaling(options: argparse.Namespace) -> dict[str, Any]:
-    """The field `upscale` of `ImageParameters`, if it is given. Raises `UsageError`."""
-    from contract.errors import Invalid
-    from contract.upscale import FIELD, Upscale
-
-    if options.upscale is None:
-        return {}
-    name, colon, scale = options.upscale.partition(":")
-    try:
-        return {FIELD: Upscale.read(FIELD, {"model": name, **({"scale": float(scale)} if colon else {})})}
-    except (ValueError, Invalid):
-        raise UsageError(f"--upscale: must look like NAME or NAME:2, not {options.upscale!r}") from None
-
-
-def read_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `ImageParameters` from the options of `add_sampling`; `steps` where lists of steps are given.
-
-    Raises `UsageError`.
-    """
-    from contract.schedule import schedule_of
-
-    found: dict[str, Any] = {"scheduler": options.scheduler, "schedule_type": options.schedule_type}
-    found |= {"eta": options.eta, "vae": options.vae}
-    if options.guidance_interval is not None:
-        found["guidance_interval"] = _numbers("guidance-interval", options.guidance_interval, ":", float, "0:0.5")
-        if len(found["guidance_interval"]) != 2:
-            raise UsageError(f"--guidance-interval: must be two numbers, not {options.guidance_interval!r}")
-    if options.guided_steps is not None:
-        found["guided_steps"] = _numbers("guided-steps", options.guided_steps, ",", int, "0,2,4")
-    if options.timesteps is not None:
-        found["timesteps"] = _numbers("timesteps", options.timesteps, ",", int, "999,749,499,249")
-    if options.sigmas is not None:
-        found["sigmas"] = _numbers("sigmas", options.sigmas, ",", float, "14.6,3.8,0.9,0.2")
-    if options.steps is None and (steps := schedule_of(found).steps):
-        found["steps"] = steps
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _numbers(option: str, text: str, between: str, kind: type[int | float], example: str) -> tuple[Any, ...]:
-    try:
-        return tuple(map(kind, text.split(between)))
-    except ValueError:
-        raise UsageError(f"--{option}: must be numbers such as {example}, not {text!r}") from None
 
 
 def read_size(text: str | None) -> tuple[int, int] | None:

@@ -14,10 +14,9 @@ from cli.arguments import (
     make_cache,
     model_errors,
     open_runtime,
-    read_sampling,
-    read_size,
     wrong_option,
 )
+from cli.request import FLAGS, SHARED, complete, read_request, size_of
 from cli.scoring import scoring_errors
 from contract.card import FULL
 from contract.errors import Invalid
@@ -35,33 +34,22 @@ if TYPE_CHECKING:
     from evaluation.sources import ImageSource
     from workers.build import Runtime
 
-_FLAGS = {"negative_prompt": "--negative", "guidance_scale": "--guidance", "seed": "--seed-offset"}  # else --field
+_FLAGS = {"seed": "--seed-offset"}
 
 
 def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) -> ImageParameters:
     """The request shared by all images, checked with the first caption; a width of 0 stands for the model's own
     size.
     """
-    from contract import plan, tuned
-    from contract.image import ImageParameters
+    from contract.card import VAES, ImageOffer
+    from pipeline.samplers import SAMPLERS
 
-    size = read_size(options.size)
-    asked = {"steps": options.steps, "guidance_scale": options.guidance, **read_sampling(options)}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if options.deepcache is not None:
-        given["deepcache"] = options.deepcache
+    size = size_of(options)
+    given = {**read_request(options, SHARED), "seed": options.seed_offset}
+    given |= {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     defaults, plans = _offered(options, settings)
-    try:
-        named = {} if options.plan is None else tuned.named(options.plan, plans)
-    except Invalid as error:
-        raise wrong_option(error) from error
-    draft = ImageParameters(
-        prompt="", seed=options.seed_offset, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, deterministic=options.deterministic,
-        deepcache=plan.parse(settings.deepcache),
-    ).completed(given, named, defaults)  # fmt: skip
-    _check(draft, caption, {(draft.width, draft.height)})
-    return draft
+    offer = ImageOffer([size], tuple(SAMPLERS), size, vaes=VAES, defaults=defaults, plans=plans)
+    return complete(given, offer, caption.text, settings.deepcache, _FLAGS)
 
 
 def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefaults, Plans]:
@@ -128,7 +116,6 @@ def open_source(
     settings: Settings,
     draft: ImageParameters,
     latent: Tensor | None,
-    caption: Caption,
     stack: contextlib.ExitStack,
     console: Console,
 ) -> tuple[ImageSource, ImageParameters]:
@@ -139,6 +126,7 @@ def open_source(
         remote = stack.enter_context(contextlib.closing(RemoteService(options.server, options.model)))
         width, height = (int(side) for side in remote.card["native_size"].split("x"))
         return remote, draft if draft.width else replace(draft, width=width, height=height)
+    from core.batching.request import Request
     from evaluation.sources import LocalEngine
 
     make_cache(settings)
@@ -148,7 +136,10 @@ def open_source(
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
         _fix_noise(works, latent, draft, options)
-    _check(draft, caption, {(draft.width, draft.height)}, works)
+    try:
+        works.images.check(Request("check", "image", draft))
+    except Invalid as error:
+        raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
     return LocalEngine(works), draft
 
 
@@ -192,19 +183,3 @@ def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: 
             "--latent off begins each from its seed"
         )
     works.images.fix_noise(latent)
-
-
-def _check(draft: ImageParameters, caption: Caption, sizes: Any, works: Runtime | None = None) -> None:
-    """Reject an invalid shared request before anything is generated. The captions were checked when they were read."""
-    from contract.card import VAES, ImageOffer
-    from contract.image import check
-    from core.batching.request import Request
-    from pipeline.samplers import SAMPLERS
-
-    whole = replace(draft, prompt=caption.text)
-    try:
-        check(whole, ImageOffer(sizes, tuple(SAMPLERS), vaes=VAES))
-        if works is not None:
-            works.images.check(Request("check", "image", whole))
-    except Invalid as error:
-        raise wrong_option(error, _FLAGS) from error

@@ -18,9 +18,9 @@ from cli.arguments import (
     UsageError,
     add_model,
     add_plan,
-    add_sampling,
     read_settings,
 )
+from cli.request import SHARED, add_request
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 from contract.precision import CHOICES
 
@@ -102,12 +102,8 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed-offset", type=int, default=0, metavar="N", help="seed of the first caption; default: %(default)s"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of denoising; default: the model's, 20 for SDXL")
     parser.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
-    parser.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
-    add_sampling(parser)
-    parser.add_argument("--negative", metavar="TEXT", help="what pictures should not show")
-    parser.add_argument("--deterministic", action="store_true", help="equal bytes also where torch draws; slower")
+    add_request(parser, SHARED)
     parser.add_argument(
         "--protocol", choices=("mlperf",),
         help="MLPerf's: 20 steps of Euler, guidance 8, its negative prompt and fixed latent; ends with its verdict",
@@ -211,7 +207,7 @@ def _draw(
         console.print(f"{len(run.records)} of {len(run.captions)} pictures are there", highlight=False)
     try:
         with contextlib.ExitStack() as stack:
-            source, draft = drawing.open_source(options, settings, draft, latent, run.captions[0], stack, console)
+            source, draft = drawing.open_source(options, settings, draft, latent, stack, console)
             progress = stack.enter_context(generate.bars(console))
             failed, notes = generate.draw(writer, source, draft, options.seed_offset, progress)
     except KeyboardInterrupt:

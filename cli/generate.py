@@ -15,50 +15,36 @@ from cli.arguments import (
     add_model,
     add_out,
     add_plan,
-    add_prompting,
-    add_refining,
-    add_sampling,
-    add_upscaling,
     make_cache,
     model_errors,
     open_runtime,
-    read_refining,
-    read_sampling,
     read_settings,
-    read_size,
-    read_upscaling,
     wrong_option,
 )
-from cli.control import add_control, check_choices, read_controls
-from cli.image_prompts import add_image_prompts, read_image_prompts
+from cli.request import (
+    FLAGS,
+    add_inputs,
+    add_refining,
+    add_request,
+    add_upscaling,
+    complete,
+    opened,
+    read_inputs,
+    read_refining,
+    read_request,
+    read_upscaling,
+    size_of,
+)
+from contract.control import DEPTH, Control
+from contract.image_prompt import ImagePrompt
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
-    from pipeline.load import ImageModel
+    from pipeline.depth import DepthEstimator
     from pipeline.prompts import Prompt
     from workers.build import Runtime
 
-_FLAGS = {
-    "negative_prompt": "--negative",
-    "guidance_scale": "--guidance",
-    "prompt": "PROMPT",
-    "negative_prompt_2": "--negative-2",
-    "prompt_weighting": "--syntax",
-    "upscale.model": "--upscale",
-    "upscale.scale": "--upscale",
-    "refiner.model": "--refiner",
-    "refiner.from": "--refine-from",
-    "control": "--control",
-    "control.image": "--control",
-    "control.model": "--control-model",
-    "control.strength": "--control-strength",
-    "control.mode": "--control-mode",
-    "image_prompts": "--image-prompt",
-    "image_prompts.image": "--image-prompt",
-    "image_prompts.model": "--image-prompt-model",
-    "image_prompts.strength": "--image-prompt-strength",
-}  # else --field
 _EXAMPLES = """examples:
   diptych generate "a slice of pizza"
   diptych generate "a red panda" -n 4 --seed 7 --steps 30 --size 128x128 -o pandas
@@ -93,23 +79,19 @@ def add(commands: Commands) -> None:
     generate.add_argument(
         "-n", "--count", type=int, default=1, metavar="N", help="pictures a prompt, seeds counting up; default: 1"
     )
-    generate.add_argument("--steps", type=int, metavar="N", help="of denoising; default: the model's, 20 for SDXL")
-    generate.add_argument("--seed", type=int, metavar="N", help="of each prompt's first picture; default: a random one")
     generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
-    generate.add_argument(
-        "--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) off"
-    )
-    add_sampling(generate)
-    generate.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
-    add_prompting(generate)
-    generate.add_argument(
-        "--lora", dest="loras", default="", metavar="NAMES",
-        help="LoRAs of the folder to draw with: name, name:0.8, or several with commas; in 8 bits on a CPU only",
-    )  # fmt: skip
+    add_request(generate)
     generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
-    add_control(generate)
-    add_image_prompts(generate)
-    generate.add_argument("--deterministic", action="store_true", help="equal seed and fingerprint give equal bytes")
+    generate.add_argument(
+        "--embeddings-dir", metavar="DIR", help="where NAME.safetensors of textual inversions lies, named in prompts"
+    )
+    add_inputs(generate, Control)
+    generate.add_argument("--control-dir", metavar="DIR", help="where the networks lie, as folders or NAME.safetensors")
+    generate.add_argument(
+        "--depth-model", metavar="DIR", help="a depth model's folder, such as Depth Anything's or DPT's"
+    )
+    add_inputs(generate, ImagePrompt)
+    generate.add_argument("--ip-adapter-dir", metavar="DIR", help="where NAME.safetensors and image_encoder lie")
     add_upscaling(generate)
     add_refining(generate)
     add_model(generate)
@@ -120,72 +102,83 @@ def add(commands: Commands) -> None:
 def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from contract import plan
     from contract.bounds import next_seed
-    from contract.image import ImageParameters
-    from pipeline.samplers import SAMPLERS
     from workers.draw import draw, folder
 
     console = Console(stderr=True)
     # Everything that can be rejected without a model is rejected before one is loaded.
     prompts = _prompts(options)
-    size = read_size(options.size)
+    size_of(options)
     if not 1 <= options.count <= 10_000:
         raise UsageError(f"--count: must be between 1 and 10000, not {options.count}")
-    seed = secrets.randbelow(2**32) if options.seed is None else options.seed
-    draft = ImageParameters(
-        prompt="", seed=seed, width=size[0] if size else 0, height=size[1] if size else 0,
-        negative_prompt=options.negative, deterministic=options.deterministic,
-        prompt_weighting=options.syntax, lora=options.loras,
-        prompt_2=options.prompt_2, negative_prompt_2=options.negative_2, clip_skip=options.clip_skip,
-    )  # fmt: skip
-    asked = {"steps": options.steps, "guidance_scale": options.guidance}
-    given = (
-        {name: value for name, value in asked.items() if value is not None}
-        | read_sampling(options)
-        | read_upscaling(options)
-        | read_refining(options)
-    )
-    draft = replace(draft, **given, image_prompts=read_image_prompts(options))
-    choices = check_choices(options)
+    given = read_request(options) | read_upscaling(options) | read_refining(options)
+    given |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
+    given.setdefault("seed", secrets.randbelow(2**32))
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
-    draft = replace(draft, deepcache=plan.parse(settings.deepcache))
-    offered = () if options.scheduler is None else tuple(SAMPLERS)
     for prompt in prompts:
-        _check(replace(draft, prompt=prompt.text), prompt, options, {(draft.width, draft.height)}, offered)
+        _complete(options, settings, given, prompt)
     make_cache(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as works:
-        if size is None:
-            draft = replace(draft, width=works.images.model.native, height=works.images.model.native)
-        draft = _completed(draft, given, options, settings, works.images.model)
-        if draft.refiner is not None and works.images.refiner is not None:
-            named = draft.refiner.model_copy(update={"model": works.images.refiner.model.name})
-            draft = replace(draft, refiner=named)
-        draft = replace(draft, control=read_controls(options, choices, (draft.width, draft.height), works.depth))
-        first = replace(draft, prompt=prompts[0].text)
-        _check(first, prompts[0], options, {(draft.width, draft.height)}, works.images.schedulers, works)
+        if works.images.refiner is not None:
+            given |= read_refining(options, works.images.refiner.model.name)
+        draft = _complete(options, settings, given, prompts[0], works)
         jobs = (
-            (replace(draft, prompt=prompt.text, seed=next_seed(seed, k)), prompt)
+            (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
             for prompt in prompts
             for k in range(options.count)
         )
         return draw(works, jobs, len(prompts) * options.count, draft.steps, options.out, console)
 
 
-def _completed(
-    draft: ImageParameters, given: Mapping[str, Any], options: argparse.Namespace, settings: Settings, model: ImageModel
+def _complete(
+    options: argparse.Namespace,
+    settings: Settings,
+    given: Mapping[str, Any],
+    prompt: Prompt,
+    works: Runtime | None = None,
 ) -> ImageParameters:
-    """The request with what its plan, or else the model, says where the options leave a choice."""
-    from contract import students, tuned
+    """The parameters of a prompt's first picture. Without the engine only what needs no model is checked.
 
-    student = students.of_loras(draft.lora, model.samplers)
-    usual = student or model.defaults
-    by_default = options.plan is None
-    if not settings.plan or (by_default and student is not None):  # for which the default plan was not made
-        return draft.completed(given, {}, usual)
-    own = given if options.deepcache is None else {**given, "deepcache": options.deepcache}
-    return draft.completed(own, tuned.named(settings.plan, model.plans), usual)
+    Raises `UsageError`, naming the option, or the prompt's position.
+    """
+    from contract import tuned
+    from contract.card import VAES, ImageOffer
+    from contract.errors import Invalid
+    from core.batching.request import Request
+
+    flags = {}
+    if prompt.name:
+        flags["prompt"] = f"--prompts: {options.file}: row {prompt.row}"
+    elif len(options.prompts) > 1:
+        flags["prompt"] = f"PROMPT {prompt.row}"
+    if works is None:
+        offer = ImageOffer([size_of(options)], _samplers(options), size_of(options), vaes=VAES)
+        return complete(given, offer, prompt.text, settings.deepcache, flags)
+    model = works.images.model
+    if settings.plan:
+        tuned.named(settings.plan, model.plans)  # a default plan that there is not is an error here
+    asked = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
+    size = size_of(options, model.native)
+    offer = ImageOffer(
+        [size], works.images.schedulers, size, vaes=VAES, defaults=model.defaults, plans=model.plans, plan=settings.plan
+    )
+    found = complete({**given, **asked}, offer, prompt.text, settings.deepcache, flags)
+    found = replace(found, control=read_controls(options, found.control, size, works.depth))
+    try:
+        works.images.check(Request("check", "image", found))
+    except Invalid as error:
+        raise wrong_option(error, {**FLAGS, **flags}) from error
+    return found
+
+
+def _samplers(options: argparse.Namespace) -> Sequence[str]:
+    """The names to check --scheduler against; importing them takes a second."""
+    if options.scheduler is None:
+        return ()
+    from pipeline.samplers import SAMPLERS
+
+    return tuple(SAMPLERS)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -206,28 +199,37 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
         raise UsageError(f"--prompts: {error}") from error
 
 
-def _check(
-    whole: ImageParameters,
-    prompt: Prompt,
-    options: argparse.Namespace,
-    sizes: Any,
-    schedulers: Sequence[str],
-    works: Runtime | None = None,
-) -> None:
-    """Reject an invalid request before anything is generated: names the wrong option, or the prompt's position."""
-    from contract.card import VAES, ImageOffer
-    from contract.errors import Invalid
-    from contract.image import check
-    from core.batching.request import Request
+def read_controls(
+    options: argparse.Namespace, controls: Sequence[Control], size: tuple[int, int], depth: DepthEstimator | None
+) -> tuple[Control, ...]:
+    """The controls with their pictures at this size. Raises `UsageError`, naming the file."""
+    from PIL.Image import Resampling
 
-    try:
-        check(whole, ImageOffer(sizes, schedulers, vaes=VAES))
-        if works is not None:
-            works.images.check(Request("check", "image", whole))
-    except Invalid as error:
-        flags = dict(_FLAGS)
-        if prompt.name:
-            flags["prompt"] = f"--prompts: {options.file}: row {prompt.row}"
-        elif len(options.prompts) > 1:
-            flags["prompt"] = f"PROMPT {prompt.row}"
-        raise wrong_option(error, flags) from error
+    from workers.sources import prepare
+
+    if depth is None and any(control.preprocessor == DEPTH for control in controls):
+        raise UsageError("--control-preprocessor: depth needs a --depth-model")
+    found = []
+    for control, path in zip(controls, options.control, strict=True):
+        picture = opened("--control", path)
+        (width, height), (w, h) = picture.size, size
+        if abs(width * h - height * w) > 0.1 * min(width * h, height * w):
+            raise UsageError(f"--control: {path} is {width}x{height}, and the picture {w}x{h}; give one of that shape")
+        pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
+        found.append(replace(control, image=prepare(control, pixels, size, depth)))
+    return tuple(found)
+
+
+def read_image_prompts(options: argparse.Namespace) -> tuple[ImagePrompt, ...]:
+    """The image prompts with their pictures. Raises `UsageError`, naming the option or the file."""
+    from PIL.Image import Resampling
+
+    from contract.image_prompt import fitted
+
+    found = []
+    for prompt, path in zip(read_inputs(options, ImagePrompt), options.image_prompt, strict=True):
+        picture = opened("--image-prompt", path)
+        size = fitted(*picture.size)
+        pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
+        found.append(replace(prompt, image=pixels, width=size[0], height=size[1]))
+    return tuple(found)

@@ -137,7 +137,7 @@ def _driven(
     from evaluation.loadgen_tasks import ImageTask
 
     latent, _ = drawing.open_latent(options)
-    source, draft = drawing.open_source(options, settings, draft, latent, wanted[0], stack, console)
+    source, draft = drawing.open_source(options, settings, draft, latent, stack, console)
     drafts = [
         replace(draft, prompt=caption.text, seed=generate.seed_of(caption, options.seed_offset)) for caption in wanted
     ]

@@ -21,12 +21,12 @@ from cli.arguments import (
     model_errors,
     open_runtime,
     read_settings,
-    read_size,
     wrong_option,
 )
+from cli.request import FLAGS, add_request, complete, read_request, size_of
 from cli.scoring import add_scoring, looking, open_lens, scoring_errors, try_references
 from cli.tuned import read_gates, store
-from contract.plan import DEPTHS
+from contract.plan import DEPTHS, OFF
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +74,7 @@ def add(commands: Commands) -> None:
     tune.add_argument("--gates", metavar="NAME=PERCENT:DB[:FIGURE=LIMIT…],…", help="of named plans; see below")
     tune.add_argument("--real", type=Path, metavar="REF", help="what FID and CMMD are taken from: pictures or a run")
     tune.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
-    tune.add_argument("--guidance", type=float, metavar="SCALE", help="default: the model's, 5.0 for SDXL")
+    add_request(tune, ["guidance_scale"])
     tune.add_argument("--plans", metavar="FILE", help="to be written; default: plans.json in the model's folder")
     tune.add_argument("--shown", type=int, default=16, metavar="N", help="captions in the report's grid; default: 16")
     add_model(tune, deepcache=False)
@@ -181,13 +181,12 @@ class _Tuning:
             return self._judge(finalists, speeds)
 
     def _request(self) -> ImageParameters:
-        from contract.image import ImageParameters
+        from contract.card import ImageOffer
 
-        size = read_size(self._options.size) or (self._model.native, self._model.native)
-        guidance = self._options.guidance
-        given = {} if guidance is None else {"guidance_scale": guidance}
-        text = self._texts[0].text
-        return ImageParameters(text, 0, *size).completed(given, {}, self._model.defaults)
+        size = size_of(self._options, self._model.native)
+        offer = ImageOffer([size], self._works.images.schedulers, size, defaults=self._model.defaults)
+        given = {"seed": 0, **read_request(self._options, ["guidance_scale"])}
+        return complete(given, offer, self._texts[0].text, OFF)
 
     def _runs(self, one: Candidate) -> bool:
         """Whether the model can be asked for it. Raises `UsageError` for the full plan."""
@@ -199,7 +198,7 @@ class _Tuning:
             self._works.images.check(Request("check", "image", one.request(self._draft)))
         except Invalid as error:
             if one.name == FULL:
-                raise wrong_option(error, {"guidance_scale": "--guidance"}) from error
+                raise wrong_option(error, FLAGS) from error
             return False
         return True
 

@@ -37,7 +37,7 @@ class Declaration(NamedTuple):
 
 
 @cache
-def declarations(kind: type[Any]) -> Mapping[str, Declaration]:
+def declarations(kind: object) -> Mapping[str, Declaration]:
     """The fields of a dataclass that bodies have, by name."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
@@ -59,9 +59,9 @@ def body_of(*kinds: type[Any], required: str) -> type[StrictModel]:
     """
     fields: dict[str, Any] = {}
     for name, (kind, _, info) in ((name, one) for declared in kinds for name, one in declarations(declared).items()):
-        strict = {"allow_inf_nan": False} if kind is float else {"fail_fast": True} if get_origin(kind) is list else {}
-        hint = Annotated[kind if name == required else kind | None, info, Field(**strict)]  # type: ignore[arg-type]
-        fields[name] = hint, ... if name == required else None
+        strict = Field(allow_inf_nan=False if kind is float else None, fail_fast=get_origin(kind) is list or None)
+        own, default = (kind, ...) if name == required else (kind | None, None)
+        fields[name] = Annotated[own, info, strict], default
     name, text = kinds[0].__name__, (kinds[0].__doc__ or "").partition("\n")[0]
     return create_model(name, __base__=StrictModel, __doc__=text, **fields)
 
@@ -70,13 +70,16 @@ def with_fields_of(*kinds: type[Any], required: str = "") -> Callable[[type[M]],
     """Decorate a body's model: put the fields of `body_of` before its own."""
 
     def extend(body: type[M]) -> type[M]:
-        bases = (body, body_of(*kinds, required=required))
-        return create_model(body.__name__, __base__=bases, __module__=body.__module__, __doc__=body.__doc__)
+        bases: Any = (body, body_of(*kinds, required=required))
+        extended: type[M] = create_model(
+            body.__name__, __base__=bases, __module__=body.__module__, __doc__=body.__doc__
+        )
+        return extended
 
     return extend
 
 
-def check_bounds(kind: type[Any], values: Mapping[str, Any], most: Mapping[str, float] = {}, prefix: str = "") -> None:
+def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, float] = {}, prefix: str = "") -> None:
     """Raise `Invalid` for the first number or flag among these of a dataclass's fields that is beyond its bounds.
 
     `most` are upper bounds in place of the declared ones; `prefix` goes before the field's name in the error.
@@ -88,5 +91,9 @@ def check_bounds(kind: type[Any], values: Mapping[str, Any], most: Mapping[str, 
         if own is bool:
             check_flag(field, value)
             continue
-        bounds = {key: getattr(item, key) for item in info.metadata for key in ("ge", "le") if hasattr(item, key)}
-        (check_whole if own is int else check_number)(field, value, bounds["ge"], most.get(name, bounds.get("le")))
+        bounds: dict[str, Any] = {
+            key: getattr(item, key) for item in info.metadata for key in ("ge", "le") if hasattr(item, key)
+        }
+        if name in most:
+            bounds["le"] = most[name]
+        (check_whole if own is int else check_number)(field, value, bounds["ge"], bounds["le"])

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from contract import control, plan, students, tuned
+from contract import control, plan
 from contract.bodies import InBody, body_of, check_bounds
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
-from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageDefaults, ImageOffer, Size
+from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
 from contract.control import MAX_CONTROLS, Control
 from contract.errors import Invalid
 from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePrompt
@@ -243,16 +243,6 @@ class ImageParameters:
         if "deepcache" in given:
             given["deepcache"] = plan.read(given["deepcache"])
         return replace(self, **given)
-
-    def completed(self, given: Mapping[str, Any], named: Mapping[str, Any], defaults: ImageDefaults) -> ImageParameters:
-        """With the fields `given`, a plan's where these are open, and the model's defaults where both are.
-
-        A plan's guided steps that are none for so few steps give way. Raises `Invalid`.
-        """
-        found = self.planned(students.fill(tuned.fill(given, named), defaults))
-        if any(given.get(name) is not None for name in GUIDANCE_FIELDS) or found.guidance.fits(found.steps):
-            return found
-        return found.guided_throughout()
 
     def guided_throughout(self) -> ImageParameters:
         """With guidance in every step, if it has any."""

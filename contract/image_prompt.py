@@ -45,10 +45,10 @@ class ImagePrompt(PictureInput):
             raise Invalid(f"{FIELD}.image", "must be of its width and height, in RGB")
 
     @property
-    def digest(self) -> str | None:
+    def digest(self) -> str:
         """The SHA-256 of the picture's pixels and size, or its key."""
         if not isinstance(self.image, bytes):
-            return self.image
+            return self.image or ""
         return hashlib.sha256(f"{self.width}x{self.height}:".encode() + self.image).hexdigest()
 
 

@@ -137,8 +137,11 @@ Given = Mapping[str, Any]
 """Fields of a request, by name."""
 
 
-def _input(kind: type[T], entry: StrictModel) -> T:
-    """The entry of a list, whose picture is not stored yet."""
+def _input(kind: type[T], entry: StrictModel | T) -> T:
+    """The entry of a list, whose picture is not stored yet; the command line's has it."""
+    if isinstance(entry, kind):
+        return entry
+    assert isinstance(entry, StrictModel)
     return kind(**{name: value for name, value in entry.given.items() if name != "image"})
 
 

@@ -105,9 +105,9 @@ class PictureInput:
         return self.image
 
     @property
-    def digest(self) -> str | None:
-        """The picture's SHA-256 once it is read, else its key."""
-        return digest(self.image)
+    def digest(self) -> str:
+        """The picture's SHA-256 once it is read, else its key; "" while it is not stored."""
+        return digest(self.image) or ""
 
     def acts(self, steps: int, own: int | None = None) -> tuple[bool, ...]:
         """In which of so many steps it acts, of which the first `own` are the model's and the rest a refiner's."""
@@ -124,7 +124,7 @@ class PictureInput:
 
     def to_dict(self) -> dict[str, Any]:
         """The input as JSON, with the picture's key or digest; default values are left out."""
-        told = {one.name: getattr(self, one.name) for one in fields(self)} | {"image": self.digest}
+        told = {one.name: getattr(self, one.name) for one in fields(self)} | {"image": self.digest or None}
         return {
             one.name: told[one.name] for one in fields(self) if one.default is MISSING or told[one.name] != one.default
         }
