@@ -44,7 +44,7 @@ _LISTS = {
 }  # fmt: skip
 """How lists of numbers are written, and an example."""
 _CHECKED_LATER = ("schedule_type",)  # with an error of its own
-_ELSEWHERE = ("prompt", DEEPCACHE, "upscale", "refiner", "control", "image_prompts", "preview_every")
+_ELSEWHERE = (DEEPCACHE, "upscale", "refiner", "control", "image_prompts", "preview_every")
 FIELDS = tuple(name for name in declarations(ImageParameters) if name not in _ELSEWHERE)
 """The fields with a generated option."""
 SHARED = (
@@ -57,10 +57,10 @@ SHARED = (
 def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS) -> None:
     """Add an option for each of these fields of `ImageParameters`."""
     for name in fields:
-        kind, _, info = declarations(ImageParameters)[name]
+        kind, _, text, _ = declarations(ImageParameters)[name]
         if name == "prompt_weighting":
             kind = Literal["compel", "a1111"]
-        _add(parser, _flag(name), kind, info.description or "", name, dest=_destination(name))
+        _add(parser, _flag(name), kind, text, name, dest=_destination(name))
     if "prompt_weighting" in fields:
         parser.add_argument(
             "--weighting", dest="syntax", action="store_const", const=True, help="the same as --syntax compel"
@@ -185,9 +185,9 @@ def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> Non
     flag = _KINDS[kind]
     text = f"{(kind.__doc__ or '').partition('.')[0]}; up to {kind.MOST} times"
     parser.add_argument(flag, action="append", default=[], type=Path, metavar="IMAGE", help=text)
-    for name, (own, _, info) in declarations(kind).items():
+    for name, (own, _, about, _) in declarations(kind).items():
         if name != "image":
-            text = f"{info.description}; one for each {flag}, or one for all"
+            text = f"{about}; one for each {flag}, or one for all"
             _add(parser, f"{flag}-{name}", own, text, name, action="append", default=[])
 
 

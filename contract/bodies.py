@@ -1,7 +1,7 @@
 """Generates the models of HTTP bodies from the dataclasses that requests are, so that a field is declared once.
 
-A dataclass's field whose annotation has pydantic's `Field` is a field of the body too, with the same bounds and
-description, and optional: null means not given. `check_bounds` checks values that came by another way than a body.
+A dataclass's field whose annotation has a sentence is a field of the body too, with that as its description and the
+bounds of its `Field`, and optional: null means not given. `check_bounds` checks values that came by another way.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from contract.bounds import check_flag, check_number, check_whole
+from contract.errors import Invalid
 from contract.strict import StrictModel
 
 M = TypeVar("M", bound=StrictModel)
+_BOUNDS = ("gt", "ge", "le", "min_length", "max_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,12 @@ class InBody:
 
 
 class Declaration(NamedTuple):
-    """A field: its type in a body, whether it may be None, and its bounds and description."""
+    """A field: its type in a body, whether it may be None, its description, and its bounds by `Field`'s names."""
 
     kind: Any
     nullable: bool
-    info: FieldInfo
+    text: str
+    bounds: Mapping[str, Any]
 
 
 @cache
@@ -41,42 +44,46 @@ def declarations(kind: object) -> Mapping[str, Declaration]:
     """The fields of a dataclass that bodies have, by name."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is not Annotated:
+        own, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        text = next((item for item in extra if isinstance(item, str)), None)
+        if text is None:
             continue
-        own, *extra = get_args(hint)
         nullable = get_origin(own) is UnionType and NoneType in get_args(own)
         own = get_args(own)[0] if nullable and len(get_args(own)) == 2 else own
         own = list[get_args(own)[0]] if get_origin(own) is tuple else own  # type: ignore[misc]  # as JSON has it
         own = next((item.type for item in extra if isinstance(item, InBody)), own)
-        found[name] = Declaration(own, nullable, next(item for item in extra if isinstance(item, FieldInfo)))
+        limits = (limit for item in extra if isinstance(item, FieldInfo) for limit in item.metadata)
+        bounds = {key: getattr(limit, key) for limit in limits for key in _BOUNDS if hasattr(limit, key)}
+        found[name] = Declaration(own, nullable, text, bounds)
     return found
 
 
-def body_of(*kinds: type[Any], required: str) -> type[StrictModel]:
-    """The model of a body with the fields that these dataclasses declare, all optional but the `required` one.
-
-    It is named after the first.
-    """
-    fields: dict[str, Any] = {}
-    for name, (kind, _, info) in ((name, one) for declared in kinds for name, one in declarations(declared).items()):
-        strict = Field(allow_inf_nan=False if kind is float else None, fail_fast=get_origin(kind) is list or None)
-        own, default = (kind, ...) if name == required else (kind | None, None)
-        fields[name] = Annotated[own, info, strict], default
-    name, text = kinds[0].__name__, (kinds[0].__doc__ or "").partition("\n")[0]
-    return create_model(name, __base__=StrictModel, __doc__=text, **fields)
+def body_of(kind: type[Any], required: str) -> type[StrictModel]:
+    """The model of a body with the fields that this dataclass declares, all optional but the `required` one."""
+    about = (kind.__doc__ or "").partition("\n")[0]
+    return create_model(kind.__name__, __base__=StrictModel, __doc__=about, **_fields(kind, required))
 
 
-def with_fields_of(*kinds: type[Any], required: str = "") -> Callable[[type[M]], type[M]]:
-    """Decorate a body's model: put the fields of `body_of` before its own."""
+def with_fields_of(*kinds: type[Any]) -> Callable[[type[M]], type[M]]:
+    """Decorate a body's model: add the fields of these dataclasses, all optional. Its own may be declared alike."""
 
     def extend(body: type[M]) -> type[M]:
-        bases: Any = (body, body_of(*kinds, required=required))
-        extended: type[M] = create_model(
-            body.__name__, __base__=bases, __module__=body.__module__, __doc__=body.__doc__
-        )
+        needed = (name for name, one in declarations(body).items() if not one.nullable)
+        fields = _fields(body, next(needed, "")) | {k: v for kind in kinds for k, v in _fields(kind).items()}
+        about = {"__module__": body.__module__, "__doc__": body.__doc__}
+        extended: type[M] = create_model(body.__name__, __base__=body, **about, **fields)
         return extended
 
     return extend
+
+
+def _fields(kind: object, required: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (own, _, text, bounds) in declarations(kind).items():
+        strict = {float: {"allow_inf_nan": False}, list: {"fail_fast": True}}.get(get_origin(own) or own, {})
+        info: Any = Field(... if name == required else None, description=text, **{**bounds, **strict})
+        found[name] = own if name == required else own | None, info
+    return found
 
 
 def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, float] = {}, prefix: str = "") -> None:
@@ -84,16 +91,14 @@ def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, flo
 
     `most` are upper bounds in place of the declared ones; `prefix` goes before the field's name in the error.
     """
-    for name, (own, nullable, info) in declarations(kind).items():
+    for name, (own, nullable, _, bounds) in declarations(kind).items():
         if name not in values or own not in (int, float, bool) or (nullable and values[name] is None):
             continue
         value, field = values[name], prefix + name
         if own is bool:
             check_flag(field, value)
             continue
-        bounds: dict[str, Any] = {
-            key: getattr(item, key) for item in info.metadata for key in ("ge", "le") if hasattr(item, key)
-        }
-        if name in most:
-            bounds["le"] = most[name]
-        (check_whole if own is int else check_number)(field, value, bounds["ge"], bounds["le"])
+        low = bounds["gt"] if "gt" in bounds else bounds["ge"]
+        (check_whole if own is int else check_number)(field, value, low, most[name] if name in most else bounds["le"])
+        if value == bounds.get("gt"):
+            raise Invalid(field, f"must be more than {low}")

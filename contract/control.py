@@ -34,23 +34,16 @@ class Control(PictureInput):
     MOST: ClassVar[int] = MAX_CONTROLS
 
     model: Annotated[
-        str,
-        Field(
-            max_length=MAX_NAME,
-            description="of the model's controls: a ControlNet, a ControlNet-Union or a T2I-Adapter",
-        ),
+        str, Field(max_length=MAX_NAME), "of the model's controls: a ControlNet, a ControlNet-Union or a T2I-Adapter"
     ]
     preprocessor: Annotated[
         str,
         InBody(Literal["canny", "depth"]),
-        Field(
-            description="canny: image is a picture, of which the edges are taken; depth: its depth map, by the model's "
-            "depth model if it has one; default: it is read as given"
-        ),
+        "canny: image is a picture, of which the edges are taken; depth: its depth map, by the model's depth model if "
+        "it has one; default: it is read as given",
     ] = ""
     mode: Annotated[
-        int | None,
-        Field(ge=0, le=MAX_MODE, description="the kind of the image, for a ControlNet-Union: 0 is a pose, …"),
+        int | None, Field(ge=0, le=MAX_MODE), "the kind of the image, for a ControlNet-Union: 0 is a pose, …"
     ] = None
 
     def check(self) -> None:

@@ -32,6 +32,8 @@ from contract.upscale import Upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 
+_PROMPT = Field(max_length=MAX_PROMPT_CHARACTERS)
+_LIST = Field(min_length=1, max_length=MAX_STEPS)
 _Weighting = Annotated[
     Annotated[bool, Tag(FLAG)] | Annotated[Literal["compel", "a1111"], Tag(WORD)],
     Discriminator(lambda value: WORD if isinstance(value, str) else FLAG),
@@ -59,127 +61,82 @@ class ImageParameters:
     `image_prompts` pictures that it is drawn like.
     """
 
-    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS, description="what to draw")]
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="of the first picture; default: random")]
+    prompt: str
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED), "of the first picture; default: random"]
     width: int
     height: int
-    negative_prompt: Annotated[
-        str | None, Field(max_length=MAX_PROMPT_CHARACTERS, description="what the picture should not show")
-    ] = None
-    steps: Annotated[int, Field(ge=1, description="of denoising; default: the model's, 20 for SDXL")] = 20
+    negative_prompt: Annotated[str | None, _PROMPT, "what the picture should not show"] = None
+    steps: Annotated[int, Field(ge=1), "of denoising; default: the model's, 20 for SDXL"] = 20
     guidance_scale: Annotated[
-        float,
-        Field(ge=0, description="default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work"),
+        float, Field(ge=0), "default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work"
     ] = 5.0
-    scheduler: Annotated[str | None, Field(max_length=MAX_NAME, description="one of the model's; default: its own")] = (
-        None
-    )
-    deterministic: Annotated[bool, Field(description="equal seed and fingerprint give equal bytes; slower")] = False
-    preview_every: Annotated[
-        int, Field(ge=0, description="steps from one preview to the next; 0, the default: none")
-    ] = 0
+    scheduler: Annotated[str | None, Field(max_length=MAX_NAME), "one of the model's; default: its own"] = None
+    deterministic: Annotated[bool, "equal seed and fingerprint give equal bytes; slower"] = False
+    preview_every: Annotated[int, Field(ge=0), "steps from one preview to the next; 0, the default: none"] = 0
     deepcache: Annotated[
         DeepCache | None,
         InBody(_Cache),
-        Field(description="off: all steps whole; auto: every other and the last; or an object; default: ours"),
+        "off: all steps whole; auto: every other and the last; or an object; default: ours",
     ] = None
     edit: Edit | None = None
     prompt_weighting: Annotated[
         bool | str,
         InBody(_Weighting),
-        Field(
-            description="the syntax of weights in prompts: compel or true: (words)1.3, word++, word--; "
-            "a1111: (words:1.3), ((words)), [words], BREAK; default: none"
-        ),
+        "the syntax of weights in prompts: compel or true: (words)1.3, word++, word--; "
+        "a1111: (words:1.3), ((words)), [words], BREAK; default: none",
     ] = False
     lora: Annotated[
         str,
-        Field(
-            max_length=MAX_CHARACTERS,
-            description="LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
-        ),
+        Field(max_length=MAX_CHARACTERS),
+        "LoRAs that it is drawn with, of the model's loras: name, name:0.8, or several, with commas",
     ] = ""
     guidance_interval: Annotated[
         tuple[float, float] | None,
-        Field(
-            min_length=2,
-            max_length=2,
-            description="the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
-        ),
+        Field(min_length=2, max_length=2),
+        "the share of the steps with guidance, such as [0, 0.5]; others cost half; default: all",
     ] = None
     guided_steps: Annotated[
         tuple[int, ...] | None,
-        Field(
-            min_length=1,
-            max_length=MAX_STEPS,
-            description="exactly these have guidance, counted from 0; in place of guidance_interval",
-        ),
+        _LIST,
+        "exactly these have guidance, counted from 0; in place of guidance_interval",
     ] = None
     schedule_type: Annotated[
-        str | None,
-        InBody(ScheduleType),
-        Field(description="the spacing or curve of the noise schedule; default: the model's"),
+        str | None, InBody(ScheduleType), "the spacing or curve of the noise schedule; default: the model's"
     ] = None
-    timesteps: Annotated[
-        tuple[int, ...] | None,
-        Field(min_length=1, max_length=MAX_STEPS, description="of each step, descending; in place of steps"),
-    ] = None
+    timesteps: Annotated[tuple[int, ...] | None, _LIST, "of each step, descending; in place of steps"] = None
     sigmas: Annotated[
         tuple[float, ...] | None,
-        Field(
-            min_length=1,
-            max_length=MAX_STEPS + 1,
-            description="noise levels of each step, descending, with or without a last 0; in place of steps",
-        ),
+        Field(min_length=1, max_length=MAX_STEPS + 1),
+        "noise levels of each step, descending, with or without a last 0; in place of steps",
     ] = None
-    eta: Annotated[
-        float | None, Field(ge=0, le=1, description="how much noise tcd adds in each step, 0 by default")
-    ] = None
+    eta: Annotated[float | None, Field(ge=0, le=1), "how much noise tcd adds in each step, 0 by default"] = None
     vae: Annotated[
         str,
         InBody(Literal["full", "tiny"]),
-        Field(description="what decodes the picture: the model's VAE, or its tiny decoder; full by default"),
+        "what decodes the picture: the model's VAE, or its tiny decoder; full by default",
     ] = FULL
-    prompt_2: Annotated[
-        str | None,
-        Field(max_length=MAX_PROMPT_CHARACTERS, description="for the second text encoder; default: the prompt"),
-    ] = None
-    negative_prompt_2: Annotated[
-        str | None,
-        Field(
-            max_length=MAX_PROMPT_CHARACTERS, description="for the second text encoder; default: the negative prompt"
-        ),
-    ] = None
+    prompt_2: Annotated[str | None, _PROMPT, "for the second text encoder; default: the prompt"] = None
+    negative_prompt_2: Annotated[str | None, _PROMPT, "for the second text encoder; default: the negative prompt"] = (
+        None
+    )
     clip_skip: Annotated[
         int | None,
-        Field(
-            ge=0,
-            le=MAX_CLIP_SKIP,
-            description="how many more of the text encoders' last layers are left out, as in diffusers; 0 by default",
-        ),
+        Field(ge=0, le=MAX_CLIP_SKIP),
+        "how many more of the text encoders' last layers are left out, as in diffusers; 0 by default",
     ] = None
-    upscale: Annotated[
-        Upscale | None, Field(description="the finished picture is enlarged, by one of the model's upscalers")
-    ] = None
+    upscale: Annotated[Upscale | None, "the finished picture is enlarged, by one of the model's upscalers"] = None
     control: Annotated[
         tuple[Control, ...],
-        InBody(list[body_of(Control, required="model")]),
-        Field(
-            max_length=MAX_CONTROLS,
-            description=f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them",
-        ),
+        InBody(list[body_of(Control, "model")]),
+        Field(max_length=MAX_CONTROLS),
+        f"pictures that it follows, at most {MAX_CONTROLS}, and the networks that read them",
     ] = ()
-    refiner: Annotated[
-        Refining | None, Field(description="a second model, one of the model's refiners, takes the last steps")
-    ] = None
+    refiner: Annotated[Refining | None, "a second model, one of the model's refiners, takes the last steps"] = None
     image_prompts: Annotated[
         tuple[ImagePrompt, ...],
-        InBody(list[body_of(ImagePrompt, required="model")]),
-        Field(
-            max_length=MAX_IMAGE_PROMPTS,
-            description=f"pictures that it is drawn like, at most {MAX_IMAGE_PROMPTS}, and the IP-Adapters that read "
-            "them",
-        ),
+        InBody(list[body_of(ImagePrompt, "model")]),
+        Field(max_length=MAX_IMAGE_PROMPTS),
+        f"pictures that it is drawn like, at most {MAX_IMAGE_PROMPTS}, and the IP-Adapters that read them",
     ] = ()
 
     def __post_init__(self) -> None:
@@ -364,16 +321,14 @@ class ImageJob:
     """
 
     picture: ImageParameters
-    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="how many pictures, 1 by default")] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES), "how many pictures, 1 by default"] = 1
     deepcache: Any = None
     expand_prompt: Annotated[
-        bool,
-        Field(description="a fuller prompt is written first, by the text model, and told as revised_prompt"),
+        bool, "a fuller prompt is written first, by the text model, and told as revised_prompt"
     ] = False
-    output_format: Annotated[str, InBody(Literal["png", "webp", "jpeg"]), Field(description="png by default")] = "png"
+    output_format: Annotated[str, InBody(Literal["png", "webp", "jpeg"]), "png by default"] = "png"
     output_compression: Annotated[
-        int | None,
-        Field(ge=0, le=100, description="quality of webp and jpeg, 100 by default; webp at 100 loses nothing"),
+        int | None, Field(ge=0, le=100), "quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
     ] = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -30,9 +30,7 @@ class ImagePrompt(PictureInput):
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_IMAGE_PROMPTS
 
-    model: Annotated[
-        str, Field(max_length=MAX_NAME, description="of the model's image_prompts: an IP-Adapter or IP-Adapter Plus")
-    ]
+    model: Annotated[str, Field(max_length=MAX_NAME), "of the model's image_prompts: an IP-Adapter or IP-Adapter Plus"]
     width: int = 0  # of pixels
     height: int = 0
 

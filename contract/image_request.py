@@ -9,21 +9,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
 from contract import plan, prompts, students, tuned
 from contract.bodies import check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S
-from contract.card import FULL, ImageOffer, Size
+from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
 from contract.control import Control
 from contract.errors import Invalid
 from contract.image import FIELDS, ImageJob, ImageParameters, check, check_inputs, check_strength, limits
 from contract.image_prompt import ImagePrompt
 from contract.picture_input import Edit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
-from contract.refining import Refining
 from contract.schedule import schedule_of
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel
 
@@ -32,9 +31,25 @@ T = TypeVar("T", bound=PictureInput)
 STRENGTH = 0.8  # of an edit without a mask; with one it is 1
 MAX_MARGIN = 4096  # pixels
 _MAX_SIZE = 64  # characters
+_IGNORED = Field(max_length=MAX_IGNORED)
 
 
-@with_fields_of(ImageParameters, ImageJob, required="prompt")
+class Margins(StrictModel):
+    """How many pixels are drawn beyond each side of an edit's source."""
+
+    model_config = ConfigDict(title="Outpaint")
+
+    left: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    top: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    right: int = Field(default=0, ge=0, le=MAX_MARGIN)
+    bottom: int = Field(default=0, ge=0, le=MAX_MARGIN)
+
+    def around(self, size: Size) -> Size:
+        """The size of a source of this size with its margins."""
+        return size[0] + self.left + self.right, size[1] + self.top + self.bottom
+
+
+@with_fields_of(ImageParameters, ImageJob)
 class ImageRequest(StrictModel):
     """The fields of an image request: OpenAI's, and our own. null means not given.
 
@@ -44,40 +59,36 @@ class ImageRequest(StrictModel):
     model_config = ConfigDict(title="ImageRequest")
 
     if TYPE_CHECKING:
-        prompt: str
         control: Sequence[Any] | None
         image_prompts: Sequence[Any] | None
-        refiner: Refining | None
         expand_prompt: bool | None
 
-    model: str | None = Field(
-        default=None, max_length=MAX_NAME, description="a name from /v1/models; default: the first that is live there"
-    )
-    size: str | None = Field(
-        default=None, max_length=_MAX_SIZE,
-        description='one of the model\'s sizes such as "1024x1024", or of its size_range; "auto": its own',
-    )  # fmt: skip
-    response_format: Literal["b64_json", "url"] | None = Field(default=None, description="b64_json by default")
-    stream: bool | None = Field(default=None, description="true: previews and pictures as server-sent events")
-    partial_images: int | None = Field(default=None, ge=0, le=3, description="previews of each picture, with stream")
-    user: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
-    quality: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored; see steps")
-    style: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
-    background: str | None = Field(
-        default=None, max_length=MAX_IGNORED, description="accepted and ignored: pictures are opaque"
-    )
-    moderation: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
-    input_fidelity: str | None = Field(default=None, max_length=MAX_IGNORED, description="accepted and ignored")
-    deadline_s: float | None = Field(
-        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
-    )
-    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
-    plan: str | None = Field(
-        default=None,
-        max_length=MAX_NAME,
-        description="off: every step whole; auto or a name from the model's plans: which steps and how, for what the "
-        "request leaves open; default: the model's",
-    )
+    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), "what to draw"]
+    model: Annotated[
+        str | None, Field(max_length=MAX_NAME), "a name from /v1/models; default: the first that is live there"
+    ] = None
+    size: Annotated[
+        str | None,
+        Field(max_length=_MAX_SIZE),
+        'one of the model\'s sizes such as "1024x1024", or of its size_range; "auto": its own',
+    ] = None
+    response_format: Annotated[Literal["b64_json", "url"] | None, "b64_json by default"] = None
+    stream: Annotated[bool | None, "true: previews and pictures as server-sent events"] = None
+    partial_images: Annotated[int | None, Field(ge=0, le=3), "previews of each picture, with stream"] = None
+    user: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    quality: Annotated[str | None, _IGNORED, "accepted and ignored; see steps"] = None
+    style: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    background: Annotated[str | None, _IGNORED, "accepted and ignored: pictures are opaque"] = None
+    moderation: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    input_fidelity: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    deadline_s: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S), "from now; then the job expires"] = None
+    priority: Annotated[int | None, Field(ge=0, le=9), "0 is the most urgent, 5 the default"] = None
+    plan: Annotated[
+        str | None,
+        Field(max_length=MAX_NAME),
+        "off: every step whole; auto or a name from the model's plans: which steps and how, for what the request "
+        "leaves open; default: the model's",
+    ] = None
 
     def complete(
         self, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False, like: Size | None = None
@@ -88,18 +99,12 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         asked = self.given
-        soft = bool(asked.get("soft_mask"))
-        offer.check_source(edited=edited is not None, masked=masked, soft=soft)
-        strength = asked.get("strength", 1.0 if masked else STRENGTH)
         inputs = {
             "control": tuple(_input(Control, one) for one in self.control or ()),
             "image_prompts": tuple(_input(ImagePrompt, one) for one in self.image_prompts or ()),
         }
-        check_inputs(ImageParameters(self.prompt, 0, 0, 0, **inputs), offer)  # type: ignore[arg-type]
-        if self.refiner is not None:
-            self.refiner.check(offer.refiners, soft=soft)
-        _check_limits(asked, offer)
-        offer.check_loras(asked.get("lora", ""))
+        _check_offered(asked, inputs, offer, edited=edited is not None, masked=masked)
+        strength = asked.get("strength", 1.0 if masked else STRENGTH)
         student = students.of_loras(asked.get("lora", ""), offer.schedulers)
         # The model's default plan was not made for a student's LoRA.
         given = _planned(asked, offer, offer.plan if student is None else "", 1.0 if edited is None else strength)
@@ -111,22 +116,19 @@ class ImageRequest(StrictModel):
         given["guidance_scale"] = float(given["guidance_scale"])
         given["width"], given["height"] = offer.size(self.size, edited or like)
         if edited is not None:
-            if "strength" not in asked and given["steps"] == 1:
-                strength = 1.0
+            strength = 1.0 if "strength" not in asked and given["steps"] == 1 else float(strength)
             check_strength(strength, given["steps"])
-            given["edit"] = Edit(strength=float(strength), soft_mask=soft)
+            given["edit"] = Edit(strength=strength, soft_mask=bool(asked.get("soft_mask")))
         if self.expand_prompt:
             prompts.check_expandable(asked)
         picture = ImageParameters(**{name: given[name] for name in FIELDS if name in given} | inputs)
-        form = asked.get("output_format", "png")
         job = ImageJob(
             replace(picture, preview_every=_previews(asked, picture.made)),
-            asked.get("n", 1),
-            cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
-            bool(self.expand_prompt),
-            form,
-            None if form == "png" else asked.get("output_compression"),
+            deepcache=cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
+            **{name: asked[name] for name in ("n", "expand_prompt", "output_format") if name in asked},
         )
+        if job.output_format != "png":
+            job = replace(job, output_compression=asked.get("output_compression"))
         job = _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
         # Checked without guidance and pictures: `check` wants these read.
         check(replace(job.picture.guided_throughout(), edit=None, control=(), image_prompts=()), offer)
@@ -181,8 +183,14 @@ def _planned(asked: Given, offer: ImageOffer, usual: str, strength: float) -> di
     return given
 
 
-def _check_limits(asked: Given, offer: ImageOffer) -> None:
-    """Raise `Invalid` for a number outside the model's limits."""
+def _check_offered(asked: Given, inputs: Given, offer: ImageOffer, *, edited: bool, masked: bool) -> None:
+    """Raise `Invalid` for what the model does not offer, or not for this request, or beyond its limits."""
+    soft = bool(asked.get("soft_mask"))
+    offer.check_source(edited=edited, masked=masked, soft=soft)
+    check_inputs(ImageParameters("", 0, 0, 0, **inputs), offer)
+    if "refiner" in asked:
+        asked["refiner"].check(offer.refiners, soft=soft)
+    offer.check_loras(asked.get("lora", ""))
     for name in ("timesteps", "sigmas"):
         count = schedule_of({name: asked.get(name)}).steps
         if count is not None and count > offer.max_steps:
@@ -200,27 +208,12 @@ def _previews(asked: Given, steps: int) -> int:
     return min(every or 0, steps)
 
 
-class Margins(StrictModel):
-    """How many pixels are drawn beyond each side of an edit's source."""
-
-    model_config = ConfigDict(title="Outpaint")
-
-    left: int = Field(default=0, ge=0, le=MAX_MARGIN)
-    top: int = Field(default=0, ge=0, le=MAX_MARGIN)
-    right: int = Field(default=0, ge=0, le=MAX_MARGIN)
-    bottom: int = Field(default=0, ge=0, le=MAX_MARGIN)
-
-    def around(self, size: Size) -> Size:
-        """The size of a source of this size with its margins."""
-        return size[0] + self.left + self.right, size[1] + self.top + self.bottom
-
-
 @with_fields_of(Edit)
 class EditRequest(ImageRequest):
     """The fields of an edit. In a form all of them are text."""
 
     model_config = ConfigDict(title="EditRequest")
 
-    outpaint: Margins | None = Field(
-        default=None, description="pixels beyond left, top, right and bottom of the picture that are drawn too"
-    )
+    outpaint: Annotated[
+        Margins | None, "pixels beyond left, top, right and bottom of the picture that are drawn too"
+    ] = None

@@ -60,12 +60,10 @@ class Edit:
     image: Pixels = field(default=None, repr=False)
     mask: Pixels = field(default=None, repr=False)
     strength: Annotated[
-        float,
-        Field(ge=0, le=1, description="how much of the way from noise is gone; 0.8 by default, with a mask 1"),
+        float, Field(ge=0, le=1), "how much of the way from noise is gone; 0.8 by default, with a mask 1"
     ] = 0.8
     soft_mask: Annotated[
-        bool,
-        Field(description="true: the mask's transparency is the share of the steps in which a pixel is drawn anew"),
+        bool, "true: the mask's transparency is the share of the steps in which a pixel is drawn anew"
     ] = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,10 +91,10 @@ class PictureInput:
     MOST: ClassVar[int]  # of them in a request
 
     model: Annotated[str, Field(max_length=MAX_NAME)]
-    image: Annotated[Pixels, InBody(ImageReference), Field(description=_IMAGE)] = field(default=None, repr=False)
-    strength: Annotated[float, Field(ge=0, le=MAX_STRENGTH, description="of what it adds; 1.0 by default")] = 1.0
-    start: Annotated[float, Field(ge=0, le=1, description="the share of the steps before it acts; 0 by default")] = 0.0
-    end: Annotated[float, Field(ge=0, le=1, description="the share after which it ends; 1.0 by default")] = 1.0
+    image: Annotated[Pixels, InBody(ImageReference), _IMAGE] = field(default=None, repr=False)
+    strength: Annotated[float, Field(ge=0, le=MAX_STRENGTH), "of what it adds; 1.0 by default"] = 1.0
+    start: Annotated[float, Field(ge=0, le=1), "the share of the steps before it acts; 0 by default"] = 0.0
+    end: Annotated[float, Field(ge=0, le=1), "the share after which it ends; 1.0 by default"] = 1.0
 
     @property
     def pixels(self) -> bytes:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.bodies import InBody, with_fields_of
 from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
 from contract.errors import Invalid
@@ -58,49 +59,83 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description=_IGNORED)
 
 
+@dataclass(frozen=True, slots=True)
+class TextJob:
+    """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
+
+    The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
+    likely, `json_schema` is a schema as text. None leaves a value to the worker.
+    """
+
+    expand_prompt: ClassVar[bool] = False  # an option of images
+
+    messages: list[dict[str, str]] | None = None
+    prompts: list[str | list[int]] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), "how many answers, 1 by default"] = 1
+    max_tokens: Annotated[int | None, Field(ge=1), "of the answer, at most"] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED), "equal seeds give equal answers"] = None
+    stop: Annotated[list[str] | None, InBody(Stop), "up to four texts that end the answer and are left out"] = None
+    temperature: Annotated[
+        float | None, Field(ge=0, le=MAX_TEMPERATURE), "1 by default; 0: always the likeliest token"
+    ] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1), "1 by default"] = None
+    top_k: Annotated[int | None, Field(ge=0, le=1_000_000), "0, the default: all tokens"] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1), "0 by default"] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=MAX_REPETITION), "1 by default"] = None
+    presence_penalty: Annotated[float | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY), "0 by default"] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY), "0 by default"] = None
+    logit_bias: Annotated[
+        dict[str, float] | None,
+        Field(max_length=MAX_BIASED),
+        "by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
+    ] = None
+    logprobs: int | None = None
+    json_schema: str | None = None
+    echo: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, without fields that are None."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> TextJob:
+        """Parse what `told` wrote; values are checked where tokens are counted."""
+        return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
+
+    @property
+    def count(self) -> int:
+        """The number of answers over all prompts."""
+        return self.n * len(self.prompts or [None])
+
+    @property
+    def tokens(self) -> float:
+        """The estimated number of prompt tokens."""
+        if self.messages is not None:
+            return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
+        texts = self.prompts or []
+        return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
+
+
+@with_fields_of(TextJob)
 class TextFields(StrictModel):
     """Fields shared by chats and completions."""
 
-    model: str | None = Field(
-        default=None, max_length=MAX_NAME, description="a name from /v1/models; default: the first that is live there"
-    )
-    max_tokens: int | None = Field(default=None, ge=1, description="of the answer, at most")
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="how many answers, 1 by default")
-    temperature: float | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_TEMPERATURE,
-        allow_inf_nan=False,
-        description="1 by default; 0: always the likeliest token",
-    )
-    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False, description="1 by default")
-    presence_penalty: float | None = Field(
-        default=None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False, description="0 by default"
-    )
-    frequency_penalty: float | None = Field(
-        default=None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False, description="0 by default"
-    )
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="equal seeds give equal answers")
-    stop: Stop | None = Field(default=None, description="up to four texts that end the answer and are left out")
-    stream: bool | None = Field(default=None, description="true: server-sent events")
+    if TYPE_CHECKING:
+        n: int | None
+        max_tokens: int | None
+        stop: str | list[str] | None
+        logit_bias: dict[str, float] | None
+
+    model: Annotated[
+        str | None, Field(max_length=MAX_NAME), "a name from /v1/models; default: the first that is live there"
+    ] = None
+    stream: Annotated[bool | None, "true: server-sent events"] = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, float] | None = Field(
-        default=None, max_length=MAX_BIASED,
-        description="by token id, -100 to 100: added to the token's logit; -100: never it, 100: it alone",
-    )  # fmt: skip
-    user: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    user: Annotated[str | None, Field(max_length=MAX_IGNORED), _IGNORED] = None
+    deadline_s: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S), "from now; then the job expires"] = None
+    priority: Annotated[int | None, Field(ge=0, le=9), "0 is the most urgent, 5 the default"] = None
 
-    top_k: int | None = Field(default=None, ge=0, le=1_000_000, description="0, the default: all tokens")
-    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False, description="0 by default")
-    repetition_penalty: float | None = Field(
-        default=None, gt=0, le=MAX_REPETITION, allow_inf_nan=False, description="1 by default"
-    )
-    deadline_s: float | None = Field(
-        default=None, gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="from now; then the job expires"
-    )
-    priority: int | None = Field(default=None, ge=0, le=9, description="0 is the most urgent, 5 the default")
-
-    @field_validator("logit_bias", mode="before")
+    @field_validator("logit_bias", mode="before", check_fields=False)
     @classmethod
     def _biases_of_tokens(cls, value: Any) -> Any:
         if isinstance(value, dict) and not all(map(_is_bias, value, value.values())):
@@ -277,57 +312,6 @@ class CompletionFields(TextFields):
 
 def _tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-@dataclass(frozen=True, slots=True)
-class TextJob:
-    """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
-
-    The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
-    likely, `json_schema` is a schema as text. None leaves a value to the worker.
-    """
-
-    expand_prompt: ClassVar[bool] = False  # an option of images
-
-    messages: list[dict[str, str]] | None = None
-    prompts: list[str | list[int]] | None = None
-    n: int = 1
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    logprobs: int | None = None
-    json_schema: str | None = None
-    echo: bool | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, without fields that are None."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-
-    @classmethod
-    def read(cls, told: Mapping[str, Any]) -> TextJob:
-        """Parse what `told` wrote; values are checked where tokens are counted."""
-        return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
-
-    @property
-    def count(self) -> int:
-        """The number of answers over all prompts."""
-        return self.n * len(self.prompts or [None])
-
-    @property
-    def tokens(self) -> float:
-        """The estimated number of prompt tokens."""
-        if self.messages is not None:
-            return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
-        texts = self.prompts or []
-        return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
 
 
 def check(job: TextJob, offer: TextOffer) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from contract.bodies import check_bounds
 from contract.bounds import MAX_SEED, check_number, check_text, check_whole, short
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import (
     MAX_BIAS,
     MAX_BIASED,
     MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
-    MAX_TEMPERATURE,
+    TextJob,
 )
 
 MAX_TOP_K = 1 << 20
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
 
 Finish = Literal["stop", "length"]
 
@@ -94,9 +96,8 @@ class GeneratedText:
 def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
     """Raise `Invalid` naming the first invalid field. Text is not echoed."""
     _check_length(wanted, vocabulary, context)
-    _check_sampling(wanted)
-    if wanted.seed is not None:
-        check_whole("seed", wanted.seed, 0, MAX_SEED)
+    numbers = {name: getattr(wanted, name) for name in _NUMBERS}
+    check_bounds(TextJob, numbers, {"top_k": MAX_TOP_K})
     if wanted.logprobs is not None:
         check_whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
     _check_bias(wanted.logit_bias, vocabulary)
@@ -120,20 +121,6 @@ def _check_length(wanted: TextParameters, vocabulary: int, context: int) -> None
             f"context of {context}",
             CONTEXT_LENGTH,
         )
-
-
-def _check_sampling(wanted: TextParameters) -> None:
-    check_number("temperature", wanted.temperature, 0, MAX_TEMPERATURE)
-    check_number("top_p", wanted.top_p, 0, 1)
-    if wanted.top_p == 0:
-        raise Invalid("top_p", "must be more than 0")
-    check_number("min_p", wanted.min_p, 0, 1)
-    check_whole("top_k", wanted.top_k, 0, MAX_TOP_K)
-    check_number("repetition_penalty", wanted.repetition_penalty, 0, MAX_REPETITION)
-    if wanted.repetition_penalty == 0:
-        raise Invalid("repetition_penalty", "must be more than 0")
-    check_number("presence_penalty", wanted.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    check_number("frequency_penalty", wanted.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocabulary: int) -> None:

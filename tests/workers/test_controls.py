@@ -146,7 +146,7 @@ def test_a_picture_of_another_size_is_refused() -> None:
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")
     with pytest.raises(Invalid, match="must have the image's size"):
-        sources.read_controls(asked().control, (SIDE, SIDE), lambda _: stream.getvalue())
+        sources.read(asked().picture, lambda _: stream.getvalue())
 
 
 def test_a_damaged_network_fails_its_job_alone(works: Runtime) -> None:
