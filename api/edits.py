@@ -6,9 +6,9 @@ picture_decoder.py checks and decodes the pictures; a form's files are open, on 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
@@ -24,6 +24,7 @@ from contract.card import MAX_STEPS
 from contract.control import Control
 from contract.image_prompt import ImagePrompt
 from contract.image_request import EditRequest
+from contract.strict import StrictModel
 
 router = APIRouter(tags=["images"])
 
@@ -32,14 +33,6 @@ _FILES = ("image", "mask")
 _SEVERAL = (CONTROL, IMAGE_PROMPT)
 _LISTS = ("image[]", *(f"{name}[]" for name in _SEVERAL))  # as clients send lists
 _MOST = len(_FILES) + Control.MOST + ImagePrompt.MOST
-_JSON = {
-    "deepcache": "{",
-    "outpaint": "{",
-    "upscale": "{",
-    "refiner": "{",
-    Control.FIELD: "[",
-    ImagePrompt.FIELD: "[",
-}  # fields that are JSON in a form too, and how that begins
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
 
@@ -121,8 +114,11 @@ def _numbers(text: str, *, whole: bool) -> list[Any] | None:
     return None if None in numbers else numbers
 
 
-def _is_json(name: str, text: str) -> bool:
-    return name in _JSON and text.startswith(_JSON[name])
+def _has_objects(kinds: Iterable[Any]) -> bool:
+    """Whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
+    return any(
+        (isinstance(kind, type) and issubclass(kind, StrictModel)) or _has_objects(get_args(kind)) for kind in kinds
+    )
 
 
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
@@ -137,7 +133,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = number
         elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
-        elif _is_json(name, text):
+        elif _has_objects(kinds) and text.startswith("[" if list in map(get_origin, kinds) else "{"):
             fields[name] = body.parse(f'{{"{name}":{text}}}'.encode())[name]
         elif list[int] in kinds or list[float] in kinds:
             fields[name] = _numbers(text, whole=list[int] in kinds) or text

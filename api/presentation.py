@@ -7,7 +7,6 @@ from typing import Any
 
 from api.links import ImageLinks
 from contract.image import ImageJob
-from contract.redraw import redraw
 from core.jobs.record import Job, JobState
 
 
@@ -58,7 +57,7 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
         return content
     fingerprints = (image.get("fingerprint") for image in results(job))
     images = [{**told, "fingerprint": one} for told, one in zip(content["images"], fingerprints, strict=True)]
-    asked = redraw(ImageJob.read(job.parameters), job.model, result["deepcache"])
+    asked = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
     return {**content, "images": images} | ({} if asked is None else {"request": asked})
 
 

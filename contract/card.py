@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -309,26 +309,8 @@ class ImageCard(_Card):
         """The offer that requests are checked against."""
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
-        return ImageOffer(
-            self.sizes,
-            self.schedulers,
-            (self.native, self.native),
-            precision=self.precision,
-            loras=self.loras,
-            defaults=self.defaults,
-            plans=self.plans,
-            plan=self.plan,
-            vaes=self.vaes,
-            prompt_fields=self.prompt_fields,
-            inpaint_only=self.inpaint_only,
-            size_range=self.size_range,
-            upscalers=self.upscalers,
-            controls=self.controls,
-            preprocessors=self.preprocessors,
-            refiners=self.refiners,
-            image_prompts=self.image_prompts,
-            **limits,
-        )
+        shared = {one.name: getattr(self, one.name) for one in fields(ImageOffer) if hasattr(self, one.name)}
+        return ImageOffer(**shared | limits | {"native": (self.native, self.native)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

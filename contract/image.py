@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from contract import control, plan
+from contract import control, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
@@ -20,14 +20,13 @@ from contract.control import MAX_CONTROLS, Control
 from contract.errors import Invalid
 from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePrompt
 from contract.loras import MAX_CHARACTERS
-from contract.nested import Nested
 from contract.picture_input import Edit as Edit
 from contract.picture_input import PictureInput, check_all
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache, GuidanceSchedule
-from contract.prompts import MAX_CLIP_SKIP, Prompting
+from contract.prompts import MAX_CLIP_SKIP
 from contract.refining import Refining
 from contract.schedule import NoiseSchedule, ScheduleType
-from contract.strict import MAX_NAME
+from contract.strict import MAX_NAME, Nested
 from contract.upscale import Upscale
 
 MEDIA_TYPES = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
@@ -148,14 +147,6 @@ class ImageParameters:
                 object.__setattr__(self, name, tuple(value))
 
     @property
-    def prompting(self) -> Prompting:
-        """What it says of its prompts."""
-        return Prompting(
-            self.prompt, self.negative_prompt, self.prompt_weighting, self.prompt_2, self.negative_prompt_2,
-            self.clip_skip,
-        )  # fmt: skip
-
-    @property
     def schedule(self) -> NoiseSchedule:
         """What it says of its noise schedule."""
         return NoiseSchedule(self.schedule_type, self.timesteps, self.sigmas, self.eta)
@@ -263,7 +254,7 @@ def limits(offer: ImageOffer) -> dict[str, float]:
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
-    parameters.prompting.check(offer)
+    prompts.check(parameters, offer)
     check_bounds(ImageParameters, {name: getattr(parameters, name) for name in FIELDS}, limits(offer))
     offer.check_scheduler(parameters.scheduler)
     parameters.schedule.check(parameters.steps)
@@ -344,6 +335,20 @@ class ImageJob:
             raise Invalid("n", "is missing")
         beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
         return cls(ImageParameters.read(told), told["n"], **beside)
+
+    def redraw(self, model: str, deepcache: Any) -> dict[str, Any] | None:
+        """Fields for `POST /v1/jobs` that leave nothing to chance or to defaults; None for a job that reads pictures.
+
+        `deepcache` is the schedule that was followed, in the form of the request's field. The plan is "off", since what
+        it said is among the fields.
+        """
+        if self.picture.edit is not None or self.picture.pictures:
+            return None
+        fields = self.to_dict()
+        size = f"{fields.pop('width')}x{fields.pop('height')}"
+        fields |= {"type": "image", "model": model, "size": size, "plan": plan.OFF, "deepcache": deepcache}
+        known = {name: value for name, value in fields.items() if value is not None}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in known.items()}
 
     def pictures(self, usual: DeepCache | None = None) -> list[ImageParameters]:
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.

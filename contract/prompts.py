@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contract import a1111, markup
@@ -13,6 +12,7 @@ from contract.markup import A1111, COMPEL, MarkupError, WeightedPrompt
 
 if TYPE_CHECKING:
     from contract.card import ImageOffer
+    from contract.image import ImageParameters
 
 SYNTAXES = (COMPEL, A1111)
 MAX_CLIP_SKIP = 31
@@ -32,38 +32,28 @@ def read(text: str, weighting: bool | str) -> str | WeightedPrompt:
     return a1111.read(text) if weighting == A1111 else markup.read(text)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompting:
-    """What a request says of its prompts; the fields are those of `ImageParameters`."""
+def check(asked: ImageParameters, offer: ImageOffer) -> None:
+    """Raise `Invalid` for the first field that is wrong, or that the model does not read. Texts are not echoed."""
+    if not isinstance(asked.prompt_weighting, bool) and asked.prompt_weighting not in SYNTAXES:
+        raise Invalid("prompt_weighting", f"must be true or false, or one of {', '.join(SYNTAXES)}")
+    for name in _TEXTS:
+        text = getattr(asked, name)
+        if text is None and name != "prompt":
+            continue
+        words = _words(name, check_text(name, text, offer.max_prompt_characters), asked.prompt_weighting)
+        if name == "prompt" and not words.strip():
+            raise Invalid(name, "must not be empty")
+    if asked.negative_prompt_2 is not None and asked.negative_prompt is None:
+        raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
+    if offer.prompt_fields is not None:
+        check_known(asked, offer.prompt_fields)
 
-    prompt: str
-    negative_prompt: str | None
-    prompt_weighting: bool | str
-    prompt_2: str | None
-    negative_prompt_2: str | None
-    clip_skip: int | None
 
-    def check(self, offer: ImageOffer) -> None:
-        """Raise `Invalid` for the first field that is wrong, or that the model does not read. Texts are not echoed."""
-        if not isinstance(self.prompt_weighting, bool) and self.prompt_weighting not in SYNTAXES:
-            raise Invalid("prompt_weighting", f"must be true or false, or one of {', '.join(SYNTAXES)}")
-        for name in _TEXTS:
-            text = getattr(self, name)
-            if text is None and name != "prompt":
-                continue
-            words = _words(name, check_text(name, text, offer.max_prompt_characters), self.prompt_weighting)
-            if name == "prompt" and not words.strip():
-                raise Invalid(name, "must not be empty")
-        if self.negative_prompt_2 is not None and self.negative_prompt is None:
-            raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
-        if offer.prompt_fields is not None:
-            self.check_known(offer.prompt_fields)
-
-    def check_known(self, fields: Collection[str]) -> None:
-        """Raise `Invalid` for one of `FIELDS` that is given and not among these."""
-        for name in FIELDS:
-            if getattr(self, name) and name not in fields:
-                raise Invalid(name, "is not supported by this model")
+def check_known(asked: ImageParameters, fields: Collection[str]) -> None:
+    """Raise `Invalid` for one of `FIELDS` that is given and not among these."""
+    for name in FIELDS:
+        if getattr(asked, name) and name not in fields:
+            raise Invalid(name, "is not supported by this model")
 
 
 def _words(field: str, text: str, weighting: bool | str) -> str:

@@ -8,8 +8,7 @@ from pydantic import ConfigDict, Field
 
 from contract.errors import Invalid
 from contract.loras import is_name
-from contract.nested import Nested
-from contract.strict import MAX_NAME
+from contract.strict import MAX_NAME, Nested
 
 FIELD = "refiner"
 FROM = 0.8

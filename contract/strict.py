@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+
+from contract.errors import Invalid
 
 UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
 MAX_NAME = 256  # characters of a model's, sampler's, plan's or network's name
@@ -33,6 +36,22 @@ class StrictModel(BaseModel):
     def given(self) -> dict[str, Any]:
         """The fields that are given, by name; null means not given."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
+
+class Nested(StrictModel):
+    """An object among a request's fields, the same in requests, parameters and records."""
+
+    @classmethod
+    def read(cls, field: str, told: Mapping[str, Any]) -> Self:
+        """Parse what `to_dict` wrote. Raises `Invalid`, naming the field."""
+        try:
+            return cls(**told)
+        except (ValidationError, TypeError):
+            raise Invalid(field, "has another form") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object as JSON, without what is not given."""
+        return self.model_dump(by_alias=True, exclude_none=True)
 
 
 def at_most(count: int) -> BeforeValidator:

@@ -13,7 +13,6 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageJob, ImageParameters
 from contract.image_request import ImageRequest
 from contract.plan import DeepCache, to_field
-from contract.redraw import redraw
 
 PLANS: dict[str, dict[str, Any]] = {
     "balanced": {"steps": 12, "guidance_interval": [0.0, 0.5], "deepcache": {"interval": 3}, "vae": "tiny"},
@@ -63,7 +62,7 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
         return
     drawn = ImageJob.read(json.loads(json.dumps(job.to_dict())))  # as its record has it
     pictures = drawn.pictures(worker)
-    asked = json.loads(json.dumps(redraw(drawn, "m", to_field(pictures[0].deepcache))))
+    asked = json.loads(json.dumps(drawn.redraw("m", to_field(pictures[0].deepcache))))
     kind, model = asked.pop("type"), asked["model"]
     assert (kind, model) == ("image", "m")
     if later.defaults != offer.defaults:
@@ -72,9 +71,9 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
     assert again.pictures(DeepCache(5)) == pictures
     assert (again.n, again.output_format, again.expand_prompt) == (job.n, job.output_format, job.expand_prompt)
     assert again.output_compression == job.output_compression
-    assert redraw(again, "m", again.deepcache) == {**asked, "type": kind}
+    assert again.redraw("m", again.deepcache) == {**asked, "type": kind}
 
 
 def test_an_edits_source_is_not_told() -> None:
     job = ImageJob(ImageParameters("a", 1, 64, 64, edit=Edit("key")))
-    assert redraw(job, "m", "off") is None
+    assert job.redraw("m", "off") is None
