@@ -11,6 +11,7 @@ from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.uploads import NO_PICTURES, PictureSource, PictureUploads
 from contract.bounds import PRIORITY
 from contract.card import ImageCard, ModelCard, Size, TextCard
+from contract.control import Control
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_request import ImageRequest
@@ -44,16 +45,16 @@ def image_draft(
 
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
-    source, size = pictures.source, None
+    source, size, controls = pictures.source, None, pictures.inputs.get(Control.FIELD, ())
     if source is not None:
         size = source.size or (card.native, card.native)
         if source.margins is not None and fields.size is None and card.offer.offers(size):
             fields = fields.model_copy(update={"size": "{}x{}".format(*size)})
     with invalid_as_api_error():
-        like = pictures.controls[0].size if pictures.controls else None
+        like = controls[0].size if controls else None
         job = fields.complete(card.offer, size, masked=source is not None and source.masked, like=like)
     if pictures.measured:
-        for control in pictures.controls:
+        for control in controls:
             _check_shape(control.image, job.picture.size)
     return ImageDraft(
         job=job,

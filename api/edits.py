@@ -17,12 +17,10 @@ from api import body, images, schemas, submission
 from api.access import By, Caller, enforce_rate_limit
 from api.errors import invalid_field
 from api.forms import form, upload_source
-from api.references import CONTROL, IMAGE_PROMPT, NONE_GIVEN, GivenPictures
+from api.references import FORM_FILES, NONE_GIVEN, GivenPictures
 from api.service import Given
 from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_STEPS
-from contract.control import Control
-from contract.image_prompt import ImagePrompt
 from contract.image_request import EditRequest
 from contract.strict import StrictModel
 
@@ -30,9 +28,8 @@ router = APIRouter(tags=["images"])
 
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
-_SEVERAL = (CONTROL, IMAGE_PROMPT)
-_LISTS = ("image[]", *(f"{name}[]" for name in _SEVERAL))  # as clients send lists
-_MOST = len(_FILES) + Control.MOST + ImagePrompt.MOST
+_LISTS = ("image[]", *(f"{name}[]" for name in FORM_FILES))  # as clients send lists
+_MOST = len(_FILES) + sum(kind.MOST for kind in FORM_FILES.values())
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
 
@@ -47,8 +44,9 @@ _FILE = {"type": "string", "format": "binary"}
         form={
             "image": {**_FILE, "description": "PNG, JPEG or WebP"},
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
-            CONTROL: {"type": "array", "items": _FILE, "description": "of the controls without an image, in order"},
-            IMAGE_PROMPT: {"type": "array", "items": _FILE, "description": "of image_prompts without one, in order"},
+        } | {
+            name: {"type": "array", "items": _FILE, "description": f"of {kind.FIELD} without an image, in order"}
+            for name, kind in FORM_FILES.items()
         },
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
@@ -78,7 +76,7 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
     """Texts by name, and the files. Raises `ApiError` (400, 413) for duplicates, and for the wrong kind."""
     texts: dict[str, str] = {}
     files: dict[str, PictureSource] = {}
-    several: dict[str, list[PictureSource]] = {name: [] for name in _SEVERAL}
+    several: dict[str, list[PictureSource]] = {name: [] for name in FORM_FILES}
     for given, value in parts.multi_items():
         name = given.removesuffix("[]") if given in _LISTS else given
         if name in texts or name in files:
@@ -88,19 +86,18 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )
         if isinstance(value, UploadFile):
-            if name not in (*_FILES, *_SEVERAL):
+            if name not in (*_FILES, *FORM_FILES):
                 raise invalid_field(body.plain(name), "must not be a file", "invalid_type")
             source = upload_source(name, value)
             if name in several:
                 several[name].append(source)
             else:
                 files[name] = source
-        elif name in (*_FILES, *_SEVERAL):
+        elif name in (*_FILES, *FORM_FILES):
             raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
-    controls, image_prompts = (tuple(several[name]) for name in _SEVERAL)
-    return texts, GivenPictures(files.get("image"), files.get("mask"), controls, image_prompts)
+    return texts, GivenPictures(files.get("image"), files.get("mask"), several)
 
 
 def _numbers(text: str, *, whole: bool) -> list[Any] | None:

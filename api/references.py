@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from contract.picture_input import PictureInput
 from core.artifacts import digest_of
 from core.jobs.files import File
 
-CONTROL, IMAGE_PROMPT = "control_image", "image_prompt"  # a form's files, of what has no image of its own
+FORM_FILES: dict[str, type[PictureInput]] = {"control_image": Control, "image_prompt": ImagePrompt}
+"""A form's files, of entries that have no image of their own."""
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
@@ -35,8 +36,7 @@ class GivenPictures(NamedTuple):
 
     image: PictureSource | None = None
     mask: PictureSource | None = None
-    controls: tuple[PictureSource, ...] = ()
-    image_prompts: tuple[PictureSource, ...] = ()
+    inputs: Mapping[str, Sequence[PictureSource]] = {}  # by the names of `FORM_FILES`
 
 
 NONE_GIVEN = GivenPictures()
@@ -54,7 +54,8 @@ def read_job(given: dict[str, Any]) -> ImageRequest:
 
 def any_named(fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> bool:
     """Whether a request has any pictures."""
-    return bool(isinstance(fields, EditRequest) or fields.control or fields.image_prompts or any(given))
+    inputs = fields.control or fields.image_prompts or any(given.inputs.values())
+    return bool(isinstance(fields, EditRequest) or inputs or given.image or given.mask)
 
 
 async def resolve(
@@ -81,8 +82,10 @@ class Resolver:
         """
         return PictureUploads(
             self._source(fields, given) if isinstance(fields, EditRequest) else None,
-            self._inputs(Control, fields.control or [], CONTROL, given.controls),
-            self._inputs(ImagePrompt, fields.image_prompts or [], IMAGE_PROMPT, given.image_prompts),
+            {
+                kind.FIELD: self._inputs(kind, getattr(fields, kind.FIELD) or [], file, given.inputs.get(file, ()))
+                for file, kind in FORM_FILES.items()
+            },
         ).check()
 
     def _source(self, fields: EditRequest, given: GivenPictures) -> Upload:

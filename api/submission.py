@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import Request
 
@@ -31,10 +32,12 @@ from api.errors import ApiError, invalid_field
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
-from contract import image_prompt
 from contract.card import ImageCard, Size
+from contract.control import Control
 from contract.image import ImageJob
+from contract.image_prompt import ImagePrompt
 from contract.image_request import ImageRequest
+from contract.picture_input import PictureInput
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
@@ -240,14 +243,14 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
             parts = tenant, upload.image, upload.mask, upload.margins, picture.size
             mask = await put("mask", partial(service.pictures.fit_mask, *parts, soft=edit.soft_mask))
             edit = replace(edit, mask=mask)
-    controls = [await fitted(upload, picture.size) for upload in pictures.controls]
-    prompts = [await fitted(upload, image_prompt.fitted(*(upload.size or (1, 1)))) for upload in pictures.image_prompts]
-    picture = replace(
-        picture,
-        edit=edit,
-        control=tuple(replace(one, image=key) for one, key in zip(picture.control, controls, strict=True)),
-        image_prompts=tuple(replace(one, image=key) for one, key in zip(picture.image_prompts, prompts, strict=True)),
-    )
+    inputs: dict[str, Any] = {}
+    for name, uploads in pictures.inputs.items():
+        entries: list[PictureInput] = []
+        for entry, upload in zip(getattr(picture, name), uploads, strict=True):
+            size = entry.kept_size(upload.size or (1, 1), picture.size)
+            entries.append(replace(entry, image=await fitted(upload, size)))
+        inputs[name] = tuple(entries)
+    picture = replace(picture, edit=edit, **inputs)
     return draft.with_inputs(replace(job, picture=picture), list(dict.fromkeys(keys.values())))
 
 
@@ -267,10 +270,9 @@ async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictur
     given = fields.model_dump(mode="json", exclude_none=True)
     if pictures.source is not None:
         given["upload"] = pictures.source.digest
-    for name in ("controls", "image_prompts"):
-        digests = [upload.digest for upload in getattr(pictures, name)]
-        if digests:
-            given[f"uploads of {name}" if name in given else name] = digests
+    for field, name in ((Control.FIELD, "controls"), (ImagePrompt.FIELD, "uploads of image_prompts")):  # as ever
+        if uploads := pictures.inputs.get(field):
+            given[name] = [upload.digest for upload in uploads]
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 
 

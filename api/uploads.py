@@ -6,8 +6,9 @@ picture_decoder.py loads, checks and decodes them, in the tenant's turn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple, Self
 
 from api.errors import ApiError, invalid_field
@@ -96,23 +97,17 @@ class Upload:
 
 
 class PictureUploads(NamedTuple):
-    """A request's pictures: an edit's source, and those of its controls and image prompts, in the order of each."""
+    """A request's pictures: an edit's source, and by field those of its `PictureInput`s, in the order of each."""
 
     source: Upload | None = None
-    controls: tuple[Upload, ...] = ()
-    image_prompts: tuple[Upload, ...] = ()
+    inputs: Mapping[str, tuple[Upload, ...]] = {}
 
     @property
     def all(self) -> Iterator[Upload]:
         """All of them, the source first."""
         if self.source is not None:
             yield self.source
-        yield from self.controls
-        yield from self.image_prompts
-
-    @property
-    def any(self) -> bool:
-        return next(self.all, None) is not None
+        yield from chain.from_iterable(self.inputs.values())
 
     @property
     def sources(self) -> Iterator[PictureSource]:
@@ -137,11 +132,8 @@ class PictureUploads(NamedTuple):
             mask = None if upload.mask is None else function(upload.mask)
             return replace(upload, image=function(upload.image), mask=mask)
 
-        return PictureUploads(
-            None if self.source is None else changed(self.source),
-            tuple(map(changed, self.controls)),
-            tuple(map(changed, self.image_prompts)),
-        )
+        source = None if self.source is None else changed(self.source)
+        return PictureUploads(source, {name: tuple(map(changed, uploads)) for name, uploads in self.inputs.items()})
 
 
 NO_PICTURES = PictureUploads()

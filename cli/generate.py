@@ -224,12 +224,10 @@ def read_image_prompts(options: argparse.Namespace) -> tuple[ImagePrompt, ...]:
     """The image prompts with their pictures. Raises `UsageError`, naming the option or the file."""
     from PIL.Image import Resampling
 
-    from contract.image_prompt import fitted
-
     found = []
     for prompt, path in zip(read_inputs(options, ImagePrompt), options.image_prompt, strict=True):
         picture = opened("--image-prompt", path)
-        size = fitted(*picture.size)
+        size = prompt.kept_size(picture.size, picture.size)
         pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
         found.append(replace(prompt, image=pixels, width=size[0], height=size[1]))
     return tuple(found)

@@ -69,7 +69,11 @@ class ImageParameters:
     guidance_scale: Annotated[
         float, Field(ge=0), "default: the model's, 5.0 for SDXL; up to 1 (Z-Image: 0) no guidance, half the work"
     ] = 5.0
-    scheduler: Annotated[str | None, Field(max_length=MAX_NAME), "one of the model's; default: its own"] = None
+    scheduler: Annotated[
+        str | None,
+        Field(max_length=MAX_NAME),
+        "one of the model's, such as euler, euler-ancestral, dpm++2m, dpm++2m-sde, lcm or tcd; default: its own",
+    ] = None
     deterministic: Annotated[bool, "equal seed and fingerprint give equal bytes; slower"] = False
     preview_every: Annotated[int, Field(ge=0), "steps from one preview to the next; 0, the default: none"] = 0
     deepcache: Annotated[

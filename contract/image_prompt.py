@@ -34,6 +34,9 @@ class ImagePrompt(PictureInput):
     width: int = 0  # of pixels
     height: int = 0
 
+    def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
+        return fitted(*own)
+
     def check_pixels(self) -> None:
         """Raise `Invalid` for a picture that is not read, too large, or not of its width and height."""
         whole = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))

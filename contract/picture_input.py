@@ -107,6 +107,10 @@ class PictureInput:
         """The picture's SHA-256 once it is read, else its key; "" while it is not stored."""
         return digest(self.image) or ""
 
+    def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
+        """The size at which a picture of its `own` size is kept, for images of the size `drawn`."""
+        return drawn
+
     def acts(self, steps: int, own: int | None = None) -> tuple[bool, ...]:
         """In which of so many steps it acts, of which the first `own` are the model's and the rest a refiner's."""
         within = steps if own is None else own
