@@ -8,9 +8,7 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-from contract.precision import CHOICES
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,35 +35,31 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add an option for each of these settings, which overrides it: see `read_settings`."""
+    from core.config import Settings
+
+    for name in names:
+        info = Settings.model_fields[name]
+        flag, text = "--" + name.replace("_", "-"), (info.description or "").replace("empty: ", "default: ")
+        kind: Any = info.annotation
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        elif get_origin(kind) is Literal:
+            parser.add_argument(flag, choices=get_args(kind), help=text)
+        else:
+            metavar = "N" if kind is int else "DIR" if name.endswith("_dir") else "NAME"
+            parser.add_argument(flag, type=int if kind is int else str, metavar=metavar, help=text)
+
+
 def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> None:
-    parser.add_argument(
-        "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
-    )
-    parser.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
-    parser.add_argument(
-        "--precision",
-        choices=CHOICES,
-        help="of the computation; default: int8 where the model has such a variant and it pays, else fp32 or bf16",
-    )
-    parser.add_argument(
-        "--backend", metavar="NAME",
-        help="that draws: torch, programs, graphs, or one of an installed package; default: the fastest that runs here",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tiny-vae", metavar="NAME", help="a tiny decoder's folder or hub id; default: vae-tiny in the model's folder"
-    )
-    parser.add_argument("--unet", metavar="DIR", help="a quantized UNet, for a --precision of 8 bits; see `quantize`")
+    add_settings(parser, "model", "variant", "precision", "backend", "tiny_vae", "unet", "threads", "compile")
     if deepcache:
-        parser.add_argument(
-            "--deepcache", metavar="HOW", help="off, auto, or an interval such as 3 or 3:resnet; default: off"
-        )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core, two beside a GPU")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compiled code beside eager mode")
+        add_settings(parser, "deepcache")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", metavar="NAME", help="off, auto, or a plan that `diptych tune` found; default: none")
-    parser.add_argument("--plans", metavar="FILE", help="tuned plans; default: plans.json in the model's folder")
+    add_settings(parser, "plan", "plans")
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, model_errors, read_settings, wrong_option
+from cli.arguments import CommandFailed, Commands, UsageError, add_settings, model_errors, read_settings, wrong_option
 from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def add(commands: Commands) -> None:
     captions.add_argument(
         "--attempts", type=int, default=64, metavar="N", help="at a row, until it is left out; default: %(default)s"
     )
-    captions.add_argument("--text-model", metavar="NAME", help="that writes; default: the embedded one, emoji-lm")
+    add_settings(captions, "text_model", "threads")
     captions.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of computation")
     captions.add_argument("--model", metavar="NAME", help="that is to read them; default: the embedded one")
-    captions.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     captions.add_argument("--server", metavar="URL", help="of a running service that writes, instead of this process")
     captions.add_argument("--key", metavar="KEY", help="for a service that asks for one")
     captions.set_defaults(run=_captions)

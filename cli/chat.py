@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_settings, read_settings
 from contract.precision import PRECISIONS
 from contract.printable import printable_lines
 
@@ -34,9 +34,8 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
-    chat.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded model")
+    add_settings(chat, "text_model", "text_draft", "threads")
     chat.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of the computation")
-    chat.add_argument("--text-draft", metavar="NAME", help="a smaller model that makes guesses, or lookup")
     chat.add_argument("--url", metavar="URL", help="of a service to talk through, instead of loading a model here")
     chat.add_argument("--key", metavar="KEY", help="for a service that asks for one")
     chat.add_argument("--system", metavar="TEXT", help="said to the model beforehand")
@@ -45,7 +44,6 @@ def add(commands: Commands) -> None:
         "--max-tokens", type=int, metavar="N", help="of an answer; default: what the context has room for"
     )
     chat.add_argument("--seed", type=int, metavar="N", help="for the same answer each time, where T is not 0")
-    chat.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     chat.set_defaults(run=_chat)
 
 

@@ -15,6 +15,7 @@ from cli.arguments import (
     add_model,
     add_out,
     add_plan,
+    add_settings,
     make_cache,
     model_errors,
     open_runtime,
@@ -81,19 +82,13 @@ def add(commands: Commands) -> None:
     )
     generate.add_argument("--size", metavar="WxH", help="in pixels; default: the model's own")
     add_request(generate)
-    generate.add_argument("--lora-dir", metavar="DIR", help="where NAME.safetensors lies")
-    generate.add_argument(
-        "--embeddings-dir", metavar="DIR", help="where NAME.safetensors of textual inversions lies, named in prompts"
-    )
     add_inputs(generate, Control)
-    generate.add_argument("--control-dir", metavar="DIR", help="where the networks lie, as folders or NAME.safetensors")
-    generate.add_argument(
-        "--depth-model", metavar="DIR", help="a depth model's folder, such as Depth Anything's or DPT's"
-    )
     add_inputs(generate, ImagePrompt)
-    generate.add_argument("--ip-adapter-dir", metavar="DIR", help="where NAME.safetensors and image_encoder lie")
     add_upscaling(generate)
     add_refining(generate)
+    add_settings(
+        generate, "lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir"
+    )
     add_model(generate)
     add_plan(generate)
     generate.set_defaults(run=_generate, compile=None)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, StartupProgress, UsageError, model_errors, read_settings
+from cli.arguments import Commands, StartupProgress, UsageError, add_settings, model_errors, read_settings
 from contract.precision import SCHEMES, is_calibrated
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def add(commands: Commands) -> None:
         "--control", metavar="NAME",
         help="a control network of the folder instead, of this model: NAME-int8 (NAME-fp8) is written beside it",
     )  # fmt: skip
-    quantize.add_argument("--control-dir", metavar="DIR", help="where NAME lies, as a folder or NAME.safetensors")
-    quantize.add_argument("--variant", metavar="WORD", help="of the weight files, such as fp16")
+    add_settings(quantize, "variant", "threads", "control_dir")
     quantize.add_argument("--scheme", choices=SCHEMES, default="int8", help="default: %(default)s")
     quantize.add_argument(
         "--prompts", type=Path, metavar="FILE",
@@ -77,7 +76,6 @@ def add(commands: Commands) -> None:
         "--sensitivity", action="store_true",
         help="write no variant but a table: what 8 bits in each layer alone cost, on 8 of the prompts",
     )  # fmt: skip
-    quantize.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     quantize.set_defaults(run=_quantize)
 
 

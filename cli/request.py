@@ -142,7 +142,6 @@ def add_upscaling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--upscale", metavar="NAME[:SCALE]", help="enlarge finished pictures by this network, such as realesrgan-x4:2"
     )
-    parser.add_argument("--upscalers-dir", metavar="DIR", help="where NAME.safetensors of ESRGAN networks lies")
 
 
 def read_upscaling(options: argparse.Namespace) -> dict[str, Any]:

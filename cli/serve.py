@@ -19,6 +19,7 @@ from cli.arguments import (
     UsageError,
     add_model,
     add_plan,
+    add_settings,
     make_cache,
     model_errors,
     read_settings,
@@ -48,7 +49,7 @@ def add(commands: Commands) -> None:
         epilog=_PARTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_address(serve)
+    add_settings(serve, "host", "port")
     serve.add_argument(
         "--data",
         "--data-dir",
@@ -68,7 +69,7 @@ def add(commands: Commands) -> None:
         epilog=_PARTS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_address(api)
+    add_settings(api, "host", "port")
     api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a listening socket inherited from `serve`
     api.set_defaults(run=_api)
 
@@ -83,11 +84,6 @@ def add(commands: Commands) -> None:
     add_model(worker)
     add_plan(worker)
     worker.set_defaults(run=_worker)
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", metavar="NAME", help="to listen on; default: 127.0.0.1, for this machine alone")
-    parser.add_argument("--port", type=int, metavar="N", help="to listen on; default: 8000")
 
 
 def _serve(options: argparse.Namespace) -> int:
