@@ -130,7 +130,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
             fields[name] = number
         elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
             fields[name] = text == "true"
-        elif _has_objects(kinds) and text.startswith("[" if list in map(get_origin, kinds) else "{"):
+        elif _has_objects(kinds) and text.startswith("[" if any(get_origin(kind) is list for kind in kinds) else "{"):
             fields[name] = body.parse(f'{{"{name}":{text}}}'.encode())[name]
         elif list[int] in kinds or list[float] in kinds:
             fields[name] = _numbers(text, whole=list[int] in kinds) or text

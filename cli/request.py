@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from cli.arguments import UsageError, wrong_option
 from contract.bodies import declarations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from contract.card import ImageOffer
+
+P = TypeVar("P", bound=PictureInput)
 
 FLAGS = {
     "guidance_scale": "--guidance", "negative_prompt": "--negative", "negative_prompt_2": "--negative-2",
@@ -190,7 +192,7 @@ def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> Non
             _add(parser, f"{flag}-{name}", own, text, name, action="append", default=[])
 
 
-def read_inputs(options: argparse.Namespace, kind: type[PictureInput]) -> tuple[PictureInput, ...]:
+def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
     """What the options say of each picture of a field, without the pictures. Raises `UsageError`."""
     flag = _KINDS[kind]
     here = flag.removeprefix("--").replace("-", "_")

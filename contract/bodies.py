@@ -39,9 +39,13 @@ class Declaration(NamedTuple):
     bounds: Mapping[str, Any]
 
 
-@cache
 def declarations(kind: object) -> Mapping[str, Declaration]:
     """The fields of a dataclass that bodies have, by name."""
+    return _declared(kind)
+
+
+@cache
+def _declared(kind: object) -> dict[str, Declaration]:
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         own, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -70,8 +74,9 @@ def with_fields_of(*kinds: type[Any]) -> Callable[[type[M]], type[M]]:
     def extend(body: type[M]) -> type[M]:
         needed = (name for name, one in declarations(body).items() if not one.nullable)
         fields = _fields(body, next(needed, "")) | {k: v for kind in kinds for k, v in _fields(kind).items()}
-        about = {"__module__": body.__module__, "__doc__": body.__doc__}
-        extended: type[M] = create_model(body.__name__, __base__=body, **about, **fields)
+        extended: type[M] = create_model(
+            body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
+        )
         return extended
 
     return extend
@@ -99,6 +104,7 @@ def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, flo
             check_flag(field, value)
             continue
         low = bounds["gt"] if "gt" in bounds else bounds["ge"]
-        (check_whole if own is int else check_number)(field, value, low, most[name] if name in most else bounds["le"])
+        high: Any = most[name] if name in most else bounds["le"]
+        (check_whole if own is int else check_number)(field, value, low, high)
         if value == bounds.get("gt"):
             raise Invalid(field, f"must be more than {low}")
