@@ -1,0 +1,81 @@
+"""The pictures of a request, of either kind: the steps in which they act, their bounds, and their form in a record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.control import PREPROCESSORS, Control
+from contract.errors import Invalid
+from contract.image_prompt import ImagePrompt
+from contract.picture_input import Edit, PictureInput, check_all
+
+SHARES = st.floats(0, 1)
+KINDS: tuple[type[PictureInput], ...] = (Control, ImagePrompt)
+SHARED: dict[str, Any] = {
+    "model": st.just("a"), "strength": SHARES, "start": SHARES, "end": SHARES, "image": st.none() | st.just("key")
+}  # fmt: skip
+INPUTS = st.builds(ImagePrompt, **SHARED) | st.builds(
+    Control, preprocessor=st.sampled_from(["", *PREPROCESSORS]), mode=st.none() | st.integers(0, 7), **SHARED
+)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@given(st.integers(1, 60), SHARES, SHARES)
+def test_it_acts_in_one_run_of_steps_as_diffusers_has_it(steps: int, start: float, end: float) -> None:
+    acts = Control(model="a", start=start, end=end).acts(steps)
+    keeps = [1.0 - float(i / steps < start or (i + 1) / steps > end) for i in range(steps)]  # diffusers' own line
+    assert [float(one) for one in acts] == keeps
+    assert "".join(str(int(one)) for one in acts).strip("0").count("0") == 0
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [({"model": "a/b"}, "model"), ({"model": 3}, "model"), ({"strength": -1}, "strength"),
+     ({"strength": 11}, "strength"), ({"strength": float("nan")}, "strength"), ({"start": 1.5}, "start"),
+     ({"end": 0.0}, "end"), ({"start": 0.5, "end": 0.5}, "end")],
+)  # fmt: skip
+def test_values_beyond_bounds_are_named(kind: type[PictureInput], wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        check_all(kind, [kind(**{"model": "a", **wrong})], None)
+    assert caught.value.field == f"{kind.FIELD}.{field}"
+
+
+@each_kind
+def test_what_a_model_does_not_have_is_refused(kind: type[PictureInput]) -> None:
+    one = kind(model="a")
+    check_all(kind, [one] * 4, ("a", "b"))
+    for offered, words in (((), "it has none"), (("b", "c"), "there is no a; it has b, c")):
+        with pytest.raises(Invalid, match=words):
+            check_all(kind, [one], offered)
+    with pytest.raises(Invalid, match="at most 4, not 5"):
+        check_all(kind, [one] * 5, None)
+
+
+@given(INPUTS)
+def test_a_record_reads_what_it_wrote(one: PictureInput) -> None:
+    assert type(one).read(json.loads(json.dumps(one.to_dict()))) == one
+
+
+@each_kind
+@pytest.mark.parametrize("told", [None, [], {}, {"strength": 1}, {"model": "a", "colour": 1}])
+def test_another_form_is_refused(kind: type[PictureInput], told: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        kind.read(told)
+    assert caught.value.field == kind.FIELD
+
+
+def test_a_files_parameters_have_the_pictures_digest() -> None:
+    digest = hashlib.sha256(b"abc").hexdigest()
+    assert Control(model="a", strength=0.5, image=b"abc").to_dict() == {"model": "a", "strength": 0.5, "image": digest}
+    assert Edit(b"abc", soft_mask=True).to_dict() == {"strength": 0.8, "image": digest, "soft_mask": True}
+    prompt = ImagePrompt(model="a", image=bytes(3 * 4 * 2), width=4, height=2)
+    assert prompt.to_dict() == {"model": "a", "width": 4, "height": 2, "image": prompt.digest}
+    assert replace(prompt, width=2, height=4).digest != prompt.digest
