@@ -39,6 +39,9 @@ class Declaration(NamedTuple):
     bounds: Mapping[str, Any]
 
 
+_UNDECLARED = Declaration(None, False, "", {})
+
+
 def declarations(kind: object) -> Mapping[str, Declaration]:
     """The fields of a dataclass that bodies have, by name."""
     return _declared(kind)
@@ -96,10 +99,12 @@ def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, flo
 
     `most` are upper bounds in place of the declared ones; `prefix` goes before the field's name in the error.
     """
-    for name, (own, nullable, _, bounds) in declarations(kind).items():
-        if name not in values or own not in (int, float, bool) or (nullable and values[name] is None):
+    known = declarations(kind)
+    for name, value in values.items():
+        own, nullable, _, bounds = known.get(name, _UNDECLARED)
+        if own not in (int, float, bool) or (nullable and value is None):
             continue
-        value, field = values[name], prefix + name
+        field = prefix + name
         if own is bool:
             check_flag(field, value)
             continue

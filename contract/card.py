@@ -309,8 +309,11 @@ class ImageCard(_Card):
         """The offer that requests are checked against."""
         limits = asdict(self.limits)
         limits["max_seed"] = min(MAX_SEED, self.limits.max_seed)  # older workers announce more than records can hold
-        shared = {one.name: getattr(self, one.name) for one in fields(ImageOffer) if hasattr(self, one.name)}
+        shared = {name: getattr(self, name) for name in _OFFERED}
         return ImageOffer(**shared | limits | {"native": (self.native, self.native)})
+
+
+_OFFERED = {one.name for one in fields(ImageOffer)} & {one.name for one in fields(ImageCard)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

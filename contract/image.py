@@ -6,14 +6,14 @@ it on generically. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from contract import control, plan, prompts
-from contract.bodies import InBody, body_of, check_bounds
+from contract.bodies import InBody, body_of, check_bounds, declarations
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
 from contract.control import MAX_CONTROLS, Control
@@ -238,6 +238,7 @@ _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
 _PICTURES: dict[str, type[PictureInput]] = {"control": Control, "image_prompts": ImagePrompt}
 FIELDS = {one.name: one for one in fields(ImageParameters) if one.name != plan.FIELD}
 """The fields that records have, by name."""
+_BOUNDED = [name for name, one in declarations(ImageParameters).items() if one.kind in (int, float, bool)]
 _NEEDED = ("prompt", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
@@ -258,19 +259,12 @@ def limits(offer: ImageOffer) -> dict[str, float]:
 
 def check(parameters: ImageParameters, offer: ImageOffer) -> None:
     """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
-    prompts.check(parameters, offer)
-    check_bounds(ImageParameters, {name: getattr(parameters, name) for name in FIELDS}, limits(offer))
-    offer.check_scheduler(parameters.scheduler)
-    parameters.schedule.check(parameters.steps)
-    offer.check_loras(parameters.lora)
-    offer.check_vae(parameters.vae)
-    if parameters.upscale is not None:
-        parameters.upscale.check(offer.upscalers)
+    check_unread(parameters, offer)
+    edit, (width, height) = parameters.edit, parameters.size
     if parameters.refiner is not None:
-        soft = parameters.edit is not None and parameters.edit.soft_mask
-        parameters.refiner.check(offer.refiners, soft=soft)
-    if parameters.edit is not None:
-        check_strength(parameters.edit.strength, parameters.steps)
+        parameters.refiner.check(offer.refiners, soft=edit is not None and edit.soft_mask)
+    if edit is not None:
+        check_strength(edit.strength, parameters.steps)
     parameters.guidance.check(parameters.made)
     if parameters.deepcache is not None:
         if not isinstance(parameters.deepcache, DeepCache):
@@ -278,22 +272,36 @@ def check(parameters: ImageParameters, offer: ImageOffer) -> None:
         wrong = parameters.deepcache.error_for(parameters.made)
         if wrong is not None:
             raise wrong
-    offer.check_size(parameters.width, parameters.height)
-    if parameters.edit is not None:
-        _check_pixels("image", parameters.edit.image, 3 * parameters.width * parameters.height)
-        if parameters.edit.mask is not None:
-            _check_pixels("mask", parameters.edit.mask, parameters.width * parameters.height)
-    check_inputs(parameters, offer)
+    if edit is not None:
+        _check_pixels("image", edit.image, 3 * width * height)
+        if edit.mask is not None:
+            _check_pixels("mask", edit.mask, width * height)
+    check_inputs(parameters.control, parameters.image_prompts, offer)
     for prompt in parameters.image_prompts:
         prompt.check_pixels()
     for one in parameters.control:
-        _check_pixels("control.image", one.image, 3 * parameters.width * parameters.height)
+        _check_pixels("control.image", one.image, 3 * width * height)
 
 
-def check_inputs(parameters: ImageParameters, offer: ImageOffer) -> None:
+def check_unread(parameters: ImageParameters, offer: ImageOffer) -> None:
+    """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the steps
+    that are made.
+    """
+    prompts.check(parameters, offer)
+    check_bounds(ImageParameters, {name: getattr(parameters, name) for name in _BOUNDED}, limits(offer))
+    offer.check_scheduler(parameters.scheduler)
+    parameters.schedule.check(parameters.steps)
+    offer.check_loras(parameters.lora)
+    offer.check_vae(parameters.vae)
+    if parameters.upscale is not None:
+        parameters.upscale.check(offer.upscalers)
+    offer.check_size(parameters.width, parameters.height)
+
+
+def check_inputs(controls: Sequence[Control], image_prompts: Sequence[ImagePrompt], offer: ImageOffer) -> None:
     """Raise `Invalid` for control networks and IP-Adapters that the model does not offer."""
-    check_all(ImagePrompt, parameters.image_prompts, offer.image_prompts)
-    control.check(parameters.control, offer.controls, offer.preprocessors)
+    check_all(ImagePrompt, image_prompts, offer.image_prompts)
+    control.check(controls, offer.controls, offer.preprocessors)
 
 
 def check_strength(strength: object, steps: int) -> None:

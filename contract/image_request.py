@@ -19,7 +19,15 @@ from contract.bounds import MAX_DEADLINE_S
 from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
 from contract.control import Control
 from contract.errors import Invalid
-from contract.image import FIELDS, ImageJob, ImageParameters, check, check_inputs, check_strength, limits
+from contract.image import (
+    FIELDS,
+    ImageJob,
+    ImageParameters,
+    check_inputs,
+    check_strength,
+    check_unread,
+    limits,
+)
 from contract.image_prompt import ImagePrompt
 from contract.picture_input import Edit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
@@ -121,17 +129,16 @@ class ImageRequest(StrictModel):
             given["edit"] = Edit(strength=strength, soft_mask=bool(asked.get("soft_mask")))
         if self.expand_prompt:
             prompts.check_expandable(asked)
-        picture = ImageParameters(**{name: given[name] for name in FIELDS if name in given} | inputs)
+        given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edited is None else strength)))
         job = ImageJob(
-            replace(picture, preview_every=_previews(asked, picture.made)),
+            ImageParameters(**{name: given[name] for name in FIELDS if name in given} | inputs),
             deepcache=cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
             **{name: asked[name] for name in ("n", "expand_prompt", "output_format") if name in asked},
         )
         if job.output_format != "png":
             job = replace(job, output_compression=asked.get("output_compression"))
         job = _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
-        # Checked without guidance and pictures: `check` wants these read.
-        check(replace(job.picture.guided_throughout(), edit=None, control=(), image_prompts=()), offer)
+        check_unread(job.picture, offer)
         return job
 
 
@@ -187,7 +194,7 @@ def _check_offered(asked: Given, inputs: Given, offer: ImageOffer, *, edited: bo
     """Raise `Invalid` for what the model does not offer, or not for this request, or beyond its limits."""
     soft = bool(asked.get("soft_mask"))
     offer.check_source(edited=edited, masked=masked, soft=soft)
-    check_inputs(ImageParameters("", 0, 0, 0, **inputs), offer)
+    check_inputs(inputs["control"], inputs["image_prompts"], offer)
     if "refiner" in asked:
         asked["refiner"].check(offer.refiners, soft=soft)
     offer.check_loras(asked.get("lora", ""))
