@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from contract.bodies import InBody, declarations, with_fields_of
 from contract.bounds import check_number
 from contract.errors import Invalid
 from contract.strict import StrictModel
@@ -36,21 +37,27 @@ class DeepCache:
     only its last residual block ("resnet").
     """
 
-    interval: int = 2
-    depth: str = BLOCK
-    first: int = 0
-    last: int = 0
-    deep_steps: tuple[int, ...] | None = None
+    interval: Annotated[int, Field(ge=1, le=MAX_INTERVAL), "every so many steps one is deep; default: 2"] = 2
+    depth: Annotated[
+        str,
+        InBody(Literal["block", "resnet"]),
+        "what shallow steps recompute of the last block: all, the default, or its last part",
+    ] = BLOCK
+    first: Annotated[int, Field(ge=0, le=MAX_INTERVAL), "so many first steps are deep"] = 0
+    last: Annotated[int, Field(ge=0, le=MAX_INTERVAL), "so many last steps are deep"] = 0
+    deep_steps: Annotated[
+        tuple[int, ...] | None,
+        Field(max_length=1000),
+        "exactly these are deep, counted from 0; without the fields above",
+    ] = None
 
     def error_for(self, steps: int) -> Invalid | None:
         """The reason why the schedule is invalid for this number of steps; None if it is valid."""
         if self.depth not in DEPTHS:
             return _wrong("depth", f"must be one of {', '.join(DEPTHS)}")
-        for field, value, low, high in (
-            ("interval", self.interval, 1, MAX_INTERVAL),
-            ("first", self.first, 0, MAX_INTERVAL),
-            ("last", self.last, 0, MAX_INTERVAL),
-        ):
+        for field in ("interval", "first", "last"):
+            value, bounds = getattr(self, field), declarations(DeepCache)[field].bounds
+            low, high = bounds["ge"], bounds["le"]
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 return _wrong(field, f"must be a whole number between {low} and {high}")
         if self.deep_steps is None:
@@ -148,21 +155,11 @@ def rows_and_depths(
     return tuple((width, deep[k] or (k > 0 and width > widths[k - 1])) for k, width in enumerate(widths))
 
 
+@with_fields_of(DeepCache)
 class CacheFields(StrictModel):
     """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
 
     model_config = ConfigDict(title="DeepCache")
-
-    interval: int | None = Field(default=None, ge=1, le=1000, description="every so many steps one is deep; default: 2")
-    depth: Literal["block", "resnet"] | None = Field(
-        default=None, description="what shallow steps recompute of the last block: all, the default, or its last part"
-    )
-    first: int | None = Field(default=None, ge=0, le=1000, description="so many first steps are deep")
-    last: int | None = Field(default=None, ge=0, le=1000, description="so many last steps are deep")
-    deep_steps: list[int] | None = Field(
-        default=None, max_length=1000, fail_fast=True,
-        description="exactly these are deep, counted from 0; without the fields above",
-    )  # fmt: skip
 
 
 OFF, AUTOMATIC = "off", "auto"
