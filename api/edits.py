@@ -120,18 +120,21 @@ def _has_objects(kinds: Iterable[Any]) -> bool:
 
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
-    fields: dict[str, Any] = dict(texts)
-    for name, text in texts.items():
-        known = EditRequest.model_fields.get(name)
-        kinds = get_args(known.annotation) if known is not None else ()
-        if int in kinds and _WHOLE.fullmatch(text):
-            fields[name] = int(text)
-        elif float in kinds and (number := body.number(text)) is not None:
-            fields[name] = number
-        elif (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
-            fields[name] = text == "true"
-        elif _has_objects(kinds) and text.startswith("[" if any(get_origin(kind) is list for kind in kinds) else "{"):
-            fields[name] = body.parse(f'{{"{name}":{text}}}'.encode())[name]
-        elif list[int] in kinds or list[float] in kinds:
-            fields[name] = _numbers(text, whole=list[int] in kinds) or text
-    return fields
+    known = EditRequest.model_fields
+    kinds = {name: get_args(known[name].annotation) if name in known else () for name in texts}
+    return {name: _value(name, text, kinds[name]) for name, text in texts.items()}
+
+
+def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    """What a form's text stands for in a field of these types."""
+    if int in kinds and _WHOLE.fullmatch(text):
+        return int(text)
+    if float in kinds and (number := body.number(text)) is not None:
+        return number
+    if (bool in kinds or name == "prompt_weighting") and text in ("true", "false"):
+        return text == "true"
+    if _has_objects(kinds) and text.startswith("[" if any(get_origin(kind) is list for kind in kinds) else "{"):
+        return body.parse(f'{{"{name}":{text}}}'.encode())[name]
+    if list[int] in kinds or list[float] in kinds:
+        return _numbers(text, whole=list[int] in kinds) or text
+    return text

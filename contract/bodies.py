@@ -39,9 +39,6 @@ class Declaration(NamedTuple):
     bounds: Mapping[str, Any]
 
 
-_UNDECLARED = Declaration(None, False, "", {})
-
-
 def declarations(kind: object) -> Mapping[str, Declaration]:
     """The fields of a dataclass that bodies have, by name."""
     return _declared(kind)
@@ -101,15 +98,14 @@ def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, flo
     """
     known = declarations(kind)
     for name, value in values.items():
-        own, nullable, _, bounds = known.get(name, _UNDECLARED)
-        if own not in (int, float, bool) or (nullable and value is None):
+        one, field = known.get(name), prefix + name
+        if one is None or one.kind not in (int, float, bool) or (one.nullable and value is None):
             continue
-        field = prefix + name
-        if own is bool:
+        if one.kind is bool:
             check_flag(field, value)
             continue
-        low = bounds["gt"] if "gt" in bounds else bounds["ge"]
-        high: Any = most[name] if name in most else bounds["le"]
-        (check_whole if own is int else check_number)(field, value, low, high)
-        if value == bounds.get("gt"):
+        low = one.bounds["gt"] if "gt" in one.bounds else one.bounds["ge"]
+        high: Any = most[name] if name in most else one.bounds["le"]
+        (check_whole if one.kind is int else check_number)(field, value, low, high)
+        if value == one.bounds.get("gt"):
             raise Invalid(field, f"must be more than {low}")

@@ -6,7 +6,7 @@ it on generically. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -196,6 +196,10 @@ class ImageParameters:
             given["deepcache"] = plan.read(given["deepcache"])
         return replace(self, **given)
 
+    def values(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of these fields, by name."""
+        return {name: getattr(self, name) for name in names}
+
     def guided_throughout(self) -> ImageParameters:
         """With guidance in every step, if it has any."""
         return replace(self, guidance_interval=None, guided_steps=None)
@@ -213,8 +217,11 @@ class ImageParameters:
         """The parameters as JSON, without `deepcache`. Default values are left out, except those that the first version
         wrote.
         """
-        given = {name: getattr(self, name) for name in FIELDS}
-        told = {name: value for name, value in given.items() if name in _ALWAYS or value != FIELDS[name].default}
+        told = {
+            name: value
+            for name, value in self.values(FIELDS).items()
+            if name in _ALWAYS or value != FIELDS[name].default
+        }
         return {name: _json(value) for name, value in told.items()}
 
     @classmethod
@@ -287,8 +294,8 @@ def check_unread(parameters: ImageParameters, offer: ImageOffer) -> None:
     """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the steps
     that are made.
     """
-    prompts.check(parameters, offer)
-    check_bounds(ImageParameters, {name: getattr(parameters, name) for name in _BOUNDED}, limits(offer))
+    prompts.check(parameters.values(prompts.CHECKED), offer)
+    check_bounds(ImageParameters, parameters.values(_BOUNDED), limits(offer))
     offer.check_scheduler(parameters.scheduler)
     parameters.schedule.check(parameters.steps)
     offer.check_loras(parameters.lora)
@@ -300,8 +307,8 @@ def check_unread(parameters: ImageParameters, offer: ImageOffer) -> None:
 
 def check_inputs(controls: Sequence[Control], image_prompts: Sequence[ImagePrompt], offer: ImageOffer) -> None:
     """Raise `Invalid` for control networks and IP-Adapters that the model does not offer."""
-    check_all(ImagePrompt, image_prompts, offer.image_prompts)
     control.check(controls, offer.controls, offer.preprocessors)
+    check_all(ImagePrompt, image_prompts, offer.image_prompts)
 
 
 def check_strength(strength: object, steps: int) -> None:

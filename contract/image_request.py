@@ -107,37 +107,24 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         asked = self.given
-        inputs = {
-            "control": tuple(_input(Control, one) for one in self.control or ()),
-            "image_prompts": tuple(_input(ImagePrompt, one) for one in self.image_prompts or ()),
-        }
-        _check_offered(asked, inputs, offer, edited=edited is not None, masked=masked)
-        strength = asked.get("strength", 1.0 if masked else STRENGTH)
-        student = students.of_loras(asked.get("lora", ""), offer.schedulers)
-        # The model's default plan was not made for a student's LoRA.
-        given = _planned(asked, offer, offer.plan if student is None else "", 1.0 if edited is None else strength)
-        cached = given.get(plan.FIELD)
-        defaults = student or offer.defaults
-        least = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
-        given = students.fill(given, replace(defaults, steps=least[0], guidance_scale=least[1]))
-        given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-        given["guidance_scale"] = float(given["guidance_scale"])
+        controls = tuple(_input(Control, one) for one in self.control or ())
+        image_prompts = tuple(_input(ImagePrompt, one) for one in self.image_prompts or ())
+        offer.check_source(edited=edited is not None, masked=masked, soft=bool(asked.get("soft_mask")))
+        check_inputs(controls, image_prompts, offer)
+        _check_offered(asked, offer)
+        edit = None if edited is None else _edit(asked, masked=masked)
+        given = _filled(asked, offer, edit)
+        given |= {"control": controls, "image_prompts": image_prompts}
         given["width"], given["height"] = offer.size(self.size, edited or like)
-        if edited is not None:
-            strength = 1.0 if "strength" not in asked and given["steps"] == 1 else float(strength)
-            check_strength(strength, given["steps"])
-            given["edit"] = Edit(strength=strength, soft_mask=bool(asked.get("soft_mask")))
+        if edit is not None:
+            # An edit of one step that does not say its strength has that step.
+            edit = replace(edit, strength=1.0) if "strength" not in asked and given["steps"] == 1 else edit
+            check_strength(edit.strength, given["steps"])
+            given["edit"] = edit
         if self.expand_prompt:
             prompts.check_expandable(asked)
-        given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edited is None else strength)))
-        job = ImageJob(
-            ImageParameters(**{name: given[name] for name in FIELDS if name in given} | inputs),
-            deepcache=cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached,
-            **{name: asked[name] for name in ("n", "expand_prompt", "output_format") if name in asked},
-        )
-        if job.output_format != "png":
-            job = replace(job, output_compression=asked.get("output_compression"))
-        job = _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
+        given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edit is None else edit.strength)))
+        job = _job(ImageParameters(**{name: given[name] for name in FIELDS if name in given}), asked, given)
         check_unread(job.picture, offer)
         return job
 
@@ -190,21 +177,45 @@ def _planned(asked: Given, offer: ImageOffer, usual: str, strength: float) -> di
     return given
 
 
-def _check_offered(asked: Given, inputs: Given, offer: ImageOffer, *, edited: bool, masked: bool) -> None:
-    """Raise `Invalid` for what the model does not offer, or not for this request, or beyond its limits."""
-    soft = bool(asked.get("soft_mask"))
-    offer.check_source(edited=edited, masked=masked, soft=soft)
-    check_inputs(inputs["control"], inputs["image_prompts"], offer)
+def _edit(asked: Given, *, masked: bool) -> Edit:
+    """The edit, whose pictures are not stored yet."""
+    strength = asked.get("strength", 1.0 if masked else STRENGTH)
+    return Edit(strength=float(strength), soft_mask=bool(asked.get("soft_mask")))
+
+
+def _filled(asked: Given, offer: ImageOffer, edit: Edit | None) -> dict[str, Any]:
+    """The fields with a plan's, a student's or the model's where they are open, within the model's limits."""
+    student = students.of_loras(asked.get("lora", ""), offer.schedulers)
+    # The model's default plan was not made for a student's LoRA.
+    given = _planned(asked, offer, offer.plan if student is None else "", 1.0 if edit is None else edit.strength)
+    defaults = student or offer.defaults
+    least = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
+    given = students.fill(given, replace(defaults, steps=least[0], guidance_scale=least[1]))
+    given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
+    return {**given, "guidance_scale": float(given["guidance_scale"])}
+
+
+def _job(picture: ImageParameters, asked: Given, given: Given) -> ImageJob:
+    """The job of these parameters, with what is not a picture's."""
+    cached = given.get(plan.FIELD)
+    png = asked.get("output_format", "png") == "png"
+    names = ("n", "expand_prompt", "output_format", *(() if png else ("output_compression",)))
+    form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
+    job = ImageJob(picture, deepcache=form, **{name: asked[name] for name in names if name in asked})
+    return _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
+
+
+def _check_offered(asked: Given, offer: ImageOffer) -> None:
+    """Raise `Invalid` for a refiner or LoRAs that the model does not offer, and for numbers beyond its limits."""
     if "refiner" in asked:
-        asked["refiner"].check(offer.refiners, soft=soft)
-    offer.check_loras(asked.get("lora", ""))
+        asked["refiner"].check(offer.refiners, soft=bool(asked.get("soft_mask")))
     for name in ("timesteps", "sigmas"):
         count = schedule_of({name: asked.get(name)}).steps
         if count is not None and count > offer.max_steps:
             raise Invalid(name, f"must be at most {offer.max_steps} steps, not {count}")
-    check_bounds(ImageJob, {name: asked[name] for name in asked if name == "n"}, limits(offer))
-    numbers = {name: asked[name] for name in ("steps", "guidance_scale", "seed") if name in asked}
-    check_bounds(ImageParameters, numbers, limits(offer))
+    for kind, names in ((ImageJob, ("n",)), (ImageParameters, ("steps", "guidance_scale", "seed"))):
+        check_bounds(kind, {name: asked[name] for name in names if name in asked}, limits(offer))
+    offer.check_loras(asked.get("lora", ""))
 
 
 def _previews(asked: Given, steps: int) -> int:

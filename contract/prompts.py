@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contract import a1111, markup
 from contract.bounds import check_text
@@ -12,7 +12,6 @@ from contract.markup import A1111, COMPEL, MarkupError, WeightedPrompt
 
 if TYPE_CHECKING:
     from contract.card import ImageOffer
-    from contract.image import ImageParameters
 
 SYNTAXES = (COMPEL, A1111)
 MAX_CLIP_SKIP = 31
@@ -20,6 +19,7 @@ FIELDS = ("prompt_weighting", "prompt_2", "negative_prompt_2", "clip_skip")
 """What only some families of models read."""
 
 _TEXTS = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
+CHECKED = ("prompt", "negative_prompt", *FIELDS)
 
 
 def read(text: str, weighting: bool | str) -> str | WeightedPrompt:
@@ -32,27 +32,29 @@ def read(text: str, weighting: bool | str) -> str | WeightedPrompt:
     return a1111.read(text) if weighting == A1111 else markup.read(text)
 
 
-def check(asked: ImageParameters, offer: ImageOffer) -> None:
-    """Raise `Invalid` for the first field that is wrong, or that the model does not read. Texts are not echoed."""
-    if not isinstance(asked.prompt_weighting, bool) and asked.prompt_weighting not in SYNTAXES:
+def check(asked: Mapping[str, Any], offer: ImageOffer) -> None:
+    """Raise `Invalid` for the first of the fields `CHECKED` that is wrong, or that the model does not read. Texts are
+    not echoed.
+    """
+    weighting = asked["prompt_weighting"]
+    if not isinstance(weighting, bool) and weighting not in SYNTAXES:
         raise Invalid("prompt_weighting", f"must be true or false, or one of {', '.join(SYNTAXES)}")
     for name in _TEXTS:
-        text = getattr(asked, name)
-        if text is None and name != "prompt":
+        if asked[name] is None and name != "prompt":
             continue
-        words = _words(name, check_text(name, text, offer.max_prompt_characters), asked.prompt_weighting)
+        words = _words(name, check_text(name, asked[name], offer.max_prompt_characters), weighting)
         if name == "prompt" and not words.strip():
             raise Invalid(name, "must not be empty")
-    if asked.negative_prompt_2 is not None and asked.negative_prompt is None:
+    if asked["negative_prompt_2"] is not None and asked["negative_prompt"] is None:
         raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
     if offer.prompt_fields is not None:
         check_known(asked, offer.prompt_fields)
 
 
-def check_known(asked: ImageParameters, fields: Collection[str]) -> None:
+def check_known(asked: Mapping[str, Any], fields: Collection[str]) -> None:
     """Raise `Invalid` for one of `FIELDS` that is given and not among these."""
     for name in FIELDS:
-        if getattr(asked, name) and name not in fields:
+        if asked[name] and name not in fields:
             raise Invalid(name, "is not supported by this model")
 
 

@@ -67,7 +67,7 @@ class Conditioner:
     def read(self, wanted: ImageParameters) -> RequestPrompts:
         """The prompts of a checked request. Raises `Invalid` for what the model's encoders cannot read."""
         family = self._model.family
-        prompts.check_known(wanted, family.prompt_fields)
+        prompts.check_known(wanted.values(prompts.FIELDS), family.prompt_fields)
         negative = family.negative(self._model, wanted) if family.rows(self._model, wanted) == 2 else None
 
         def parse(text: str | None) -> str | WeightedPrompt | None:

@@ -25,7 +25,7 @@ OFFER = ImageOffer([(64, 64)], ("euler",))
     ],
 )  # fmt: skip
 def test_what_is_right_passes(fields: dict[str, Any]) -> None:
-    prompts.check(replace(GOOD, **fields), OFFER)
+    prompts.check(replace(GOOD, **fields).values(prompts.CHECKED), OFFER)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_right_passes(fields: dict[str, Any]) -> None:
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(Invalid) as caught:
-        prompts.check(replace(GOOD, **fields), OFFER)
+        prompts.check(replace(GOOD, **fields).values(prompts.CHECKED), OFFER)
     assert str(caught.value).startswith(said)
 
 
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], said: str) -> None:
 )
 def test_a_model_reads_what_its_card_says(name: str, value: Any) -> None:
     asked = replace(GOOD, **{name: value})
-    prompts.check(asked, replace(OFFER, prompt_fields=prompts.FIELDS))
+    prompts.check(asked.values(prompts.CHECKED), replace(OFFER, prompt_fields=prompts.FIELDS))
     with pytest.raises(Invalid, match=f"{name}: is not supported by this model"):
-        prompts.check(asked, replace(OFFER, prompt_fields=()))
-    prompts.check(GOOD, replace(OFFER, prompt_fields=()))
+        prompts.check(asked.values(prompts.CHECKED), replace(OFFER, prompt_fields=()))
+    prompts.check(GOOD.values(prompts.CHECKED), replace(OFFER, prompt_fields=()))
