@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from contract.bounds import MAX_SEED, check_whole, next_seed
+from contract.bodies import check_bounds
+from contract.bounds import next_seed
 from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
@@ -77,8 +78,7 @@ class TextJobHandler:
         prompts = self._prompts(job)
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
             raise Invalid("n", f"must be a whole number; n times the number of prompts must be at most {MAX_CHOICES}")
-        if job.seed is not None:
-            check_whole("seed", job.seed, 0, MAX_SEED)
+        check_bounds(TextJob, {"seed": job.seed})
         given = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
         bias = _bias(job.logit_bias or {})
         return [
