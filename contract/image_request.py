@@ -173,7 +173,7 @@ def _planned(asked: Given, offer: ImageOffer, usual: str, strength: float) -> di
     if "steps" not in asked and int(given.get("steps", offer.max_steps) * strength) < 1:
         given.pop("steps", None)
     if "vae" not in asked and given.get("vae", FULL) not in offer.vaes:
-        del given["vae"]
+        given.pop("vae", None)
     return given
 
 
