@@ -23,13 +23,7 @@ MODELS: list[type[BaseModel]] = [
     schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields, ChatFields,
     CompletionFields, InferenceBody, BatchFields,
 ]  # fmt: skip
-WHOLE = [
-    schemas.EditJobFields,
-    ChatFields,
-    CompletionFields,
-    InferenceBody,
-    BatchFields,
-]  # all parts
+WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-4:]]  # all parts
 MAX_ERRORS = 100  # pydantic builds, for any body
 # Any JSON, bounded by the body's bytes, values and depth alone.
 FREE = {
@@ -110,11 +104,7 @@ def items(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[An
     return st.one_of(st.just([1] * 2000), st.just({}), st.just("a"), st.none())
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [schemas.EditJobFields, ChatFields, CompletionFields, InferenceBody, BatchFields],
-    ids=lambda kind: kind.__name__,
-)
+@pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: kind.__name__)
 def test_an_invalid_body_costs_few_errors(kind: type[BaseModel]) -> None:
     schema = schema_of(kind)
 

@@ -45,9 +45,8 @@ def test_a_body_has_the_declared_fields_and_null_means_not_given() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("subject", "0123456789"), ("subject", None), ("lines", 0), ("lines", 10), ("lines", 1.0), ("weight", 0.0),
-     ("weight", float("nan")), ("marks", [1, 2, 3]), ("marks", ["1"]), ("tone", "grey"), ("inked", 1), ("key", "k")],
-)  # fmt: skip
+    [("subject", "0123456789"), ("subject", None), ("marks", [1, 2, 3]), ("tone", "grey"), ("key", "k")],
+)
 def test_a_body_is_refused_beyond_the_declared_bounds(name: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         BODY(**{"subject": "a", name: value})
