@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.config import Settings
-    from training.captioning.caption_client import CaptionClient
-    from training.captioning.caption_file import CaptionFile
-    from training.captioning.text_sources import TextSource
+    from evaluation.captioning.caption_client import CaptionClient
+    from evaluation.captioning.caption_file import CaptionFile
+    from evaluation.captioning.text_sources import TextSource
 
 _ABOUT = """examples:
   diptych captions --count 1000 --out captions.tsv
@@ -76,10 +76,10 @@ def _captions(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from contract.errors import Invalid
+    from evaluation.captioning.caption_file import CaptionFile, CaptionFileError
+    from evaluation.captioning.caption_filter import REASONS
+    from evaluation.captioning.compose import HopelessError
     from evaluation.service import SourceError
-    from training.captioning.caption_file import CaptionFile, CaptionFileError
-    from training.captioning.caption_filter import REASONS
-    from training.captioning.compose import HopelessError
 
     console = Console(stderr=True)
     _check(options)
@@ -127,8 +127,8 @@ def _check(options: argparse.Namespace) -> None:
 def _subjects(options: argparse.Namespace) -> dict[int, str]:
     """The captions' subjects, in turn, by row of the file; none if not given. Raises `UsageError`."""
     from evaluation import captions
+    from evaluation.captioning.caption_filter import squeeze
     from pipeline import prompts
-    from training.captioning.caption_filter import squeeze
 
     path: Path | None = options.subjects
     if path is None:
@@ -151,7 +151,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
 def _template(options: argparse.Namespace) -> str | None:
     from contract.card import MAX_PROMPT_CHARACTERS
     from contract.characters import text_error
-    from training.captioning.caption_client import SUBJECT
+    from evaluation.captioning.caption_client import SUBJECT
 
     path: Path | None = options.template
     if path is None:
@@ -213,9 +213,9 @@ def _write(
 ) -> None:
     """Generate the missing rows, and finish the file."""
     from evaluation import generate
-    from training.captioning import caption_filter
-    from training.captioning.caption_client import CaptionClient
-    from training.captioning.compose import CaptionGenerator
+    from evaluation.captioning import caption_filter
+    from evaluation.captioning.caption_client import CaptionClient
+    from evaluation.captioning.compose import CaptionGenerator
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_errors())
@@ -246,12 +246,12 @@ def _author(
 ) -> TextSource:
     """The engine or the service that writes, open as long as the stack is."""
     if options.server:
-        from training.captioning.text_sources import RemoteService
+        from evaluation.captioning.text_sources import RemoteService
 
         return stack.enter_context(contextlib.closing(RemoteService(options.server, options.key, options.text_model)))
     from core.batching.engine import Engine
     from core.batching.runner import Lane
-    from training.captioning.text_sources import LocalEngine
+    from evaluation.captioning.text_sources import LocalEngine
     from workers.build import text_lane, text_runner
 
     with console.status("starting") as status:
@@ -268,7 +268,7 @@ def _author(
 def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Reject what the model does not accept before anything is written: of all rows of --subjects, or of the first."""
     from contract.errors import Invalid
-    from training.captioning.text_sources import LocalEngine
+    from evaluation.captioning.text_sources import LocalEngine
 
     assert isinstance(author, LocalEngine)
     for index in range(max(1, len(rows))):
@@ -282,7 +282,7 @@ def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, 
 
 def _tell(file: CaptionFile, console: Console) -> int:
     """Print the outcome; returns 1 if captions are missing."""
-    from training.captioning.caption_filter import REASONS
+    from evaluation.captioning.caption_filter import REASONS
 
     made = [row for row in file.rows if row.caption is not None]
     missing = [row for row in file.rows if row.caption is None]

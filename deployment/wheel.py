@@ -36,8 +36,8 @@ __all__ = [
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".js", ".json", ".lua", ".svg", ".txt"}
-# For the checkout only: measurements behind the docs, and the training of the models.
-_LEFT_OUT = ("benchmarks/results/", "benchmarks/h200/results/", "training/curves/")
+# For the checkout only: measurements behind the docs.
+_LEFT_OUT = ("benchmarks/results/", "benchmarks/h200/results/")
 
 
 class BuildError(ValueError):
@@ -59,8 +59,8 @@ def build_wheel(
 
 
 def rooms(root: Path) -> frozenset[str]:
-    """The top-level packages of a checkout that are installed: all but the tests and `diptych` itself."""
-    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", TOP}
+    """The top-level packages of a checkout that are installed: all but the tests, the training and `diptych` itself."""
+    return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", "training", TOP}
 
 
 def stage(root: Path, folder: Path) -> None:

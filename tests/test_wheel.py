@@ -133,7 +133,9 @@ def test_it_takes_one_name_in_site_packages(bare: Path) -> None:
     files = [line.partition(",")[0] for line in (told / "RECORD").read_text("utf-8").splitlines()]
     assert {Path(name).parts[0] for name in files if not name.startswith("../")} == {"diptych", told.name}
     assert {".py", ".cpp", ".h", ".html", ".js", ".json", ".safetensors"} <= {Path(name).suffix for name in files}
-    assert not [name for name in files if "/results/" in name or name.startswith("diptych/tests/")]
+    assert not [
+        name for name in files if "/results/" in name or name.startswith(("diptych/tests/", "diptych/training/"))
+    ]
 
 
 def test_it_carries_every_lua_script(bare: Path) -> None:

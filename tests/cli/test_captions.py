@@ -15,12 +15,12 @@ import pytest
 
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
+from evaluation.captioning import caption_client, caption_filter
 from llm import tiny
 from tests.children import python_path
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from training import phrases
-from training.captioning import caption_client, caption_filter
 from training.captions import COLOURS
 from workers import expand
 

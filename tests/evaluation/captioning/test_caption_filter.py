@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from contract.characters import text_error
 from core.config import EMBEDDED_MODEL
 from evaluation import captions
+from evaluation.captioning import caption_filter
+from evaluation.captioning.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
 from pipeline import tiny
 from pipeline.folder import ModelError
-from training.captioning import caption_filter
-from training.captioning.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
 
 TOKENIZERS = caption_filter.tokenizers(str(EMBEDDED_MODEL))
 WORDS = st.lists(st.sampled_from(["fox", "Fox", "FOX", "a", "f", "ox", "ß", "SS", "é", "🦊"]), min_size=1, max_size=4)

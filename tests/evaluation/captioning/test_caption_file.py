@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import captions
-from training.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
+from evaluation.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
 
 SETTINGS = {"seed": 0, "temperature": 0.7}
 BY = {"model": "m", "weights": "w"}

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
+from evaluation.captioning.caption_client import CaptionClient, TextRequest
+from evaluation.captioning.caption_file import CaptionFile, CaptionRow
+from evaluation.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
+from evaluation.captioning.text_sources import TextResponse, TextSource
 from evaluation.generate import ProgressLog
-from training.captioning.caption_client import CaptionClient, TextRequest
-from training.captioning.caption_file import CaptionFile, CaptionRow
-from training.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
-from training.captioning.text_sources import TextResponse, TextSource
 
 if TYPE_CHECKING:
     from rich.progress import Progress

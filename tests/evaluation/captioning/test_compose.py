@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress
 
+from evaluation.captioning import caption_filter
+from evaluation.captioning.caption_client import CaptionClient, TextRequest, seed_of, theme_of
+from evaluation.captioning.caption_file import CaptionFile
+from evaluation.captioning.caption_filter import CaptionFilter
+from evaluation.captioning.compose import CaptionGenerator, HopelessError
+from evaluation.captioning.text_sources import TextResponse
 from pipeline import tiny
 from training import phrases
-from training.captioning import caption_filter
-from training.captioning.caption_client import CaptionClient, TextRequest, seed_of, theme_of
-from training.captioning.caption_file import CaptionFile
-from training.captioning.caption_filter import CaptionFilter
-from training.captioning.compose import CaptionGenerator, HopelessError
-from training.captioning.text_sources import TextResponse
 
 TOKENIZERS = caption_filter.tokenizers(tiny.TINY)
 ATTEMPTS = 6
