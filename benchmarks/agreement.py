@@ -1,4 +1,4 @@
-"""Holds the figures of images against other packages' (`evaluation.agreement`), by a Python that has these installed.
+"""Holds the figures of images against other packages (`tests.evaluation.agreement`), by a Python that has them.
 
     python -m venv build/agreement/venv
     build/agreement/venv/bin/pip install -e . torchvision torch-fidelity clean-fid open_clip_torch scipy
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import provenance, record
 
 ROOMS = (
-    "evaluation/agreement.py", "evaluation/clip.py", "evaluation/fid.py", "evaluation/hub.py",
+    "tests/evaluation/agreement.py", "evaluation/clip.py", "evaluation/fid.py", "evaluation/hub.py",
     "evaluation/inception.py", "evaluation/mmd.py",
 )  # fmt: skip
 
@@ -33,7 +33,7 @@ def main() -> int:
     if missing := [path for path in (python, mlperf, run) if not path.exists()]:
         print(f"there is no {missing[0]}: python -m benchmarks.agreement --help says how to make it", file=sys.stderr)
         return 2
-    words = [str(python), "-m", "evaluation.agreement", "--mlperf", str(mlperf), "--run", str(run)]
+    words = [str(python), "-m", "tests.evaluation.agreement", "--mlperf", str(mlperf), "--run", str(run)]
     done = subprocess.run(words, cwd=provenance.ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
         record.publish("agreement", json.loads(done.stdout), rooms=ROOMS, children=True)

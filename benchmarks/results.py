@@ -91,8 +91,8 @@ def published(data: Path, work: Path) -> None:
     captions = work / "published.json"
     captions.write_text(json.dumps(_captions(data)[::_EVERY][:_PUBLISHED]), "utf-8")
     with record.alone():
-        found = json.loads(_run("-m", "evaluation.published", "--captions", str(captions)))
-    rooms = (*provenance.IMAGES, "evaluation/published.py", "evaluation/stock.py", "models/emoji-clip")
+        found = json.loads(_run("-m", "tests.evaluation.published", "--captions", str(captions)))
+    rooms = (*provenance.IMAGES, "tests/evaluation/published.py", "tests/evaluation/stock.py", "models/emoji-clip")
     record.write("published", found, rooms=rooms, children=True)
 
 

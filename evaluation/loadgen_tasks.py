@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import secrets
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +12,8 @@ import numpy.typing as npt
 
 from contract.text import TextJob
 from evaluation import mlperf
-from evaluation.sources import ImageSource, SourceError
+from evaluation.service import ServiceClient, SourceError
+from evaluation.sources import ImageSource
 
 if TYPE_CHECKING:
     from core.batching.engine import Engine
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 128  # of an answer, as in MLPerf's test of Llama-3.1-8B
 TEXT_MODEL, TEXT_SAMPLES = "llama3_1-8b", 13_368
-_ANSWER_S = 3600.0
 
 
 class LoggedAnswer(NamedTuple):
@@ -108,60 +104,41 @@ class RemoteTexts:
     model, samples = TEXT_MODEL, TEXT_SAMPLES
 
     def __init__(self, url: str, model: str, prompts: Sequence[str], *, max_tokens: int, width: int = 128) -> None:
-        self._url = url.rstrip("/") + "/v1/chat/completions"
-        self._bodies = [
-            json.dumps(
-                {
-                    "model": model,
-                    "messages": [{"role": "user", "content": prompt}],
-                    "max_tokens": max_tokens,
-                    "temperature": 0,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-            ).encode()
+        self._service = ServiceClient(url, width=width)
+        shared = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        self._fields = [
+            {**shared, "messages": [{"role": "user", "content": prompt}], "stream_options": {"include_usage": True}}
             for prompt in prompts
         ]
-        self._threads = ThreadPoolExecutor(width, thread_name_prefix="remote")
 
     def __len__(self) -> int:
-        return len(self._bodies)
+        return len(self._fields)
 
     def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
-        return self._threads.submit(self._write, self._bodies[index], first)
+        return self._service.submit(self._write, self._fields[index], first)
 
     def answer(self, result: Any) -> LoggedAnswer:
         text, tokens = result
         return LoggedAnswer(np.frombuffer(text.encode(), np.uint8), tokens)
 
-    def _write(self, body: bytes, first: Callable[[], None]) -> tuple[str, int]:
-        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+    def _write(self, fields: dict[str, Any], first: Callable[[], None]) -> tuple[str, int]:
         parts: list[str] = []
         tokens = None
         try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-                for line in answer:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    event = json.loads(line[len(b"data: ") :])
-                    if event.get("error"):
-                        raise SourceError(f"the service ended the text: {event['error'].get('message')}")
-                    for choice in event.get("choices", ()):
-                        text = choice["delta"].get("content")
-                        if text:
-                            if not parts:
-                                first()
-                            parts.append(text)
-                    if event.get("usage"):
-                        tokens = int(event["usage"]["completion_tokens"])
-        except urllib.error.HTTPError as error:
-            with error:
-                raise SourceError(f"the service answered {error.code}: {error.read()[:200]!r}") from None
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-            raise SourceError(f"the service does not answer ({getattr(error, 'reason', error)})") from None
+            for event in self._service.stream("/v1/chat/completions", fields):
+                for choice in event.get("choices", ()):
+                    text = choice["delta"].get("content")
+                    if text:
+                        if not parts:
+                            first()
+                        parts.append(text)
+                if event.get("usage"):
+                    tokens = int(event["usage"]["completion_tokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SourceError(f"the service does not answer ({error})") from None
         if tokens is None:
             raise SourceError("the service's stream ended before the text did")
         return "".join(parts), tokens
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._service.close()

@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -59,11 +59,11 @@ class ServiceClient:
 
     def post(self, path: str, fields: dict[str, Any]) -> Any:
         """The response to a request, with retries. Raises `SourceError` if it is rejected or given up."""
-        body = json.dumps(fields).encode()
         pause_s = _WAIT_S[0]
         for left in reversed(range(_ATTEMPTS)):
             try:
-                return self._post(path, body)
+                with self._open(path, fields) as answer:
+                    return json.loads(answer.read())
             except urllib.error.HTTPError as error:
                 said, field = _said(error)
                 if error.code not in (429, 500, 503) or not left:
@@ -81,10 +81,24 @@ class ServiceClient:
             pause_s = min(2 * pause_s, _WAIT_S[1])
         raise AssertionError
 
-    def _models(self) -> list[Any]:
-        request = urllib.request.Request(self.url + "/v1/models", headers=self._headers)
+    def stream(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed response, without retries. Raises `SourceError`."""
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with self._open(path, fields) as answer:
+                for line in answer:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[len(b"data: ") :])
+                        if event.get("error"):
+                            raise SourceError(f"the service ended the text: {event['error'].get('message')}")
+                        yield event
+        except urllib.error.HTTPError as error:
+            raise SourceError(f"the service answered {error.code}: {_said(error)[0]}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise SourceError(f"the service does not answer ({getattr(error, 'reason', error)})") from None
+
+    def _models(self) -> list[Any]:
+        try:
+            with self._open("/v1/models", None, timeout_s=30) as answer:
                 found = json.loads(answer.read())["data"]
             if all("diptych" in one for one in found):
                 return list(found)
@@ -98,10 +112,10 @@ class ServiceClient:
             pass
         raise SourceError(f"{self.url}: the server there is not Diptych")
 
-    def _post(self, path: str, body: bytes) -> Any:
+    def _open(self, path: str, fields: dict[str, Any] | None, *, timeout_s: float = _ANSWER_S) -> Any:
+        body = None if fields is None else json.dumps(fields).encode()
         request = urllib.request.Request(self.url + path, body, self._headers)
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-            return json.loads(answer.read())
+        return urllib.request.urlopen(request, timeout=timeout_s)
 
     def close(self) -> None:
         """Abandon requests in progress, and accept no more."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from evaluation.agreement import inception_weights
 from evaluation.captions import render
 from evaluation.clip import EMBEDDED
-from evaluation.inception import WEIGHTS
+from evaluation.inception import WEIGHTS, Network
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, STATISTICS
 from evaluation.run import write
 from pipeline import sdxl
@@ -40,6 +40,20 @@ def make(name: str, folder: Path, *, model: str, captions: int) -> Path:
             CLIP: lambda: _clip(path),
         }[name]()
     return path
+
+
+def inception_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Random weights in the published file's layout, scaled so that no layer dies or overflows."""
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Tensor] = {}
+    for name, value in Network().state_dict().items():
+        if name.endswith("conv.weight"):
+            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
+        elif name.endswith(("running_var", "bn.weight")):
+            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
+        elif value.is_floating_point():
+            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
+    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
 
 
 def latent_side(model: str) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.record import RESULTS
-from evaluation import agreement
 from evaluation.inception import Network
+from tests.evaluation import agreement
 
 FOUND = json.loads((RESULTS / "agreement.json").read_text("utf-8"))
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation.agreement import inception_weights
 from evaluation.fid import FrechetDistance
 from evaluation.inception import Inception, WeightsError, _prepare
+from evaluation.stand_ins import inception_weights
 
 Weights = dict[str, Tensor]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from evaluation import published
 from pipeline import tiny
 from tests.core.quant.stage import CACHE
+from tests.evaluation import published
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),
@@ -63,5 +63,5 @@ def test_what_does_nothing_is_left_out_with_its_reason(found: dict[str, Any]) ->
 
 def test_the_model_s_own_plan_is_among_them(tmp_path: Path) -> None:
     assert published.TUNED not in published._plans(tmp_path)
-    shipped = Path(published.__file__).resolve().parent.parent / "models" / "emoji-xl"
+    shipped = Path(published.__file__).resolve().parents[2] / "models" / "emoji-xl"
     assert published._plans(shipped)[published.TUNED]["steps"] < published.STEPS

@@ -10,8 +10,8 @@ import pytest
 from diffusers.models.attention import BasicTransformerBlock
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation import stock
 from pipeline import tiny
+from tests.evaluation import stock
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),

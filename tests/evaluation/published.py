@@ -1,4 +1,4 @@
-"""Compares the engine's plans with published helpers on the stock pipeline: `python -m evaluation.published`.
+"""Compares the engine's plans with published helpers on the stock pipeline: `python -m tests.evaluation.published`.
 
 All draw the same captions from the same noise in fp32 on one thread of a CPU, one picture at a time, in turns. Prompts
 are encoded before: no helper changes that. Prints JSON: for each contender its seconds and floating-point operations a
@@ -27,11 +27,12 @@ from contract.plan import AUTO, BLOCK, RESNET, DeepCache, to_field
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
-from evaluation import bootstrap, pairs, stock
+from evaluation import bootstrap, pairs
 from evaluation.clip import Clip
 from evaluation.pixels import Pixels
-from evaluation.stock import FULL
 from pipeline import plans
+from tests.evaluation import stock
+from tests.evaluation.stock import FULL
 from workers.build import Runtime, build
 
 STEPS, GUIDANCE = 20, 5.0
@@ -205,8 +206,8 @@ def _version(package: str) -> str | None:
 
 
 def main() -> None:
-    models = Path(__file__).resolve().parent.parent / "models"
-    parser = argparse.ArgumentParser(prog="python -m evaluation.published", description=__doc__)
+    models = Path(__file__).resolve().parents[2] / "models"
+    parser = argparse.ArgumentParser(prog="python -m tests.evaluation.published", description=__doc__)
     parser.add_argument("--captions", type=Path, required=True, help="a JSON list")
     parser.add_argument("--model", type=Path, default=models / "emoji-xl", help="a folder")
     parser.add_argument("--clip", type=Path, default=models / "emoji-clip")

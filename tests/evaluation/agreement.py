@@ -23,9 +23,10 @@ from torch import Tensor
 from evaluation import fid, mmd, pixels
 from evaluation.clip import Clip
 from evaluation.fid import FrechetDistance
-from evaluation.inception import WEIGHTS, Inception, Network
+from evaluation.inception import WEIGHTS, Inception
 from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun
+from evaluation.stand_ins import inception_weights
 
 PACKAGES = (
     "torch",
@@ -43,20 +44,6 @@ _CLIP = 64
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _RESIZE = "its own Inception over the same weights fits pictures to 299×299 {}, and takes (x - 128) / 128"
 _RANK = "fewer pictures than features: sqrtm of a singular product loses digits"
-
-
-def inception_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Random weights in the published file's layout, scaled so that no layer dies or overflows."""
-    generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Tensor] = {}
-    for name, value in Network().state_dict().items():
-        if name.endswith("conv.weight"):
-            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
-        elif name.endswith(("running_var", "bn.weight")):
-            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
-        elif value.is_floating_point():
-            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
-    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
 
 
 def sets(run: EvaluationRun) -> tuple[list[Pixels], list[Pixels]]:
@@ -213,7 +200,7 @@ def compare(run: EvaluationRun, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m evaluation.agreement", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.evaluation.agreement", description=__doc__)
     parser.add_argument("--mlperf", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/inference")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="a finished run, for its pictures")
     options = parser.parse_args()
