@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks import provenance, record
 
 ROOMS = (
-    *provenance.IMAGES, "evaluation", "models/emoji-xl-turbo", "models/emoji-clip", "training/judge_scenes.py",
-    "training/scene_prompts.py",
+    *provenance.IMAGES, "evaluation", "models/emoji-xl-turbo", "models/emoji-clip", "training/scene_prompts.py",
 )  # fmt: skip
 _KINDS = 3  # of held-out families, whose captions come in turns
 
@@ -61,7 +60,7 @@ def measure(data: Path, work: Path, captions: int, judged: int, threads: int | N
     """
     prompts, real = work / "unseen.tsv", work / "real"
     # One thread: arrays of 128 pixels are too small for two, which would wait for each other most of the time.
-    training = ["--data", str(data), "--work", str(work / "judge-work"), "--variants", "24", "--threads", "1"]
+    training = ["--data", str(data), "--work", str(work / "prompts-work"), "--variants", "24", "--threads", "1"]
     if not prompts.is_file():
         words = ["--unseen", "--count", str(captions // _KINDS), "--out", str(prompts), "--real", str(real)]
         said = _run("training.scene_prompts", [*training, *words])
@@ -71,7 +70,7 @@ def measure(data: Path, work: Path, captions: int, judged: int, threads: int | N
     compared = work / "compared"
     folders = [str(folder) for folder in runs.values()]
     _run("cli", ["evaluate", "compare", *folders, "--real", str(real / "other"), "--out", str(compared)])
-    _judge(training, work, runs, judged // _KINDS)
+    _judge(data, work, runs, judged // _KINDS)
     _run("training.sheet", [*folders, str(provenance.ROOT / "docs" / "quality.png")])
     return _collected(work, compared, loads)
 
@@ -88,21 +87,21 @@ def _drawn(way: Way, prompts: Path, out: Path, threads: int | None) -> float:
     return float(load.read_text("utf-8"))
 
 
-def _judge(training: Sequence[str], work: Path, runs: dict[str, Path], count: int) -> None:
+def _judge(data: Path, work: Path, runs: dict[str, Path], count: int) -> None:
     """Judge the runs whose pictures and count have changed."""
     every = {name: _pictures(folder) for name, folder in runs.items()}
     left = [name for name in runs if _judged(work, name).get("pictures") != every[name]]
     left += [name for name in runs if name not in left and _judged(work, name)["prompts"] != count]
-    common = [*training, "--unseen", "--no-truth", "--count", str(count)]
+    judge = ["evaluate", "scenes", "--data", str(data), "--threads", "1", "--count", str(count)]
     first, other = _AGAIN
     if first in left:
-        _run("training.judge_scenes", [*common, "--drawn", str(runs[first]), "--again", str(runs[other])])
+        _run("cli", [*judge, str(runs[first]), "--again", str(runs[other]), "--real", str(work / "real")])
     if rest := [str(runs[name]) for name in left if name != first]:
-        _run("training.judge_scenes", [*common, "--drawn", *rest])
+        _run("cli", [*judge, *rest])
 
 
 def _judged(work: Path, name: str) -> dict[str, Any]:
-    path = work / "judge-work" / "judge" / f"scenes-{name}.json"
+    path = work / "runs" / name / "scenes.json"
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     whole = all(kind in found for kind in ("colour_held_out", "count_held_out", "pair_held_out"))
     return found if whole else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import closed_division, compare, drawing
+from cli import closed_division, compare, drawing, scenes
 from cli.arguments import (
     Commands,
     UsageError,
@@ -64,8 +64,9 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(evaluate)
-    parts = evaluate.add_subparsers(metavar="compare, sweep, mlperf")
+    parts = evaluate.add_subparsers(metavar="compare, sweep, scenes, mlperf")
     compare.add(parts)
+    scenes.add(parts)
     closed_division.add(parts, add_arguments)
     sweep = parts.add_parser(
         "sweep",

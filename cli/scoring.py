@@ -31,7 +31,7 @@ def add_scoring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--judge", action="append", default=[], metavar="FIGURE=DIR",
         help="a further figure, over a folder with its weights: fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3; "
-        "may be given more than once",
+        "or scenes, over the data set of the embedded model; may be given more than once",
     )  # fmt: skip
     parser.add_argument("--resamples", type=int, default=200, metavar="N", help="of the bootstrap; default: 200")
 

@@ -14,6 +14,8 @@ from evaluation.dinov2 import DinoV2
 from evaluation.features import Extractor, PairScorer
 from evaluation.hpsv3 import HpsV3
 from evaluation.image_reward import ImageReward
+from evaluation.inception import WeightsError
+from evaluation.scenes.judge import SceneJudge
 
 
 class Kind(StrEnum):
@@ -63,6 +65,14 @@ def _hpsv3(folder: Path, device: str) -> Judge:
     return Judge("hpsv3", Kind.PAIR, HpsV3(folder, device="cuda" if torch.cuda.is_available() else device))
 
 
+def _scenes(folder: Path, device: str) -> Judge:
+    """1 for an image of all that its caption says, else 0; the folder is the data set's, with `emoji/`."""
+    try:
+        return Judge("scenes", Kind.PAIR, SceneJudge(folder, device=device))
+    except (ValueError, OSError) as error:
+        raise WeightsError(f"{folder}: has no emoji to check scenes by ({error})") from None
+
+
 JUDGES: dict[str, Callable[[Path, str], Judge]] = {
     # Stein et al. (2023): ViT-L/14.
     "fd-dinov2": lambda folder, device: Judge("fd-dinov2", Kind.FRECHET, DinoV2(folder, device=device)),
@@ -73,6 +83,7 @@ JUDGES: dict[str, Callable[[Path, str], Judge]] = {
     "hpsv2": lambda folder, device: Judge("hpsv2", Kind.REWARD, Clip(folder, device=device, padded=True), 100.0),
     "imagereward": lambda folder, device: Judge("imagereward", Kind.PAIR, ImageReward(folder, device=device)),
     "hpsv3": _hpsv3,
+    "scenes": _scenes,
 }
 
 

@@ -2,76 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 
-from training import (
-    clip,
-    export,
-    judge,
-    judge_pictures,
-    latents,
-    lm,
-    tokens,
-    unet,
-    vae,
-    zimage,
-    zimage_tokens,
-    zimage_vae,
-)
+from training import clip, draft, export, latents, lm, tokens, unet, vae, zimage, zimage_tokens, zimage_vae
 from training.run import TrainingRun, from_options, parser
 
-SHARES = {"vae": 0.17, "clip": 0.08, "unet": 0.36, "zimage_vae": 0.06, "zimage": 0.23, "lm": 0.07, "draft": 0.03}
-STAGES: dict[str, Callable[[TrainingRun], object]] = {
-    "tokens": tokens.train,
-    "vae": vae.train,
-    "latents": latents.train,
-    "clip": clip.train,
-    "unet": unet.train,
-    "zimage_tokens": zimage_tokens.train,
-    "zimage_vae": zimage_vae.train,
-    "zimage": zimage.train,
-    "lm": lm.train,
-    "draft": lambda run: lm.train(run, draft=True),
+STAGES: dict[str, tuple[Callable[[TrainingRun], object], float, str]] = {
+    "tokens": (tokens.train, 0.0, "lm"),
+    "vae": (vae.train, 0.17, ""),
+    "latents": (latents.train, 0.0, "latents.pt"),
+    "clip": (clip.train, 0.08, ""),
+    "unet": (unet.train, 0.36, ""),
+    "zimage_tokens": (zimage_tokens.train, 0.0, "tokenizer"),
+    "zimage_vae": (zimage_vae.train, 0.06, ""),
+    "zimage": (zimage.train, 0.23, ""),
+    "lm": (lm.train, 0.07, ""),
+    "draft": (draft.train, 0.03, ""),
 }
-FILES = {
-    "tokens": "lm",
-    "latents": "latents.pt",
-    "zimage_tokens": "tokenizer",
-}  # outputs that mark an unbudgeted stage as done
+"""What trains each, its share of the budget, and of one without a budget the output that marks it as done."""
 
 
 def train(run: TrainingRun, only: list[str] | None = None) -> None:
     """Run the stages (or those named); finished ones are skipped.
 
-    `minutes` is shared out among the stages by `SHARES`; `iterations` and `batch` apply to each.
+    `minutes` is shared out among the stages; `iterations` and `batch` apply to each.
     """
-    for name, stage in STAGES.items():
-        if only and name not in only:
+    for name, (stage, share, output) in STAGES.items():
+        if (only and name not in only) or (output and (run.work / name / output).exists()):
             continue
-        done = name in FILES and (run.work / name / FILES[name]).exists()
-        if done:
-            continue
-        part = run
-        if run.minutes is not None and name in SHARES:
-            part = dataclasses.replace(run, minutes=run.minutes * SHARES[name])
-        print(f"stage {name}", stage(part) or "", flush=True)
+        minutes = run.minutes * share if share and run.minutes is not None else run.minutes
+        print(f"stage {name}", stage(dataclasses.replace(run, minutes=minutes)) or "", flush=True)
 
 
 def main() -> None:
     """`python -m training.all [--only STAGE ...] [--no-judge]`."""
-    options: argparse.ArgumentParser = parser(__doc__ or "")
+    options = parser(__doc__ or "")
     options.add_argument("--only", nargs="+", choices=tuple(STAGES))
     options.add_argument("--no-judge", action="store_true", help="export without measuring")
-    found = options.parse_args()
-    run = from_options(found)
-    train(run, found.only)
-    if found.only:
+    given = options.parse_args()
+    run = from_options(given)
+    train(run, given.only)
+    if given.only:
         return
     export.export(run)
-    if not found.no_judge:
-        judge.judge(run, judge_pictures.SampleSizes())
+    if not given.no_judge:
+        from training import judge
+
+        judge.judge(run, judge.SampleSizes())
         export.rewrite_cards(run)
 
 

@@ -11,27 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from training.pictures import PictureRow
-
-COLOURS: dict[str, tuple[int, int, int]] = {
-    "white": (255, 255, 255),
-    "black": (0, 0, 0),
-    "gray": (136, 136, 136),
-    "red": (222, 44, 44),
-    "orange": (250, 140, 22),
-    "yellow": (252, 222, 56),
-    "green": (48, 160, 70),
-    "teal": (0, 140, 140),
-    "blue": (40, 84, 224),
-    "light blue": (150, 205, 248),
-    "navy": (20, 30, 90),
-    "purple": (130, 60, 190),
-    "pink": (250, 170, 200),
-    "brown": (122, 76, 42),
-    "beige": (238, 222, 190),
-    "light green": (168, 226, 150),
-}
-"""Background colours by name, RGB in 0..255. A caption without a colour means white."""
+from evaluation.scenes.emoji import COLOURS as COLOURS
+from evaluation.scenes.emoji import PictureRow
 
 COLOUR_NAMES = tuple(COLOURS)
 TONES = ("light", "medium-light", "medium", "medium-dark", "dark")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import loop, tokens
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import SceneStream
 
 
@@ -123,10 +123,5 @@ def load(run: TrainingRun) -> CLIPLoss:
     return towers
 
 
-def main() -> None:
-    """`python -m training.clip`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

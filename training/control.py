@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from training import loop, unet
 from training.edges import edges
-from training.run import TrainingRun, train_or_export
+from training.run import TrainingRun, command
 from training.stream import PerSize, SceneStream
 
 DROP_TEXT = 0.3  # of rows: the network learns to read the edges, and not only what the text says already
@@ -99,15 +99,9 @@ def train(run: TrainingRun) -> loop.Outcome:
     """Trains the network on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     net = build(run, parts.unet)
-    stage = loop.Stage(
-        "control",
-        {"control": net},
-        ControlLoss(run, net, parts),
-        rate=1e-3,
-        warmup=100,
-        average=0.9995 if run.on_gpu else 0.99,
-    )
-    return loop.train(stage, run)
+    average = 0.9995 if run.on_gpu else 0.99
+    loss = ControlLoss(run, net, parts)
+    return loop.train(loop.Stage("control", {"control": net}, loss, rate=1e-3, warmup=100, average=average), run)
 
 
 def load(run: TrainingRun) -> Any:
@@ -128,10 +122,5 @@ def export(run: TrainingRun) -> Path:
     return folder
 
 
-def main() -> None:
-    """`python -m training.control [--export]`."""
-    train_or_export(__doc__ or "", train, export)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train, export)

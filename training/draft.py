@@ -1,15 +1,15 @@
-"""Stage `draft`: trains the language model's draft model, for speculative decoding. The training itself is in `lm`."""
+"""Stage `draft`: trains the language model's draft, for speculative decoding; see `lm`."""
 
 from __future__ import annotations
 
-from training import lm
-from training.run import from_options, parser
+from training import lm, loop
+from training.run import TrainingRun, command
 
 
-def main() -> None:
-    """`python -m training.draft`."""
-    print(lm.train(from_options(parser(__doc__ or "").parse_args()), draft=True))
+def train(run: TrainingRun) -> loop.Outcome:
+    """Train the draft on the target's distributions."""
+    return lm.train(run, draft=True)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

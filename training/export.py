@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ from training import (
     zimage,
     zimage_tokens,
     zimage_vae,
-)  # fmt: skip
+)
 from training.run import TrainingRun, from_options, parser
 
 SHARD = "14MB"
-MODELS = ("emoji-xl", "emoji-xl-turbo", "emoji-z", "emoji-clip", "emoji-lm", "emoji-lm-draft")
 
 
 def export_pictures(run: TrainingRun) -> Path:
@@ -71,9 +71,8 @@ def export_turbo(run: TrainingRun) -> Path:
     beside = run.models / "emoji-xl"
     folder = _fresh(run, "emoji-xl-turbo")
     turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size=SHARD)
-    LCMScheduler(**{k: v for k, v in run.turbo.sampling().items() if k != "_class_name"}).save_pretrained(
-        folder / "scheduler"
-    )
+    sampling = {key: value for key, value in run.turbo.sampling().items() if key != "_class_name"}
+    LCMScheduler(**sampling).save_pretrained(folder / "scheduler")
     for name in _SHARED:
         (folder / name).symlink_to(Path("..") / "emoji-xl" / name)
     index = json.loads((beside / "model_index.json").read_text(encoding="utf-8"))
@@ -135,25 +134,22 @@ def export_lm(run: TrainingRun, draft: bool = False) -> Path:
     return folder
 
 
-def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
-    """Exports every stage that has been trained (or those named), and writes their cards.
+MODELS: dict[str, Callable[[TrainingRun], Path]] = {
+    "emoji-xl": export_pictures,
+    "emoji-xl-turbo": export_turbo,
+    "emoji-z": export_zimage,
+    "emoji-clip": export_clip,
+    "emoji-lm": export_lm,
+    "emoji-lm-draft": lambda run: export_lm(run, draft=True),
+}
 
-    Returns the folders.
-    """
-    makers: dict[str, Any] = {
-        "emoji-xl": lambda: export_pictures(run),
-        "emoji-xl-turbo": lambda: export_turbo(run),
-        "emoji-z": lambda: export_zimage(run),
-        "emoji-clip": lambda: export_clip(run),
-        "emoji-lm": lambda: export_lm(run),
-        "emoji-lm-draft": lambda: export_lm(run, draft=True),
-    }
+
+def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
+    """Export every stage that has been trained (or those named), and write their cards; returns the folders."""
     made = []
-    for name in MODELS:
-        if only and name not in only:
-            continue
+    for name in only or MODELS:
         try:
-            made.append(makers[name]())
+            made.append(MODELS[name](run))
         except FileNotFoundError as missing:
             if only:
                 raise
@@ -161,11 +157,20 @@ def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
     for folder in made:
         _tidy(folder)
         cards.write(folder, run)
-        print(
-            f"{folder}: {sum(f.stat().st_size for f in folder.rglob('*') if f.is_file()) / 1e6:.1f} MB",
-            flush=True,
-        )
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        print(f"{folder}: {size / 1e6:.1f} MB", flush=True)
     return made
+
+
+def write_weights(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, str], most: int) -> None:
+    """Write a file of weights with its metadata; raises ValueError for one of more than `most` bytes."""
+    from safetensors.torch import save
+
+    data = save(tensors, about)
+    if len(data) > most:
+        raise ValueError(f"{path}: has {len(data)} bytes, more than {most}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
 
 
 def rewrite_cards(run: TrainingRun) -> None:
@@ -215,7 +220,7 @@ def _tidied(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """`python -m training.export [--only NAME ...] [--cards]`."""
     options: argparse.ArgumentParser = parser(__doc__ or "")
-    options.add_argument("--only", nargs="+", choices=MODELS)
+    options.add_argument("--only", nargs="+", choices=tuple(MODELS))
     options.add_argument("--cards", action="store_true", help="write the cards again and nothing else")
     found = options.parse_args()
     run = from_options(found)

@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from training import captions, pictures, zimage_tokens
-from training.pictures import PictureRow
+from evaluation.scenes import emoji
+from evaluation.scenes.emoji import PictureRow
+from training import captions, zimage_tokens
 
 TONES, COLOURED, PHRASINGS = 48, 4, 272  # skin-tone variants, captions of each with a background, and new wordings
 VARIANTS, SEED = 24, 0  # of the training of emoji-xl and emoji-z
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a .tsv")
     options = parser.parse_args()
     try:
-        found = compose(pictures.read_rows(options.data))
+        found = compose(emoji.read_rows(options.data))
         options.out.write_text("".join("\t".join(row) + "\n" for row in (HeldOutCaption._fields, *found)), "utf-8")
     except (ValueError, OSError) as error:
         parser.error(str(error))

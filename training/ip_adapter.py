@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from pipeline.ip_adapter_file import ENCODER
 from training import cards, loop, tokens, unet
+from training.export import write_weights
 from training.group import average_
-from training.run import TrainingRun, train_or_export
+from training.run import TrainingRun, command
 from training.stream import PerSize, SceneStream
 
 DROP_IMAGE, DROP_TEXT, DROP_BOTH = 0.05, 0.05, 0.05  # of rows: as the pipeline's unconditional row has them
@@ -204,18 +205,9 @@ def train(run: TrainingRun) -> loop.Outcome:
         start_(adapter.projection, *loss.examples(STARTS))
         if run.world > 1:  # each process saw pictures of its own
             average_([parameter.data for parameter in adapter.projection.parameters()])
-    return loop.train(
-        loop.Stage(
-            "ip_adapter",
-            {"adapter": adapter},
-            loss,
-            rate=1e-3,
-            decay=0.0,
-            warmup=50,
-            average=0.9995 if run.on_gpu else 0.99,
-        ),
-        run,
-    )
+    average = 0.9995 if run.on_gpu else 0.99
+    stage = loop.Stage("ip_adapter", {"adapter": adapter}, loss, rate=1e-3, decay=0.0, warmup=50, average=average)
+    return loop.train(stage, run)
 
 
 def load(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
@@ -226,22 +218,12 @@ def load(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
 
 
 def export(run: TrainingRun) -> Path:
-    """Writes the adapter in the layout of the authors' files, its encoder as a link to emoji-clip, and the card.
-
-    Raises ValueError for a file of more than `MOST_BYTES`.
-    """
-    from safetensors.torch import save
-
+    """Write the adapter in the layout of the authors' files, its encoder as a link to emoji-clip, and the card."""
     about = {"base_model": "emoji-xl", "license": "apache-2.0", "format": "pt", "data": cards.DATA.replace("\n", " ")}
-    data = save(load(run)[0].exported(), about)
     path = run.models / FOLDER / f"{NAME}.safetensors"
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{path}: has {len(data)} bytes, more than {MOST_BYTES}")
-    where = path.parent / ENCODER
-    where.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    _write_encoder(run, where)
-    (path.parent / "README.md").write_text(_card(run), encoding="utf-8")
+    write_weights(path, load(run)[0].exported(), about, MOST_BYTES)
+    _write_encoder(run, path.parent / ENCODER)
+    cards.write(path.parent, run)
     return path
 
 
@@ -249,6 +231,7 @@ def _write_encoder(run: TrainingRun, where: Path) -> None:
     """A folder of emoji-clip's vision tower, whose weights are those of emoji-clip beside the folder of adapters."""
     config = Encoder(run).config
     config.architectures = ["CLIPVisionModelWithProjection"]
+    where.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(where)
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     side = {"height": config.image_size, "width": config.image_size}
@@ -260,71 +243,5 @@ def _write_encoder(run: TrainingRun, where: Path) -> None:
     weights.symlink_to(Path("..") / ".." / CLIP / weights.name)
 
 
-def _card(run: TrainingRun) -> str:
-    """What the folder is, with what the curve and the judge's file say."""
-    return f"""\
----
-license: apache-2.0
-library_name: diffusers
-tags: [text-to-image, stable-diffusion-xl, ip-adapter, emoji]
----
-# {FOLDER}
-
-`{NAME}`: an IP-Adapter of `emoji-xl` (Ye et al., 2023) in the layout of the authors' files: four tokens of a picture's
-embedding by `{CLIP}`, whose vision tower is linked in `{ENCODER}`. Where the picture alone is to steer, give it
-the prompt "{PLAIN}" and a strength of 1; it was trained with that prompt, and with captions. In Diptych it loads from a
-worker's `DIPTYCH_IP_ADAPTER_DIR`. By `StableDiffusionXLPipeline.load_ip_adapter` it loads with
-`image_encoder_folder="{ENCODER}"`; give the pipeline that folder's `feature_extractor` before, as diffusers else takes
-OpenAI's mean and deviation.
-
-## Data
-
-{cards.DATA} It saw scenes of these.
-
-## Training
-
-{cards.trained("ip_adapter", run)}
-
-The loss is the distance, weighted by noise level, to what emoji-xl alone guesses of the same noisy latents when it
-reads the picture's caption, and {NOISE} of the distance to the noise itself.
-
-Side of the pictures: {run.size} px. Seed {run.seed}. Code: `training/ip_adapter.py`.
-
-## Measured
-
-{_measured(run)}
-
-## Limits
-
-Trained for minutes, it takes over colours, the background and a rough shape, and the subject itself in few pictures.
-It fits the `emoji-xl` beside which it lies and no other model. Of a picture it reads the embedding by `{CLIP}`
-alone, which learned from scenes of emoji and their captions: photographs mean nothing to it.
-"""
-
-
-def _measured(run: TrainingRun) -> str:
-    """Shares in per cent, with intervals, of what `training.judge_image_prompts` found."""
-    path = run.work / "judge" / "image-prompts.json"
-    if not path.exists():
-        return "Not measured yet: `python -m training.judge_image_prompts`."
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [["drawn from", "subject", "subject in its colour"], ["---"] * 3]
-    for way, own in found.items():
-        if isinstance(own, dict):
-            rows.append([way.replace("_", " "), cards.share(own["subject"]), cards.share(own["subject_in_colour"])])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"""\
-By `python -m training.judge_image_prompts`: {found["prompts"]} prompts of one thing in a colour that training never
-saw of it, drawn with steps {found["steps"]}, guidance scale {found["guidance_scale"]}, % right (95% interval). The last
-lines are of a text and another one's picture at a strength of 0.5, by what the text says and by what the picture shows.
-
-{table}"""
-
-
-def main() -> None:
-    """`python -m training.ip_adapter [--export]`."""
-    train_or_export(__doc__ or "", train, export)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train, export)

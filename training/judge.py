@@ -1,6 +1,7 @@
-"""Stage `judge`: evaluates the exported models with stock diffusers and transformers, and writes `judge/figures.json`.
+"""Stage `judge`: measures the exported models, by stock diffusers and transformers; writes `judge/figures.json`.
 
-Uses only the exported folders and the data. The measurements are in `judge_pictures` and `judge_text`.
+Images are checked by `evaluation.scenes`: emoji-xl's and its student's of scenes of families that training saw or never
+saw, emoji-z's of single emoji. Texts: see `judge_text`. Uses only the exported folders and the data.
 """
 
 from __future__ import annotations
@@ -8,49 +9,116 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from training import judge_pictures, judge_text
-from training.judge_pictures import SampleSizes
+from PIL import Image
+
+from evaluation.clip import Clip
+from evaluation.scenes.judge import SceneJudge
+from evaluation.scenes.subjects import article
+from pipeline.tiny_zimage import STEPS
+from training import captions, judge_text, sheet
 from training.run import TrainingRun, from_options, parser
+from training.scene_prompts import groups
+from training.stock import SEED, StockPipeline
+from training.stream import World
+
+TURBO_STEPS = 4
+_SHOWN = 64
+
+Draw = Callable[[Sequence[str]], Sequence[Any]]
+"""Draws images, uint8 [H, W, 3], of texts."""
 
 
-def judge(run: TrainingRun, extent: SampleSizes, only: list[str] | None = None) -> dict[str, Any]:
-    """Measures every exported model that is there (or those named); returns and keeps the figures by model.
+@dataclasses.dataclass(frozen=True)
+class SampleSizes:
+    """How much is drawn and written; less is a quick look. `steps` and `guidance` are emoji-xl's."""
 
-    Figures of models not measured now are kept as they were.
+    prompts: int = 150
+    expansions: int = 200
+    steps: int = 20
+    guidance: float = 4.0
+
+
+def judge(run: TrainingRun, sizes: SampleSizes, only: list[str] | None = None) -> dict[str, Any]:
+    """Measure every exported model that is there (or those named); returns and keeps the figures by model.
+
+    Figures of models that are not measured now stay as they were.
     """
     path = run.folder("judge") / "figures.json"
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "emoji-clip": lambda: judge_pictures.judge_clip(run),
-        "emoji-xl": lambda: judge_pictures.judge_xl(run, extent),
-        "emoji-xl-turbo": lambda: judge_pictures.judge_turbo(run, extent),
-        "emoji-z": lambda: judge_pictures.judge_zimage(run, extent),
-        "emoji-lm": lambda: judge_text.judge_lm(run, extent.expansions),
-        "emoji-lm-draft": lambda: judge_text.judge_draft(run, extent.expansions),
-    }
-    for name, measure in parts.items():
+    for name, measure in MODELS.items():
         if (only and name not in only) or not (run.models / name / "README.md").exists():
             continue
-        began = time.monotonic()
-        figures[name] = measure()
+        figures[name] = measure(run, sizes)
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        print(f"{name} ({time.monotonic() - began:.0f} s)", json.dumps(figures[name]), flush=True)
+        print(name, json.dumps(figures[name]), flush=True)
     return figures
 
 
+def scene_judge(run: TrainingRun) -> SceneJudge:
+    """The judge of the run's data, with the exported emoji-clip if there is one."""
+    folder = run.models / "emoji-clip"
+    clip = Clip(folder, device=run.device) if (folder / "config.json").exists() else None
+    return SceneJudge(run.data, clip, device=run.device)
+
+
+def judged(prompts: Mapping[str, Mapping[str, str]], draw: Draw, known: SceneJudge, folder: Path) -> dict[str, Any]:
+    """Shares by group with 95% intervals; `prompts` has texts to draw and the captions that they are judged by.
+
+    A contact sheet of each group goes into `folder`.
+    """
+    figures: dict[str, Any] = {}
+    for name, group in prompts.items():
+        if group:
+            images = draw([*group])
+            figures[name] = known.figures(images, [*group.values()])
+            del figures[name]["right"]
+            sheet.save(folder / f"{name}.png", [Image.fromarray(image) for image in images[:_SHOWN]], [*group][:_SHOWN])
+    return figures
+
+
+def _scenes(run: TrainingRun, sizes: SampleSizes, name: str, steps: int, guidance: float) -> dict[str, Any]:
+    every = groups(run, World.read(run).composer, sizes.prompts)
+    prompts = {kind: {prompt.caption: prompt.caption for prompt in group} for kind, group in every.items()}
+    draw = StockPipeline(run, name, steps, guidance).draw
+    figures = judged(prompts, draw, scene_judge(run), run.folder("judge") / name)
+    return {"prompts": sizes.prompts, "steps": steps, "guidance_scale": guidance, **figures}
+
+
+def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
+    nouns = [subject.noun for subject in World.read(run).composer.subjects]
+    draw = random.Random(SEED)
+    asked = draw.sample(nouns, min(sizes.prompts, len(nouns)))
+    texts = [captions.with_background(noun, draw.choice(captions.COLOUR_NAMES)) for noun in asked]
+    prompts = {"single": {text: f"{article(text)} {text}" for text in texts}}
+    drawn = StockPipeline(run, "emoji-z", STEPS, 0.0).draw
+    figures = judged(prompts, drawn, scene_judge(run), run.folder("judge") / "emoji-z")
+    return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
+
+
+MODELS: dict[str, Callable[[TrainingRun, SampleSizes], dict[str, Any]]] = {
+    "emoji-xl": lambda run, sizes: _scenes(run, sizes, "emoji-xl", sizes.steps, sizes.guidance),
+    "emoji-xl-turbo": lambda run, sizes: _scenes(run, sizes, "emoji-xl-turbo", TURBO_STEPS, 1.0),
+    "emoji-z": _single,
+    "emoji-lm": lambda run, sizes: judge_text.judge_lm(run, sizes.expansions),
+    "emoji-lm-draft": lambda run, sizes: judge_text.judge_draft(run, sizes.expansions),
+}
+
+
 def main() -> None:
-    """`python -m training.judge [--captions N] [--steps N] [--guidance G] [--only NAME ...]`."""
+    """`python -m training.judge [--prompts N] [--steps N] [--guidance G] [--only NAME ...]`."""
     options: argparse.ArgumentParser = parser(__doc__ or "")
-    for field in dataclasses.fields(SampleSizes):
+    fields = dataclasses.fields(SampleSizes)
+    for field in fields:
         options.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    options.add_argument("--only", nargs="+", choices=judge_pictures.MODELS + judge_text.MODELS)
-    found = options.parse_args()
-    extent = SampleSizes(**{field.name: getattr(found, field.name) for field in dataclasses.fields(SampleSizes)})
-    judge(from_options(found), extent, found.only)
+    options.add_argument("--only", nargs="+", choices=tuple(MODELS))
+    given = options.parse_args()
+    sizes = SampleSizes(**{field.name: getattr(given, field.name) for field in fields})
+    judge(from_options(given), sizes, given.only)
 
 
 if __name__ == "__main__":

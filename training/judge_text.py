@@ -1,28 +1,29 @@
-"""Evaluates `emoji-lm` and its draft: held-out perplexity, expansions that name the requested subject, agreement.
+"""Evaluates `emoji-lm` and its draft: held-out perplexity, expansions that keep what was asked, agreement.
 
-Uses the exported models through transformers' own classes, and n-gram baselines counted here.
+Uses the exported models through transformers' own classes.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
 
-from training import phrases, pictures
+from evaluation.scenes import emoji
+from evaluation.scenes.grammar import Reader
+from training import phrases
+from training.phrases import Chat
 from training.run import TrainingRun
-from training.scene_captions import Reader
 from training.scene_chats import SceneChat, SceneExpander, keeps
 
-MODELS = ("emoji-lm", "emoji-lm-draft")
+T = TypeVar("T")
 CHUNK = 64
 SEED = 4321  # the corpus is drawn from the run's own seed: these chats are others
-WEIGHTS = (0.6, 0.3, 0.1)  # trigram, bigram, unigram of the interpolated baseline
 
 
 class CaptionModel:
@@ -38,107 +39,97 @@ class CaptionModel:
         self.device = run.device
 
     @torch.no_grad()
-    def nats(self, rows: list[list[int]], starts: list[int]) -> tuple[float, int]:
-        """Sum of negative log-likelihood of tokens from `starts` on, and their number."""
-        total, count = 0.0, 0
-        for first in range(0, len(rows), CHUNK):
-            part, begin = rows[first : first + CHUNK], starts[first : first + CHUNK]
-            ids = self.pad(part)
-            scores = self.model(input_ids=ids[:, :-1]).logits.float()
-            losses = F.cross_entropy(scores.transpose(1, 2), ids[:, 1:], reduction="none")
-            for row, start, loss in zip(part, begin, losses, strict=True):
-                total += float(loss[start - 1 : len(row) - 1].sum())
-                count += len(row) - start
-        return total, count
-
-    def pad(self, rows: list[list[int]]) -> torch.Tensor:
-        """Rows padded at the end, int64 [B, L]; a causal model does not see the padding."""
-        width = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        return torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
+    def perplexity(self, rows: Sequence[list[int]], starts: Sequence[int]) -> float:
+        """Perplexity of a token of `rows`, of those from `starts` on."""
+        nats, count = 0.0, 0
+        for row, start in zip(rows, starts, strict=True):
+            ids = torch.tensor([row], device=self.device)
+            losses = F.cross_entropy(self.model(input_ids=ids[:, :-1]).logits[0].float(), ids[0, 1:], reduction="none")
+            nats, count = nats + float(losses[start - 1 :].sum()), count + len(row) - start
+        return math.exp(nats / count)
 
     @torch.no_grad()
-    def answer(self, chats: list[phrases.Chat], longest: int = 48) -> list[list[int]]:
+    def answers(self, chats: Sequence[Chat], longest: int = 48) -> list[list[int]]:
         """Greedy answers' token ids, without the prompt, up to and with the end token."""
-        found = []
+        found: list[list[int]] = []
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         for first in range(0, len(chats), CHUNK):
             prompts = [self.prompt(chat) for chat in chats[first : first + CHUNK]]
             width = max(map(len, prompts))
-            pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
-            made = self.model.generate(
-                input_ids=ids,
-                attention_mask=(ids != pad).long(),
-                do_sample=False,
-                max_new_tokens=longest,
-                pad_token_id=pad,
-                eos_token_id=end,
-            )[:, width:].tolist()
+            given = {"do_sample": False, "max_new_tokens": longest, "pad_token_id": pad, "eos_token_id": end}
+            made = self.model.generate(input_ids=ids, attention_mask=(ids != pad).long(), **given)[:, width:].tolist()
             found += [row[: row.index(end) + 1] if end in row else row for row in made]
         return found
 
-    def prompt(self, chat: phrases.Chat) -> list[int]:
+    def texts(self, chats: Sequence[Chat]) -> list[str]:
+        """Greedy answers."""
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.answers(chats)]
+
+    def prompt(self, chat: Chat) -> list[int]:
         """Token ids of an exchange up to where the answer begins."""
-        text = self.tokenizer.apply_chat_template(chat.messages(False), tokenize=False, add_generation_prompt=True)
+        return self.ids(
+            self.tokenizer.apply_chat_template(chat.messages(False), tokenize=False, add_generation_prompt=True)
+        )
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text as it is."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
 
-def held_out_chats(run: TrainingRun, count: int) -> list[phrases.Chat]:
-    """Chats with prompts that training has not drawn."""
-    expander = phrases.Expander(pictures.read_rows(run.data))
-    draw, known = random.Random(SEED), random.Random(run.seed)
-    seen = {expander.draw(known).prompt for _ in range(run.shapes.chats)}
-    found: dict[str, phrases.Chat] = {}
-    for _ in range(500 * count):
-        chat = expander.draw(draw)
-        if chat.prompt not in seen:
-            found.setdefault(chat.prompt, chat)
+def _new(chats: Iterator[tuple[str, T]], seen: set[str], count: int) -> list[T]:
+    """`count` chats, each given after its prompt, with different prompts that are not in `seen`."""
+    found: dict[str, T] = {}
+    for prompt, chat in islice(chats, 500 * count):
+        if prompt not in seen:
+            found.setdefault(prompt, chat)
         if len(found) == count:
             break
     return list(found.values())
 
 
+def held_out_chats(run: TrainingRun, count: int) -> list[Chat]:
+    """Chats about single emoji with prompts that training has not drawn."""
+    expander = phrases.Expander(emoji.read_rows(run.data))
+    draw, known = random.Random(SEED), random.Random(run.seed)
+    seen = {expander.draw(known).prompt for _ in range(run.shapes.chats)}
+    chats = (expander.draw(draw) for _ in iter(int, 1))
+    return _new(((chat.prompt, chat) for chat in chats), seen, count)
+
+
 def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], Reader]:
-    """Scene chats with prompts that training has not drawn, of families that it draws or never does; and what reads
+    """Scene chats with prompts that training has not drawn, of families that it draws or never does; and the reader of
     their captions.
     """
     expander = SceneExpander.read(run.data, run.size)
     seen = {scene.chat.prompt for scene in islice(expander.chats(run.seed), run.shapes.chats)}
-    found: dict[str, SceneChat] = {}
-    for scene in islice(expander.chats(SEED, held_out=held_out), 500 * count):
-        if scene.chat.prompt not in seen:
-            found.setdefault(scene.chat.prompt, scene)
-        if len(found) == count:
-            break
-    return list(found.values()), expander.composer.reader
+    chats = ((scene.chat.prompt, scene) for scene in expander.chats(SEED, held_out=held_out))
+    return _new(chats, seen, count), expander.composer.reader
 
 
 def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """Perplexity on held-out COCO captions and chats beside n-gram baselines; the share of good expansions: of single
-    emoji, of scenes, and of scenes of held-out families.
+    """Perplexity on held-out COCO captions and chats; the share of good expansions: of single emoji, of scenes, and of
+    scenes of held-out families.
     """
-    rows = pictures.read_rows(run.data)
+    rows = emoji.read_rows(run.data)
     writer = CaptionModel(run, "emoji-lm")
     chats = held_out_chats(run, expansions)
-    coco_train, coco_held = phrases.split(phrases.read_coco(run.data))
-    figures: dict[str, Any] = {}
     start, end = writer.tokenizer.bos_token, writer.tokenizer.eos_token
-    train, held = ([_ids(writer, f"{start}{text}{end}") for text in part] for part in (coco_train, coco_held))
-    figures |= _perplexities("coco", writer, train, held, [1] * len(held))
-    expander, draw = phrases.Expander(rows), random.Random(run.seed)
-    known = [expander.draw(draw) for _ in range(20_000)]
-    train, held = ([_ids(writer, f"{start}{c.answer}{end}") for c in part] for part in (known, chats))
+    coco = [writer.ids(f"{start}{text}{end}") for text in phrases.split(phrases.read_coco(run.data))[1]]
     prompts = [writer.prompt(chat) for chat in chats]
-    full = [p + ids[1:] for p, ids in zip(prompts, held, strict=True)]
-    figures |= _perplexities("captions", writer, train, held, [1] * len(held), full, [len(p) for p in prompts])
-    answers = [writer.tokenizer.decode(ids, skip_special_tokens=True) for ids in writer.answer(chats)]
+    full = [p + writer.ids(f"{chat.answer}{end}") for p, chat in zip(prompts, chats, strict=True)]
+    figures: dict[str, Any] = {
+        "coco_perplexity": writer.perplexity(coco, [1] * len(coco)),
+        "captions_perplexity": writer.perplexity(full, [len(p) for p in prompts]),
+    }
+    answers = writer.texts(chats)
     good = [phrases.names_the_subject(c.prompt, a, rows) for c, a in zip(chats, answers, strict=True)]
     figures |= _written(run, "expansions", chats, answers, good)
     for name, held_out in (("scene_expansions", False), ("held_out_scene_expansions", True)):
         scenes, reader = scene_chats(run, expansions, held_out=held_out)
         chats = [scene.chat for scene in scenes]
-        answers = [writer.tokenizer.decode(ids, skip_special_tokens=True) for ids in writer.answer(chats)]
+        answers = writer.texts(chats)
         good = [_keeps(scene, answer, reader) for scene, answer in zip(scenes, answers, strict=True)]
         figures |= _written(run, name, chats, answers, good)
     return figures
@@ -153,7 +144,7 @@ def _keeps(scene: SceneChat, answer: str, reader: Reader) -> bool:
 
 
 def _written(
-    run: TrainingRun, name: str, chats: list[phrases.Chat], answers: list[str], good: list[bool]
+    run: TrainingRun, name: str, chats: Sequence[Chat], answers: Sequence[str], good: Sequence[bool]
 ) -> dict[str, Any]:
     """The share of good answers; writes all of them to `judge/NAME.txt`."""
     lines = [f"{'ok ' if g else 'BAD'} {c.prompt} -> {a}" for g, c, a in zip(good, chats, answers, strict=True)]
@@ -167,72 +158,14 @@ def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     scenes, _ = scene_chats(run, expansions, held_out=False)
     for name, chats in (("", held_out_chats(run, expansions)), ("scene_", [scene.chat for scene in scenes])):
-        answers = target.answer(chats)
         same = count = 0
-        with torch.no_grad():
-            for chat, answer in zip(chats, answers, strict=True):
-                prompt = target.prompt(chat)
-                ids = torch.tensor([prompt + answer], device=run.device)
+        for chat, answer in zip(chats, target.answers(chats), strict=True):
+            prompt = target.prompt(chat)
+            ids = torch.tensor([prompt + answer], device=run.device)
+            with torch.no_grad():
                 guess = draft.model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-                same += sum(a == b for a, b in zip(guess, answer, strict=True))
-                count += len(answer)
+            same += sum(a == b for a, b in zip(guess, answer, strict=True))
+            count += len(answer)
         figures |= {f"{name}greedy_tokens": count, f"{name}greedy_agreement": same / count}
     cost = draft.model.num_parameters() / target.model.num_parameters()
     return figures | {"parameters_against_target": cost}
-
-
-def _perplexities(
-    name: str,
-    writer: CaptionModel,
-    train: list[list[int]],
-    held: list[list[int]],
-    starts: list[int],
-    full: list[list[int]] | None = None,
-    full_starts: list[int] | None = None,
-) -> dict[str, float]:
-    """Perplexity a token of the model (given the prompt, where there is one) and of the two baselines."""
-    nats, count = writer.nats(full or held, full_starts or starts)
-    size = len(writer.tokenizer)
-    return {
-        f"{name}_perplexity": math.exp(nats / count),
-        f"{name}_perplexity_trigram": ngram_perplexity(train, held, size, WEIGHTS),
-        f"{name}_perplexity_unigram": ngram_perplexity(train, held, size, (0.0, 0.0, 1.0)),
-    }
-
-
-def ngram_perplexity(
-    train: list[list[int]], held: list[list[int]], vocab: int, weights: tuple[float, float, float]
-) -> float:
-    """Perplexity a token of an interpolated trigram (Jelinek-Mercer), unigrams with one added to every count.
-
-    Where a context was never seen its weight falls to the shorter one.
-    """
-    grams: list[Counter[tuple[int, ...]]] = [Counter(), Counter(), Counter()]
-    contexts: list[Counter[tuple[int, ...]]] = [Counter(), Counter(), Counter()]
-    for row in train:
-        padded = [row[0], *row]
-        for at in range(2, len(padded)):
-            for order in range(3):
-                gram = tuple(padded[at - order : at + 1])
-                grams[order][gram] += 1
-                contexts[order][gram[:-1]] += 1
-    nats, count = 0.0, 0
-    for row in held:
-        padded = [row[0], *row]
-        for at in range(2, len(padded)):
-            share, left = 0.0, 1.0
-            for order, weight in ((2, weights[0]), (1, weights[1])):
-                gram = tuple(padded[at - order : at + 1])
-                seen = contexts[order][gram[:-1]]
-                if seen and weight:
-                    share += weight * grams[order][gram] / seen
-                    left -= weight
-            share += left * (grams[0][(padded[at],)] + 1) / (contexts[0][()] + vocab)
-            nats -= math.log(share)
-            count += 1
-    return math.exp(nats / count)
-
-
-def _ids(writer: CaptionModel, text: str) -> list[int]:
-    ids: list[int] = writer.tokenizer(text, add_special_tokens=False).input_ids
-    return ids

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from training import checkpoint, vae
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import SceneStream
 
 CHUNK, CHUNKS = 64, 16
@@ -58,24 +58,12 @@ def centre_(codec: Any, latents: torch.Tensor) -> float:
 
 def load_codec(run: TrainingRun) -> Any:
     """The codec with its latents centred and `scaling_factor` set, in evaluation mode."""
-    state = _state(run)
+    state = checkpoint.need(run.work / "latents" / "latents.pt", "latents")
     codec = vae.build(run)
     codec.load_state_dict(state["vae"])
     codec.register_to_config(scaling_factor=float(state["scaling_factor"]))
     return codec.eval().requires_grad_(False)
 
 
-def _state(run: TrainingRun) -> dict[str, Any]:
-    state = checkpoint.load(run.folder("latents") / "latents.pt")
-    if state is None:
-        raise FileNotFoundError("latents/latents.pt: run the stage latents first")
-    return state
-
-
-def main() -> None:
-    """`python -m training.latents`."""
-    train(from_options(parser(__doc__ or "").parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from evaluation.scenes.subjects import COARSE, Subject
+
 MOST = 6  # squares in one scene
 _SIDES = {"tiny": (0.24, 0.29), "small": (0.34, 0.42), "big": (0.80, 0.95), None: (0.50, 0.90)}
 _GRIDS = {
@@ -211,3 +213,22 @@ def _one_before_the_other(
 def _fit(draw: random.Random, length: float, low: float, high: float) -> float:
     room = length - (high - low)
     return -low + (draw.uniform(0, room) if room > 0 else room / 2)
+
+
+def hidden(front: Subject, back: Subject, ahead: Square, aback: Square) -> float:
+    """Which share of `back`, drawn in the square `aback`, is hidden by `front` in the square `ahead`."""
+    near, far = front.cover or ((1.0,),), back.cover or ((1.0,) * COARSE,) * COARSE
+    step = aback.side / len(far)
+    apart = (aback.side - ahead.side) / 2
+    left, top = aback.x - ahead.x - apart, aback.y - ahead.y - apart
+    scale = len(near) / ahead.side
+    whole = both = 0.0
+    for number, line in enumerate(far):
+        row = math.floor((top + (number + 0.5) * step) * scale)
+        whole += sum(line)
+        if 0 <= row < len(near):
+            for place, alpha in enumerate(line):
+                column = math.floor((left + (place + 0.5) * step) * scale)
+                if 0 <= column < len(near):
+                    both += alpha * near[row][column]
+    return both / max(whole, 1e-6)

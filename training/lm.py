@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from training import loop, phrases, pictures, tokens
-from training.run import TrainingRun, from_options, parser
+from evaluation.scenes import emoji
+from training import loop, phrases, tokens
+from training.run import TrainingRun, command
 from training.scene_chats import SceneExpander
 
 LENGTH = 72  # tokens in a row; longer rows are dropped, which is under one in a hundred
@@ -51,7 +52,7 @@ def build(run: TrainingRun, draft: bool = False) -> Any:
 
 def corpus(run: TrainingRun, count: int) -> Corpus:
     """Draws `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
-    rows = pictures.read_rows(run.data)
+    rows = emoji.read_rows(run.data)
     tokenizer = tokens.lm_tokenizer(run)
     expander, draw = phrases.Expander(rows), random.Random(run.seed)
     chats = [expander.draw(draw) for _ in range(count)]
@@ -139,10 +140,5 @@ def load(run: TrainingRun, draft: bool = False) -> Any:
     return model
 
 
-def main() -> None:
-    """`python -m training.lm`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

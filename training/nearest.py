@@ -1,10 +1,10 @@
-"""Finds for drawn pictures the nearest training pictures by emoji-clip's features, and shows them side by side.
+"""Finds for images of a run the nearest training images by emoji-clip's features, and shows them side by side.
 
-A model that repeats its training data draws pictures that lie nearer to it than true pictures of the same unseen
-prompts do. Writes `judge/nearest-NAME.json` and a sheet of pairs, sample and nearest, `judge/nearest-NAME.png`.
+A model that repeats its training data draws images that lie nearer to it than true images of the same unseen prompts
+do: `--real` names these, as `training.scene_prompts --real` wrote them. Writes `judge/nearest-NAME.json` and a sheet.
 
     diptych evaluate --prompts models/emoji-xl/unseen.tsv --precision int8 --out RUN
-    python -m training.nearest --data DATA --work WORK --variants 24 --drawn RUN
+    python -m training.nearest --data DATA --work WORK --variants 24 --drawn RUN --real real/own
 """
 
 from __future__ import annotations
@@ -22,143 +22,100 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation import bootstrap, pairs, pixels
-from evaluation.run import EvaluationRun, RunError
-from training import captions, pictures, scenes, sheet
-from training.judge_pictures import FeatureExtractor
+from evaluation.clip import Clip
+from evaluation.pixels import Pixels
+from evaluation.run import EvaluationRun
+from training import captions, scenes, sheet
 from training.layout import Square
-from training.render import Renderer, pack
+from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
-from training.scene_prompts import groups
-from training.scenes import Composer, Prompt, Scene
+from training.scenes import Scene
 from training.stream import World
 
 SCENES = 6000  # of the training stream, beside all of its single emoji
 SHOWN = 64
-_CHUNK = 256
 _NEAR = 0.05  # quantile of the distances that tells of copies among few
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """Of each of N pictures the nearest training picture: its number, 1 - cosine of features, and PSNR in dB."""
+    """Of each of N images the nearest training image: its number, 1 - cosine of features, and PSNR in dB."""
 
     rows: list[int]
     distance: Tensor
     psnr: Tensor
+
+    def summary(self, counts: Tensor) -> dict[str, Any]:
+        """Means with intervals, and the extremes."""
+        return {
+            "distance": bootstrap.mean(self.distance, counts).interval,
+            "distance_5_percent": float(self.distance.quantile(_NEAR)),
+            "least_distance": float(self.distance.min()),
+            "psnr_db": bootstrap.mean(self.psnr, counts).interval,
+            "most_psnr_db": float(self.psnr.max()),
+        }
 
 
 def training_scenes(run: TrainingRun, world: World, count: int) -> list[Scene]:
     """Every emoji of the stream in the middle of a white ground, then the first `count` scenes of the stream."""
     size = (run.size, run.size)
     hidden = captions.held_out(world.rows, run.held_out)
-    known = [row for row in range(len(world.rows)) if row not in hidden]
     ground, full = scenes.Backdrop(), Square(run.size / 2, run.size / 2, float(run.size))
-    single = [Scene(world.rows[row].name, (scenes.Layer(row, full),), ground, size) for row in known]
+    single = [
+        Scene(row.name, (scenes.Layer(number, full),), ground, size)
+        for number, row in enumerate(world.rows)
+        if number not in hidden
+    ]
     return single + [world.scene(index, size)[0] for index in range(count)]
 
 
-class TrainingPictures:
-    """Training pictures and their features; pixels are drawn again where they are asked for."""
-
-    def __init__(self, found: Sequence[Scene], renderer: Renderer, reader: FeatureExtractor) -> None:
-        self.scenes = found
-        self._renderer = renderer
-        self._reader = reader
-        parts = (self._drawn(range(n, min(n + _CHUNK, len(found)))) for n in range(0, len(found), _CHUNK))
-        self.features = torch.cat([reader.see(part) for part in parts])
-
-    def _drawn(self, rows: Sequence[int]) -> Tensor:
-        return self._renderer.draw(pack([self.scenes[row] for row in rows]))
-
-    def images(self, rows: Sequence[int]) -> list[Image.Image]:
-        """These training pictures."""
-        chunks = (self._drawn(rows[start : start + _CHUNK]) for start in range(0, len(rows), _CHUNK))
-        return [image for chunk in chunks for image in pictures.to_images(chunk)]
-
-    def nearest(self, made: Sequence[Image.Image]) -> Nearest:
-        """The nearest of all to each picture."""
-        stacked = torch.stack([torch.from_numpy(np.array(image)) for image in made])
-        seen = self._reader.see(stacked.permute(0, 3, 1, 2).float() / 127.5 - 1)
-        cosine, rows = (seen.double() @ self.features.double().T).max(1)
-        shown = self.images(rows.tolist())
-        psnr = [pairs.psnr(np.asarray(a), np.asarray(b)) for a, b in zip(made, shown, strict=True)]
-        return Nearest(rows.tolist(), 1 - cosine, torch.tensor(psnr, dtype=torch.float64))
+def nearest(made: Sequence[Pixels], training: Sequence[Pixels], clip: Clip) -> Nearest:
+    """The nearest of all training images to each image."""
+    cosine, rows = (clip.see(made).double() @ clip.see(training).double().T).max(1)
+    psnr = [pairs.psnr(image, training[row]) for image, row in zip(made, rows.tolist(), strict=True)]
+    return Nearest(rows.tolist(), 1 - cosine, torch.tensor(psnr, dtype=torch.float64))
 
 
-def prompts_of(run: TrainingRun, composer: Composer, found: EvaluationRun) -> list[Prompt]:
-    """The prompts of a run's captions, in their order. Raises `RunError` where they are not `scene_prompts`'."""
-    numbers = [int(number) for _, _, number in (one.id.rpartition("-") for one in found.captions) if number.isdigit()]
-    unseen = all("held_out" in one.id for one in found.captions)
-    every = groups(run, composer, max(numbers, default=0) + 1, unseen=unseen)
-    known = {f"{name}-{number}": one for name, group in every.items() for number, one in enumerate(group)}
-    for one in found.captions:
-        if one.id not in known or known[one.id].caption != one.text:
-            raise RunError(f"{found.folder}: {one.id} ({one.text!r}) is no prompt of training.scene_prompts")
-    return [known[one.id] for one in found.captions]
+def judge(run: TrainingRun, found: EvaluationRun, real: Path, count: int, *, shown: int = SHOWN) -> dict[str, Any]:
+    """How near a run's images, and true images of its captions, are to `count` training scenes and all single emoji.
 
-
-def judge(run: TrainingRun, found: EvaluationRun, count: int, *, shown: int = SHOWN) -> dict[str, Any]:
-    """How near a run's pictures, and true pictures of its prompts, are to `count` training scenes and all single emoji.
-
-    Distances are 1 - cosine by emoji-clip; figures are (value, low, high). `less_than_true` is the mean of samples'
-    distances less those of true pictures, by prompt: where it is below 0 with its interval, samples are nearer to
-    training than true pictures are. Of the first `shown` pictures the pairs are listed and put on the sheet.
+    `less_than_true` is the mean of samples' distances less those of true images, by caption: where it is below 0 with
+    its interval, samples are nearer to training than true images are. The first `shown` pairs are put on the sheet.
     """
-    world = World.read(run)
-    renderer, reader = Renderer(world.images, run.device), FeatureExtractor(run)
-    prompts = prompts_of(run, world.composer, found)
-    training = TrainingPictures(training_scenes(run, world, count), renderer, reader)
-    made = [Image.fromarray(pixels.read(file)) for file in found.files()]
-    real = [prompt.scene for prompt in prompts]
-    drawn = training.nearest(made)
-    true = training.nearest(TrainingPictures(real, renderer, reader).images(range(len(real))))
+    world, clip = World.read(run), Clip(run.models / "emoji-clip", device=run.device)
+    known = training_scenes(run, world, count)
+    training = [np.asarray(image) for image in images_of(Renderer(world.images, run.device), known)]
+    made = [pixels.read(file) for file in found.files()]
+    drawn = nearest(made, training, clip)
+    true = nearest([pixels.read(real / f"{caption.id}.png") for caption in found.captions], training, clip)
     counts = bootstrap.resamples(len(made))
-    rows = drawn.rows[:shown]
     figures = {
         "name": found.name,
-        "training_pictures": len(training.scenes),
-        "samples": _summary(drawn, counts),
-        "true": _summary(true, counts),
+        "training_pictures": len(training),
+        "samples": drawn.summary(counts),
+        "true": true.summary(counts),
         "less_than_true": bootstrap.mean(drawn.distance - true.distance, counts).interval,
         "share_nearer_than_true": bootstrap.share(int((drawn.distance < true.distance).sum()), len(made)),
         "shown": [
-            {"caption": caption.text, "nearest": training.scenes[row].caption, "distance": float(far)}
-            for caption, row, far in zip(found.captions, rows, drawn.distance, strict=False)
+            {"caption": caption.text, "nearest": known[row].caption, "distance": float(far)}
+            for caption, row, far in zip(found.captions[:shown], drawn.rows, drawn.distance, strict=False)
         ],
     }
-    both = zip(made, training.images(rows), strict=False)
-    save(run.folder("judge") / f"nearest-{found.name}.png", list(chain.from_iterable(both)))
-    (run.folder("judge") / f"nearest-{found.name}.json").write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    path = run.folder("judge") / f"nearest-{found.name}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    both = chain.from_iterable((made[n], training[row]) for n, row in enumerate(drawn.rows[:shown]))
+    sheet.save(path.with_suffix(".png"), [Image.fromarray(one) for one in both], columns=16, cell=72, group=2)
     return figures
 
 
-def _summary(found: Nearest, counts: Tensor) -> dict[str, Any]:
-    return {
-        "distance": bootstrap.mean(found.distance, counts).interval,
-        "distance_5_percent": float(found.distance.quantile(_NEAR)),
-        "least_distance": float(found.distance.min()),
-        "psnr_db": bootstrap.mean(found.psnr, counts).interval,
-        "most_psnr_db": float(found.psnr.max()),
-    }
-
-
-def save(path: Path, images: list[Image.Image]) -> None:
-    """Pairs side by side, eight in a line, with a gap between pairs."""
-    sheet.tile(path, images, columns=16, cell=72, group=2)
-
-
 def main() -> None:
-    """`python -m training.nearest --drawn RUN [--scenes N] [--sheet FILE]`."""
+    """`python -m training.nearest --drawn RUN --real DIR [--scenes N]`."""
     options = parser(__doc__ or "")
     options.add_argument("--drawn", type=Path, required=True, metavar="RUN", help="of `diptych evaluate`")
+    options.add_argument("--real", type=Path, required=True, metavar="DIR", help="true images, named by captions' ids")
     options.add_argument("--scenes", type=int, default=SCENES, help="of the training stream; default: %(default)s")
-    options.add_argument("--sheet", type=Path, metavar="FILE", help="put the sheet of pairs there too")
     given = options.parse_args()
-    run = from_options(given)
-    found = EvaluationRun.read(given.drawn)
-    figures = judge(run, found, given.scenes)
-    if given.sheet is not None:
-        given.sheet.write_bytes((run.folder("judge") / f"nearest-{found.name}.png").read_bytes())
+    figures = judge(from_options(given), EvaluationRun.read(given.drawn), given.real, given.scenes)
     print(json.dumps({name: value for name, value in figures.items() if name != "shown"}, indent=1))
 
 

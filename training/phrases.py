@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluation.scenes.emoji import PictureRow
 from training import captions
-from training.pictures import PictureRow
 
 SYSTEM = "You expand a short prompt into a caption for an emoji."
 _WORD = re.compile(r"[^\W_]+", re.UNICODE)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation import hues
+from evaluation.scenes import emoji, hues
 from training.layout import MOST
 from training.scenes import Scene
 
@@ -95,6 +97,12 @@ class Renderer:
         across = resampling(layer[:, 1], layer[:, 3], width, length)
         drawn = down[:, None] @ sprite @ across[:, None].mT
         return over(canvas, drawn, sticker)
+
+
+def images_of(renderer: Renderer, scenes: Sequence[Scene], chunk: int = 256) -> list[Image.Image]:
+    """Scenes of one size as images, drawn `chunk` at a time."""
+    parts = (scenes[start : start + chunk] for start in range(0, len(scenes), chunk))
+    return [image for part in parts for image in emoji.to_images(renderer.draw(pack(list(part))))]
 
 
 def over(canvas: Tensor, drawn: Tensor, sticker: Tensor) -> Tensor:

@@ -105,55 +105,46 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def from_options(found: argparse.Namespace) -> TrainingRun:
-    """Builds the run and sets what is global in torch: threads, and TF32 on a GPU."""
-    if found.threads:
-        torch.set_num_threads(found.threads)
-    name = found.device if found.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+def from_options(given: argparse.Namespace) -> TrainingRun:
+    """Build the run, and set what is global in torch: threads, and TF32 on a GPU."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    name = given.device if given.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     rank, world = group.join(name == "cuda")
     device = torch.device(name, rank) if name == "cuda" and world > 1 else torch.device(name)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-    dtype = _dtype(found.dtype, device)
+    # On a CPU bf16 pays only where the processor multiplies it; elsewhere it is emulated and slower.
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    dtype = {"float32": False, "bfloat16": True, "auto": native}[given.dtype]
     return TrainingRun(
-        data=found.data,
-        work=found.work,
-        models=found.models,
-        size=found.size,
-        shapes=BY_NAME[found.shape],
-        seed=found.seed,
-        minutes=found.minutes,
-        until=found.until,
-        iterations=found.iterations,
-        batch=found.batch,
-        held_out=found.held_out,
-        variants=found.variants,
-        checkpoint_s=found.checkpoint_s,
-        compile=found.compile == "on" or (found.compile == "auto" and device.type == "cuda"),
+        **{name: getattr(given, name) for name in _PLAIN},
+        shapes=BY_NAME[given.shape],
+        compile=given.compile == "on" or (given.compile == "auto" and device.type == "cuda"),
         device=device,
-        dtype=dtype,
+        dtype=torch.bfloat16 if dtype else torch.float32,
         rank=rank,
         world=world,
     )
 
 
-def train_or_export(
-    description: str, train: Callable[[TrainingRun], object], export: Callable[[TrainingRun], object]
+_PLAIN = (
+    "data", "work", "models", "size", "seed", "minutes", "until", "iterations", "batch", "held_out", "variants",
+    "checkpoint_s",
+)  # fmt: skip
+
+
+def command(
+    description: str | None,
+    train: Callable[[TrainingRun], object],
+    export: Callable[[TrainingRun], object] | None = None,
 ) -> None:
-    """The command of a stage that exports itself: it trains, or with `--export` writes what is trained."""
-    options = parser(description)
-    options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
-    found = options.parse_args()
-    run = from_options(found)
-    print(export(run) if found.export else train(run))
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "float32":
-        return torch.float32
-    if name == "bfloat16":
-        return torch.bfloat16
-    # On a CPU bf16 pays only where the processor multiplies it; elsewhere it is emulated and slower.
-    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+    """The command of a stage: it trains, or with `--export`, where it exports itself, writes what is trained."""
+    options = parser(description or "")
+    if export is not None:
+        options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
+    given = options.parse_args()
+    outcome = (export if export is not None and given.export else train)(from_options(given))
+    if outcome is not None:
+        print(outcome)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evaluation.truth import Truth
-from training import pictures, subjects
+from evaluation.scenes import emoji, subjects
+from evaluation.scenes.emoji import PictureRow
+from evaluation.scenes.grammar import NUMBERS, say
+from evaluation.scenes.subjects import Subject
+from evaluation.scenes.truth import Truth
 from training.phrases import BACKDROPS, SYSTEM, Chat
-from training.pictures import PictureRow
-from training.scene_captions import NUMBERS, say
 from training.scenes import Composer
-from training.subjects import Subject
 
 _ASKS = ("{}", "{}", "{}", "{}", "{}", "draw {}", "please draw {}", "{} please", "show me {}")
 _BARE, _ENDLESS, _DIGITS, _KEYWORD, _LOOSE, _CAPITAL = 0.7, 0.4, 0.25, 0.15, 0.25, 0.1
@@ -56,8 +56,8 @@ class SceneExpander:
     @classmethod
     def read(cls, data: Path, size: int) -> SceneExpander:
         """Of the subjects that training with pictures of this side composes scenes of."""
-        rows = pictures.read_rows(data)
-        return cls(rows, Composer(subjects.choose(rows, pictures.read_pictures(data, rows, size))))
+        rows = emoji.read_rows(data)
+        return cls(rows, Composer(subjects.choose(rows, emoji.read_pictures(data, rows, size))))
 
     def chats(self, seed: int | str, *, held_out: bool = False) -> Iterator[SceneChat]:
         """Endlessly; equal seeds give equal chats. Only `held_out` ones have families that are held out."""

@@ -1,10 +1,10 @@
-"""Writes captions of scenes for `diptych evaluate --prompts`, by family, and true pictures of what they say.
+"""Writes captions of scenes for `diptych evaluate --prompts`, by family, and true images of what they say.
 
     python -m training.scene_prompts --data DATA --work WORK --out scenes.tsv
     python -m training.scene_prompts --data DATA --work WORK --unseen --out models/emoji-xl/unseen.tsv --real real
 
-The second wrote the file that ships. `--real` gets two folders of pictures, `own` and `other`, which differ in all that
-captions leave open; the distance between them, which is printed, is that of two halves of the real pictures.
+The second wrote the file that ships. `--real` gets two folders of images, `own` and `other`, which differ in all that
+captions leave open; the distance between them, which is printed, is that of two halves of the real images.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import random
 from itertools import chain
 from pathlib import Path
 
-import torch
-
+from evaluation import pixels
+from evaluation.clip import Clip
 from evaluation.fid import FrechetDistance
-from training import pictures
-from training.judge_pictures import FeatureExtractor
-from training.render import Renderer, pack
+from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
 from training.scenes import HELD_SHARES, Composer, Prompt
 from training.stream import World
 
+HALVES = ("own", "other")
+
 
 def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[Prompt]]:
-    """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names."""
+    """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names.
+
+    A group has fewer where there are no more families.
+    """
     return {
         f"{kind}_{'seen' if seen else 'held_out'}": composer.prompts(kind, count, seen=seen, size=(run.size, run.size))
         for kind in HELD_SHARES
@@ -40,29 +43,24 @@ def table(found: dict[str, list[Prompt]], *, in_turns: bool = False) -> str:
     return "id\tcaption\n" + "".join(ordered)
 
 
-def true_pictures(
-    composer: Composer, renderer: Renderer, name: str, prompts: list[Prompt], size: tuple[int, int]
-) -> dict[str, torch.Tensor]:
-    """Two pictures of each prompt's truth, [N, 3, H, W] in -1..1: of the scene it comes from, and of another one."""
-    draws = [random.Random(f"other {name} {number}") for number in range(len(prompts))]
-    others = [composer.show(prompt.truth, draw, size) for prompt, draw in zip(prompts, draws, strict=True)]
-    scenes = {"own": [prompt.scene for prompt in prompts], "other": others}
-    return {half: renderer.draw(pack(found)).cpu() for half, found in scenes.items()}
-
-
 def write_real(run: TrainingRun, world: World, found: dict[str, list[Prompt]], folder: Path) -> float | None:
-    """Writes the true pictures and returns FID by emoji-clip between both sets; None without an emoji-clip."""
-    renderer = Renderer(world.images, run.device)
-    reader = FeatureExtractor(run) if (run.models / "emoji-clip" / "config.json").exists() else None
-    seen: dict[str, list[torch.Tensor]] = {"own": [], "other": []}
+    """Write two true images of each prompt, of the scene that it comes from and of another one.
+
+    Returns FID by emoji-clip between both sets; None without an emoji-clip.
+    """
+    renderer, size = Renderer(world.images, run.device), (run.size, run.size)
     for name, prompts in found.items():
-        for half, pixels in true_pictures(world.composer, renderer, name, prompts, (run.size, run.size)).items():
+        draws = [random.Random(f"other {name} {number}") for number in range(len(prompts))]
+        others = [world.composer.show(one.truth, draw, size) for one, draw in zip(prompts, draws, strict=True)]
+        for half, scenes in zip(HALVES, ([one.scene for one in prompts], others), strict=True):
             (folder / half).mkdir(parents=True, exist_ok=True)
-            for number, image in enumerate(pictures.to_images(pixels)):
+            for number, image in enumerate(images_of(renderer, scenes)):
                 image.save(folder / half / f"{name}-{number}.png")
-            if reader is not None:
-                seen[half].append(reader.see(pixels))
-    return FrechetDistance(torch.cat(seen["other"]))(torch.cat(seen["own"])) if reader is not None else None
+    if not (run.models / "emoji-clip" / "config.json").exists():
+        return None
+    clip = Clip(run.models / "emoji-clip", device=run.device)
+    own, other = (clip.see([pixels.read(path) for path in sorted((folder / half).iterdir())]) for half in HALVES)
+    return FrechetDistance(other)(own)
 
 
 def main() -> None:
@@ -71,11 +69,13 @@ def main() -> None:
     options.add_argument("--count", type=int, default=150, help="prompts of each kind")
     options.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table of captions, a .tsv")
     options.add_argument("--unseen", action="store_true", help="only families that training never saw, kinds in turns")
-    options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of true pictures")
+    options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of true images")
     given = options.parse_args()
     run = from_options(given)
     world = World.read(run)
     found = groups(run, world.composer, given.count, unseen=given.unseen)
+    if short := [name for name, prompts in found.items() if len(prompts) < given.count]:
+        options.error(f"--count: {short[0]} has only {len(found[short[0]])} families")
     given.out.write_text(table(found, in_turns=given.unseen), encoding="utf-8")
     if given.real is not None:
         between = write_real(run, world, found, given.real)

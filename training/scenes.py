@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.truth import Thing, Truth
+from evaluation.scenes.grammar import Foils, Reader, say
+from evaluation.scenes.subjects import Subject
+from evaluation.scenes.truth import Thing, Truth
 from training import captions, layout
-from training.layout import Square
-from training.scene_captions import Reader, say
-from training.subjects import Subject, hidden
+from training.layout import Square, hidden
 
 Family = tuple[str, ...]
 HELD_SHARES = {"colour": 0.2, "count": 0.2, "pair": 0.1}
@@ -108,7 +108,7 @@ class Composer:
         self._paintable = [subject for subject in self.subjects if subject.colours]
         if len(self.subjects) < 4 or not self._paintable:
             raise ValueError(f"scenes need four subjects and one that takes colours, not {len(self.subjects)}")
-        self.reader = Reader(self.subjects)
+        self.reader, self.foils = Reader(self.subjects), Foils(self.subjects)
 
     def families(self, truth: Truth) -> list[Family]:
         """The families of the truth's combinations. A subject in its own colour is no combination."""
@@ -188,15 +188,12 @@ class Composer:
         return Scene(caption, layers, self._backdrop(truth, draw), size, truth, sticker=truth.sticker)
 
     def prompts(self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)) -> list[Prompt]:
-        """`count` prompts of different families of this kind, all held out or (`seen`) all trained on.
+        """At most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
 
-        Nothing else in them is held out. Raises `ValueError` where there are fewer families.
+        Nothing else in them is held out.
         """
         draw = random.Random(f"prompts {self.seed} {kind} {seen}")
-        found = list(islice(self._prompts(kind, draw, seen, size), count))
-        if len(found) < count:
-            raise ValueError(f"only {len(found)} of {count} {kind} families")
-        return found
+        return list(islice(self._prompts(kind, draw, seen, size), count))
 
     def _prompts(self, kind: str, draw: random.Random, seen: bool, size: tuple[int, int]) -> Iterator[Prompt]:
         families = self._every(kind)
@@ -296,40 +293,10 @@ class Composer:
     def _foil(self, truth: Truth, draw: random.Random) -> Truth | None:
         """The truth with one thing wrong, of no held-out family either: judges would learn that these are wrong."""
         for _ in range(8):
-            wrong = self._wrong(truth, draw)
+            wrong = self.foils.wrong(truth, draw)
             if wrong != truth and not any(map(held, self.families(wrong))):
                 return wrong
         return None
-
-    def wrong_captions(self, truth: Truth, count: int, draw: random.Random) -> list[str]:
-        """At most `count` different captions with one thing wrong, for a judge: families are not looked at."""
-        wrong = dict.fromkeys(self._wrong(truth, draw) for _ in range(count))
-        return [say(one, self.by_noun, draw) for one in wrong if one != truth]
-
-    def _wrong(self, truth: Truth, draw: random.Random) -> Truth:
-        place = draw.randrange(len(truth.things))
-        thing = truth.things[place]
-        colours = self.by_noun[thing.subject].colours
-        ways = [
-            "subject",
-            *(["colour"] * 2 if thing.colour else ()),
-            *(["count"] * 2 if truth.relation is None else ()),
-        ]
-        ways += ["turn"] * 2 if truth.relation not in (None, "beside", "and") else []
-        way = draw.choice(ways)
-        if way == "turn":
-            return replace(truth, things=truth.things[::-1])
-        if way == "colour":
-            thing = replace(thing, colour=draw.choice(colours))
-        elif way == "count":
-            size = None if thing.size == "big" else thing.size
-            thing = replace(thing, count=draw.choice([n for n in range(1, 6) if n != thing.count]), size=size)
-        else:
-            pick = self._paintable if thing.colour else self.subjects
-            thing = replace(thing, subject=draw.choice(pick).noun)
-            if thing.subject in {other.subject for other in truth.things}:
-                return truth
-        return replace(truth, things=(*truth.things[:place], thing, *truth.things[place + 1 :]))
 
 
 def single(row: int, subject: str, colour: str, draw: random.Random, size: tuple[int, int]) -> Scene:
@@ -352,7 +319,7 @@ def _rgb(name: str) -> tuple[float, float, float]:
 
 
 def _hue_rgb(word: str) -> tuple[float, float, float]:
-    from evaluation.hues import HUES
+    from evaluation.scenes.hues import HUES
 
     red, green, blue = HUES[word]
     return red / 255, green / 255, blue / 255

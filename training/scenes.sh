@@ -3,9 +3,8 @@
 # how to call it: `TRAIN_S=1530 training/scenes.sh begin` starts the training, which ends TRAIN_S seconds later. `watch` leaves
 # averaged weights in OUT/kept. Laid over a WORK with tokens/, on any machine, they become models with:
 #   python -m training.export --data $DATA --work WORK --models models --only emoji-xl emoji-clip
-#   python -m training.judge_scenes --data $DATA --work WORK --models models
-# A `start.pt` in DATA, written by `python -m training.start --pack`, replaces MODELS: with --denoiser beside --pack codec and
-# emoji-clip stay as they are, and all the time is the unet's.
+#   python -m training.judge --data $DATA --work WORK --models models --only emoji-xl
+# With DENOISER=yes codec and emoji-clip stay as they are, and all the time is the unet's.
 #
 # Seconds:    0      30                      270                                          TRAIN_S
 #   GPU 0     setup | clip, rehearsal of unet |  unet, data-parallel                       |
@@ -19,10 +18,8 @@ TRAIN_S=${TRAIN_S:-1530} ROWS=${ROWS:-1024}
 . "$(dirname "$0")/gpu.sh"
 
 setup() {
-    local source=(--models "$MODELS")
-    [ ! -f "$DATA/start.pt" ] || source=(--from "$DATA/start.pt")
     [ -f "$WORK/tokens/lm/tokenizer.json" ] || said "$PYTHON" -m training.tokens "${COMMON[@]}"
-    [ -f "$WORK/start/unet.pt" ] || said "$PYTHON" -m training.start "${COMMON[@]}" "${source[@]}"
+    [ -f "$WORK/start/unet.pt" ] || said "$PYTHON" -m training.start "${COMMON[@]}" --models "$MODELS" ${DENOISER:+--denoiser}
 }
 
 # unet OPTION...: on all GPUs. A step of 384 rows keeps the host busy for 0.25 s, compiled or not (launches of 10 us each, a

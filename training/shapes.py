@@ -40,6 +40,7 @@ class Shapes:
     zimage_vocab: int
     zimage: tiny_zimage.ZImageShape
     chats: int = 120_000  # a shorter corpus is a beginning of a longer one
+    scenes: int = 12_000  # captions of scenes that the vocabulary is learnt from
 
     def clip_vision(self, size: int) -> dict[str, Any]:
         """Arguments of `CLIPVisionConfig`: 64 patches whatever the picture's side, `size` in pixels."""
@@ -113,6 +114,7 @@ SMOKE = Shapes(
     zimage_vocab=640,
     zimage=tiny_zimage.ZImageShape(vae_groups=4),
     chats=2000,
+    scenes=1000,
 )
 
 BY_NAME = {"emoji": EMOJI, "smoke": SMOKE}

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from evaluation.scenes import emoji, subjects
+from evaluation.scenes.emoji import PictureRow
 from pipeline.sizes import sizes
 from pipeline.tiny import FACTOR
-from training import captions, pictures, scenes, subjects, tokens
-from training.pictures import PictureRow
+from training import captions, scenes, tokens
 from training.render import PackedScenes, Renderer, pack
 from training.run import TrainingRun
 from training.scenes import Composer, Scene
@@ -52,8 +53,8 @@ class World:
     @classmethod
     def read(cls, run: TrainingRun) -> World:
         """Of the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
-        rows = pictures.read_rows(run.data)
-        images = pictures.read_pictures(run.data, rows, run.size)
+        rows = emoji.read_rows(run.data)
+        images = emoji.read_pictures(run.data, rows, run.size)
         hidden = captions.held_out(rows, run.held_out)
         odds = [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)]
         composer = Composer(subjects.choose(rows, images), run.seed)

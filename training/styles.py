@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation import hues
+from evaluation.scenes import hues
 
 BLOCK, LEVELS = (
     8,

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline import sigmas
 from training import checkpoint, tokens, unet
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import SceneStream
 
 GUIDANCE = 5.0  # the family's default
@@ -101,16 +101,9 @@ def train(run: TrainingRun) -> None:
 
 def load(run: TrainingRun) -> Pairs:
     """What the stage wrote, on the run's device; raises `FileNotFoundError` before it has run."""
-    state = checkpoint.load(run.folder("teacher") / "pairs.pt")
-    if state is None:
-        raise FileNotFoundError("teacher/pairs.pt: run the stage teacher first")
+    state = checkpoint.need(run.work / "teacher" / "pairs.pt", "teacher")
     return Pairs(**{name: tensor.to(run.device) for name, tensor in state.items()})
 
 
-def main() -> None:
-    """`python -m training.teacher`."""
-    train(from_options(parser(__doc__ or "").parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import latents, loop, vae
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import SceneStream
 
 WIDTH, BLOCKS = 16, (4, 4, 2, 0)  # blocks at the full resolution cost most
@@ -75,10 +75,5 @@ def load(run: TrainingRun) -> Any:
     return tiny
 
 
-def main() -> None:
-    """`python -m training.tiny_vae`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

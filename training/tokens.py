@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from evaluation.scenes import emoji, subjects
 from pipeline.tiny import TOKENS
-from training import captions, phrases, pictures, scenes, subjects
-from training.run import TrainingRun, from_options, parser
+from training import captions, phrases, scenes
+from training.run import TrainingRun, command
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 LM_SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-SCENES = 12_000  # captions of scenes that the vocabulary is learnt from
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
@@ -30,10 +30,10 @@ CHAT_TEMPLATE = (
 
 def train(run: TrainingRun) -> None:
     """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
-    rows = pictures.read_rows(run.data)
+    rows = emoji.read_rows(run.data)
     folder = run.folder("tokens")
-    composer = scenes.Composer(subjects.choose(rows, pictures.read_pictures(run.data, rows, run.size)), run.seed)
-    composed = [composer.compose(index).caption for index in range(SCENES)]
+    composer = scenes.Composer(subjects.choose(rows, emoji.read_pictures(run.data, rows, run.size)), run.seed)
+    composed = [composer.compose(index).caption for index in range(run.shapes.scenes)]
     composed += [subject.plural for subject in composer.subjects] * 12  # a plural in pieces would be a word of its own
     vocab, merges = _clip_vocab(picture_text(rows) + composed, run.shapes.vocab)
     for name, pad in (("clip", END), ("clip_2", "!")):
@@ -82,7 +82,7 @@ def _trained(run: TrainingRun, name: str) -> Path:
     return folder
 
 
-def picture_text(rows: list[pictures.PictureRow]) -> list[str]:
+def picture_text(rows: list[emoji.PictureRow]) -> list[str]:
     """What a tokenizer of prompts learns its merges from: captions as they will be drawn, names, and keywords."""
     draw = random.Random(0)
     names = list(captions.COLOURS)
@@ -93,6 +93,18 @@ def picture_text(rows: list[pictures.PictureRow]) -> list[str]:
     return text
 
 
+def byte_pairs(
+    text: list[str], size: int, letters: list[str], like: Any, **more: Any
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a text split as the tokenizer `like` splits it."""
+    trained = Tokenizer(models.BPE(**more))
+    trained.normalizer, trained.pre_tokenizer = like.normalizer, like.pre_tokenizer
+    given: Any = {"initial_alphabet": letters, "show_progress": False, "special_tokens": [], **more}
+    trained.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, **given))
+    model = json.loads(trained.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
 def _clip_vocab(text: list[str], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Byte-pair vocabulary of exactly `size` tokens in CLIP's order: bytes, bytes at a word's end, merges,
     START, END.
@@ -100,18 +112,8 @@ def _clip_vocab(text: list[str], size: int) -> tuple[dict[str, int], list[tuple[
     from transformers import CLIPTokenizer
 
     blank = CLIPTokenizer().backend_tokenizer
-    trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    trained.normalizer, trained.pre_tokenizer = blank.normalizer, blank.pre_tokenizer
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        initial_alphabet=letters,
-        end_of_word_suffix="</w>",
-        show_progress=False,
-        special_tokens=[],
-    )
-    trained.train_from_iterator(text, trainer)
-    found: list[tuple[str, str]] = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    _, found = byte_pairs(text, size, letters, blank, end_of_word_suffix="</w>")
     order = dict.fromkeys([*letters, *(letter + "</w>" for letter in letters)])
     merges: list[tuple[str, str]] = []
     for left, right in found:
@@ -161,10 +163,5 @@ def _write_lm(folder: Path, text: list[str], size: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> None:
-    """`python -m training.tokens`."""
-    train(from_options(parser(__doc__ or "").parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

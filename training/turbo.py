@@ -13,7 +13,7 @@ import torch
 
 from pipeline.tiny import TIMESTEPS
 from training import loop, teacher, unet
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 
 FIRST = 0.4  # the share of rows at the first timestep, on which everything depends
 CLOCK = 50  # timesteps that the sampler chooses from (`original_inference_steps`)
@@ -66,10 +66,5 @@ def load(run: TrainingRun) -> Any:
     return student
 
 
-def main() -> None:
-    """`python -m training.turbo`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

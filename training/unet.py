@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.tiny import BETAS, TIMESTEPS
 from training import clip, latents, loop, tokens
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import PerSize, SceneStream
 
 DROP_ALL, DROP_TEXT = 0.08, 0.02  # zeroed embeddings (the pipeline's unconditional), and an empty prompt
@@ -120,7 +120,7 @@ def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Frozen:
-    """The trained parts that stay as they are, for what is trained beside the denoiser: captions and pictures in."""
+    """The codec and the text towers, for what is trained on or beside the denoiser: captions and pictures in."""
 
     run: TrainingRun
     parts: TrainedModules
@@ -135,10 +135,13 @@ class Frozen:
         end = int(tokens.clip_tokenizer(run).eos_token_id)
         return cls(run, parts, latents.load_codec(run), EpsilonObjective(run.device), end, tokens.pad_ids(run))
 
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents of pixels [B, 3, H, W] in -1..1."""
+        return latents.encode(self.run, self.codec, pixels) * float(self.codec.config.scaling_factor)
+
     def noised(self, pixels: torch.Tensor, generator: torch.Generator) -> Noised:
         """Latents of pixels [B, 3, H, W] in -1..1, with noise in them."""
-        clean = latents.encode(self.run, self.codec, pixels) * self.codec.config.scaling_factor
-        return self.objective.noised(clean, generator)
+        return self.objective.noised(self.encode(pixels), generator)
 
     @torch.no_grad()
     def read_text(self, ids: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,67 +150,36 @@ class Frozen:
         return states * keep[:, None, None], pooled * keep[:, None]
 
 
-class Batches:
-    """Draws captions, clean latents and SDXL's time ids.
-
-    `captions` of them a batch, each with `repeats` noisy rows: on a CPU reading a caption costs as much as a denoising,
-    so it is read once and used often.
-    """
-
-    def __init__(self, run: TrainingRun) -> None:
-        self.repeats = 1 if run.on_gpu else 4
-        self.captions = max(1, (run.batch or (512 if run.on_gpu else 128)) // self.repeats)
-        self._run = run
-        self._stream = SceneStream(run, self.captions)
-        self._codec = latents.load_codec(run)
-        self._empty = tokens.encode(tokens.clip_tokenizer(run), [""]).to(run.device)
-
-    def draw(
-        self, iteration: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
-        """END-padded ids [captions, L]; latents fp32 [captions · repeats, C, h, w] and time ids
-        [captions · repeats, 6]; and the pictures' size.
-        """
-        drawn = self._stream.at(iteration)
-        clean = latents.encode(self._run, self._codec, self._stream.draw(drawn)) * self._codec.config.scaling_factor
-        silent = torch.rand(len(clean), 1, generator=generator, device=self._run.device) < DROP_TEXT
-        ids = torch.where(silent, self._empty, drawn.ids)
-        told = drawn.scenes.time_ids.to(self._run.device, non_blocking=True)
-        return ids, clean.repeat_interleave(self.repeats, 0), told.repeat_interleave(self.repeats, 0), drawn.scenes.size
-
-
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the denoiser and both text towers, from `start/` where that has them."""
-    batches = Batches(run)
-    end, pad_2 = int(tokens.clip_tokenizer(run).eos_token_id), tokens.pad_ids(run)[1]
+    """Train the denoiser and both text towers, from `start/` where that has them."""
+    # On a CPU reading a caption costs as much as a denoising, so it is read once and used often.
+    repeats = 1 if run.on_gpu else 4
+    stream = SceneStream(run, max(1, (run.batch or (512 if run.on_gpu else 128)) // repeats))
+    empty = tokens.encode(tokens.clip_tokenizer(run), [""]).to(run.device)
     parts = build(run)
     if not loop.begin("unet", parts.modules(), run) and not (run.folder("unet") / "state.pt").exists():
         adopt_(parts, clip.load(run))
-    unet = PerSize(run, parts.unet)
-    repeats = batches.repeats
-    objective = EpsilonObjective(run.device)
+    unet, frozen = PerSize(run, parts.unet), Frozen.load(run, parts)
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ids, clean, time_ids, size = batches.draw(iteration, generator)
-        noised = objective.noised(clean, generator)
-        keep = (torch.rand(len(clean), generator=generator, device=run.device) >= DROP_ALL).float()
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
+        drawn = stream.at(iteration)
+        clean = frozen.encode(stream.draw(drawn))
+        silent = torch.rand(len(clean), 1, generator=generator, device=run.device) < DROP_TEXT
+        ids = torch.where(silent, empty, drawn.ids)
+        noised = frozen.objective.noised(clean.repeat_interleave(repeats, 0), generator)
+        keep = (torch.rand(len(noised.step), generator=generator, device=run.device) >= DROP_ALL).float()
+        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True).repeat_interleave(repeats, 0)
         with run.autocast():
-            states, pooled = read_text(parts, ids, tokens.repad(ids, end, pad_2))
+            states, pooled = read_text(parts, ids, tokens.repad(ids, frozen.end, frozen.pads[1]))
             states = states.repeat_interleave(repeats, 0) * keep[:, None, None]
-            pooled = pooled.repeat_interleave(repeats, 0) * keep[:, None]
-            told = {"text_embeds": pooled, "time_ids": time_ids}
-            guess = unet.at(size)(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
-        return objective.loss(guess, noised)
+            told = {"text_embeds": pooled.repeat_interleave(repeats, 0) * keep[:, None], "time_ids": time_ids}
+            model = unet.at(drawn.scenes.size)
+            guess = model(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
+        return frozen.objective.loss(guess, noised)
 
-    stage = loop.Stage(
-        "unet",
-        parts.modules(),
-        loss,
-        rate=run.rate(1.5e-3, "unet"),
-        warmup=150,
-        average=0.9995 if run.on_gpu else 0.999,
-        rates={"text": 0.3, "text_2": 0.3},
-    )
+    average, rates = 0.9995 if run.on_gpu else 0.999, {"text": 0.3, "text_2": 0.3}
+    rate = run.rate(1.5e-3, "unet")
+    stage = loop.Stage("unet", parts.modules(), loss, rate=rate, warmup=150, average=average, rates=rates)
     return loop.train(stage, run)
 
 
@@ -218,10 +190,5 @@ def load(run: TrainingRun) -> TrainedModules:
     return parts
 
 
-def main() -> None:
-    """`python -m training.unet`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from training import loop
-from training.run import TrainingRun, from_options, parser
+from training.run import TrainingRun, command
 from training.stream import PerSize, SceneStream
 
 KL_WEIGHT = 1e-4  # per element; keeps the posterior a little noisy, so that the decoder forgives small errors
@@ -102,10 +102,5 @@ def load(run: TrainingRun) -> Any:
     return vae
 
 
-def main() -> None:
-    """`python -m training.vae`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

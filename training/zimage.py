@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from evaluation.scenes import emoji
 from pipeline.tiny_zimage import STEPS
-from training import captions, loop, pictures, zimage_tokens, zimage_vae
-from training.run import TrainingRun, from_options, parser
+from training import captions, loop, zimage_tokens, zimage_vae
+from training.run import TrainingRun, command
 from training.zimage_forward import ZImageBatch
 
 TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
@@ -72,7 +73,7 @@ class Batches:
     """
 
     def __init__(self, run: TrainingRun) -> None:
-        rows = pictures.read_rows(run.data)
+        rows = emoji.read_rows(run.data)
         self.size = run.batch or (512 if run.on_gpu else 64)
         self._device = run.device
         self._latents = zimage_vae.load_latents(run).to(run.device)
@@ -98,16 +99,11 @@ class Batches:
             inside = mass * ((lengths > least) & (lengths <= most))
             self._bounds.append(inside.flatten().double().cumsum(0))
             least = most
+        self._any_long = float(self._bounds[1][-1]) > 0
 
     def bucket(self, iteration: int) -> int:
         """Which bucket a step reads: the second one now and then, where there is anything in it."""
-        return int(iteration % LONG_EVERY == LONG_EVERY - 1 and bool(self._long))
-
-    @property
-    def _long(self) -> bool:
-        if not hasattr(self, "_any_long"):
-            self._any_long = float(self._bounds[1][-1]) > 0
-        return self._any_long
+        return int(iteration % LONG_EVERY == LONG_EVERY - 1 and self._any_long)
 
     def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [B, L], their lengths [B], and latents fp32 [B, C, h, w]."""
@@ -149,16 +145,8 @@ def train(run: TrainingRun) -> loop.Outcome:
         late = sigma >= 0.9
         return square.mean(), {"flow_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1)}
 
-    stage = loop.Stage(
-        "zimage",
-        parts.modules(),
-        loss,
-        rate=2e-3,
-        warmup=200,
-        average=0.9995 if run.on_gpu else 0.999,
-        rates={"text": 0.7},
-    )
-    return loop.train(stage, run)
+    average = 0.9995 if run.on_gpu else 0.999
+    return loop.train(loop.Stage("zimage", parts.modules(), loss, rate=2e-3, average=average, rates={"text": 0.7}), run)
 
 
 def load(run: TrainingRun) -> TrainedModules:
@@ -168,10 +156,5 @@ def load(run: TrainingRun) -> TrainedModules:
     return parts
 
 
-def main() -> None:
-    """`python -m training.zimage`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

@@ -6,17 +6,16 @@ caption is kept with the chat template around it, as `ZImagePipeline` writes it.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, trainers
 
+from evaluation.scenes import emoji
 from pipeline.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
-from training import captions, pictures, tokens
-from training.run import TrainingRun, from_options, parser
+from training import captions, tokens
+from training.run import TrainingRun, command
 
 BUCKETS = (32, 64)  # tokens of a caption with its template; the transformer pads to multiples of 32
 RECASED = 0.2  # share of the wordings that start with a capital letter, or are all lower case
@@ -24,23 +23,15 @@ RECASED = 0.2  # share of the wordings that start with a capital letter, or are 
 
 def train(run: TrainingRun) -> None:
     """Writes `zimage_tokens/tokenizer` and the caption table."""
-    rows = pictures.read_rows(run.data)
+    rows = emoji.read_rows(run.data)
     blank = byte_tokenizer()
-    trained = Tokenizer(models.BPE())
-    trained.normalizer, trained.pre_tokenizer = (
-        blank.backend_tokenizer.normalizer,
-        blank.backend_tokenizer.pre_tokenizer,
-    )
     letters = [token for token in blank.get_vocab() if token not in SPECIAL]
     size = run.shapes.zimage_vocab - len(SPECIAL)
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False, special_tokens=[])
-    trained.train_from_iterator(_text(rows), trainer)
-    model = json.loads(trained.to_str())["model"]
-    order = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    vocab, merges = tokens.byte_pairs(_text(rows), size, letters, blank.backend_tokenizer)
+    order = sorted(vocab, key=vocab.__getitem__)
     # A tiny corpus has fewer pairs than a vocabulary has room.
     order += [f"<|unused{number}|>" for number in range(size - len(order))]
     vocabulary = {token: number for number, token in enumerate((*order, *SPECIAL))}
-    merges: list[tuple[str, str]] = [tuple(pair) for pair in model["merges"]]
     tokenizer_of(vocabulary, merges).save_pretrained(run.folder("zimage_tokens") / "tokenizer")
     caption_table(run, rows)
 
@@ -55,7 +46,7 @@ def tokenizer(run: TrainingRun) -> Any:
     return Qwen2Tokenizer.from_pretrained(folder)
 
 
-def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Tensor:
+def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> torch.Tensor:
     """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, 64], padded at the right.
 
     Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Kept in
@@ -75,7 +66,7 @@ def caption_table(run: TrainingRun, rows: list[pictures.PictureRow]) -> torch.Te
     return table
 
 
-def wordings(rows: list[pictures.PictureRow], count: int, seed: int) -> Iterator[list[str]]:
+def wordings(rows: list[emoji.PictureRow], count: int, seed: int) -> Iterator[list[str]]:
     """As `captions.wordings`, some of them recased."""
     draw = random.Random(seed)
     for row in rows:
@@ -104,15 +95,10 @@ def encode(reader: Any, texts: list[str]) -> torch.Tensor:
     return ids
 
 
-def _text(rows: list[pictures.PictureRow]) -> list[str]:
+def _text(rows: list[emoji.PictureRow]) -> list[str]:
     """Captions, and the chat template's own words."""
     return [*tokens.picture_text(rows), *["user\n", "\nassistant\n"] * 200]
 
 
-def main() -> None:
-    """`python -m training.zimage_tokens`."""
-    train(from_options(parser(__doc__ or "").parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from evaluation.scenes import emoji
 from pipeline.tiny_zimage import CHANNELS
-from training import captions, checkpoint, loop, pictures, vae
-from training.run import TrainingRun, from_options, parser
+from training import captions, checkpoint, loop, vae
+from training.run import TrainingRun, command
 
 NOISE = 0.25  # most noise, in deviations of the latents, that the decoder learns to forgive
 POSTERIOR = 0.05  # the posterior's deviation, fixed
@@ -74,8 +75,8 @@ class CodecLoss(nn.Module):
 
 def train(run: TrainingRun) -> loop.Outcome:
     """Trains the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
-    rows = pictures.read_rows(run.data)
-    images = pictures.read_pictures(run.data, rows, run.size)
+    rows = emoji.read_rows(run.data)
+    images = emoji.read_pictures(run.data, rows, run.size)
     on_device = images.to(run.device)
     palette = torch.tensor(list(captions.COLOURS.values()), device=run.device) / 255
     codec = build(run)
@@ -89,7 +90,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given: Any = {"generator": generator, "device": run.device}
         index = torch.randint(len(rows), (batch,), **given)
-        true = pictures.composite(on_device[index], vae.backgrounds(palette, batch, given))
+        true = emoji.composite(on_device[index], vae.backgrounds(palette, batch, given))
         noise = torch.randn(batch, CHANNELS, side, side, **given)
         noise = noise * (NOISE * torch.rand(batch, 1, 1, 1, **given))
         with run.autocast():
@@ -118,7 +119,7 @@ def encode_pictures(run: TrainingRun, codec: Any, images: torch.Tensor, colours:
     """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
     found = []
     for part in torch.arange(len(images)).split(256):
-        pixels = pictures.composite(images[part].to(run.device), colours[part].to(run.device))
+        pixels = emoji.composite(images[part].to(run.device), colours[part].to(run.device))
         posterior = codec.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
         found.append(posterior.mean.float().cpu())
     return torch.cat(found)
@@ -152,30 +153,18 @@ def load_latents(run: TrainingRun) -> torch.Tensor:
     """Latents of mean 0 and deviation 1, float16 [colours, N, 16, h, w]; raises `FileNotFoundError` before the stage
     has run.
     """
-    values: torch.Tensor = _state(run)["values"]
+    values: torch.Tensor = checkpoint.need(run.work / "zimage_vae" / "latents.pt", "zimage_vae")["values"]
     return values
 
 
 def load(run: TrainingRun) -> Any:
     """The codec with its shift and scale set, in evaluation mode."""
-    state = _state(run)
+    state = checkpoint.need(run.work / "zimage_vae" / "latents.pt", "zimage_vae")
     codec: Any = build(run)
     codec.load_state_dict(state["vae"])
     codec.register_to_config(shift_factor=float(state["shift_factor"]), scaling_factor=float(state["scaling_factor"]))
     return codec.eval().requires_grad_(False)
 
 
-def _state(run: TrainingRun) -> dict[str, Any]:
-    state = checkpoint.load(run.folder("zimage_vae") / "latents.pt")
-    if state is None:
-        raise FileNotFoundError("zimage_vae/latents.pt: run the stage zimage_vae first")
-    return state
-
-
-def main() -> None:
-    """`python -m training.zimage_vae`."""
-    print(train(from_options(parser(__doc__ or "").parse_args())))
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, train)

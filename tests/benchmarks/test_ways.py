@@ -24,7 +24,7 @@ def estimate(value: float) -> dict[str, float]:
 
 
 def judged(name: str, rights: list[bool]) -> dict[str, Any]:
-    """As training.judge_scenes writes it; of two seeds no pair is right in one kind."""
+    """As `diptych evaluate scenes` writes it; of two seeds no pair is right in one kind."""
     share = [sum(rights) / len(rights), 0.1, 0.9]
     two = {"pairs": 2, "psnr_db": [11.0, 10.0, 12.0], "share_under_30_db": [1.0, 0.3, 1.0], "ssim": [0.5, 0.4, 0.6]}
     two["emoji-clip-layers"] = [4.0, 3.0, 5.0]
@@ -45,7 +45,6 @@ def judged(name: str, rights: list[bool]) -> dict[str, Any]:
 @pytest.fixture
 def collected(tmp_path: Path) -> dict[str, Any]:
     """What a finished work folder gives."""
-    (tmp_path / "judge-work" / "judge").mkdir(parents=True)
     (tmp_path / "compared").mkdir()
     (tmp_path / "runs" / "fp32").mkdir(parents=True)
     (tmp_path / "halves.txt").write_text("0.0093")
@@ -53,7 +52,8 @@ def collected(tmp_path: Path) -> dict[str, Any]:
     runs = []
     for way in WAYS:
         rights = [True, False, way.name != "int8-fast"]
-        path = tmp_path / "judge-work" / "judge" / f"scenes-{way.name}.json"
+        path = tmp_path / "runs" / way.name / "scenes.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(judged(way.name, rights)))
         run: dict[str, Any] = {"name": way.name, "pictures_per_second": 6.0, "scores": {}}
         run["scores"] = {FID: estimate(0.0256), SCORE: estimate(78.4)}
@@ -108,7 +108,7 @@ def test_a_runs_digest_is_the_evaluations_own(tmp_path: Path) -> None:
 
 
 def test_a_judgement_that_was_stopped_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "judge-work" / "judge" / "scenes-int8.json"
+    path = tmp_path / "runs" / "int8" / "scenes.json"
     path.parent.mkdir(parents=True)
     whole = judged("int8", [True])
     path.write_text(json.dumps(whole))

@@ -91,7 +91,7 @@ def test_a_run_has_their_figures(runs: dict[str, Path], dino: Path, image_reward
     [
         (
             ["--judge", "hps=x"],
-            "--judge: must be one of fd-dinov2, cmmd, pickscore, hpsv2, imagereward, hpsv3, with =DIR, not 'hps=x'",
+            f"--judge: must be one of {', '.join(judges.JUDGES)}, with =DIR, not 'hps=x'",
         ),
         (["--judge", "cmmd"], "not 'cmmd'"),
         (["--judge", "cmmd=a", "--judge", "cmmd=b"], "--judge: names cmmd twice"),

@@ -12,7 +12,7 @@ from tests.shared import shared_folder
 from tests.training import world
 from tests.training.world import Trained, tiny, write_data
 from training import all as stages
-from training import export, judge, judge_pictures
+from training import export, judge, tokens
 from training.run import TrainingRun
 
 # Iterations and rows of the stages, so few that their losses only just fall.
@@ -41,6 +41,20 @@ def run(data: Path, tmp_path: Path) -> TrainingRun:
 
 
 @pytest.fixture(scope="session")
+def words(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a tiny run that has trained its vocabularies."""
+    return shared_folder(tmp_path_factory, "words", lambda folder: tokens.train(tiny(data, folder))) / "work"
+
+
+@pytest.fixture
+def worded(run: TrainingRun, words: Path) -> TrainingRun:
+    """A tiny run of its own with vocabularies."""
+    run.work.mkdir(parents=True)
+    (run.work / "tokens").symlink_to(words / "tokens")
+    return run
+
+
+@pytest.fixture(scope="session")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """All stages, exported and judged, once for all test processes: read it, and write elsewhere."""
     folder = shared_folder(tmp_path_factory, "trained", lambda folder: _train(tiny(data, folder)))
@@ -54,7 +68,7 @@ def _train(run: TrainingRun) -> None:
             dataclasses.replace(run, iterations=LENGTHS.get(name, 1), batch=BATCHES.get(name, 16)), only=[name]
         )
     export.export(run)
-    judge.judge(run, judge_pictures.SampleSizes(captions=12, composed=8, expansions=24, steps=4, sheet=8))
+    judge.judge(run, judge.SampleSizes(prompts=2, expansions=24, steps=4))
     export.rewrite_cards(run)
 
 

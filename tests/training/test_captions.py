@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training import captions, phrases, pictures
+from evaluation.scenes import emoji
+from training import captions, phrases
 
 NAMES = st.sampled_from(
     ["pizza", "red heart", "family: man, boy", "man: dark skin tone, bald", "on! arrow", "cat face"]
@@ -59,7 +60,7 @@ def test_tones_are_split_from_names(name: str, base: str, tone: str | None) -> N
 
 
 def test_held_out_variants_leave_four_tones_of_their_base(data: Path) -> None:
-    rows = pictures.read_rows(data)
+    rows = emoji.read_rows(data)
     hidden = captions.held_out(rows, 3)
     assert hidden == captions.held_out(rows, 3)
     assert len(hidden) == 3
@@ -68,14 +69,14 @@ def test_held_out_variants_leave_four_tones_of_their_base(data: Path) -> None:
 
 
 def test_every_wording_keeps_the_name_or_its_words(data: Path) -> None:
-    for row in pictures.read_rows(data):
+    for row in emoji.read_rows(data):
         found = captions.subjects(row, 8, random.Random(1))
         assert found[0] == row.name and len(found) == 8
         assert all(phrases.words(captions.split_tone(row.name)[0]) <= phrases.words(one) for one in found)
 
 
 def test_expansions_name_what_was_asked(data: Path) -> None:
-    rows = pictures.read_rows(data)
+    rows = emoji.read_rows(data)
     expander, draw = phrases.Expander(rows), random.Random(3)
     chats = [expander.draw(draw) for _ in range(300)]
     assert all(phrases.names_the_subject(chat.prompt, chat.answer, rows) for chat in chats)

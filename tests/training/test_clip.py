@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from training import clip, stream, tokens
+from training import clip, stream
 from training.run import TrainingRun
 
 
-def test_before_foil_is_a_share_of_the_rows_that_have_one(run: TrainingRun) -> None:
-    tokens.train(run)
+def test_before_foil_is_a_share_of_the_rows_that_have_one(worded: TrainingRun) -> None:
+    run = worded
     drawn = stream.SceneStream(run, 32, native=True)
     batch = drawn.at(0)
     has = batch.foils[:, 1] != batch.foils[:, -1]

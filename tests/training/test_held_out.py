@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.captions import read
-from training import captions, pictures, tokens
+from evaluation.scenes import emoji
+from training import captions, tokens
 from training.held_out import PHRASINGS, TONES, compose
 from training.run import TrainingRun
 from training.stream import World
@@ -17,7 +18,7 @@ FEW = {"tones": 3, "coloured": 2, "phrasings": 9, "variants": 3}
 
 
 def test_tones_come_with_backgrounds_and_wordings_once_for_each_subject(data: Path) -> None:
-    rows = pictures.read_rows(data)
+    rows = emoji.read_rows(data)
     found = compose(rows, **FEW)
     assert found == compose(rows, **FEW) and found != compose(rows, **FEW, seed=1)
     by_file = {row.file: index for index, row in enumerate(rows)}
@@ -32,10 +33,10 @@ def test_tones_come_with_backgrounds_and_wordings_once_for_each_subject(data: Pa
         compose(rows, **FEW | {"phrasings": 900})
 
 
-def test_no_wording_is_one_that_training_draws(run: TrainingRun) -> None:
+def test_no_wording_is_one_that_training_draws(worded: TrainingRun) -> None:
     """Token by token, as the trained text towers read them."""
-    rows = pictures.read_rows(run.data)
-    tokens.train(run)
+    run = worded
+    rows = emoji.read_rows(run.data)
     reader = tokens.clip_tokenizer(run)
     drawn = [
         one if colour is None else captions.with_background(one, colour)

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from contract.image import ImageParameters
 from contract.image_prompt import ImagePrompt
 from core.batching.runner import Lane
+from evaluation.scenes import emoji
 from pipeline.load import load
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained, surely_less
-from training import adopt, ip_adapter, judge_image_prompts, pictures, unet
+from training import adopt, ip_adapter, stock, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
 from unet_opt.unet import cross_attentions
@@ -101,11 +102,8 @@ def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Traine
             loss(number, generator)
     found = torch.cat(told)
     rows = len(found)
-    for text, image, share in (
-        (0, 0, ip_adapter.DROP_BOTH),
-        (1, 0, ip_adapter.DROP_IMAGE),
-        (0, 1, ip_adapter.DROP_TEXT),
-    ):
+    shares = ((0, 0, ip_adapter.DROP_BOTH), (1, 0, ip_adapter.DROP_IMAGE), (0, 1, ip_adapter.DROP_TEXT))
+    for text, image, share in shares:
         seen = int(((found[:, 0] == bool(text)) & (found[:, 1] == bool(image))).sum())
         assert abs(seen - share * rows) < 4 * (share * (1 - share) * rows) ** 0.5, (text, image)
 
@@ -148,20 +146,14 @@ def check_served(run: TrainingRun, loss: ip_adapter.ImagePromptLoss) -> None:
     runner = Watching(
         load(str(run.models / "emoji-xl")), lane=Lane("tests"), image_prompts=run.models / ip_adapter.FOLDER
     )
-    stock = judge_image_prompts.ImagePrompted(run, 4, 3.0)
-    drawn, expected = [], stock.draw([ip_adapter.PLAIN] * len(shown), shown, 1.0)
-    for number, image in enumerate(pictures.to_images(shown)):
+    images = emoji.to_images(shown)
+    theirs = stock.StockPipeline(run, "emoji-xl", 4, 3.0)
+    theirs.adapt(run, ip_adapter.FOLDER, ip_adapter.NAME)
+    drawn, expected = [], theirs.draw([ip_adapter.PLAIN] * len(images), images)
+    for number, image in enumerate(images):
         given = ImagePrompt(model=ip_adapter.NAME, image=image.tobytes(), width=run.size, height=run.size)
-        one = ImageParameters(
-            ip_adapter.PLAIN,
-            judge_image_prompts.SEED + number,
-            run.size,
-            run.size,
-            steps=4,
-            guidance_scale=3.0,
-            image_prompts=(given,),
-        )
+        how = {"steps": 4, "guidance_scale": 3.0, "image_prompts": (given,)}
+        one = ImageParameters(ip_adapter.PLAIN, stock.SEED + number, run.size, run.size, **how)
         drawn.append(levels(solo(runner, one)))
-        wanted = np.asarray(pictures.to_images(expected[number : number + 1] * 2 - 1)[0]).astype(int)
-        assert np.abs(drawn[-1] - wanted).max() <= 1
+        assert np.abs(drawn[-1] - expected[number].astype(int)).max() <= 1
     assert not np.array_equal(drawn[0], drawn[1])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from training import captions, pictures, real
+from evaluation.scenes import emoji
+from training import captions, real
 
 HEAD = "file\temoji\tname\tkeywords\tgroup\tsubgroup\n"
 
@@ -31,7 +32,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_they_are_written_in_order_on_white(data: Path, tmp_path: Path) -> None:
-    real.write(data, tmp_path / "real", 4, real.plain(pictures.read_rows(data)))
+    real.write(data, tmp_path / "real", 4, real.plain(emoji.read_rows(data)))
     found = sorted((tmp_path / "real").iterdir())
     assert [path.name for path in found] == ["00000-b.png", "00001-a.png", "00002-c.png"]
     seen = []
@@ -45,7 +46,7 @@ def test_they_are_written_in_order_on_white(data: Path, tmp_path: Path) -> None:
 def test_captions_ask_for_pictures_and_backgrounds(data: Path, tmp_path: Path) -> None:
     path = tmp_path / "captions.tsv"
     path.write_text("id\tcaption\tfile\nx\ta thing on a navy background\ta.png\ny\tb thing, k\tb.png\n", "utf-8")
-    wanted = real.asked_for(pictures.read_rows(data), path)
+    wanted = real.asked_for(emoji.read_rows(data), path)
     real.write(data, tmp_path / "real", 4, wanted)
     seen = {}
     for file in sorted((tmp_path / "real").iterdir()):
@@ -54,7 +55,7 @@ def test_captions_ask_for_pictures_and_backgrounds(data: Path, tmp_path: Path) -
     assert seen == {"x.png": captions.COLOURS["navy"], "y.png": (255, 0, 0)}
     path.write_text("id\tcaption\tfile\nx\ta thing\tz.png\n", "utf-8")
     with pytest.raises(ValueError, match=r"no picture 'z\.png'"):
-        real.asked_for(pictures.read_rows(data), path)
+        real.asked_for(emoji.read_rows(data), path)
 
 
 def test_other_files_are_left_alone(data: Path, tmp_path: Path) -> None:

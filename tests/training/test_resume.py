@@ -1,13 +1,14 @@
-"""A run that is killed, paused or cut into slices ends where an undisturbed one ends."""
+"""A run that is killed, paused, cut into slices or shared by two processes ends where an undisturbed one ends."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import shutil
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from pathlib import Path
@@ -15,63 +16,133 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from training import checkpoint, loop, tokens, vae
+from training import checkpoint, group, loop, vae
 from training.run import TrainingRun
 
 LENGTH = 60
 PATIENCE_S = 600.0  # a run that hangs ends the test; how fast one is does not
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import
+
+State = dict[str, torch.Tensor]
 
 
-def run_vae(run: TrainingRun) -> subprocess.Popen[bytes]:
-    """The command, which saves a checkpoint after each step."""
-    options = {
-        "data": run.data, "work": run.work, "size": run.size, "shape": "smoke", "batch": run.batch, "threads": 1,
-        "held-out": run.held_out, "variants": run.variants, "iterations": run.iterations, "checkpoint-s": 0,
-        "dtype": "float32",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "training.vae", *(f"--{name}={value}" for name, value in options.items())]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+def train(
+    folder: Path,
+    iterations: int = LENGTH,
+    *,
+    process: tuple[int, int] = (0, 1),
+    noisy: bool = False,
+    wait_s: float = 0.0,
+) -> State:
+    """Trains a process's rows from a checkpoint if there is one, saves one after each step; what it ends with."""
+    torch.set_num_threads(1)
+    rank, world = process
+    folder.mkdir(exist_ok=True)
+    run = TrainingRun(folder, folder, folder, iterations=iterations, checkpoint_s=0, rank=rank, world=world)
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
+    if noisy:  # with randomness and buffers
+        parts[2:2] = [nn.Dropout(0.1), nn.BatchNorm1d(8)]
+    model = nn.Sequential(*parts)
+    rows = torch.randn(LENGTH, 12, 4, generator=torch.Generator().manual_seed(1))
+    mine = rows.chunk(world, dim=1)[rank]
+
+    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
+        time.sleep(wait_s)
+        x = mine[iteration]
+        return (model(x)[:, 0] - x.prod(1)).square().mean(), {"draw": torch.rand((), generator=generator)}
+
+    loop.train(loop.Stage("line", {"model": model}, loss, rate=0.02, warmup=1), run)
+    return model.state_dict()
 
 
-def iteration(run: TrainingRun) -> int:
-    curve = run.work / "vae" / "curve.jsonl"
-    lines = curve.read_text(encoding="utf-8").splitlines() if curve.exists() else []
-    return int(json.loads(lines[-1])["iteration"]) if lines else 0
+def lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "line" / "curve.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(run: TrainingRun, tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """The killed one is a process; the undisturbed one and the one that goes on are this one."""
-    run = dataclasses.replace(run, iterations=LENGTH, batch=4)
-    calm = dataclasses.replace(run, work=tmp_path / "calm")
-    tokens.train(run)
-    shutil.copytree(run.work / "tokens", calm.work / "tokens")
-    broken = run_vae(run)
+    calm, broken = tmp_path / "calm", tmp_path / "broken"
+    process = PROCESSES.Process(target=train, args=(broken,), kwargs={"noisy": True, "wait_s": 0.02})
+    process.start()
     deadline = time.monotonic() + PATIENCE_S
-    while iteration(run) < 20:
-        assert time.monotonic() < deadline and broken.poll() is None
+    while not lines(broken) or lines(broken)[-1]["iteration"] < 20:
+        assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.01)
-    broken.send_signal(signal.SIGKILL)
-    broken.wait()
-    kept = checkpoint.load(run.work / "vae" / "state.pt")
-    assert kept is not None and kept["iteration"] < LENGTH
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    kept = checkpoint.load(broken / "line" / "state.pt")
+    assert kept is not None and 20 <= kept["iteration"] + 1 < LENGTH
+    one, two = (train(folder, noisy=True) for folder in (calm, broken))
+    assert all(torch.equal(one[key], two[key]) for key in one) and len(one) > 6
+    curves = [[{**line, "minutes": 0} for line in lines(folder)] for folder in (calm, broken)]
+    assert curves[0] == curves[1] and [line["iteration"] for line in curves[0]] == [1, 20, 40, 60]
+
+
+def test_a_stage_that_is_stopped_goes_on_as_if_it_was_not(
+    worded: TrainingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dataclasses.replace(worded, iterations=4, batch=2, checkpoint_s=0)
+    calm = dataclasses.replace(run, work=tmp_path / "calm")
+    shutil.copytree(run.work, calm.work, symlinks=True)
+    save, saved = checkpoint.save, []
+
+    def stopped(path: Path, state: dict[str, Any]) -> None:
+        save(path, state)
+        saved.append(state["iteration"])
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        vae.train(run)
     assert vae.train(run).done and vae.train(calm).done
-    one, two = (checkpoint.load(where.work / "vae" / "state.pt") for where in (calm, run))
-    assert one is not None and two is not None
-    assert two["iteration"] == LENGTH
-    for key, value in one["averaged"]["vae"].items():
-        assert torch.equal(value, two["averaged"]["vae"][key]), key
-    lines = (run.work / "vae" / "curve.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line)["iteration"] for line in lines]
-    assert steps == sorted(set(steps)) and steps[-1] == LENGTH
+    assert saved[:4] == [1, 2, 3, 4]
+    one, two = (checkpoint.need(each.work / "vae" / "state.pt", "vae")["averaged"]["vae"] for each in (calm, run))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def pair(folder: Path, rank: int, port: int) -> None:
+    """One of two processes, which train together: once to the end, and once in two commands."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = group.join(on_gpu=False)
+    ended = {"straight": train(folder / "straight", process=process)}
+    train(folder / "resumed", 20, process=process)
+    distributed.barrier()  # the first has written the checkpoint
+    ended["resumed"] = train(folder / "resumed", process=process)
+    torch.save(ended, folder / f"ended-{rank}.pt")
+
+
+def test_two_processes_train_what_one_does_of_all_rows(tmp_path: Path) -> None:
+    """Also where they resume; and one of them writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [PROCESSES.Process(target=pair, args=(tmp_path, rank, port)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    first, second = (torch.load(tmp_path / f"ended-{rank}.pt", weights_only=True) for rank in range(2))
+    for name, ended in first.items():
+        assert all(torch.equal(tensor, second[name][key]) for key, tensor in ended.items()), name
+    for key, tensor in train(tmp_path / "alone").items():
+        torch.testing.assert_close(first["straight"][key], tensor, atol=1e-5, rtol=1e-4)
+    assert [line["iteration"] for line in lines(tmp_path / "straight")] == [1, 20, 40, 60]
+    assert checkpoint.need(tmp_path / "resumed" / "line" / "state.pt", "line")["iteration"] == LENGTH
 
 
 def toy(value: float = 1.0) -> tuple[loop.Stage, nn.Linear]:
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
         x = torch.randn(8, 4, generator=generator)
         return value * (layer(x) - x).square().mean(), {}
 
@@ -83,14 +154,14 @@ def far(layer: nn.Linear) -> float:
 
 
 def test_commands_that_end_at_a_time_add_up_to_the_budget(run: TrainingRun) -> None:
-    timed = dataclasses.replace(run, iterations=None, minutes=0.02)
+    timed = dataclasses.replace(run, iterations=None, minutes=0.005)
     ends: list[loop.Outcome] = []
     while not ends or not ends[-1].done:
-        ends.append(loop.train(toy()[0], dataclasses.replace(timed, until=time.time() + 0.5)))
+        ends.append(loop.train(toy()[0], dataclasses.replace(timed, until=time.time() + 0.1)))
         assert len(ends) < 200
     assert len(ends) > 1
     assert [end.iteration for end in ends] == sorted(end.iteration for end in ends)
-    assert ends[-1].minutes >= 0.02
+    assert ends[-1].minutes >= 0.005
     again = loop.train(toy()[0], timed)
     late = dataclasses.replace(timed, minutes=1.0, until=time.time() - 1)
     assert loop.train(toy()[0], late) == dataclasses.replace(again, done=False)
@@ -103,10 +174,10 @@ def test_averaged_weights_are_left_in_the_modules_and_learn(run: TrainingRun) ->
     loop.train(stage, dataclasses.replace(run, iterations=300))
     assert far(layer) < 0.2 * before
     other = toy()[1]
-    modules: dict[str, nn.Module] = {"layer": other}
-    assert loop.restore_average("toy", modules, run)
-    assert torch.equal(other.weight, layer.weight)
-    assert not loop.restore_average("none", modules, run)
+    loop.load_average("toy", {"layer": other}, run)
+    assert torch.equal(other.weight, layer.weight) and not other.weight.requires_grad
+    with pytest.raises(FileNotFoundError, match="train the stage none first"):
+        loop.load_average("none", {}, run)
 
 
 def test_it_waits_while_the_pause_file_exists(run: TrainingRun) -> None:
@@ -118,7 +189,7 @@ def test_it_waits_while_the_pause_file_exists(run: TrainingRun) -> None:
     thread.join(0.5)
     assert not ended and thread.is_alive()
     (run.work / "PAUSE").unlink()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert ended and ended[0].done
 
 

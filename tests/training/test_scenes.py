@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation import hues
-from evaluation.truth import RELATIONS, Thing, Truth
+from evaluation.scenes import hues
+from evaluation.scenes.subjects import Subject, plural
+from evaluation.scenes.truth import RELATIONS
 from training import layout, scenes
+from training.layout import hidden
 from training.render import Renderer, pack
 from training.scenes import HELD_SHARES, Composer, held
-from training.subjects import Subject, article, hidden, plural
 
 NOUNS = (
     "cat", "dog", "fish", "mouse", "fox", "butterfly", "owl", "hot dog", "umbrella", "t-shirt", "cactus", "knife",
@@ -55,7 +56,6 @@ def test_no_held_out_family_is_drawn_or_named_wrong_and_captions_read_back(index
     scene = COMPOSER.compose(index, size)
     assert scene.truth is not None and not any(map(held, COMPOSER.families(scene.truth)))
     assert COMPOSER.reader.read(scene.caption) == scene.truth
-    assert Truth.from_json(scene.truth.to_json()) == scene.truth
     if scene.foil is not None:
         foil = COMPOSER.reader.read(scene.foil)
         assert foil != scene.truth and not any(map(held, COMPOSER.families(foil)))
@@ -132,8 +132,7 @@ def test_prompts_are_of_the_asked_families_and_no_others(kind: str, seen: bool) 
     families = [COMPOSER.families(prompt.truth) for prompt in found]
     assert all(len(one) == 1 and one[0][0] == kind and held(one[0]) is not seen for one in families)
     assert len({one[0] for one in families}) == len(found)
-    with pytest.raises(ValueError, match=f"{kind} families"):
-        COMPOSER.prompts(kind, 10**5)
+    assert len(COMPOSER.prompts(kind, 10**6, seen=seen)) > len(found), "all that there are, where more are asked"
 
 
 def test_the_held_out_shares_are_about_what_they_say_and_stay() -> None:
@@ -152,33 +151,6 @@ def test_relations_and_grammar_are_all_used() -> None:
     assert {thing.count for t in truths if t for thing in t.things} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize(
-    ("noun", "many"),
-    [
-        ("fox", "foxes"),
-        ("pony", "ponies"),
-        ("key", "keys"),
-        ("computer mouse", "computer mice"),
-        ("hot dog", "hot dogs"),
-    ],
-)
-def test_plurals(noun: str, many: str) -> None:
-    assert plural(noun) == many
-
-
-@pytest.mark.parametrize(
-    ("noun", "wanted"), [("owl", "an"), ("unicorn", "a"), ("umbrella", "an"), ("ewe", "a"), ("cat", "a")]
-)
-def test_articles(noun: str, wanted: str) -> None:
-    assert article(noun) == wanted
-
-
-@pytest.mark.parametrize("caption", ["a cat on a mat", "two cat", "a red blue cat", "", "nine cats"])
-def test_captions_of_other_grammars_are_refused(caption: str) -> None:
-    with pytest.raises(ValueError, match="not of the grammar"):
-        COMPOSER.reader.read(caption)
-
-
 def test_rendering_is_exact_for_a_whole_picture_and_repeats() -> None:
     generator = torch.Generator().manual_seed(0)
     sprites = torch.randint(0, 256, (20, 4, 32, 32), generator=generator, dtype=torch.uint8)
@@ -192,19 +164,6 @@ def test_rendering_is_exact_for_a_whole_picture_and_repeats() -> None:
     assert torch.equal(drawn.draw(batch), drawn.draw(batch))
     alone = [drawn.draw(pack([COMPOSER.compose(index, (64, 64))]))[0] for index in range(12)]
     torch.testing.assert_close(torch.stack(alone), drawn.draw(batch), atol=1e-5, rtol=0)
-
-
-@given(st.integers(0, 7), st.floats(0.2, 1.0))
-def test_a_tint_has_the_hue_of_its_word(word: int, light: float) -> None:
-    """Whatever the coloured pixel was, dark or bright."""
-    generator = torch.Generator().manual_seed(word)
-    pixels = torch.rand(1, 3, 16, 16, generator=generator) * light
-    sprite = torch.cat([pixels, torch.ones(1, 1, 16, 16)], 1)
-    mean = hues.mean_luma(sprite)
-    painted = hues.tint(sprite, mean, hues.palette()[word][None])
-    clear = hues.coloured(pixels)[0] == 1
-    found = hues.word(painted[0, :3].permute(1, 2, 0)[clear])
-    assert bool((found == word).all())
 
 
 def test_cropped_and_enlarged_scenes_tell_it_in_their_time_ids() -> None:
@@ -222,9 +181,3 @@ def test_cropped_and_enlarged_scenes_tell_it_in_their_time_ids() -> None:
 def test_too_few_subjects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="scenes need four subjects"):
         Composer([])
-
-
-def test_a_thing_says_its_size_and_colour() -> None:
-    found = COMPOSER.reader.read("a very small purple dog in front of three cats on a red to light blue gradient")
-    wanted = (Thing("dog", 1, "purple", "tiny"), Thing("cat", 3))
-    assert found == Truth(wanted, "in front of", ("red", "light blue"))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from training import captions, stream, tokens
+from training import captions, stream
 from training.run import TrainingRun
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_workers_and_resumed_runs_stream_the_same(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_resumed_runs_stream_the_same(worded: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # as a stage may have it
-    tokens.train(run)
+    run = worded
     alone, helped = stream.SceneStream(run, 8), stream.SceneStream(run, 8, workers=2)
     wanted = [alone.at(iteration) for iteration in range(6)]
     for iteration in (3, 4, 5):

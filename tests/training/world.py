@@ -31,17 +31,12 @@ MANY_THINGS = {next(_NOUNS): (form, shade) for shade in _SHADES for form in FORM
 HANDS = ("waving hand", "raised fist", "nose", "leg", "ear", "foot")
 SIDES = {"square": (16, 112), "bar": (44, 74), "raised fist": (26, 98), "leg": (16, 60), "foot": (60, 112)}
 TONES = {
-    "light": (250, 220, 190),
-    "medium-light": (225, 185, 145),
-    "medium": (190, 140, 100),
-    "medium-dark": (145, 95, 60),
+    "light": (250, 220, 190), "medium-light": (225, 185, 145), "medium": (190, 140, 100), "medium-dark": (145, 95, 60),
     "dark": (90, 60, 45),
-}
+}  # fmt: skip
 SCENES = (
-    "A man riding a wave on top of a surfboard.",
-    "Two dogs sleep on a red couch.",
-    "A plate of food on a table.",
-)
+    "A man riding a wave on top of a surfboard.", "Two dogs sleep on a red couch.", "A plate of food on a table.",
+)  # fmt: skip
 
 
 def paint(form: str, colour: tuple[int, int, int]) -> Image.Image:
@@ -88,17 +83,8 @@ def write_data(folder: Path) -> Path:
 
 def tiny(data: Path, folder: Path) -> TrainingRun:
     """A run of the smoke shapes at 32 pixels."""
-    return TrainingRun(
-        data=data,
-        work=folder / "work",
-        models=folder / "models",
-        size=32,
-        shapes=SMOKE,
-        iterations=20,
-        batch=16,
-        held_out=3,
-        variants=3,
-    )
+    few = {"size": 32, "iterations": 20, "batch": 16, "held_out": 3, "variants": 3}
+    return TrainingRun(data, folder / "work", folder / "models", shapes=SMOKE, **few)
 
 
 @dataclasses.dataclass(frozen=True)

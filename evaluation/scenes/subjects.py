@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from evaluation import hues
-from training.layout import Square
-from training.pictures import PictureRow
+from evaluation.scenes import hues
+from evaluation.scenes.emoji import PictureRow
 
 GROUPS = frozenset(["Animals & Nature", "Food & Drink", "Objects", "Travel & Places", "Activities"])
 ALSO = frozenset(["face-costume"])  # ghosts, robots, and such
@@ -50,7 +48,7 @@ _IRREGULAR = {
     "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes", "jellyfish": "jellyfish", "snowman": "snowmen",
 }  # fmt: skip
 _ALIKE = 0.93  # correlation of two pictures from which they are one
-_COARSE = 16  # rows and columns of `Subject.cover`
+COARSE = 16  # rows and columns of `Subject.cover`
 _COLOURED = 0.55  # share of a subject's surface that must be coloured for a hue word to be true of it
 
 
@@ -124,24 +122,5 @@ def _subject(noun: str, row: int, sprite: torch.Tensor) -> Subject:
     natural = hues.WORDS[int(mine.argmax())] if float(mine.max()) > 0.4 else None
     red, green, blue = (sprite[:3].flatten(1).sum(1) / area).tolist()
     colours = hues.WORDS if share > _COLOURED else ()
-    cover = F.adaptive_avg_pool2d(alpha[None], _COARSE)[0].tolist()
+    cover = F.adaptive_avg_pool2d(alpha[None], COARSE)[0].tolist()
     return Subject(noun, plural(noun), row, colours, natural, (red, green, blue), tuple(map(tuple, cover)))
-
-
-def hidden(front: Subject, back: Subject, ahead: Square, aback: Square) -> float:
-    """Which share of `back`, drawn in the square `aback`, is hidden by `front` in the square `ahead`."""
-    near, far = front.cover or ((1.0,),), back.cover or ((1.0,) * _COARSE,) * _COARSE
-    step = aback.side / len(far)
-    apart = (aback.side - ahead.side) / 2
-    left, top = aback.x - ahead.x - apart, aback.y - ahead.y - apart
-    scale = len(near) / ahead.side
-    whole = both = 0.0
-    for number, line in enumerate(far):
-        row = math.floor((top + (number + 0.5) * step) * scale)
-        whole += sum(line)
-        if 0 <= row < len(near):
-            for place, alpha in enumerate(line):
-                column = math.floor((left + (place + 0.5) * step) * scale)
-                if 0 <= column < len(near):
-                    both += alpha * near[row][column]
-    return both / max(whole, 1e-6)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evaluation import bootstrap, hues
+from evaluation import bootstrap
 from evaluation.bootstrap import Interval
-from evaluation.gallery import Gallery
-from evaluation.truth import Thing, Truth
+from evaluation.scenes import hues
+from evaluation.scenes.gallery import Gallery
+from evaluation.scenes.truth import Thing, Truth
 
 FOUND = 0.70  # cosine from which a sprite is there
 _HIDDEN = 0.60  # the same for what stands behind another, over what is seen of it

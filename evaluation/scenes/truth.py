@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 RELATIONS = ("left of", "right of", "above", "below", "behind", "in front of", "beside", "row", "and")
 """Where the first thing stands to the second. A row goes from left to right; "and" leaves places open."""
@@ -31,13 +30,3 @@ class Truth:
     relation: str | None = None
     background: tuple[str, ...] = ()
     sticker: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data; `from_json` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Truth:
-        """Raises `KeyError` or `TypeError` where fields are missing or unknown."""
-        things = tuple(Thing(**thing) for thing in found["things"])
-        return cls(**{**found, "things": things, "background": tuple(found["background"])})

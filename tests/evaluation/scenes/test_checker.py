@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from evaluation import composition, hues
-from evaluation.composition import Checker, Sprite, Verdict
-from evaluation.truth import Thing, Truth
-from training import pictures, render, scenes, subjects
-from training.pictures import PictureRow
+from evaluation.scenes import checker, emoji, hues, subjects
+from evaluation.scenes.checker import Checker, Sprite, Verdict
+from evaluation.scenes.emoji import PictureRow
+from evaluation.scenes.truth import Thing, Truth
+from training import render, scenes
 
 PAINT = {
     "ball": ("ellipse", (20, 20, 108, 108), (240, 140, 20)),
@@ -33,7 +33,7 @@ def sprite(form: str, box: tuple[int, ...], colour: tuple[int, int, int]) -> tor
     pen = ImageDraw.Draw(image)
     getattr(pen, form)(box, fill=colour)
     pen.rectangle((58, 50, 70, 62), fill=tuple(part // 2 for part in colour))
-    return torch.from_numpy(pictures.premultiply(image, 128))
+    return torch.from_numpy(emoji.premultiply(image, 128))
 
 
 ROWS = [PictureRow(f"{n}.png", n, n, (), "Objects", "tool") for n in PAINT]
@@ -112,12 +112,12 @@ def test_an_empty_picture_shows_nothing_and_its_background_is_found() -> None:
     empty = torch.full((3, 128, 96), 0.3)
     assert CHECKER.check(empty, Truth((Thing("ball"),))) == Verdict(False, None, None, None, 0.0)
     ramp = torch.linspace(0, 1, 96).expand(3, 128, 96)
-    torch.testing.assert_close(composition.background(ramp), ramp, atol=2e-2, rtol=0)
+    torch.testing.assert_close(checker.background(ramp), ramp, atol=2e-2, rtol=0)
 
 
 def test_a_summary_counts_what_was_asked() -> None:
     verdicts = [Verdict(True, True, None, None, 1.0), Verdict(True, False, None, None, 1.0)]
-    found = composition.summary(verdicts)
+    found = checker.summary(verdicts)
     assert set(found) == {"subject", "count", "all"}
     assert found["subject"].value == 1 and found["count"].value == 0.5 == found["all"].value
     assert found["count"].low <= 0.5 <= found["count"].high

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from evaluation import hues
-from evaluation.truth import Thing, Truth
-from training import captions
-from training.subjects import Subject, article
+from evaluation.scenes import hues
+from evaluation.scenes.emoji import COLOURS
+from evaluation.scenes.subjects import Subject, article
+from evaluation.scenes.truth import Thing, Truth
 
 NUMBERS = ("a", "two", "three", "four", "five")
 _SIZES = {"tiny": ("tiny", "very small"), "small": ("small", "little"), "big": ("big", "large", "huge")}
@@ -84,7 +85,7 @@ class Reader:
             rf"(?P<number>an|{'|'.join(NUMBERS)}) (?:(?P<size>{'|'.join(sizes)}) )?"
             rf"(?:(?P<colour>{'|'.join(hues.WORDS)}) )?(?P<noun>[a-z' -]+)"
         )
-        colour = f"({'|'.join(sorted(captions.COLOURS, key=len, reverse=True))})"
+        colour = f"({'|'.join(sorted(COLOURS, key=len, reverse=True))})"
         self._ends = [
             (count, re.compile(re.escape(end).replace(r"\{\}", colour).replace(r"\ a\ ", r"\ an?\ ") + "$"))
             for count, forms in ((2, _FADING), (1, _PLAIN))
@@ -141,3 +142,43 @@ class Reader:
         if subject is None:
             return None
         return Thing(subject.noun, count, found["colour"], self._sizes.get(found["size"] or ""))
+
+
+class Foils:
+    """Draws captions that differ from a true one in one thing: a subject, a colour, a count, or who stands where."""
+
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        self._subjects = subjects
+        self._by_noun = {subject.noun: subject for subject in subjects}
+        self._paintable = [subject for subject in subjects if subject.colours]
+
+    def captions(self, truth: Truth, count: int, draw: random.Random) -> list[str]:
+        """At most `count` different captions with one thing wrong."""
+        wrong = dict.fromkeys(self.wrong(truth, draw) for _ in range(count))
+        return [say(one, self._by_noun, draw) for one in wrong if one != truth]
+
+    def wrong(self, truth: Truth, draw: random.Random) -> Truth:
+        """The truth with one thing wrong, or as it is where the draw repeats what is there."""
+        place = draw.randrange(len(truth.things))
+        thing = truth.things[place]
+        colours = self._by_noun[thing.subject].colours
+        changes = [
+            "subject",
+            *(["colour"] * 2 if thing.colour else ()),
+            *(["count"] * 2 if truth.relation is None else ()),
+        ]
+        changes += ["turn"] * 2 if truth.relation not in (None, "beside", "and") else []
+        change = draw.choice(changes)
+        if change == "turn":
+            return replace(truth, things=truth.things[::-1])
+        if change == "colour":
+            thing = replace(thing, colour=draw.choice(colours))
+        elif change == "count":
+            size = None if thing.size == "big" else thing.size
+            thing = replace(thing, count=draw.choice([n for n in range(1, 6) if n != thing.count]), size=size)
+        else:
+            pick = self._paintable if thing.colour else self._subjects
+            thing = replace(thing, subject=draw.choice(pick).noun)
+            if thing.subject in {other.subject for other in truth.things}:
+                return truth
+        return replace(truth, things=(*truth.things[:place], thing, *truth.things[place + 1 :]))
