@@ -9,27 +9,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import provenance, record
-from benchmarks.loop import Loop
-from benchmarks.rungs import Stock, Variant
-from benchmarks.traces import (
+from benchmarks.harness import provenance, record
+from benchmarks.harness.loop import Loop
+from benchmarks.harness.traces import (
     BATCH,
     Draw,
     Order,
     Played,
     RequestLevel,
     Server,
-    StepLevel,
     draw_batch,
     play,
     poisson,
+    step_level,
     summary,
 )
+from benchmarks.rungs import Stock, Variant
 from contract import plan
 from core.batching.engine import Engine
 from core.batching.request import Request
@@ -43,87 +43,64 @@ _IN_FLIGHT, _COUNTED = 64, 64  # pictures: twice what the engine draws at once, 
 _TURNS = 3
 _ROUNDS = 4  # parts of the trace, played to all servers by turns
 _NAMES = {
-    "engine": "step-level (engine)",
-    "window_free": "request-level, no window",
-    "window_3s": "request-level, 3 s window",
-    "diffusers": "diffusers, no window",
-}
+    "engine": "step-level (engine)", "window_free": "request-level, no window",
+    "window_3s": "request-level, 3 s window", "diffusers": "diffusers, no window",
+}  # fmt: skip
 
 
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
     """Measure what full static batches reach, then play Poisson traces of `pictures` arrivals to each server."""
     if pictures < 1:
         raise record.BenchError("--pictures: must be at least 1")
-    with record.alone(), build(settings, measure_s=15.0) as works:
-        runner = works.images
+    with record.alone(), build(settings, measure_s=15.0) as runtime:
+        runner = runtime.images
         order = Order(runner.model.native, steps, plan.parse(settings.deepcache))
         if settings.compile:
             runner.backend.wait()
             runner.prepare(measure_s=15.0)
-        pipeline = works.lane.call(lambda: Stock(settings, steps))
-        works.lane.call(lambda: pipeline.vary(Variant(BATCH, torch.get_num_threads())))
+        pipeline = runtime.lane.call(lambda: Stock(settings, steps))
+        runtime.lane.call(lambda: pipeline.vary(Variant(BATCH, torch.get_num_threads())))
 
         def stock(requests: Sequence[Request]) -> None:
             jobs = [(request.parameters.prompt, request.parameters.seed) for request in requests]
-            works.lane.call(lambda: pipeline.draw(jobs))
+            runtime.lane.call(lambda: pipeline.draw(jobs))
 
         def same(requests: Sequence[Request]) -> None:
             draw_batch(runner, requests)
 
         _static(stock, order)  # warms up
         stock_capacity = _static(stock, order)
-        capacity, saturated, ratio = _throughput(works.engine, same, order)
+        capacity, saturated, ratio = _throughput(runtime.engine, same, order)
         rate = LOAD * capacity
         servers: dict[str, Server] = {
-            "engine": StepLevel(works.engine),
-            "window_free": RequestLevel(same, 0.0),
-            "window_3s": RequestLevel(same, WINDOW_S),
+            "engine": step_level(runtime.engine),
+            "window_free": RequestLevel(same, 0.0).submit,
+            "window_3s": RequestLevel(same, WINDOW_S).submit,
         }
         if rate < 0.95 * stock_capacity:
-            servers["diffusers"] = RequestLevel(stock, 0.0)
+            servers["diffusers"] = RequestLevel(stock, 0.0).submit
         measured = _play(servers, order, rate, pictures)
         precision = runner.model.precision
     result: dict[str, Any] = {
-        "rate_per_s": round(rate, 4),
-        "load": LOAD,
-        **measured,
-        "capacity_per_s": round(capacity, 4),
-        "diffusers_capacity_per_s": round(stock_capacity, 4),
-        "saturated_per_s": round(saturated, 4),
+        "rate_per_s": round(rate, 4), "load": LOAD, **measured, "capacity_per_s": round(capacity, 4),
+        "diffusers_capacity_per_s": round(stock_capacity, 4), "saturated_per_s": round(saturated, 4),
         "saturated_ratio": round(ratio, 4),
-        "p99_ratio": round(measured["engine"]["p99_s"] / measured["window_free"]["p99_s"], 4),
-        "arrivals": pictures,
-        "steps": steps,
-        "model": Path(settings.model_name).name,
-        "precision": precision,
-        "deepcache": settings.deepcache,
-        "kernels": runner.backend.kernels.name != TORCH,
-    }
-    _tabulate(
+        "p99_ratio": round(measured["engine"]["p99_s"] / measured["window_free"]["p99_s"], 4), "arrivals": pictures,
+        "steps": steps, "model": Path(settings.model_name).name, "precision": precision,
+        "deepcache": settings.deepcache, "kernels": runner.backend.kernels.name != TORCH,
+    }  # fmt: skip
+    engine = measured["engine"]
+    rows = [
+        (_NAMES[name], *(f"{m[key]:.2f} s" for key in ("p50_s", "p99_s")),
+         *(f"{engine[key] / m[key]:.2f}×" for key in ("p50_s", "p99_s")))
+        for name, m in measured.items()
+    ]  # fmt: skip
+    record.table(
         f"{pictures} Poisson arrivals at {rate:.2f}/s, {LOAD:.0%} of full static batches' {capacity:.2f}/s "
         f"(the engine's with a full queue: {saturated:.2f}/s; diffusers': {stock_capacity:.2f}/s)",
-        measured,
-    )
-    rooms = (*provenance.IMAGES, "benchmarks/arrivals.py", "benchmarks/traces.py", "benchmarks/loop.py")
-    return record.publish("arrivals", result, results, rooms=rooms)
-
-
-def _tabulate(title: str, measured: Mapping[str, Mapping[str, float]]) -> None:
-    engine = measured["engine"]
-    record.table(
-        title,
-        ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"),
-        [
-            (
-                _NAMES[name],
-                f"{m['p50_s']:.2f} s",
-                f"{m['p99_s']:.2f} s",
-                f"{engine['p50_s'] / m['p50_s']:.2f}×",
-                f"{engine['p99_s'] / m['p99_s']:.2f}×",
-            )
-            for name, m in measured.items()
-        ],
-    )
+        ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"), rows,
+    )  # fmt: skip
+    return record.publish("arrivals", result, results, whole=provenance.EMOJI_XL)
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:
@@ -137,16 +114,10 @@ def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: in
     return {name: summary(played) for name, played in plays.items()}
 
 
-class _Throughput(NamedTuple):
-    """Pictures per second: of full static batches, of the engine with a full queue, and the second over the first."""
+def _throughput(engine: Engine, draw: Draw, order: Order) -> tuple[float, float, float]:
+    """Images per second of full static batches, of the engine with a full queue, and the second over the first.
 
-    static: float
-    saturated: float
-    ratio: float
-
-
-def _throughput(engine: Engine, draw: Draw, order: Order) -> _Throughput:
-    """Batches and a full queue by turns, each turn of the queue held against the batches before and after it.
+    They take turns, each turn of the queue held against the batches before and after it.
 
     A shared machine's speed changes from minute to minute; so neighbours are compared, and the median turn counts.
     """
@@ -156,17 +127,17 @@ def _throughput(engine: Engine, draw: Draw, order: Order) -> _Throughput:
         saturated.append(_full_queue(engine, order, number))
         static.append(_static(draw, order))
         ratios.append(saturated[-1] / (sum(static[-2:]) / 2))
-    return _Throughput(float(np.median(static)), float(np.median(saturated)), float(np.median(ratios)))
+    return float(np.median(static)), float(np.median(saturated)), float(np.median(ratios))
 
 
 def _full_queue(engine: Engine, order: Order, turn: int) -> float:
     """Pictures per second while there is always more to do, by denoising steps: neither filling nor emptying counts."""
     loop = Loop(engine, lambda number: order.request(f"full-{turn}-{number}", number), _IN_FLIGHT)
     loop.start()
-    loop.wait(_IN_FLIGHT)
+    loop.reach(_IN_FLIGHT)
     loop.counts = True
     started = time.perf_counter()
-    loop.wait(_COUNTED)
+    loop.reach(len(loop.moments) + _COUNTED)
     took_s = time.perf_counter() - started
     loop.counts = False
     loop.close()

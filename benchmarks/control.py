@@ -8,7 +8,6 @@ GPU, of its widths with fewer transformer blocks on a CPU.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import lora_load, loras, provenance, record
+from benchmarks.harness import models, provenance, record
+from benchmarks.harness.timing import elapsed_ms, turns
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -39,55 +39,12 @@ SHIPPED = provenance.ROOT / "models" / "emoji-xl-controls"
 _SIDE, _WHOLE_SIDE = 32, 128  # of latents
 
 
-class Wanted(NamedTuple):
+class ControlStep(NamedTuple):
     """Guided requests of so many `rows` together, each with the network `control`; timed in so many rounds."""
 
     rows: int = 16
     rounds: int = 20
     control: str = "edges"
-
-
-def run(
-    settings: Settings, wanted: Wanted, *, sdxl: bool = False, widths: Mapping[str, Any] | None = None,
-    side: int | None = None, results: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Time rounds of a step without controls, of the network alone, and of a step with one on all rows.
-
-    `sdxl`: of networks of these widths with random weights; `side` is of their latents. Raises `record.BenchError` for
-    what cannot be measured, and `ModelError`.
-    """
-    if wanted.rows < 2 or wanted.rows % 2 or not 1 <= wanted.rounds <= 500:
-        raise record.BenchError("--rows must be even, as guided images have two; --rounds between 1 and 500")
-    whole = device_of(settings) != "cpu"
-    if whole and not torch.cuda.is_available():
-        raise record.BenchError("--device: there is no GPU here")
-    if sdxl:
-        side = side or (_WHOLE_SIDE if whole else _SIDE)
-    with record.alone():
-        lane = Lane("control")
-        try:
-            if sdxl:
-                networks = lane.call(lambda: _random(settings, widths or _widths(whole)))
-            else:
-                networks = lane.call(lambda: _named(settings, wanted.control))
-            measured = _measure(settings, networks, lane, wanted, side)
-            threads = lane.call(torch.get_num_threads)
-        finally:
-            lane.close()
-    device = torch.cuda.get_device_name() if whole else "cpu"
-    result = _told(networks, measured) | {
-        "rows": wanted.rows,
-        "rounds": wanted.rounds,
-        "threads": threads,
-        "device": device,
-    }
-    own = () if sdxl else ("models/emoji-xl-controls",)
-    rooms = (*loras.rooms(sdxl), "benchmarks/control.py", *own)
-    return record.publish("control-sdxl" if sdxl else "control", result, results, rooms=rooms)
-
-
-_KINDS = ("plain", "control", "mixed")
-_SHOWN = ("without controls", "the control network alone", "their sum", "all rows with a control")
 
 
 class _Networks(NamedTuple):
@@ -99,27 +56,59 @@ class _Networks(NamedTuple):
     name: str
 
 
-def _told(networks: _Networks, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The result, which is also printed."""
-    every = [measured[f"{kind}_all_ms"] for kind in _KINDS]
-    plain, alone, mixed = map(statistics.median, every)
-    each = sorted((one + other) / both for one, other, both in zip(*every, strict=True))
-    ratio = (plain + alone) / mixed
-    rows = [(told, f"{ms:.1f}") for told, ms in zip(_SHOWN, (plain, alone, plain + alone, mixed), strict=True)]
-    title = f"{networks.name} in {networks.model.precision}, its control network in {networks.precision}"
-    last = ("sum / all rows with a control", f"{ratio:.3f} ({each[0]:.3f} to {each[-1]:.3f})")
-    record.table(title, ("a deep step", "ms"), [*rows, last])
+def run(
+    settings: Settings, options: ControlStep, *, sdxl: bool = False, widths: Mapping[str, Any] | None = None,
+    side: int | None = None, results: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time rounds of a step without controls, of the network alone, and of a step with one on all rows.
+
+    `sdxl`: of networks of these widths with random weights; `side` is of their latents. Raises `record.BenchError` for
+    what cannot be measured, and `ModelError`.
+    """
+    cuda = device_of(settings) != "cpu"
+    _check(options, cuda)
+    # The widths read what the tiny text encoders make: keys and values are computed once a prompt.
+    widths = widths or {**(models.WHOLE if cuda else models.WIDTHS), **models.TINY_TEXT}
+    if sdxl:
+        side = side or (_WHOLE_SIDE if cuda else _SIDE)
+    with record.alone():
+        lane = Lane("control")
+        try:
+            networks = lane.call(lambda: _random(settings, widths) if sdxl else _named(settings, options.control))
+            times, about = _measure(settings, networks, lane, options, side)
+            threads = lane.call(torch.get_num_threads)
+        finally:
+            lane.close()
+    result = _figures(networks, times) | about | {
+        "rows": options.rows, "rounds": options.rounds, "threads": threads,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }  # fmt: skip
+    whole = () if sdxl else (*provenance.EMOJI_XL, "models/emoji-xl-controls")
+    return record.publish("control-sdxl" if sdxl else "control", result, results, whole=whole)
+
+
+def _check(options: ControlStep, cuda: bool) -> None:
+    if options.rows < 2 or options.rows % 2 or not 1 <= options.rounds <= 500:
+        raise record.BenchError("--rows must be even, as guided images have two; --rounds between 1 and 500")
+    if cuda and not torch.cuda.is_available():
+        raise record.BenchError("--device: there is no GPU here")
+
+
+def _figures(networks: _Networks, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians and ratios, which are also printed."""
+    plain, alone, mixed = (statistics.median(own) for own in times.values())
+    ratios = sorted((one + other) / both for one, other, both in zip(*times.values(), strict=True))
+    ratio, precision = (plain + alone) / mixed, networks.model.precision
+    shown = {"without controls": plain, "the control network alone": alone, "their sum": plain + alone,
+             "all rows with a control": mixed}  # fmt: skip
+    title = f"{networks.name} in {precision}, its control network in {networks.precision}"
+    last = "sum / all rows with a control", f"{ratio:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    record.table(title, ("a deep step", "ms"), [*((name, f"{ms:.1f}") for name, ms in shown.items()), last])
     return {
-        "plain_ms": plain, "control_ms": alone, "mixed_ms": mixed, "ratio": ratio, "spread": [each[0], each[-1]],
-        **measured, "model": networks.name, "precision": networks.model.precision,
+        "plain_ms": plain, "control_ms": alone, "mixed_ms": mixed, "ratio": ratio, "spread": [ratios[0], ratios[-1]],
+        **{f"{kind}_all_ms": own for kind, own in times.items()}, "model": networks.name, "precision": precision,
         "control_precision": networks.precision,
     }  # fmt: skip
-
-
-def _widths(whole: bool) -> Mapping[str, Any]:
-    """SDXL's, which read what the tiny text encoders make: keys and values are computed once a prompt."""
-    blocks = {"transformer_layers_per_block": (1, 2, 10) if whole else (1, 2, 3)}
-    return {**lora_load.WIDTHS, **blocks}
 
 
 def _named(settings: Settings, name: str) -> _Networks:
@@ -144,56 +133,60 @@ def _random(settings: Settings, widths: Mapping[str, Any]) -> _Networks:
     device = torch.device(device_of(settings))
     whole = device.type == "cuda"
     model = load(tiny.TINY, device=device.type, precision="bf16" if whole else "fp32")
-    model = replace(model.with_parts(unet=loras.random_unet(widths, device)), precision="int8")
+    model = replace(model.with_parts(unet=models.random_unet(widths, device)), precision="int8")
     own = {name: value for name, value in widths.items() if name != "up_block_types"}
     with device:
         control = ControlNetModel(in_channels=4, layers_per_block=2, **own)
     for layer in (*control.controlnet_down_blocks, control.controlnet_mid_block):
         torch.nn.init.normal_(layer.weight, std=0.1 / layer.in_channels**0.5)  # zero before training
     control = control.to(model.dtype).eval().requires_grad_(False)
-    loras.quantize(control, recipe.control(control))
-    return _Networks(model, control, "int8", loras.SDXL_WHOLE if whole else loras.SDXL)
+    models.quantize(control, recipe.control(control))
+    return _Networks(model, control, "int8", models.SDXL_WHOLE if whole else models.SDXL)
 
 
-def _measure(settings: Settings, networks: _Networks, lane: Lane, wanted: Wanted, side: int | None) -> dict[str, Any]:
-    """Milliseconds of each turn, by what ran in it. `side` is of latents; None: the model's own."""
+def _measure(
+    settings: Settings, networks: _Networks, lane: Lane, options: ControlStep, side: int | None
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Milliseconds of each turn by what ran in it, and whether controls changed all images.
+
+    `side` is of latents; None: the model's own.
+    """
     model = networks.model
     pixels = model.vae_scale * side if side else model.native
     name, why = lane.call(lambda: backends.select(settings, model))
     backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=why))
-    runner = ImageRunner(backend, lane=lane, max_requests=wanted.rows)
+    runner = ImageRunner(backend, lane=lane, max_requests=options.rows)
+
+    def record_all() -> None:  # programs were written, graphs are recorded
+        while lane.call(backend.graphs.record_next):
+            pass
+
+    def settle() -> None:
+        lane.call(lambda: synchronize(model.device))
+
     try:
-        plain, mixed = (_begun(runner, kind, wanted, pixels) for kind in ("plain", "mixed"))
+        plain, mixed = (_begun(runner, kind, options, pixels) for kind in ("plain", "mixed"))
         branch = lane.call(
             lambda: ControlBranch(backend.beside(networks.control), networks.control, model.denoiser, model.vae_scale)
         )
         lane.call(lambda: _give(mixed, branch, pixels))
         alone = lane.call(lambda: _alone(model, branch, mixed))
-        turns: dict[str, Callable[[], Any]] = {
+        contenders: dict[str, Callable[[], Any]] = {
             "plain": lambda: runner.launch(plain).outcome(), "control": lambda: lane.call(alone),
             "mixed": lambda: runner.launch(mixed).outcome(),
         }  # fmt: skip
-        times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
-        for turn in range(wanted.rounds + 1):
-            for kind in _KINDS:
-                begun = time.perf_counter()
-                turns[kind]()
-                lane.call(lambda: synchronize(model.device))
-                if turn:
-                    times[kind].append(1000 * (time.perf_counter() - begun))
-            while not turn and lane.call(backend.graphs.record_next):  # programs were written, graphs are recorded
-                pass
+        times = turns(contenders, options.rounds, lambda _, run: elapsed_ms(run, settle), record_all)
         same = [torch.equal(*(one.work.trajectory.x for one in two)) for two in zip(plain, mixed, strict=True)]
-        return {**{f"{kind}_all_ms": own for kind, own in times.items()}, "changed": not any(same), "side": pixels}
+        return times, {"changed": not any(same), "side": pixels}
     finally:
         runner.close()
 
 
-def _begun(runner: ImageRunner, kind: str, wanted: Wanted, pixels: int) -> list[Request]:
+def _begun(runner: ImageRunner, kind: str, options: ControlStep, pixels: int) -> list[Request]:
     """Guided requests, which have been encoded: their steps come next."""
     requests = []
-    for seed in range(wanted.rows // 2):
-        drawn = ImageParameters("a hat", seed, pixels, pixels, steps=wanted.rounds + 2, guidance_scale=5.0)
+    for seed in range(options.rows // 2):
+        drawn = ImageParameters("a hat", seed, pixels, pixels, steps=options.rounds + 2, guidance_scale=5.0)
         requests.append(Request(f"{kind} {seed}", "image", drawn))
         runner.admit(requests[-1])
     runner.launch(requests).outcome()
@@ -216,11 +209,11 @@ def _give(requests: Sequence[Request], branch: ControlBranch, pixels: int) -> No
 
 def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]) -> Callable[[], Any]:
     """The network's forward for all rows of these requests' next step, on inputs that are gathered now."""
-    works: list[ImageState] = [request.work for request in requests]
+    states: list[ImageState] = [request.work for request in requests]
     gatherer = BatchGatherer(model.dtype, model.family.padded)
-    present = [work.trajectory for work in works if work.trajectory is not None]
-    rows = sum(work.rows for work in works)
-    own = [(work.controls.networks[0], work.rows) for work in works]
+    present = [state.trajectory for state in states if state.trajectory is not None]
+    rows = sum(state.rows for state in states)
+    own = [(state.controls.networks[0], state.rows) for state in states]
     with torch.inference_mode():
         inputs = gatherer.inputs(present, rows)
         texts = gatherer.conditioning([control.texts[wide] for control, wide in own], 0)

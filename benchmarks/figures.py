@@ -22,20 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import provenance, simulate
-from benchmarks.h200.tables import TABLES as GPU_TABLES
-from benchmarks.ladder_tables import TABLES as LADDER_TABLES
-from benchmarks.tables import TABLES as CPU_TABLES
-from benchmarks.tables import Table
-from benchmarks.ways_tables import TABLES as WAY_TABLES
+from benchmarks import gpu_tables, quality_tables, simulate, tables
+from benchmarks.harness import provenance
 
-TABLES: dict[str, Table] = {**CPU_TABLES, **LADDER_TABLES, **GPU_TABLES, **WAY_TABLES}
+TABLES = {**tables.TABLES, **quality_tables.TABLES, **gpu_tables.TABLES}
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (provenance.ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INLINE = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- / -->)", re.DOTALL)
 ELSEWHERE = re.compile(r"(<!-- elsewhere: ([^>]+?) -->)(.*?)(\s*)(<!-- end -->)", re.DOTALL)
 WRITTEN = re.compile(r"\s*<sub>Source: [^\n]*</sub>$")
-SOURCE = "source"
+SOURCE, HISTORY = "source", "history"
+_PAST = "The study is over."
 _VERSIONED = ("models/", "tests/")  # files beside what they describe, without a provenance: tests hold them
 
 
@@ -57,16 +54,16 @@ PLOTS = {
 
 
 class Results:
-    """The JSON files under benchmarks/, by names such as `ladder` and `h200/engine`."""
+    """The JSON files under benchmarks/, by names such as `ladder`, `h200/engine`, and `history/vae` of a past study."""
 
     def __init__(self, root: Path = provenance.ROOT) -> None:
         self._root = root
 
     def path(self, name: str) -> Path:
-        folder, _, stem = name.rpartition("/")
-        if folder.startswith(_VERSIONED):
+        if name.startswith(_VERSIONED):
             return self._root / f"{name}.json"
-        return self._root / "benchmarks" / folder / "results" / f"{stem}.json"
+        folder = "" if name.startswith(f"{HISTORY}/") else "results"
+        return self._root / "benchmarks" / folder / f"{name}.json"
 
     def shown(self, name: str) -> str:
         return self.path(name).relative_to(self._root).as_posix()
@@ -77,8 +74,8 @@ class Results:
         path = self.path(name)
         if not path.is_file():
             return None
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        return found
+        result: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return result
 
 
 def fill(page: str, results: Results) -> str:
@@ -123,11 +120,11 @@ def _files(mark: str) -> tuple[str, tuple[str, ...]]:
 
 def _block(mark: str, results: Results) -> str:
     kind, names = _files(mark)
-    found = [results(name) for name in names]
-    missing = [name for name, one in zip(names, found, strict=True) if one is None]
+    loaded = [results(name) for name in names]
+    missing = [name for name, result in zip(names, loaded, strict=True) if result is None]
     if missing:
         return f"Not measured yet: {', '.join(missing)}."
-    lines = [] if kind == SOURCE else [*TABLES[kind].rows(*found), ""]
+    lines = [] if kind == SOURCE else [*TABLES[kind].lines(*loaded), ""]
     return "\n".join([*lines, *sources([name for name in names if not name.startswith(_VERSIONED)], results)]).rstrip()
 
 
@@ -152,30 +149,36 @@ def sources(names: Sequence[str], results: Results) -> list[str]:
     """One line per file: commit, date, machine, command, and changes since."""
     lines = []
     for name in names:
-        found = results(name)
-        about = found["provenance"] if found else {}
+        result = results(name)
+        about = result["provenance"] if result else {}
         verb = "simulated" if name.startswith("simulate") else "measured"
         machine = _machine(about["machine"])
-        command = f" by `{about['command']}`" if about["command"] else ""
+        command = _command(about["command"])
         commit = f"at commit `{about['commit']}`" if about["commit"] else "at a commit that was not recorded"
         lines.append(
             f"<sub>`{results.shown(name)}`: {verb} {commit} on {about['date']}{command}{machine}. "
-            f"{_since(about['rooms'])}</sub>"
+            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(about['rooms'])}</sub>"
         )
     return [line + ("\\" if number < len(lines) else "") for number, line in enumerate(lines, 1)]
 
 
-def _machine(found: dict[str, Any] | None) -> str:
-    if not found:
+def _command(command: str | None) -> str:
+    """The command, without `python -m` where its module is no longer in the tree."""
+    module = (command or "").removeprefix("python -m ").split(" ")[0]
+    if not command or (provenance.ROOT / f"{module.replace('.', '/')}.py").is_file() or "." not in module:
+        return f" by `{command}`" if command else ""
+    return f" by `{command.removeprefix('python -m ')}` of that commit"
+
+
+def _machine(machine: dict[str, Any] | None) -> str:
+    if not machine:
         return ", on a machine that was not recorded"
-    gpus = found.get("gpus", 1)
-    chip = (f"{gpus} × {found['gpu']}" if gpus > 1 else found["gpu"]) if found.get("gpu") else _chip(found)
-    versions = [f"{name} {found[name]}" for name in ("torch", "triton", "driver") if found.get(name)]
+    gpus = machine.get("gpus", 1)
+    chip = f"{machine['processor']}, {machine['cores']} cores, {machine['capability']}"
+    if machine.get("gpu"):
+        chip = f"{gpus} × {machine['gpu']}" if gpus > 1 else machine["gpu"]
+    versions = [f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name)]
     return f" ({', '.join([chip, *versions])})"
-
-
-def _chip(found: dict[str, Any]) -> str:
-    return f"{found['processor']}, {found['cores']} cores, {found['capability']}"
 
 
 def _since(rooms: dict[str, str]) -> str:
@@ -201,10 +204,10 @@ def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
         except FigureError as error:
             raise FigureError(f"{name}: {error}") from error
     for name, plot in PLOTS.items():
-        found = results(plot.file)
-        if found is None:
+        result = results(plot.file)
+        if result is None:
             raise FigureError(f"{name}: there is no {results.shown(plot.file)}")
-        yield root / name, plot.draw(found)
+        yield root / name, plot.draw(result)
 
 
 def main() -> int:

@@ -11,12 +11,13 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from benchmarks.record import BenchError
+from benchmarks.harness.record import BenchError
+from benchmarks.harness.service import percentile
 
 if TYPE_CHECKING:
     import httpx2
@@ -36,14 +37,7 @@ _CONNECTIONS = 64
 _PROMPT = "a small red boat on a lake"
 
 
-async def flood(
-    url: str,
-    store: JobStore,
-    keyring: Keyring,
-    api_pid: int,
-    *,
-    steps: int,
-) -> dict[str, Any]:
+async def flood(url: str, store: JobStore, keyring: Keyring, api_pid: int, *, steps: int) -> dict[str, Any]:
     """Submit `RATE_PER_S` for `SECONDS`, then cancel all that waits.
 
     The API's memory is in MiB, of its process alone: before, and as the submissions go. Raises `BenchError` where a
@@ -55,23 +49,17 @@ async def flood(
     key, token = keyring.add("flood", ("images", "admin"), **LIMITS)
     headers = {"Authorization": f"Bearer {token}"}
     arrivals = _Arrivals(url, token, psutil.Process(api_pid), steps)
-    probes: dict[str, list[float]] = {"healthz": [], "metrics": []}
+    probes = Probes()
     try:
         async with httpx2.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
             await _known(client)
             await arrivals.connect()
-            probing = [
-                asyncio.create_task(probe(taken, _PROBE_EVERY_S, partial(_answers, client, f"/{name}")))
-                for name, taken in probes.items()
-            ]
+            for name in ("healthz", "metrics"):
+                probes.start(name, _PROBE_EVERY_S, partial(get, client, f"/{name}"))
             gc.collect()
             gc.freeze()  # else a look through all that this process holds, 0.1 s, would count as the service's
             await arrivals.submit_all()
-            for task in probing:
-                task.cancel()
-            for ended in await asyncio.gather(*probing, return_exceptions=True):
-                if isinstance(ended, BenchError):
-                    raise ended
+            await probes.stop()
             queued, before = store.backlog("image").queued, time.monotonic()
             emptied = (await client.post("/v1/queues/image/cancel")).json()
             cancel_s = time.monotonic() - before
@@ -85,8 +73,7 @@ async def flood(
         keyring.unlock()  # as it was found
     return {
         **arrivals.figures(),
-        "flood_healthz_p99_s": percentile(probes["healthz"], 99),
-        "flood_metrics_p99_s": percentile(probes["metrics"], 99),
+        **{f"flood_{name}_p99_s": percentile(seconds, 99) for name, seconds in probes.seconds.items()},
         "queued": queued,
         "cancelled": int(emptied["cancelled"]),
         "cancel_s": round(cancel_s, 4),
@@ -200,20 +187,41 @@ async def _known(client: httpx2.AsyncClient) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _answers(client: httpx2.AsyncClient, path: str) -> None:
+async def get(client: httpx2.AsyncClient, path: str) -> None:
+    """Raises `BenchError` for any other answer than 200."""
     if (status := (await client.get(path)).status_code) != 200:
         raise BenchError(f"{path} answered {status}")
 
 
-async def probe(seconds: list[float], every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
-    """Ask at fixed times until cancelled. One that is late counts from when it was due."""
-    due = time.monotonic()
-    while True:
-        due += every_s
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        await ask()
-        seconds.append(time.monotonic() - due)
-        due = max(due, time.monotonic() - every_s)
+class Probes:
+    """Cheap requests at fixed times beside a load, and their latencies by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, name: str, every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
+        self.seconds[name] = []
+        self._tasks.append(asyncio.create_task(self._run(self.seconds[name], every_s, ask)))
+
+    async def stop(self) -> None:
+        """End all. Raises the `BenchError` that one of them raised."""
+        for task in self._tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, BenchError):
+                raise ended
+
+    @staticmethod
+    async def _run(seconds: list[float], every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask until cancelled. One that is late counts from when it was due."""
+        due = time.monotonic()
+        while True:
+            due += every_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await ask()
+            seconds.append(time.monotonic() - due)
+            due = max(due, time.monotonic() - every_s)
 
 
 def _cpu_s(process: Any) -> float:
@@ -224,9 +232,3 @@ def _cpu_s(process: Any) -> float:
 
 def _mib(process: Any) -> float:
     return round(float(process.memory_info().rss) / 2**20, 1)
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    import numpy as np
-
-    return round(float(np.percentile(values, q)), 4) if values else float("nan")

@@ -17,13 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks import provenance, record
+from benchmarks.harness import provenance, record
 from benchmarks.rungs import ENGINE, IN_FLIGHT, RUNGS, STOCK, LeftOut, Variant, first_request
 from core.config import Settings
 from core.threads import cores
@@ -37,7 +37,6 @@ _WARM = 8  # images before a rung's first turn
 _BATCHES = (1, 4, 8)  # of the stock pipeline
 _GAIN = 1.03  # that a variant must bring to be taken
 NATIVE, AVX2 = "native", "avx2"
-INSTRUCTIONS = (NATIVE, AVX2)
 
 
 class Process:
@@ -92,18 +91,16 @@ class Process:
                     raise LeftOut(f"its process ended (exit code {self._process.wait()})")
                 self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        if "left_out" in found:
-            raise LeftOut(found["left_out"])
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        if "left_out" in answer:
+            raise LeftOut(answer["left_out"])
+        return answer
 
-    def stop(self) -> None:
-        """Suspend it and all that it started; returns when it no longer runs."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+    def signal(self, number: signal.Signals) -> None:
+        """Suspend it and all that it started, or let it go on; returns when a suspended one no longer runs."""
+        os.killpg(self._process.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 class Contender:
@@ -121,50 +118,44 @@ class Contender:
         parts[0] += count - sum(parts)
         started = time.perf_counter()
         for process, part in zip(self._processes, parts, strict=True):
-            process.go_on()
+            process.signal(signal.SIGCONT)
             process.send({"first": first, "count": part})
             first += part
         answers = [process.answer(10 * _PREPARED_S) for process in self._processes]
         seconds = time.perf_counter() - started
         for process in self._processes:
-            process.stop()
-        for answer in answers:
-            self.imported |= {*answer["imported"]}
+            process.signal(signal.SIGSTOP)
+        self.imported.update(*(answer["imported"] for answer in answers))
         return count / seconds
 
 
 class Turns:
     """Runs turns of `_ROUND` images of each rung, or of about `_TURN_S` where these are more, and prints each rate."""
 
-    def __init__(self, count: int, say: Callable[[str], None]) -> None:
-        self._count, self._say = max(1, count), say
-        self._rates: dict[str, list[float]] = {}
-        self._contenders: dict[str, Contender] = {}
-        self._sizes: dict[str, int] = {}  # images of a turn
+    def __init__(self, count: int) -> None:
+        self._count = max(1, count)
+        self._contenders: dict[str, tuple[Contender, int]] = {}  # with the images of a turn
         self._number = 0
 
     def add(self, name: str, contender: Contender) -> None:
         """Warm a rung up."""
-        self._say(f"warming up {name}")
+        record.progress(f"warming up {name}")
         rate = self._measured(contender, _WARM * contender.processes)
-        self._contenders[name], self._rates[name] = contender, []
-        self._sizes[name] = _ROUND * min(_MOST_ROUNDS, max(1, round(_TURN_S * rate / _ROUND)))
+        images = _ROUND * min(_MOST_ROUNDS, max(1, round(_TURN_S * rate / _ROUND)))
+        self._contenders[name] = contender, images
 
-    def run(self, order: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    def run(self) -> dict[str, tuple[float, float, float]]:
         """Run all turns, alternating; returns each rung's (median, lowest, highest) images per second."""
+        rates: dict[str, list[float]] = {name: [] for name in self._contenders}
         for turn in range(1, self._count + 1):
-            for name in order:
-                rate = self._measured(self._contenders[name], self._sizes[name])
-                self._rates[name].append(rate)
-                self._say(f"turn {turn} of {self._count}: {name} {rate:.3f} pictures/s")
-        return {
-            name: (statistics.median(rates), min(rates), max(rates)) for name in order if (rates := self._rates[name])
-        }
+            for name, (contender, images) in self._contenders.items():
+                rates[name].append(self._measured(contender, images))
+                record.progress(f"turn {turn} of {self._count}: {name} {rates[name][-1]:.3f} pictures/s")
+        return {name: (statistics.median(own), min(own), max(own)) for name, own in rates.items()}
 
     def _measured(self, contender: Contender, count: int) -> float:
-        first = self._number
         self._number += count
-        return contender.rate(first, count)
+        return contender.rate(self._number - count, count)
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,6 @@ class Ladder:
     student: str | None
     environment: Mapping[str, str]
     compile_limit_s: float
-    say: Callable[[str], None]
 
     def start(self, name: str, stack: ExitStack, variant: Variant | None = None) -> tuple[Process, dict[str, Any]]:
         """A rung's process and what it says once it is prepared. Raises `LeftOut`; then it has ended."""
@@ -263,7 +253,7 @@ class BestStock:
 
     def _note(self, trial: dict[str, Any]) -> None:
         self.trials.append(trial)
-        self._ladder.say(f"trial of {STOCK}: {json.dumps(trial)}")
+        record.progress(f"trial of {STOCK}: {json.dumps(trial)}")
 
 
 def run(
@@ -283,22 +273,14 @@ def run(
     reason. `student` is the model of the rungs that draw with one; default: the model's own name and "-turbo".
     `instructions` limit torch, its libraries and our kernels to AVX2.
     """
-    from rich.console import Console
-
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise record.BenchError(f"--rungs: there is no {', '.join(unknown)}; there are {', '.join(RUNGS)}")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    environment = _environment(settings, instructions)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False)
-
-    ladder = Ladder(settings, steps, student, environment, compile_limit_s, say)
-    turns = Turns(-(-pictures // _ROUND), say)
+    ladder = Ladder(settings, steps, student, _environment(settings, instructions), compile_limit_s)
+    turns = Turns(-(-pictures // _ROUND))
     with record.alone(), ExitStack() as stack:
         contenders, stock, left_out = _prepared(ladder, rungs, turns, stack)
-        measured = turns.run([*contenders])
+        measured = turns.run()
     result = {
         "rungs": _rows(settings, steps, measured, contenders),
         "left_out": left_out,
@@ -311,7 +293,8 @@ def run(
     }
     imported = set[str]().union(*(contender.imported for contender in contenders.values()))
     file = "ladder" if instructions == NATIVE else f"ladder-{instructions}"
-    return record.publish(file, result, results, rooms=("models/emoji-xl", "models/emoji-xl-turbo"), imported=imported)
+    whole = (*provenance.EMOJI_XL, "models/emoji-xl-turbo")
+    return record.publish(file, result, results, whole=whole, imported=imported)
 
 
 def _prepared(
@@ -325,7 +308,7 @@ def _prepared(
     stock: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name in rungs:
-        ladder.say(f"preparing {name}")
+        record.progress(f"preparing {name}")
         try:
             if name == STOCK:
                 search = BestStock(ladder)
@@ -339,7 +322,7 @@ def _prepared(
             contenders[name] = contender
         except LeftOut as error:
             left_out[name] = str(error)
-            ladder.say(f"{name} is left out: {error}")
+            record.progress(f"{name} is left out: {error}")
     if not contenders:
         raise record.BenchError(f"no rung can be measured here: {left_out}")
     return contenders, stock, left_out
@@ -354,8 +337,8 @@ def _environment(settings: Settings, instructions: str) -> dict[str, str]:
         return kept
     compiler = settings.compiled_code.expanduser() / "avx2" / "c++"
     compiler.parent.mkdir(parents=True, exist_ok=True)
-    found = next(filter(None, map(shutil.which, (kept.get("CXX", ""), "g++", "clang++"))), "no-compiler")
-    compiler.write_text(f'#!/bin/sh\nexec {found} -mno-avx512f "$@"\n')
+    path = next(filter(None, map(shutil.which, (kept.get("CXX", ""), "g++", "clang++"))), "no-compiler")
+    compiler.write_text(f'#!/bin/sh\nexec {path} -mno-avx512f "$@"\n')
     compiler.chmod(0o755)
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     return kept | limits | {"CXX": str(compiler)}
@@ -378,12 +361,10 @@ def _rows(
         }
         for name, (rate, low, high) in measured.items()
     ]
-    record.table(
-        f"{Path(settings.model_name).name}, {steps} steps, {'with' if guided else 'without'} guidance",
-        ("rung", "pictures/s", "speedup", "lowest to highest"),
-        [
-            (r["name"], f"{r['images_per_s']:.3f}", f"{r['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*r["spread"]))
-            for r in rows
-        ],
-    )
+    lines = [
+        (row["name"], f"{row['images_per_s']:.3f}", f"{row['speedup']:.2f}×", "{:.3f} to {:.3f}".format(*row["spread"]))
+        for row in rows
+    ]
+    title = f"{Path(settings.model_name).name}, {steps} steps, {'with' if guided else 'without'} guidance"
+    record.table(title, ("rung", "pictures/s", "speedup", "lowest to highest"), lines)
     return rows

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import loras, record
+from benchmarks import loras
+from benchmarks.harness import models, record
 from contract.image import ImageParameters
-from core.batching.engine import Engine, Tick
+from core.batching.engine import Engine
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
@@ -36,15 +37,16 @@ from pipeline.runner import ImageRunner
 from workers import backends
 from workers.build import device_of
 
-WIDTHS: dict[str, Any] = {
-    **loras._WIDTHS, "transformer_layers_per_block": (1, 1, 1),
-    "cross_attention_dim": 32, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
-}  # fmt: skip
+WIDTHS = {**models.WIDTHS, **models.TINY_TEXT, "transformer_layers_per_block": (1, 1, 1)}
 _NAME = "large"
+_FIGURES = {
+    "median": statistics.median, "mean": statistics.fmean, "p95": lambda times: sorted(times)[int(0.95 * len(times))],
+    "worst": max,
+}  # fmt: skip
 
 
-class Wanted(NamedTuple):
-    """A file of `mib` MiB in 16 bits, read `rounds` times, each after `steps` steps without; of pictures of `side`."""
+class LoraFile(NamedTuple):
+    """A file of `mib` MiB in 16 bits, read `rounds` times, each after `steps` steps without; of images of `side`."""
 
     mib: int = 200
     rounds: int = 3
@@ -53,44 +55,39 @@ class Wanted(NamedTuple):
 
 
 def run(
-    settings: Settings, wanted: Wanted, *, widths: Mapping[str, Any] = WIDTHS, results: Path | None = None
+    settings: Settings, options: LoraFile, *, widths: Mapping[str, Any] = WIDTHS, results: Path | None = None
 ) -> dict[str, Any]:
     """Time steps of one guided request after another. Raises `record.BenchError` for what cannot be measured."""
-    if min(wanted) < 1:
+    if min(options) < 1:
         raise record.BenchError("--mib, --rounds, --steps and --side must be at least 1")
     with record.alone(), tempfile.TemporaryDirectory() as folder:
         lane = Lane("device")
         try:
             model = lane.call(lambda: _model(settings, widths))
-            size_bytes, rank = _write(Path(folder), model, wanted)
-            plain, loading, loads = _measure(settings, model, lane, Path(folder), wanted)
+            size_bytes, rank = _write(Path(folder), model, options.mib)
+            plain, loading, loads = _measure(settings, model, lane, Path(folder), options)
             threads = lane.call(torch.get_num_threads)
         finally:
             lane.close()
-    found = {
+    figures = {
         f"{name}_{what}_ms": 1000 * of(times)
         for name, times in (("plain", plain), ("loading", loading))
-        for what, of in (("median", statistics.median), ("p95", _p95), ("mean", statistics.fmean), ("worst", max))
+        for what, of in _FIGURES.items()
     }
-    ratios = {f"{what}_ratio": found[f"loading_{what}_ms"] / found[f"plain_{what}_ms"] for what in _SHOWN}
-    title = f"{loras.SDXL} in {model.precision}: a LoRA of {size_bytes / 1e6:.0f} MB, read in {max(loads):.1f} s"
-    rows = [(name, *(f"{found[f'{key}_{what}_ms']:.1f}" for what in _SHOWN), f"{n}") for name, key, n in (
-        ("without a load", "plain", len(plain)), ("while it is read", "loading", len(loading)))]  # fmt: skip
-    last = ("ratio", *(f"{ratios[f'{what}_ratio']:.3f}" for what in _SHOWN), "")
-    record.table(title, ("a step, ms", *_SHOWN, "steps"), [*rows, last])
+    ratios = {f"{what}_ratio": figures[f"loading_{what}_ms"] / figures[f"plain_{what}_ms"] for what in _FIGURES}
+    rows = [
+        (label, *(f"{figures[f'{name}_{what}_ms']:.1f}" for what in _FIGURES), len(times))
+        for label, name, times in (("without a load", "plain", plain), ("while it is read", "loading", loading))
+    ]
+    title = f"{models.SDXL} in {model.precision}: a LoRA of {size_bytes / 1e6:.0f} MB, read in {max(loads):.1f} s"
+    last = ("ratio", *(f"{ratio:.3f}" for ratio in ratios.values()), None)
+    record.table(title, ("a step, ms", *_FIGURES, "steps"), [*rows, last])
     result = {
-        **found, **ratios, **wanted._asdict(), "size_bytes": size_bytes, "rank": rank, "loads_s": loads,
+        **figures, **ratios, **options._asdict(), "size_bytes": size_bytes, "rank": rank, "loads_s": loads,
         "plain_steps": len(plain), "loading_steps": len(loading), "precision": model.precision, "threads": threads,
         "device": str(model.device), "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }  # fmt: skip
-    return record.publish("lora-load", result, results, rooms=(*loras.rooms(sdxl=True), "benchmarks/lora_load.py"))
-
-
-_SHOWN = ("median", "mean", "p95", "worst")
-
-
-def _p95(times: Sequence[float]) -> float:
-    return sorted(times)[int(0.95 * len(times))]
+    return record.publish("lora-load", result, results)
 
 
 def _model(settings: Settings, widths: Mapping[str, Any]) -> ImageModel:
@@ -99,30 +96,30 @@ def _model(settings: Settings, widths: Mapping[str, Any]) -> ImageModel:
     device = device_of(settings)
     model = load(tiny.TINY, device=device, precision="fp32" if device == "cpu" else "bf16")
     if device == "cpu":
-        return replace(model.with_parts(unet=loras.random_unet(widths, torch.device(device))), precision="int8")
+        return replace(model.with_parts(unet=models.random_unet(widths, torch.device(device))), precision="int8")
     from diffusers import UNet2DConditionModel
 
     unet = UNet2DConditionModel(sample_size=16, in_channels=4, out_channels=4, layers_per_block=2, **widths)
     return model.with_parts(unet=unet.eval().requires_grad_(False).to(model.device, model.dtype))
 
 
-def _write(folder: Path, model: ImageModel, wanted: Wanted) -> tuple[int, int]:
+def _write(folder: Path, model: ImageModel, mib: int) -> tuple[int, int]:
     """Write the file; returns its bytes and its rank."""
     from safetensors.torch import save_file
 
-    def factors(rank: int) -> dict[str, torch.Tensor]:
-        made = loras._factors(model.denoiser, loras.Wanted(rank=rank), seed=0)
-        pairs = ((name, (("A", one.down), ("B", one.up))) for name, one in made.items())
-        return {f"unet.{name}.lora_{side}.weight": t.half().contiguous() for name, two in pairs for side, t in two}
+    def tensors(rank: int) -> dict[str, torch.Tensor]:
+        layers = loras.factors(model.denoiser, loras.LoraStep(rank=rank), seed=0)
+        sides = ((name, side) for name, factors in layers.items() for side in (("A", factors.down), ("B", factors.up)))
+        return {f"unet.{name}.lora_{side}.weight": factor.half().contiguous() for name, (side, factor) in sides}
 
-    rank = max(1, wanted.mib * 2**20 // sum(tensor.nbytes for tensor in factors(1).values()))
+    rank = max(1, mib * 2**20 // sum(tensor.nbytes for tensor in tensors(1).values()))
     path = folder / f"{_NAME}.safetensors"
-    save_file(factors(rank), path)
+    save_file(tensors(rank), path)
     return path.stat().st_size, rank
 
 
 def _measure(
-    settings: Settings, model: ImageModel, lane: Lane, folder: Path, wanted: Wanted
+    settings: Settings, model: ImageModel, lane: Lane, folder: Path, options: LoraFile
 ) -> tuple[list[float], list[float], list[float]]:
     """Seconds of steps without a load and beside one, and of the loads."""
     name, why = lane.call(lambda: backends.select(settings, model))
@@ -131,11 +128,15 @@ def _measure(
     own = LoraPrompts(model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
     runner = ImageRunner(backend, own, lane=lane)
     ended: list[tuple[float, bool]] = []  # when an iteration did, and whether it was a step
-    with Engine([runner], on_tick=lambda tick: ended.append((time.perf_counter(), _is_step(tick)))) as engine:
+
+    def on_tick(tick: Any) -> None:
+        ended.append((time.perf_counter(), tick.error is None and tick.group.phase == DEEP))
+
+    with Engine([runner], on_tick=on_tick) as engine:
         loads: list[tuple[float, float]] = []
-        with _traffic(engine, wanted.side) as traffic:
-            for turn in range(wanted.rounds + 1):  # what runs first is prepared in the first
-                until = len(ended) + wanted.steps
+        with _traffic(engine, options.side) as traffic:
+            for turn in range(options.rounds + 1):  # what runs first is prepared in the first
+                until = len(ended) + options.steps
                 while len(ended) < until:
                     if traffic.done():
                         raise record.BenchError(f"requests fail: {traffic.exception()}")
@@ -153,10 +154,6 @@ def _measure(
     return plain, loading, [done - begun for begun, done in loads[1:]]
 
 
-def _is_step(tick: Tick) -> bool:
-    return tick.error is None and tick.group.phase == DEEP
-
-
 @contextmanager
 def _traffic(engine: Engine, side: int) -> Iterator[Future[None]]:
     """Context: there is always one request under way. The future ends early only if one fails."""
@@ -166,8 +163,8 @@ def _traffic(engine: Engine, side: int) -> Iterator[Future[None]]:
         for number in count():
             if stop.is_set():
                 return
-            wanted = ImageParameters("a hat", number, side, side, steps=50)
-            engine.submit(Request(f"{number}", "image", wanted)).result()
+            parameters = ImageParameters("a hat", number, side, side, steps=50)
+            engine.submit(Request(f"{number}", "image", parameters)).result()
 
     with ThreadPoolExecutor(1, "traffic") as pool:
         try:

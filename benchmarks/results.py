@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import provenance, record
+from benchmarks.harness import provenance, record
 
 _ROOT = provenance.ROOT
 _EVERY, _PUBLISHED = 32, 64  # every so many captions, and so many of these, are drawn beside published helpers
@@ -29,7 +29,6 @@ _BENCHES = {
     "text-emoji-lm": "text --text-model models/emoji-lm --text-draft models/emoji-lm-draft --turns 2",
     "text-llama-100m": "text --text-model random:llama-100m --turns 1 --requests 32",
     "cohost": "cohost",
-    "peers": "peers",
     "lora-load": "lora-load --threads 1 --rounds 4 --steps 60",
     "control": "control --threads 1",
     "simulate-h200": f"simulate --costs h200 --load {_LOADS}",
@@ -44,76 +43,86 @@ _BENCHES = {
     "simulate-fleet-mixed-2": f"simulate {_FLEET} --gpus 8,64 --pictures 40000 {_MIXED} --image-jobs 2",
 }
 RUNS: dict[str, list[str]] = {
-    name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
-    for name, words in _BENCHES.items()
-}
-RUNS["scheduling"] = ["-m", "benchmarks.scheduling"]
-RUNS["chaos"] = ["-m", "tests.faults.chaos"]
-RUNS["neighbours"] = ["-m", "tests.faults.neighbours"]
-RUNS["agreement"] = ["-m", "benchmarks.agreement"]
-RUNS["layer-errors"] = ["-m", "benchmarks.layer_errors"]
-RUNS["hostile"] = ["-m", "tests.faults.hostile", "--bodies", "10000"]
-DATA = ("published", "ways")  # need data; an hour
-NAMES = (*RUNS, *DATA)
+    **{name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
+       for name, words in _BENCHES.items()},
+    "scheduling": ["-m", "benchmarks.scheduling"],
+    "chaos": ["-m", "tests.faults.chaos"],
+    "neighbours": ["-m", "tests.faults.neighbours"],
+    "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
+}  # fmt: skip
+OTHERS = ("agreement", "published")  # the first needs other packages, the second data
+NAMES = (*RUNS, *OTHERS)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.add_argument("--data", type=Path, help="a folder with emoji/captions.tsv and emoji/images.zip")
-    parser.add_argument("--work", type=Path, default=_ROOT / "build" / "results", help="for what is made on the way")
+    parser.add_argument("--data", type=Path, help="a folder with emoji/captions.tsv")
+    parser.add_argument("--work", type=Path, default=_ROOT / "build", help="for what is made on the way")
     parser.add_argument("--only", metavar="NAME,…", help=f"those whose names begin so, of {', '.join(NAMES)}")
-    options = parser.parse_args()
-    wanted = tuple((options.only or "").split(","))
-    names = [name for name in NAMES if name.startswith(wanted)]
-    if any(not name or not any(known.startswith(name) for known in NAMES) for name in wanted if options.only):
+    options = parser.parse_args(arguments)
+    begins = tuple((options.only or "").split(","))
+    names = [name for name in NAMES if name.startswith(begins)]
+    if any(not name or not any(known.startswith(name) for known in NAMES) for name in begins if options.only):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
-    if options.data is None and set(names) & set(DATA):
-        parser.error(f"--data: is needed for {', '.join(DATA)}; --only leaves them out")
-    failed = [name for name in names if name in RUNS and not _measured(name)]
-    options.work.mkdir(parents=True, exist_ok=True)
-    _of_data(names, options.data, options.work)
+    if options.data is None and "published" in names:
+        parser.error("--data: is needed for published; --only leaves it out")
+    failed = [name for name in names if not _measured(name, options.data, options.work)]
     _run("-m", "benchmarks.figures")
     if failed:
-        print(f"not measured: {', '.join(failed)}", file=sys.stderr)
+        record.progress(f"not measured: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _of_data(names: Sequence[str], data: Path, work: Path) -> None:
-    """Measure those of these that need the training's data."""
-    if "published" in names:
-        published(data, work)
-    if "ways" in names:
-        _run("-m", "benchmarks.ways", "--data", str(data), "--work", str(work / "ways"))
+def _measured(name: str, data: Path, work: Path) -> bool:
+    """Run one benchmark, which prints its progress; returns whether it succeeded."""
+    record.progress(f"== {name}")
+    if name == "agreement":
+        return agreement(work / "agreement")
+    if name == "published":
+        return published(data, work / "results")
+    return _run(*RUNS[name]) is not None
 
 
-def published(data: Path, work: Path) -> None:
+def published(data: Path, work: Path) -> bool:
     """Draw some captions by the engine's plans and by the published helpers that are installed."""
-    captions = work / "published.json"
-    captions.write_text(json.dumps(_captions(data)[::_EVERY][:_PUBLISHED]), "utf-8")
-    with record.alone():
-        found = json.loads(_run("-m", "tests.evaluation.published", "--captions", str(captions)))
-    rooms = (*provenance.IMAGES, "tests/evaluation/published.py", "tests/evaluation/stock.py", "models/emoji-clip")
-    record.write("published", found, rooms=rooms, children=True)
-
-
-def _captions(data: Path) -> list[str]:
     from pipeline.prompts import read
 
-    return [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
+    captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "published.json"
+    file.write_text(json.dumps(captions[::_EVERY][:_PUBLISHED]), "utf-8")
+    parts = (*provenance.WORKER, *provenance.EMOJI_XL, "tests/evaluation/published.py", "tests/evaluation/stock.py")
+    with record.alone():
+        output = _run("-m", "tests.evaluation.published", "--captions", str(file))
+    return _stored("published", output, (*parts, "models/emoji-clip"))
 
 
-def _measured(name: str) -> bool:
-    """Run one benchmark, which prints its progress; returns whether it succeeded."""
-    print(f"== {name}: python {' '.join(RUNS[name])}", file=sys.stderr, flush=True)
-    return subprocess.run([sys.executable, *RUNS[name]], cwd=_ROOT, check=False).returncode == 0
+def agreement(work: Path) -> bool:
+    """Hold the figures of images against other packages', by a Python that has these: see docs/evaluation.md."""
+    python, mlperf, run = work / "venv" / "bin" / "python", work / "inference", work / "run"
+    if missing := [path for path in (python, mlperf, run) if not path.exists()]:
+        record.progress(f"there is no {missing[0]}: docs/evaluation.md says how to make it")
+        return False
+    output = _run("-m", "tests.evaluation.agreement", "--mlperf", str(mlperf), "--run", str(run), python=str(python))
+    names = (
+        "tests/evaluation/agreement",
+        *(f"evaluation/{name}" for name in ("clip", "fid", "hub", "inception", "mmd")),
+    )
+    return _stored("agreement", output, [f"{name}.py" for name in names])
 
 
-def _run(*arguments: str) -> str:
-    """Run Python with these arguments, and return its stdout. Exits if it fails."""
-    done = subprocess.run([sys.executable, *arguments], cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"python {' '.join(arguments)}: failed with exit code {done.returncode}")
-    return done.stdout
+def _stored(name: str, output: str | None, whole: Sequence[str]) -> bool:
+    """Store what a child process printed."""
+    if output is not None:
+        record.publish(name, json.loads(output), whole=whole, shown=False)
+    return output is not None
+
+
+def _run(*arguments: str, python: str = sys.executable) -> str | None:
+    """Run Python with these arguments; returns its stdout, or None where it fails."""
+    record.progress(f"python {' '.join(arguments)}")
+    done = subprocess.run([python, *arguments], cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return None if done.returncode else done.stdout
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import provenance
+from benchmarks.harness import provenance
 from contract import plan, tuned
 from contract.card import FULL, TINY
 from contract.image import ImageParameters
@@ -74,7 +74,7 @@ ENGINE = {
 STOCK = "diffusers"
 RUNGS = (STOCK, *ENGINE)
 IN_FLIGHT = 16  # twice as many of one row each
-_MEASURE_S = 4.0  # for an engine's costs
+MEASURE_S = 4.0  # for an engine's costs
 
 Jobs = Sequence[tuple[str, int]]
 Draw = Callable[[Jobs], None]
@@ -187,7 +187,7 @@ def _folder(settings: Settings) -> Path | None:
 
 
 @contextmanager
-def _engine(settings: Settings) -> Iterator[Runtime]:
+def _engine(settings: Settings, measure_s: float) -> Iterator[Runtime]:
     """The engine of a rung, with measured costs. Raises `LeftOut` if it cannot run here."""
     from core.graphs import compiler
     from workers.build import build
@@ -195,23 +195,23 @@ def _engine(settings: Settings) -> Iterator[Runtime]:
     if settings.compile and compiler() is None:
         raise LeftOut("there is no C++ compiler")
     try:
-        works = build(settings, lane=Lane("rung"), measure_s=_MEASURE_S)
+        runtime = build(settings, lane=Lane("rung"), measure_s=measure_s)
     except ModelError as error:
         raise LeftOut(str(error)) from error
-    with works:
-        if settings.kernels and works.images.backend.kernels.name == TORCH:
+    with runtime:
+        if settings.kernels and runtime.images.backend.kernels.name == TORCH:
             raise LeftOut("our own kernels do not run here")
         if settings.compile:
-            works.images.backend.wait()
-            works.images.prepare(measure_s=_MEASURE_S)
-        yield works
+            runtime.images.backend.wait()
+            runtime.images.prepare(measure_s=measure_s)
+        yield runtime
 
 
-def closed_loop(works: Runtime, rung: Rung, steps: int) -> Draw:
+def closed_loop(runtime: Runtime, rung: Rung, steps: int) -> Draw:
     """A closed loop of `IN_FLIGHT` requests, of twice as many where they have one row."""
-    model = works.images.model
+    model = runtime.images.model
     native, guidance = model.native, model.defaults.guidance_scale
-    cached = plan.parse(works.settings.deepcache)
+    cached = plan.parse(runtime.settings.deepcache)
 
     def draw(jobs: Jobs) -> None:
         room = Semaphore(IN_FLIGHT if model.defaults.rows(guidance) > 1 else 2 * IN_FLIGHT)
@@ -224,7 +224,7 @@ def closed_loop(works: Runtime, rung: Rung, steps: int) -> Draw:
             )  # fmt: skip
             if rung.plan:
                 parameters = parameters.planned(model.plans[rung.plan])
-            future = works.engine.submit(Request(f"{prompt}-{seed}", "image", parameters))
+            future = runtime.engine.submit(Request(f"{prompt}-{seed}", "image", parameters))
             future.add_done_callback(lambda _: room.release())
             futures.append(future)
         for future in futures:
@@ -269,11 +269,11 @@ def serve(requests: Iterator[dict[str, Any]], answer: Callable[[dict[str, Any]],
         return
     rung = ENGINE[name]
     own, own_steps = drawn_by(rung, settings, steps, first["student"])
-    with _engine(own) as works:
-        backend = works.images.backend
-        told = {"model": works.images.model.name, "memory": backend.held_bytes(), "kernels": backend.kernels.name}
-        answer(told | {"capability": capability})
-        draw = closed_loop(works, rung, own_steps)
+    with _engine(own, first["measure_s"]) as runtime:
+        model, backend = runtime.images.model.name, runtime.images.backend
+        about = {"model": model, "memory": backend.held_bytes(), "kernels": backend.kernels.name}
+        answer(about | {"capability": capability})
+        draw = closed_loop(runtime, rung, own_steps)
         for request in requests:
             answer(timed(draw, request) | {"imported": sorted(provenance.loaded())})
 
@@ -283,7 +283,7 @@ def first_request(
 ) -> dict[str, Any]:
     """The request that describes a rung."""
     given = settings.model_dump(mode="json", exclude_unset=True)
-    described = {"rung": name, "settings": given, "steps": steps, "student": student}
+    described = {"rung": name, "settings": given, "steps": steps, "student": student, "measure_s": MEASURE_S}
     return described | {"variant": asdict(variant or Variant())}
 
 
@@ -291,8 +291,8 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
 
-    def answer(found: dict[str, Any]) -> None:
-        print(json.dumps(found), file=answers, flush=True)
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
 
     try:
         serve(map(json.loads, sys.stdin), answer)

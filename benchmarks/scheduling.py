@@ -12,9 +12,9 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from benchmarks import provenance, record
+from benchmarks.harness import record
 from benchmarks.simulation.costs import ANY, DEEP, ENCODE, SHALLOW, VAE, Costs, Size
 from benchmarks.simulation.runner import Device, SimulatedRunner
 from benchmarks.simulation.traffic import Guidance, picture
@@ -47,39 +47,31 @@ def costs() -> Costs:
 
 def draw(rng: random.Random) -> ImageParameters:
     """A request by one of all plans."""
-    wanted = picture(rng.choice(SIZES), rng.choice(STEPS), rng.choice(GUIDED), rng.choice(CACHED))
-    return replace(wanted, scheduler=rng.choice(SAMPLERS))
-
-
-@dataclass
-class _Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    parameters = picture(rng.choice(SIZES), rng.choice(STEPS), rng.choice(GUIDED), rng.choice(CACHED))
+    return replace(parameters, scheduler=rng.choice(SAMPLERS))
 
 
 def measure(waiting: int, iterations: int = _ITERATIONS) -> dict[str, float]:
     """Milliseconds per iteration with that many waiting requests: median, mean, 99th percentile and maximum."""
-    rng, clock = random.Random(waiting), _Clock()
-    runner = SimulatedRunner(costs(), _DEVICE, clock)
+    rng, now = random.Random(waiting), 0.0
+    runner = SimulatedRunner(costs(), _DEVICE, lambda: now)
     scheduler = Scheduler([runner])
     count = 0
     took_s: list[float] = []
     for iteration in range(iterations + _WARM):
         while len(scheduler.live) < waiting + _DEVICE.max_requests:
             count += 1
-            deadline = clock.now + rng.choice([1e3, 1e4, math.inf])
-            wanted = Request(str(count), "image", draw(rng), priority=rng.randint(0, 3), deadline=deadline)
-            scheduler.add(wanted, clock.now)
+            deadline = now + rng.choice([1e3, 1e4, math.inf])
+            request = Request(str(count), "image", draw(rng), priority=rng.randint(0, 3), deadline=deadline)
+            scheduler.add(request, now)
         started = time.perf_counter()
-        (batch,) = scheduler.schedule(clock.now)
+        (batch,) = scheduler.schedule(now)
         scheduled_s = time.perf_counter() - started
         ticket = runner.launch(batch.requests)
-        clock.now = ticket.ends
+        now = ticket.ends
         outcomes = ticket.outcome()
         started = time.perf_counter()
-        scheduler.finish(batch, outcomes, clock.now)
+        scheduler.finish(batch, outcomes, now)
         ended = scheduler.take_ended()
         scheduled_s += time.perf_counter() - started
         assert all(request.state in (State.DONE, State.EXPIRED) for request in ended)
@@ -98,8 +90,7 @@ def measure(waiting: int, iterations: int = _ITERATIONS) -> dict[str, float]:
 def main() -> None:
     with record.alone():
         measured = {str(waiting): measure(waiting) for waiting in (0, 1_000, 10_000)}
-    rooms = (*provenance.SCHEDULING, "benchmarks/scheduling.py", "benchmarks/simulation")
-    record.publish("scheduling", {"waiting": measured}, rooms=rooms)
+    record.publish("scheduling", {"waiting": measured})
 
 
 if __name__ == "__main__":

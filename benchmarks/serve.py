@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import flood, provenance, record
-from benchmarks.flood import percentile, probe
+from benchmarks import flood
+from benchmarks.flood import Probes, get
+from benchmarks.harness import provenance, record, service
+from benchmarks.harness.service import percentile
 from core.config import Settings
 from deployment.children import ChildProcess
-from deployment.redis import RedisServer, free_port
 
 if TYPE_CHECKING:
     import httpx2
@@ -31,10 +30,7 @@ if TYPE_CHECKING:
     from core.jobs.store import JobStore
 
 LOAD = 0.7  # of the capacity
-_ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # that imports of our modules begin at
 _CLIENTS = 32  # in the closed loop: as many as a worker takes jobs at once, so that its batches are full
-_START_S = 600.0
-_STOP_S = 60.0
 _SETTLE_S = 900.0  # for compiled code, the longest
 _LOOK_S = 2.0
 _IDLE = 0.15  # of one core, below which the worker no longer compiles
@@ -51,14 +47,6 @@ class _Answer:
     latency_s: float  # from when it was due
 
 
-@dataclass
-class _Probes:
-    """Latencies of cheap requests while the service generates images."""
-
-    healthz_s: list[float] = field(default_factory=list)
-    rejected_s: list[float] = field(default_factory=list)
-
-
 def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) -> dict[str, Any]:
     """Start the service, measure its capacity, run `pictures` Poisson arrivals, and stop it."""
     if pictures < 1:
@@ -67,10 +55,20 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         import httpx2  # noqa: F401
     except ImportError:
         raise record.BenchError("httpx2 is not installed; it comes with the dev extra") from None
-    with record.alone(), _service(settings) as (url, store, keyring, serve):
-        result = asyncio.run(_measure(url, store, serve, steps, pictures))
+    from core.jobs.keyring import Keyring
+    from core.jobs.store import JobStore
+
+    chosen = settings.model_copy(update={"max_queued": 1_000_000})
+    with (
+        record.alone(), tempfile.TemporaryDirectory(prefix="diptych-bench-") as name,
+        service.running(chosen, Path(name)) as (url, redis, serve, ready_s),
+    ):  # fmt: skip
+        store, keyring = JobStore.of(settings.model_copy(update={"redis_url": redis})), Keyring(redis)
+        result = {"ready_s": round(ready_s, 2)} | asyncio.run(_measure(url, store, serve, steps, pictures))
         result |= _drawn_by(url)
         result |= _flooded(url, store, keyring, serve, steps)
+        keyring.close()
+        store.close()
     result |= {
         "load": LOAD,
         "arrivals": pictures,
@@ -78,62 +76,18 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         "model": Path(settings.model_name).name,
         "compiled": settings.compile,
     }
-    record.table(
-        f"{pictures} Poisson arrivals at {result['rate_per_s']:.2f}/s through HTTP, "
-        f"{LOAD:.0%} of {result['capacity_per_s']:.2f}/s",
-        ("", "median", "p99"),
-        [
-            ("picture", f"{result['p50_s']:.2f} s", f"{result['p99_s']:.2f} s"),
-            ("of it outside the engine", _ms(result["overhead_s"]), _ms(result["overhead_p99_s"])),
-            ("/healthz", _ms(result["healthz_p50_s"]), _ms(result["healthz_p99_s"])),
-            ("a refused request", _ms(result["rejected_p50_s"]), _ms(result["rejected_p99_s"])),
-            (
-                f"a submission, {result['submitted_per_s']:.0f}/s",
-                _ms(result["submit_p50_s"]),
-                _ms(result["submit_p99_s"]),
-            ),
-            ("/healthz meanwhile", "", _ms(result["flood_healthz_p99_s"])),
-            ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
-        ],
-    )
-    rooms = (*provenance.SERVICE, "models/emoji-xl")
-    return record.publish("serve", result, results, rooms=rooms, children=True)
-
-
-@contextlib.contextmanager
-def _service(settings: Settings) -> Iterator[tuple[str, JobStore, Keyring, ChildProcess]]:
-    """Context: `diptych serve` with its own Redis and data folder; its URL, job store, keys and process."""
-    from core.jobs.keyring import Keyring
-    from core.jobs.store import JobStore
-
-    with tempfile.TemporaryDirectory(prefix="diptych-bench-") as name:
-        folder, port = Path(name), free_port()
-        redis = RedisServer(folder / "redis", tied=True)
-        own = {"redis_url": redis.url, "data_dir": str(folder), "host": "127.0.0.1", "port": str(port)}
-        own["max_queued"] = "1000000"
-        given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-        environment |= {f"DIPTYCH_{field.upper()}": str(v) for field, v in given.items() if v is not None}
-        log = folder / "serve.log"
-        serve = ChildProcess(
-            "serve", [sys.executable, "-P", "-m", "cli", "serve"], environment | {"PYTHONPATH": str(_ROOT)}, log
-        )
-        redis.start()
-        try:
-            serve.start()
-            try:
-                store = JobStore.of(settings.model_copy(update={"redis_url": redis.url}))
-                _wait_ready(serve, f"http://127.0.0.1:{port}/readyz")
-                keyring = Keyring(redis.url)
-                yield f"http://127.0.0.1:{port}", store, keyring, serve
-                keyring.close()
-                store.close()
-            finally:
-                serve.terminate()
-                _until(lambda: serve.code is not None, _STOP_S)
-                serve.kill()
-        finally:
-            redis.kill()
+    rows = [
+        ("picture", f"{result['p50_s']:.2f} s", f"{result['p99_s']:.2f} s"),
+        ("of it outside the engine", _ms(result["overhead_s"]), _ms(result["overhead_p99_s"])),
+        ("/healthz", _ms(result["healthz_p50_s"]), _ms(result["healthz_p99_s"])),
+        ("a refused request", _ms(result["rejected_p50_s"]), _ms(result["rejected_p99_s"])),
+        (f"a submission, {result['submitted_per_s']:.0f}/s", _ms(result["submit_p50_s"]), _ms(result["submit_p99_s"])),
+        ("/healthz meanwhile", "", _ms(result["flood_healthz_p99_s"])),
+        ("/metrics meanwhile", "", _ms(result["flood_metrics_p99_s"])),
+    ]
+    title = f"{pictures} Poisson arrivals at {result['rate_per_s']:.2f}/s through HTTP, "
+    record.table(f"{title}{LOAD:.0%} of {result['capacity_per_s']:.2f}/s", ("", "median", "p99"), rows)
+    return record.publish("serve", result, results, whole=(*provenance.SERVICE, *provenance.EMOJI_XL))
 
 
 def _flooded(url: str, store: JobStore, keyring: Keyring, serve: ChildProcess, steps: int) -> dict[str, Any]:
@@ -162,32 +116,6 @@ def _part(serve: ChildProcess, name: str) -> int:
     raise record.BenchError(f"the service has no process {name}")
 
 
-def _wait_ready(serve: ChildProcess, url: str) -> None:
-    import httpx2
-    from rich.console import Console
-
-    def ready() -> bool:
-        if serve.code is not None:
-            raise record.BenchError("the service ended: " + " | ".join(serve.lines()[-3:]))
-        try:
-            return httpx2.get(url, trust_env=False).status_code == 200
-        except httpx2.TransportError:
-            return False
-
-    with Console(stderr=True).status("starting the service"):
-        if not _until(ready, _START_S, every_s=0.2):
-            raise record.BenchError(f"the service was not ready within {_START_S:g} s")
-
-
-def _until(condition: Callable[[], bool], limit_s: float, every_s: float = 0.05) -> bool:
-    until = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(every_s)
-    return True
-
-
 # -- as a client -------------------------------------------------------------------------------------------------------
 
 
@@ -209,19 +137,13 @@ async def _measure(url: str, store: JobStore, serve: ChildProcess, steps: int, p
             rate = LOAD * capacity
             status.update(f"{pictures} arrivals at {rate:.2f}/s")
             trace = np.random.default_rng(0).exponential(1 / rate, pictures).cumsum().tolist()
-            probes = _Probes()
-            probing = [
-                asyncio.create_task(probe(probes.healthz_s, _HEALTH_EVERY_S, lambda: _healthz(client))),
-                asyncio.create_task(probe(probes.rejected_s, _REFUSED_EVERY_S, lambda: _refused(client, steps))),
-            ]
+            probes = Probes()
+            probes.start("healthz", _HEALTH_EVERY_S, lambda: get(client, "/healthz"))
+            probes.start("rejected", _REFUSED_EVERY_S, lambda: _refused(client, steps))
             started = time.monotonic()
             answers = await _play(client, trace, steps)
             whole_s = time.monotonic() - started
-            for task in probing:
-                task.cancel()
-            for ended in await asyncio.gather(*probing, return_exceptions=True):
-                if isinstance(ended, record.BenchError):
-                    raise ended
+            await probes.stop()
     latencies = [answer.latency_s for answer in answers]
     return {
         "rate_per_s": round(rate, 4),
@@ -229,10 +151,7 @@ async def _measure(url: str, store: JobStore, serve: ChildProcess, steps: int, p
         "p99_s": percentile(latencies, 99),
         "images_per_s": round(pictures / whole_s, 4),
         **_overhead(store, answers),
-        "healthz_p50_s": percentile(probes.healthz_s, 50),
-        "healthz_p99_s": percentile(probes.healthz_s, 99),
-        "rejected_p50_s": percentile(probes.rejected_s, 50),
-        "rejected_p99_s": percentile(probes.rejected_s, 99),
+        **{f"{name}_p{q}_s": percentile(probes.seconds[name], q) for name in probes.seconds for q in (50, 99)},
         "mean_s": round(statistics.fmean(latencies), 4),
         "capacity_per_s": round(capacity, 4),
         "clients": _CLIENTS,
@@ -281,11 +200,6 @@ async def _draw(client: httpx2.AsyncClient, seed: int, steps: int) -> str:
     return str(response.json()["job_id"])
 
 
-async def _healthz(client: httpx2.AsyncClient) -> None:
-    if (status := (await client.get("/healthz")).status_code) != 200:
-        raise record.BenchError(f"/healthz answered {status}")
-
-
 async def _refused(client: httpx2.AsyncClient, steps: int) -> None:
     body = {"prompt": "a small red boat on a lake", "steps": steps, "size": "7x7"}
     if (status := (await client.post("/v1/images/generations", json=body)).status_code) != 400:
@@ -309,9 +223,9 @@ def _busy_s(processes: Sequence[Any]) -> float:
 
     total = 0.0
     for process in processes:
-        for one in (process, *process.children(recursive=True)):
+        for own in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                times = one.cpu_times()
+                times = own.cpu_times()
                 total += times.user + times.system
     return total
 
@@ -322,16 +236,16 @@ def _busy_s(processes: Sequence[Any]) -> float:
 def _overhead(store: JobStore, answers: Sequence[_Answer]) -> dict[str, Any]:
     """Latency outside the engine, and its breakdown."""
     whole, accept, claim, end, answer = (list[float]() for _ in range(5))
-    for one in answers:
-        job = store.get(one.id)
+    for image in answers:
+        job = store.get(image.id)
         if job is None or job.result is None or job.started is None or job.ended is None:
             raise record.BenchError("a job that was answered has no record")
         engine_s = job.result["engine_s"]
-        whole.append(one.answered - one.sent - engine_s)
-        accept.append(job.created - one.sent)
+        whole.append(image.answered - image.sent - engine_s)
+        accept.append(job.created - image.sent)
         claim.append(job.started - job.created)
         end.append(job.ended - job.started - engine_s)
-        answer.append(one.answered - job.ended)
+        answer.append(image.answered - job.ended)
     return {
         "overhead_s": percentile(whole, 50),
         "overhead_p99_s": percentile(whole, 99),

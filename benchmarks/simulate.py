@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import provenance, record
+from benchmarks.harness import provenance, record
 from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ENCODE, SHIPPED, STEPS, Costs, read
 from benchmarks.simulation.fleet import Served, StepLevel
@@ -25,7 +25,6 @@ from benchmarks.simulation.traffic import Bursts, Guidance, Job, Mix
 from contract.image import ImageParameters
 from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
 
-ROOMS = (*provenance.SCHEDULING, "contract/image.py", "benchmarks/simulate.py", "benchmarks/simulation")
 MOST_GPUS, MOST_PICTURES = 10_000, 10_000_000
 _WARM = 0.1  # of the arrivals come to a fleet that is still filling, and do not count for latencies
 _AXES = {"gpus": ("GPUs", "GPUs"), "load": ("load", "load, as a share of what the table allows")}
@@ -72,7 +71,7 @@ def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "s
                 result["points"].append(point)
     _tabulate(result, plan)
     (folder / f"{name}.svg").write_text(plot(result))
-    return record.publish(name, result, folder, rooms=(*ROOMS, *_table_file(costs)))
+    return record.publish(name, result, folder, whole=_table_file(costs))
 
 
 def about(costs: Costs, plan: Plan) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def about(costs: Costs, plan: Plan) -> dict[str, Any]:
         "batch": plan.batch,
         "window_s": plan.window_s,
         "capacity_per_s": round(capacity(costs, plan.device, plan.mix), 4),
-        "solo_s": round(sum(share * solo_s(costs, wanted) for wanted, share in kinds), 4),
+        "solo_s": round(sum(share * solo_s(costs, parameters) for parameters, share in kinds), 4),
         "points": [],
     }
 
@@ -135,7 +134,7 @@ def figures(served: Served, jobs: Sequence[Job], gpus: int) -> dict[str, Any]:
     took_s = float(ended.max() - arrived[0])
     counts = np.arange(len(jobs)) >= int(_WARM * len(jobs))
     latencies = (ended - arrived)[counts & ~missed]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "throughput_per_s": round(float((~missed).sum()) / took_s, 4),
         "missed": round(float(missed[counts].mean()), 5),
         "utilisation": round(served.busy_s / (gpus * took_s), 4),
@@ -148,47 +147,47 @@ def figures(served: Served, jobs: Sequence[Job], gpus: int) -> dict[str, Any]:
     if len(latencies):
         at = [round(float(value), 4) for value in np.percentile(latencies, _PERCENTILES)]
         by_name = {f"{percentile:g}": seconds for percentile, seconds in zip(_PERCENTILES, at, strict=True)}
-        found |= {"mean_s": round(float(latencies.mean()), 4), "p50_s": by_name["50"], "p99_s": by_name["99"]}
-        found["percentiles_s"] = by_name
-    return found
+        summary |= {"mean_s": round(float(latencies.mean()), 4), "p50_s": by_name["50"], "p99_s": by_name["99"]}
+        summary["percentiles_s"] = by_name
+    return summary
 
 
 # -- what the table says -----------------------------------------------------------------------------------------------
 
 
-def solo_s(costs: Costs, wanted: ImageParameters) -> float:
+def solo_s(costs: Costs, parameters: ImageParameters) -> float:
     """Seconds of a picture that is alone on its device."""
-    return sum(costs(*group, rows) for group, rows in phases_of(wanted))
+    return sum(costs(*group, rows) for group, rows in phases_of(parameters))
 
 
-def bound_s(costs: Costs, device: Device, wanted: ImageParameters) -> float:
+def bound_s(costs: Costs, device: Device, parameters: ImageParameters) -> float:
     """The least seconds of a device that a picture can cost: every forward as wide as a row costs least."""
-    return sum(costs.least_s(*group, rows, limit(costs, device, group)) for group, rows in phases_of(wanted))
+    return sum(costs.least_s(*group, rows, limit(costs, device, group)) for group, rows in phases_of(parameters))
 
 
 def capacity(costs: Costs, device: Device, mix: Mix) -> float:
     """Pictures per second of one device that nothing can exceed."""
-    return 1 / sum(share * bound_s(costs, device, wanted) for wanted, share in mix.kinds())
+    return 1 / sum(share * bound_s(costs, device, parameters) for parameters, share in mix.kinds())
 
 
 def notes(costs: Costs, plan: Plan) -> list[str]:
     """What was not measured, and what is made of that."""
-    said: dict[str, None] = {}  # in the order of being said
-    for wanted, _ in plan.mix.kinds():
-        for group, rows in phases_of(wanted):
+    lines: list[str] = []
+    for parameters, _ in plan.mix.kinds():
+        for group, rows in phases_of(parameters):
             name = group.phase if group.phase == ENCODE else f"{group.phase} at {group.size[0]}x{group.size[1]}"
             widest = costs.widest(*group)
             if widest is None:
-                said[f"{name}: not measured, counted as no time"] = None
+                lines.append(f"{name}: not measured, counted as no time")
                 continue
             if group.phase in STEPS and widest < plan.device.max_rows:
-                said[f"{name}: not measured over {widest} rows, so no forward is wider"] = None
+                lines.append(f"{name}: not measured over {widest} rows, so no forward is wider")
             least = min(costs.measured[group.phase, group.size])
             if rows < least:
-                said[f"{name}: not measured under {least} rows, which are extrapolated"] = None
+                lines.append(f"{name}: not measured under {least} rows, which are extrapolated")
     if plan.device.memory_bytes is not None and not costs.held:
-        said["memory: the table does not tell what a picture holds, so memory bounds nothing"] = None
-    return list(said)
+        lines.append("memory: the table does not tell what a picture holds, so memory bounds nothing")
+    return list(dict.fromkeys(lines))
 
 
 def check(costs: Costs, plan: Plan) -> None:
@@ -205,28 +204,28 @@ def check(costs: Costs, plan: Plan) -> None:
                 raise record.BenchError(f"{option}: must be between {low:g} and {high:g}, not {value:g}")
     if len(plan.gpus) > 1 and len(plan.loads) > 1:
         raise record.BenchError("--gpus, --load: only one of them may have several values")
-    for wanted, _ in plan.mix.kinds():
-        _check_picture(costs, plan.device, wanted)
+    for parameters, _ in plan.mix.kinds():
+        _check_picture(costs, plan.device, parameters)
 
 
 def _guided(guided: Guidance) -> str:
     return f"{guided[0]:g}:{guided[1]:g}" if isinstance(guided, tuple) else "yes" if guided else "no"
 
 
-def _check_plan(wanted: ImageParameters) -> None:
+def _check_plan(parameters: ImageParameters) -> None:
     """Reject a schedule or guidance interval that is none for so many steps."""
     refuse = record.BenchError
-    if wanted.deepcache is not None and (wrong := wanted.deepcache.error_for(wanted.steps)):
+    if parameters.deepcache is not None and (wrong := parameters.deepcache.error_for(parameters.steps)):
         raise refuse(f"--deepcache: {wrong.message}") from wrong
-    if wanted.guidance_interval is not None and not wanted.guidance.fits(wanted.steps):
-        raise refuse(f"--guidance: {_guided(wanted.guidance_interval)} contains none of {wanted.steps} steps")
+    if parameters.guidance_interval is not None and not parameters.guidance.fits(parameters.steps):
+        raise refuse(f"--guidance: {_guided(parameters.guidance_interval)} contains none of {parameters.steps} steps")
 
 
-def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> None:
+def _check_picture(costs: Costs, device: Device, parameters: ImageParameters) -> None:
     """Reject a picture that the table does not cover, or that a device could never draw."""
     refuse = record.BenchError
-    _check_plan(wanted)
-    for group, rows in phases_of(wanted):
+    _check_plan(parameters)
+    for group, rows in phases_of(parameters):
         widest = costs.widest(*group)
         where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
         if widest is None and group.phase != ENCODE:
@@ -236,8 +235,8 @@ def _check_picture(costs: Costs, device: Device, wanted: ImageParameters) -> Non
             raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
         if group.phase in STEPS and device.max_rows < rows:
             raise refuse(f"--max-rows: must be at least {rows}")
-    if device.memory_bytes is not None and held_bytes(costs, wanted) > device.memory_bytes:
-        raise refuse(f"--memory-mib: an image of {wanted.width}x{wanted.height} holds more than that")
+    if device.memory_bytes is not None and held_bytes(costs, parameters) > device.memory_bytes:
+        raise refuse(f"--memory-mib: an image of {parameters.width}x{parameters.height} holds more than that")
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -279,13 +278,13 @@ def plot(result: dict[str, Any]) -> str:
     lines = []
     swept = swept_by(result)
     for series, (policy, label) in enumerate(policies(result["window_s"]).items()):
-        found = [(point[swept], point["policies"][policy]) for point in result["points"]]
-        if len(found) == 1:
-            at = found[0][1]["percentiles_s"]
+        measured = [(point[swept], point["policies"][policy]) for point in result["points"]]
+        if len(measured) == 1:
+            at = measured[0][1]["percentiles_s"]
             lines.append(Line(label, [(seconds, float(percentile)) for percentile, seconds in at.items()], series))
             continue
         for figure, dashed in (("p99_s", False), ("p50_s", True)):
-            dots = [(x, m[figure]) for x, m in found if m[figure] is not None]
+            dots = [(x, m[figure]) for x, m in measured if m[figure] is not None]
             lines.append(Line("" if dashed else label, dots, series, dashed))
     device = result["costs"]["device"]
     if len(result["points"]) == 1:

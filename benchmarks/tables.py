@@ -1,365 +1,308 @@
-"""Renders the tables of docs/ and README.md from results: of the CPU, of quality, and of the simulator."""
+"""Declares the tables of docs/ and README.md that are measured on a CPU: of speed, and of the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from benchmarks import simulate
+from benchmarks.harness.markdown import Columns, Result, Table, cell, interval, items
 
-Result = dict[str, Any]
-NONE = "–"
-CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # as in `diptych evaluate compare`: maximum change of the CLIP score
+Rows = Iterable[Mapping[str, Any]]
+_GATES_OF = {
+    "+int8": ("int8", ""), "+deepcache": ("int8-auto", ""), "+plan": ("int8-balanced", ""),
+    "+tiny": ("int8-tiny", "the decoder alone: "), "turbo": ("turbo", ""),
+    "turbo+tiny": ("turbo", "the full decoder: "),
+}  # fmt: skip
+"""By rung of the ladder the run of `benchmarks.ways` whose gates it has."""
+_SHORT = ("diffusers", "step-batching", "+int8", "+deepcache", "+plan")
+_BATCHING = {
+    "engine": "step-level", "window_free": "request-level, no window", "window_3s": "request-level, 3 s window",
+    "diffusers": "stock diffusers, no window",
+}  # fmt: skip
+_TEXT = {
+    "transformers-generate": "transformers `generate`, one at a time",
+    "transformers-static-batch": "transformers, padded batches of {static_batch}",
+    "transformers-generate_batch": "transformers `generate_batch`", "diptych": "Diptych, fp32",
+    "diptych-int8": "Diptych, INT8", "diptych-speculative": "Diptych, fp32, speculative decoding",
+}  # fmt: skip
+_NEIGHBOURS = {
+    "alone": "alone", "burner": "a CPU-bound process", "peer": "a tenant with the same requests",
+    "beside": "the worst-case tenant",
+}  # fmt: skip
+_SERVE = (  # first column, and the keys of median and p99, in seconds or milliseconds
+    ("latency of an image", "p50_s", "p99_s", ".2f", "s"),
+    ("of it outside the engine", "overhead_s", "overhead_p99_s", "1000*.0f", "ms"),
+    ("`/healthz`", "healthz_p50_s", "healthz_p99_s", "1000*.0f", "ms"),
+    ("a rejected request", "rejected_p50_s", "rejected_p99_s", "1000*.0f", "ms"),
+    ("creating a job, at {submitted_per_s:.0f}/s", "submit_p50_s", "submit_p99_s", "1000*.0f", "ms"),
+    ("`/healthz` at that load", "", "flood_healthz_p99_s", "1000*.0f", "ms"),
+)
 
-_OTHER_WAYS = {"plain": "plain", "searched": "searched", "fp8": "FP8"}  # of 8 bits, beside the recipe
+
+def _left_out(result: Result) -> str:
+    return " ".join(f"Left out: `{name}` ({why})." for name, why in result["left_out"].items())
 
 
-class Table(NamedTuple):
-    """Markdown rows of one or several results, named by their files under benchmarks/."""
-
-    files: tuple[str, ...]
-    rows: Callable[..., list[str]]
+# -- speed -------------------------------------------------------------------------------------------------------------
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def gate(name: str, ratio: Sequence[float]) -> str:
-    """The verdict of `diptych evaluate` on a variant's CLIP score relative to fp32, with its interval."""
-    if name == "fp32":
-        return NONE
-    cached = any(word in name for word in ("block", "resnet", "auto", "half", "published"))
-    allowed = CACHED_CLIP_GATE if cached else CLIP_GATE
-    far = [abs(value - 1) for value in ratio]
-    verdict = "holds" if max(far) <= allowed else "open" if far[0] <= allowed else "fails"
-    return f"{verdict} ({allowed:.1%})"
-
-
-def published(found: Result) -> list[str]:
-    """The engine's plans and published helpers, one picture at a time."""
-    rows = [
-        (
-            f"`{name}`", f"{one['operations']:.0%}", f"{1000 * one['seconds']:.0f} ms", f"{one['of_full']:.2f}",
-            psnr(one["psnr_db"]), f"{one['ssim']:.3f}",
-            f"{one['clip_ratio'][0]:.2%} ({one['clip_ratio'][1]:.2%} to {one['clip_ratio'][2]:.2%})",
+def _ladder_columns(native: Result, avx2: Result, _: Result) -> Columns:
+    speeds = [
+        pair
+        for own, result in (("native", native), ("avx2", avx2))
+        for pair in (
+            (f"images/s, {result['capability']}",
+             f"{{{own}[images_per_s]:.2f}} ({{{own}[spread][0]:.2f}} to {{{own}[spread][1]:.2f}})"),
+            ("speedup", f"{{{own}[speedup]:.2f}}×"),
         )
-        for name, one in found["contenders"].items()
     ]  # fmt: skip
-    header = (
-        f"fp32, {found['captions']} captions", "FLOPs", "an image", "of its full plan", "PSNR", "SSIM", "CLIP score",
+    return [("configuration", "`{name}`"), *speeds, ("gates: FID, score", "{gates}")]
+
+
+def _ladder_rows(only: Sequence[str] | None = None) -> Any:
+    def rows(native: Result, avx2: Result, scored: Result) -> Rows:
+        slower = {rung["name"]: rung for rung in avx2["rungs"]}
+        for rung in native["rungs"]:
+            name = rung["name"]
+            if only is None or name in only:
+                yield {"name": name, "native": rung, "avx2": slower.get(name), "gates": _gates(name, scored)}
+
+    return rows
+
+
+def _gates(rung: str, scored: Result) -> str | None:
+    """The verdicts of a rung's run; fp32 is what the gates compare with."""
+    run, prefix = _GATES_OF.get(rung, ("", ""))
+    if not run:
+        return "not measured" if rung in ("+gate", "fast+tiny") else None
+    return prefix + ", ".join(gate["verdict"] for gate in scored["ways"][run]["gates"])
+
+
+def _ladder_note(native: Result, avx2: Result, _: Result) -> str:
+    best = " ".join(f"{result['capability']}: {_stock(result['stock'])}." for result in (native, avx2))
+    return f"Median turn (slowest to fastest). `diffusers` is the stock pipeline at its best. {best}"
+
+
+def _stock(stock: Mapping[str, Any]) -> str:
+    """The stock pipeline's variant, in words."""
+    best, processes = stock["best"], stock["processes"]
+    parts = [
+        f"{processes} processes" if processes > 1 else "one process", f"{best['threads']} threads each",
+        f"batches of {best['batch']}", "bf16" if best["bf16"] else "fp32",
+        *(["channels_last"] if best["channels_last"] else []), *(["torch.compile"] if best["compile"] else []),
+    ]  # fmt: skip
+    left_out = [trial["left_out"] for trial in stock["trials"] if "left_out" in trial]
+    return ", ".join(parts) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
+
+
+def _published(result: Result) -> Rows:
+    for name, helper in result["contenders"].items():
+        alike = (helper["psnr_db"] or 99) > 90  # equal but for rounding
+        yield {"name": name, **helper, "psnr": None if alike else helper["psnr_db"]}
+
+
+def _plans(result: Result) -> Rows:
+    """The plans of a model's INT8 variant that `diptych tune` stored, the full one first."""
+    tuned = result["tuned"]["int8"]
+    for plan in reversed(tuned["front"]):
+        names = ", ".join(f"`{name}`" for name, fields in tuned["plans"].items() if fields == plan["fields"])
+        beside = {"change": [ratio - 1 for ratio in plan["score_ratio"]]} if plan["speedup"] != 1 else {"psnr": None}
+        yield {**plan, "names": names, **beside}
+
+
+def _text_columns(*results: Result) -> Columns:
+    return [("tokens/s", "{label}"), *(
+        (f"`{result['model']}`, {result['requests']} requests", f"{{cells[{number}]}}")
+        for number, result in enumerate(results))]  # fmt: skip
+
+
+def _text_rows(*results: Result) -> Rows:
+    rates = [result["tokens_per_s"] for result in results]
+    for name, label in _TEXT.items():
+        if any(name in each for each in rates):
+            cells = [cell("{rate:,.0f}", {"rate": each.get(name)}) for each in rates]
+            yield {"label": label.format(**results[0]), "cells": cells}
+    cells = [f"{result['draft']}; {result['acceptance']:.0%}" for result in results]
+    yield {"label": "draft; acceptance rate", "cells": cells}
+    gains = [each.get("diptych-speculative", 0) / each["diptych"] if "diptych" in each else 0 for each in rates]
+    cells = [cell("{gain:.2f}×", {"gain": gain or None}) for gain in gains]
+    yield {"label": "speedup of speculative decoding (computed)", "cells": cells}
+
+
+def _arrivals(result: Result) -> Rows:
+    engine = result["engine"]
+    for name, label in _BATCHING.items():
+        if name in result:
+            ratios = {f"{key}_ratio": engine[f"{key}_s"] / result[name][f"{key}_s"] for key in ("p50", "p99")}
+            yield {"label": label, **result[name], **ratios}
+
+
+def _serve(result: Result) -> Rows:
+    for label, median, p99, form, unit in _SERVE:
+        cells = [cell(f"{{{key}:{form}}} {unit}", result) if key else None for key in (median, p99)]
+        yield {"label": cell(label, result), "median": cells[0], "p99": cells[1]}
+
+
+def _cohost(result: Result) -> Rows:
+    for label, rates, share, form, latency in (
+        ("images/s", "images_per_s", "image_share", ".2f", "{image_p99_s:.2f} s per image"),
+        ("tokens/s", "tokens_per_s", "text_share", ".0f", "{tpot_p99_s:.2f} s per token"),
+    ):
+        alone, together = (format(result[rates][kind], form) for kind in ("alone", "together"))
+        yield {"label": label, "alone": alone, "together": together, "share": result[share],
+               "latency": cell(latency, result)}  # fmt: skip
+
+
+def _neighbours(result: Result) -> Rows:
+    for name, label in _NEIGHBOURS.items():
+        ratios = {f"{kind}_ratio": result[name][kind]["p99_s"] / result["alone"][kind]["p99_s"]
+                  for kind in ("picture", "text")}  # fmt: skip
+        yield {"label": label, **result[name], **ratios}
+
+
+def _chaos(result: Result) -> Rows:
+    for scenario in result["scenarios"]:
+        most = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scenario["most"].items())
+        yield {**scenario, "most": most or None}
+
+
+def _hostile(result: Result) -> Rows:
+    for kind, statuses in sorted(result["statuses"].items()):
+        answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
+        yield {"kind": kind, "bodies": sum(statuses.values()), "answers": answers}
+
+
+def _lora_load(result: Result) -> Rows:
+    for prefix, label in (("plain", "without a load"), ("loading", "while it is read")):
+        times = {kind: f"{result[f'{prefix}_{kind}_ms']:.1f}" for kind in ("median", "mean", "p95", "worst")}
+        yield {"label": label, **times, "steps": result[f"{prefix}_steps"]}
+    ratios = {kind: f"{result[f'{kind}_ratio']:.3f}" for kind in ("median", "mean", "p95", "worst")}
+    yield {"label": "ratio", **ratios, "steps": ""}
+
+
+def control(file: str) -> Table:
+    """The table of a step whose rows all have a control network, beside the step and the network by themselves."""
+    columns = (
+        ("step without, ms", "{plain_ms:.0f}"), ("network alone, ms", "{control_ms:.0f}"),
+        ("step with it, ms", "{mixed_ms:.0f}"),
+        ("sum of the first two / the third, by turn", "{ratio:.2f} ({spread[0]:.2f} to {spread[1]:.2f})"),
     )  # fmt: skip
-    left_out = [f"Left out: `{name}` ({why})." for name, why in found["left_out"].items()]
-    return [*markdown(header, rows), "", *([" ".join(left_out)] if left_out else [])]
-
-
-def agreement(found: Result) -> list[str]:
-    """This project's figures of images beside other implementations', and why where they differ."""
-    rows = [
-        (
-            one["figure"],
-            one["reference"],
-            f"{one['ours']:.7g}",
-            f"{one['theirs']:.7g}",
-            f"{one['relative']:.0e}",
-            one["reason"],
-        )
-        for one in found["rows"]
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    header = ("figure", "of", "ours", "theirs", "relative difference", "reason")
-    return [*markdown(header, rows), "", f"{found['pictures']:,} pictures in each set; {versions}."]
-
-
-def arrivals(found: Result) -> list[str]:
-    names = {
-        "engine": "step-level", "window_free": "request-level, no window",
-        "window_3s": "request-level, 3 s window", "diffusers": "stock diffusers, no window",
-    }  # fmt: skip
-    engine = found["engine"]
-    rows = [
-        (
-            label, *(f"{found[name][key]:.2f} s" for key in ("mean_s", "p50_s", "p99_s")),
-            *(f"{engine[key] / found[name][key]:.2f}×" for key in ("p50_s", "p99_s")),
-        )
-        for name, label in names.items()
-        if name in found
-    ]  # fmt: skip
-    said = (
-        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the throughput "
-        f"of full static batches; {found['model']}, {found['precision']}, DeepCache {found['deepcache'] or 'off'}. "
-        f"With a full queue step-level batching reaches {found['saturated_per_s']:.2f}/s, "
-        f"{found['saturated_ratio']:.2f}× the {found['capacity_per_s']:.2f}/s of full static batches; stock diffusers "
-        f"reaches {found['diffusers_capacity_per_s']:.2f}/s in such batches."
-    )
-    header = ("batching", "mean", "p50", "p99", "step-level p50 / this p50", "step-level p99 / this p99")
-    return [*markdown(header, rows), "", said]
-
-
-def serve(found: Result) -> list[str]:
-    def ms(*keys: str) -> list[str]:
-        return [f"{1000 * found[key]:.0f} ms" if key else NONE for key in keys]
-
-    rows = [
-        ("latency of an image", f"{found['p50_s']:.2f} s", f"{found['p99_s']:.2f} s"),
-        ("of it outside the engine", *ms("overhead_s", "overhead_p99_s")),
-        ("`/healthz`", *ms("healthz_p50_s", "healthz_p99_s")),
-        ("a rejected request", *ms("rejected_p50_s", "rejected_p99_s")),
-        (f"creating a job, at {found['submitted_per_s']:.0f}/s", *ms("submit_p50_s", "submit_p99_s")),
-        ("`/healthz` at that load", *ms("", "flood_healthz_p99_s")),
-    ]
-    said = (
-        f"{found['arrivals']} Poisson arrivals at {found['rate_per_s']:.2f}/s, {found['load']:.0%} of the "
-        f"{found['capacity_per_s']:.2f}/s of {found['clients']} closed-loop clients; throughput "
-        f"{found['images_per_s']:.2f} images/s. {found['model']}, {found.get('precision', 'precision not recorded')}, "
-        f"{found['steps']} steps."
-    )
-    return [*markdown(("through HTTP, Redis and Celery", "median", "p99"), rows), "", said]
-
-
-def peers(found: Result) -> list[str]:
-    few = found["unet_ms_2_rows"]
-    rows = [
-        (name, f"{ms:.1f} ms", f"{few[name]:.1f} ms" if name in few else NONE, f"{found['relative_error'][name]:.2%}")
-        for name, ms in found["unet_ms"].items()
-        if ms is not None
-    ]
-    left_out = [f"Left out: `{name}` ({why})." for name, why in found["left_out"].items()]
-    said = f"Error: norm of the difference from diffusers' fp32, over that of its output. {found['forwards']} forwards."
-    return [
-        *markdown(("runtime", f"{found['rows']} rows", "2 rows", "error"), rows), "", " ".join([said, *left_out]),
-    ]  # fmt: skip
-
-
-def scheduling(found: Result) -> list[str]:
-    rows = [
-        (f"{int(waiting):,}", *(f"{one[key]:.3f} ms" for key in ("median_ms", "mean_ms", "p99_ms", "max_ms")))
-        for waiting, one in found["waiting"].items()
-    ]
-    return markdown(("requests waiting", "median iteration", "mean", "p99", "longest"), rows)
-
-
-def text(*found: Result) -> list[str]:
-    names = {
-        "transformers-generate": "transformers `generate`, one at a time",
-        "transformers-static-batch": "transformers, padded batches of {static_batch}",
-        "transformers-generate_batch": "transformers `generate_batch`",
-        "diptych": "Diptych, fp32",
-        "diptych-int8": "Diptych, INT8",
-        "diptych-speculative": "Diptych, fp32, speculative decoding",
-    }
-    rows = [
-        (label.format(**found[0]), *(_rate(one["tokens_per_s"].get(name)) for one in found))
-        for name, label in names.items()
-        if any(name in one["tokens_per_s"] for one in found)
-    ]
-    rows.append(("draft; acceptance rate", *(f"{one['draft']}; {one['acceptance']:.0%}" for one in found)))
-    rows.append(("speedup of speculative decoding (computed)", *(_speculative(one["tokens_per_s"]) for one in found)))
-    return markdown(("tokens/s", *(f"`{one['model']}`, {one['requests']} requests" for one in found)), rows)
-
-
-def _speculative(rates: dict[str, float]) -> str:
-    both = rates.get("diptych-speculative"), rates.get("diptych")
-    return f"{both[0] / both[1]:.2f}×" if both[0] and both[1] else NONE
-
-
-def _rate(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
-
-
-def cohost(found: Result) -> list[str]:
-    images, tokens, goal = found["images_per_s"], found["tokens_per_s"], found["objectives"]
-    rows = [
-        (
-            "images/s", f"{images['alone']:.2f}", f"{images['together']:.2f}", f"{found['image_share']:.2f}",
-            f"{found['image_p99_s']:.2f} s per image",
-        ),
-        (
-            "tokens/s", f"{tokens['alone']:.0f}", f"{tokens['together']:.0f}", f"{found['text_share']:.2f}",
-            f"{found['tpot_p99_s']:.2f} s per token",
-        ),
-    ]  # fmt: skip
-    flying = found["in_flight"]
-    said = (
-        f"{found['model']}, {found['steps']} steps, {flying['image']} in flight, and "
-        f"{found['text_model']}, {flying['text']} in flight. Target: {goal['tpot_s']:.2f} s per token (configured: "
-        f"{goal['tpot_set_s']:.2f}; from the cost curves: {goal['tpot_free_s']:.2f}). The shares add up to "
-        f"{found['sum']:.2f}; time slicing gives one, and more is noise of the machine."
-    )
-    return [*markdown(("", "alone", "together", "share", "p99 together"), rows), "", said]
-
-
-def chaos(found: Result) -> list[str]:
-    rows = [
-        (
-            f"`{one['name']}`", f"{one['runs']}", f"{one['jobs']:,}", f"{one['lost']}", f"{one['twice']}",
-            NONE if one["recovery_s"] is None else f"{one['recovery_s']:.1f} s",
-            ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in one["most"].items()) or NONE,
-        )
-        for one in found["scenarios"]
-    ]  # fmt: skip
-    header = ("scenario", "runs", "jobs", "lost", "finished twice", "longest recovery", "at most")
-    said = (
-        f"Lease {found['lease_s']:g} s, {found['workers']} workers. Recovery is the time from the fault until the last "
-        "affected job continued."
-    )
-    return [*markdown(header, rows), "", said]
-
-
-def neighbours(found: Result) -> list[str]:
-    beside = {
-        "alone": "alone", "burner": "a CPU-bound process", "peer": "a tenant with the same requests",
-        "beside": "the worst-case tenant",
-    }  # fmt: skip
-    rows = []
-    for name, said in beside.items():
-        row = [said]
-        for kind in ("picture", "text"):
-            felt, alone = found[name][kind], found["alone"][kind]
-            row += [f"{felt['p50_s']:.3f} s", f"{felt['p99_s']:.3f} s", f"{felt['p99_s'] / alone['p99_s']:.2f}"]
-        rows.append((*row, f"{found[name]['failed']}"))
-    header = ("next to", "image p50", "p99", "p99 / alone", "text p50", "p99", "p99 / alone", "failed")
-    said = f"{found['alone']['picture']['requests']} images of 4 steps and as many texts of 16 tokens in each row."
-    return [*markdown(header, rows), "", said]
-
-
-def hostile(found: Result) -> list[str]:
-    rows = [
-        (kind, f"{sum(answers.values()):,}", ", ".join(f"{status}: {n:,}" for status, n in sorted(answers.items())))
-        for kind, answers in sorted(found["statuses"].items())
-    ]
-    low, high = found["rss_mib"]
-    said = (
-        f"{found['requests']:,} bodies. `/healthz` meanwhile: median {found['healthz_p50_ms']:.1f} ms, p99 "
-        f"{found['healthz_p99_ms']:.1f} ms, maximum {found['healthz_worst_ms']:.0f} ms. Resident memory of the API: "
-        f"{low:.0f} MiB at the start, {high:.0f} MiB at the end."
-    )
-    return [*markdown(("defect", "bodies", "answers"), rows), "", said]
+    note = "{model} in {precision}, its edge ControlNet in {control_precision}, {rows} rows, {rounds} turns."
+    return Table((file,), columns, lambda result: [result], note)
 
 
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
-def simulated(*found: Result) -> list[str]:
-    """p99 by load, one device; in brackets step-level batching's p99 as a fraction of it."""
-    rows = []
-    for one in found:
-        for point in one["points"]:
-            rows.append((_kind(one), f"{point['load']:g}", f"{point['rate_per_s']:.2f}", *_p99(one, point)))
-    return markdown(("images", "load", "images/s", *_labels(found[0])), rows)
+def _simulated(*results: Result) -> Rows:
+    """p99 of every point; in brackets step-level batching's p99 as a fraction of it."""
+    for result in results:
+        mix, bursts = result["mix"], "" if result["bursts"] is None else ", in bursts"
+        kind = f"{'/'.join(mix['steps'])} steps, DeepCache {' or '.join(mix['deepcache'])}{bursts}"
+        for point in result["points"]:
+            p99 = {name: policy["p99_s"] for name, policy in point["policies"].items()}
+            cells = {name: f"{s:.2f}" + (f" ({p99['step_level'] / s:.2f})" if name != "step_level" else "")
+                     for name, s in p99.items()}  # fmt: skip
+            yield {"kind": kind, "image_jobs": result["image_jobs"], **point, **cells}
 
 
-def fleet(*found: Result) -> list[str]:
-    """p99 by number of devices and of jobs per worker."""
-    rows = []
-    for one in found:
-        for point in one["points"]:
-            rows.append(
-                (
-                    _kind(one), f"{point['gpus']:,}", f"{one['image_jobs']}", f"{point['rate_per_s']:,.2f}",
-                    *_p99(one, point),
-                )
-            )  # fmt: skip
-    return markdown(("images", "GPUs", "jobs per worker", "images/s", *_labels(found[0])), rows)
-
-
-def saturated(found: Result) -> list[str]:
-    """Throughput under overload."""
-    point = max(found["points"], key=lambda point: float(point["load"]))
-    rates = {name: one["throughput_per_s"] for name, one in point["policies"].items()}
-    most = max(rate for name, rate in rates.items() if name != "step_level")
-    labels = simulate.policies(found["window_s"])
-    rows = [(label, f"{rates[name]:.2f}", f"{rates[name] / most:.3f}") for name, label in labels.items()]
-    return markdown((f"at load {point['load']:g}", "images/s", "relative to full static batches"), rows)
-
-
-def _labels(found: Result) -> list[str]:
-    return list(simulate.policies(found["window_s"]).values())
-
-
-def _p99(found: Result, point: Result) -> list[str]:
-    policies = point["policies"]
-    ours = policies["step_level"]["p99_s"]
-    cells = [f"{ours:.2f}"]
-    for name in simulate.policies(found["window_s"]):
-        if name != "step_level":
-            theirs = policies[name]["p99_s"]
-            cells.append(f"{theirs:.2f} ({ours / theirs:.2f})")
-    return cells
-
-
-def _kind(found: Result) -> str:
-    mix = found["mix"]
-    steps, cached = "/".join(mix["steps"]), " or ".join(mix["deepcache"])
-    burst = "" if found["bursts"] is None else ", in bursts"
-    return f"{steps} steps, DeepCache {cached}{burst}"
-
-
-def psnr(value: float | None) -> str:
-    return NONE if value is None or value > 90 else f"{value:.1f} dB"
-
-
-def layer_errors(found: Result) -> list[str]:
-    """By type of layer the error of its output in each way, for inputs of no and of the heaviest tails."""
-    least, *_, most = found["multiples"]
-    columns = [
-        (f"recipe, {multiple}×" if multiple != least else "recipe, Gaussian", f"recipe@{multiple}")
-        for multiple in found["multiples"]
-    ]
-    columns += [(f"{told}, {most}×", f"{way}@{most}") for way, told in _OTHER_WAYS.items()]
-    rows = [
-        (f"`{kind}`" if " of " not in kind else kind, "no" if one["kept"] else "yes",
-         *(f"{one[key]:.2%}" for _, key in columns))
-        for kind, one in found["types"].items()
+def _point_columns(*columns: tuple[str, str]) -> Any:
+    return lambda result, *_: [
+        ("images", "{kind}"), *columns,
+        *((label, f"{{{name}}}") for name, label in simulate.policies(result["window_s"]).items()),
     ]  # fmt: skip
-    return markdown(("layers", "in 8 bits", *(told for told, _ in columns)), rows)
 
 
-def lora_load(found: Result) -> list[str]:
-    """Steps of requests without a LoRA while one is read, beside those before."""
-    kinds = ("median", "mean", "p95", "worst")
-    rows = [
-        (told, *(f"{found[f'{name}_{kind}_ms']:.1f}" for kind in kinds), str(found[f"{name}_steps"]))
-        for name, told in (("plain", "without a load"), ("loading", "while it is read"))
-    ]
-    rows.append(("ratio", *(f"{found[f'{kind}_ratio']:.3f}" for kind in kinds), ""))
-    return markdown(("a step, ms", *kinds, "steps"), rows)
+def _saturated(result: Result) -> Rows:
+    """Throughput under overload."""
+    point = max(result["points"], key=lambda point: float(point["load"]))
+    rates = {name: policy["throughput_per_s"] for name, policy in point["policies"].items()}
+    most = max(rate for name, rate in rates.items() if name != "step_level")
+    for name, label in simulate.policies(result["window_s"]).items():
+        yield {"label": label, "rate": rates[name], "ratio": rates[name] / most}
 
 
-def control(found: Result) -> list[str]:
-    """A step whose rows all have a control network, beside the step and the network by themselves."""
-    ms = [found[f"{kind}_ms"] for kind in ("plain", "control", "mixed")]
-    ratio = "{:.2f} ({:.2f} to {:.2f})".format(found["ratio"], *found["spread"])
-    rows = [(*(f"{one:.0f}" for one in ms), ratio)]
-    said = (
-        f"{found['model']} in {found['precision']}, its edge ControlNet in {found['control_precision']}, "
-        f"{found['rows']} rows, {found['rounds']} turns."
-    )
-    header = ("step without, ms", "network alone, ms", "step with it, ms", "sum of the first two / the third, by turn")
-    return [*markdown(header, rows), "", said]
+def _saturated_columns(result: Result) -> Columns:
+    load = max(float(point["load"]) for point in result["points"])
+    return [(f"at load {load:g}", "{label}"), ("images/s", "{rate:.2f}"),
+            ("relative to full static batches", "{ratio:.3f}")]  # fmt: skip
 
+
+_BY_LOAD = _point_columns(("load", "{load:g}"), ("images/s", "{rate_per_s:.2f}"))
+_BY_GPUS = _point_columns(
+    ("GPUs", "{gpus:,}"), ("jobs per worker", "{image_jobs}"), ("images/s", "{rate_per_s:,.2f}")
+)  # fmt: skip
 
 TABLES = {
-    "control": Table(("control",), control),
-    "layer-errors": Table(("layer-errors",), layer_errors),
-    "lora-load": Table(("lora-load",), lora_load),
-    "published": Table(("published",), published),
-    "agreement": Table(("agreement",), agreement),
-    "arrivals": Table(("arrivals",), arrivals),
-    "serve": Table(("serve",), serve),
-    "peers": Table(("peers",), peers),
-    "scheduling": Table(("scheduling",), scheduling),
-    "text": Table(("text-emoji-lm", "text-llama-100m"), text),
-    "cohost": Table(("cohost",), cohost),
-    "chaos": Table(("chaos",), chaos),
-    "neighbours": Table(("neighbours",), neighbours),
-    "hostile": Table(("hostile",), hostile),
-    "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), simulated),
-    "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), simulated),
-    "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), simulated),
-    "planning-fleet": Table(
-        ("simulate-fleet", "simulate-fleet-mixed", "simulate-fleet-mixed-4", "simulate-fleet-mixed-2"), fleet
-    ),
-    "planning-saturated": Table(("simulate-cpu-auto",), saturated),
-}
+    "ladder": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(), _ladder_note),
+    "ladder-short": Table(("ladder", "ladder-avx2", "ways"), _ladder_columns, _ladder_rows(_SHORT), _ladder_note),
+    "plans": Table(("models/emoji-xl/plans",), (
+        ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
+        ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),
+        _plans),
+    "published": Table(("published",), (
+        ("fp32, {captions} captions", "`{name}`"), ("FLOPs", "{operations:.0%}"), ("an image", "{seconds:1000*.0f} ms"),
+        ("of its full plan", "{of_full:.2f}"), ("PSNR", "{psnr:.1f} dB"), ("SSIM", "{ssim:.3f}"),
+        ("CLIP score", interval("clip_ratio", ".2%"))),
+        _published, _left_out),
+    "agreement": Table(("agreement",), (
+        ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
+        ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),
+        lambda result: f"{result['pictures']:,} pictures in each set; "
+                       f"{', '.join(f'{name} {version}' for name, version in result['versions'].items())}."),
+    "arrivals": Table(("arrivals",), (
+        ("batching", "{label}"), ("mean", "{mean_s:.2f} s"), ("p50", "{p50_s:.2f} s"), ("p99", "{p99_s:.2f} s"),
+        ("step-level p50 / this p50", "{p50_ratio:.2f}×"), ("step-level p99 / this p99", "{p99_ratio:.2f}×")),
+        _arrivals,
+        lambda result: cell(
+            "{arrivals} Poisson arrivals at {rate_per_s:.2f}/s, {load:.0%} of the throughput of full static batches; "
+            "{model}, {precision}, DeepCache {cached}. With a full queue step-level batching reaches "
+            "{saturated_per_s:.2f}/s, {saturated_ratio:.2f}× the {capacity_per_s:.2f}/s of full static batches; stock "
+            "diffusers reaches {diffusers_capacity_per_s:.2f}/s in such batches.",
+            {**result, "cached": result["deepcache"] or "off"})),
+    "serve": Table(("serve",), (
+        ("through HTTP, Redis and Celery", "{label}"), ("median", "{median}"), ("p99", "{p99}")), _serve,
+        lambda result: cell(
+            "{arrivals} Poisson arrivals at {rate_per_s:.2f}/s, {load:.0%} of the {capacity_per_s:.2f}/s of {clients} "
+            "closed-loop clients; throughput {images_per_s:.2f} images/s. {model}, {precision}, {steps} steps.",
+            {"precision": "precision not recorded", **result})),
+    "scheduling": Table(("scheduling",), (
+        ("requests waiting", "{waiting:,}"), ("median iteration", "{median_ms:.3f} ms"), ("mean", "{mean_ms:.3f} ms"),
+        ("p99", "{p99_ms:.3f} ms"), ("longest", "{max_ms:.3f} ms")),
+        lambda result: ({**figures, "waiting": int(waiting)} for waiting, figures in result["waiting"].items())),
+    "text": Table(("text-emoji-lm", "text-llama-100m"), _text_columns, _text_rows),
+    "cohost": Table(("cohost",), (
+        ("", "{label}"), ("alone", "{alone}"), ("together", "{together}"), ("share", "{share:.2f}"),
+        ("p99 together", "{latency}")), _cohost,
+        "{model}, {steps} steps, {in_flight[image]} in flight, and {text_model}, {in_flight[text]} in flight. Target: "
+        "{objectives[tpot_s]:.2f} s per token (configured: {objectives[tpot_set_s]:.2f}; from the cost curves: "
+        "{objectives[tpot_free_s]:.2f}). The shares add up to {sum:.2f}; time slicing gives one, and more is noise of "
+        "the machine."),
+    "chaos": Table(("chaos",), (
+        ("scenario", "`{name}`"), ("runs", "{runs}"), ("jobs", "{jobs:,}"), ("lost", "{lost}"),
+        ("finished twice", "{twice}"), ("longest recovery", "{recovery_s:.1f} s"), ("at most", "{most}")), _chaos,
+        "Lease {lease_s:g} s, {workers} workers. Recovery is the time from the fault until the last affected job "
+        "continued."),
+    "neighbours": Table(("neighbours",), (
+        ("next to", "{label}"), *((title, f"{{{kind}{form}")
+            for kind, name in (("picture", "image"), ("text", "text")) for title, form in (
+                (f"{name} p50", "[p50_s]:.3f} s"), ("p99", "[p99_s]:.3f} s"), ("p99 / alone", "_ratio:.2f}"))),
+        ("failed", "{failed}")), _neighbours,
+        "{alone[picture][requests]} images of 4 steps and as many texts of 16 tokens in each row."),
+    "hostile": Table(("hostile",), (
+        ("defect", "{kind}"), ("bodies", "{bodies:,}"), ("answers", "{answers}")), _hostile,
+        "{requests:,} bodies. `/healthz` meanwhile: median {healthz_p50_ms:.1f} ms, p99 {healthz_p99_ms:.1f} ms, "
+        "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
+        "{rss_mib[1]:.0f} MiB at the end."),
+    "control": control("control"),
+    "lora-load": Table(("lora-load",), (
+        ("a step, ms", "{label}"), *((kind, f"{{{kind}}}") for kind in ("median", "mean", "p95", "worst", "steps"))),
+        _lora_load),
+    "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
+    "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
+    "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),
+    "planning-fleet": Table(("simulate-fleet", "simulate-fleet-mixed", "simulate-fleet-mixed-4",
+                             "simulate-fleet-mixed-2"), _BY_GPUS, _simulated),
+    "planning-saturated": Table(("simulate-cpu-auto",), _saturated_columns, _saturated),
+}  # fmt: skip

@@ -1,8 +1,8 @@
 """Tokens per second of one list of requests: transformers one at a time, in padded batches, and with its own continuous
 batching; then ours, in INT8, and with speculative decoding. All in turns, in one process, on one thread pool.
 
-Prompts and answers are of mixed lengths, answers of fixed ones: every rung writes the same number of tokens. Exactness
-is left to the tests.
+In fp32 on a CPU, in bf16 on a GPU. Prompts and answers are of mixed lengths, answers of fixed ones: every rung writes
+the same number of tokens. Exactness is left to the tests.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance, record
+from benchmarks.harness import provenance, record
 from core.batching.runner import Lane
 from core.config import Settings
 from llm.pages import PAGE
@@ -68,83 +68,82 @@ def run(
         jobs = bench.jobs(requests)
         measured, left_out = _take_turns(bench, jobs, rungs, turns)
         acceptance = bench.acceptance()
-    medians = {name: round(statistics.median(values), 1) for name, values in measured.items()}
-    _tabulate(bench.model.name, jobs, measured, medians)
+    medians = {name: round(statistics.median(rates), 1) for name, rates in measured.items()}
+    first = next(iter(medians.values()), 1.0)
+    prompts, answers = [len(job.prompt) for job in jobs], [job.tokens for job in jobs]
+    record.table(
+        f"{bench.model.name}: {len(jobs)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, answers of "
+        f"{min(answers)} to {max(answers)}",
+        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
+        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(rates):.0f} to {max(rates):.0f}")
+         for name, rates in measured.items()],
+    )  # fmt: skip
     result = {
-        "tokens_per_s": medians,
-        "acceptance": acceptance,
-        "spread": {name: [round(min(v), 1), round(max(v), 1)] for name, v in measured.items()},
-        "left_out": left_out,
-        "model": bench.model.name,
-        "parameters": sum(weight.numel() for weight in bench.model.network.parameters()),
-        "draft": bench.drafted,
-        "requests": requests,
-        "tokens": sum(job.tokens for job in jobs),
-        "static_batch": STATIC_BATCH,
+        "tokens_per_s": medians, "acceptance": acceptance,
+        "spread": {name: [round(min(rates), 1), round(max(rates), 1)] for name, rates in measured.items()},
+        "left_out": left_out, "model": bench.model.name,
+        "parameters": sum(weight.numel() for weight in bench.model.network.parameters()), "draft": bench.draft,
+        "requests": requests, "tokens": sum(answers), "static_batch": STATIC_BATCH,
         "resident_mib": record.resident_mib(),
-    }
+    }  # fmt: skip
     name = f"text-{bench.model.name.removeprefix('random:')}"
-    return record.publish(name, result, results, rooms=(*provenance.TEXTS, "benchmarks/text.py"))
+    return record.publish(name, result, results, whole=provenance.EMOJI_LM)
 
 
 def _take_turns(
     bench: _Bench, jobs: Sequence[Job], rungs: Sequence[str], turns: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason."""
-    from rich.console import Console
-
     rates: dict[str, list[float]] = {name: [] for name in rungs}
     left_out: dict[str, str] = {}
-    console = Console(stderr=True)
     for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
         for name in [name for name in rungs if name not in left_out]:
-            mine = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+            own = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
             if not turn:
-                mine = [replace(job, tokens=_WARM_TOKENS) for job in mine[:_ONE_AT_A_TIME]]
+                own = [replace(job, tokens=_WARM_TOKENS) for job in own[:_ONE_AT_A_TIME]]
             started = time.perf_counter()
             try:
-                bench.writes[name](mine)
+                bench.writes[name](own)
             except record.BenchError as error:
                 left_out[name] = str(error)
                 continue
-            console.print(f"turn {turn} of {turns}: {name} took {time.perf_counter() - started:.1f} s")
+            seconds = time.perf_counter() - started
+            record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
             if turn:
-                rates[name].append(sum(job.tokens for job in mine) / (time.perf_counter() - started))
+                rates[name].append(sum(job.tokens for job in own) / seconds)
     return {name: values for name, values in rates.items() if values}, left_out
-
-
-def _tabulate(
-    model: str, jobs: Sequence[Job], measured: Mapping[str, Sequence[float]], medians: Mapping[str, float]
-) -> None:
-    first = next(iter(medians.values()), 1.0)
-    prompts, answers = [len(job.prompt) for job in jobs], [job.tokens for job in jobs]
-    record.table(
-        f"{model}: {len(jobs)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, answers of {min(answers)} "
-        f"to {max(answers)}",
-        ("rung", "tokens/s", "speedup", "lowest to highest turn"),
-        [(name, f"{medians[name]:.0f}", f"{medians[name] / first:.2f}×", f"{min(v):.0f} to {max(v):.0f}")
-         for name, v in measured.items()],
-    )  # fmt: skip
 
 
 class _Bench:
     """The rungs on one model, each of ours with an engine of its own on the one lane."""
 
     def __init__(self, settings: Settings, name: str, draft: str, stack: ExitStack) -> None:
+        import torch
+
+        from llm.lane import StreamLane
         from llm.load import TextModelError, load
+        from workers.build import device_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        self._lane = Lane("rungs")
+        self._device = device_of(settings)
+        self._cuda = self._device != "cpu"
+        self._lane = StreamLane("rungs", torch.device(self._device)) if self._cuda else Lane("rungs")
         self._stack = stack
+
+        def loaded(name: str) -> Any:
+            if settings.threads:
+                torch.set_num_threads(settings.threads)
+            return load(name, precision="bf16" if self._cuda else "fp32", device=self._device)
+
         try:
-            self.model = self._lane.call(lambda: self._prepared(settings, name))
-            guide: Any = self._lane.call(lambda: load(draft)) if draft else "lookup"
+            self.model = self._lane.call(lambda: loaded(name))
+            guide: Any = self._lane.call(lambda: loaded(draft)) if draft else "lookup"
         except TextModelError as error:
             raise record.BenchError(str(error)) from error
-        self.drafted = "lookup" if guide == "lookup" else guide.name
-        self._stock = self._lane.call(lambda: load(name)).network
+        self.draft = "lookup" if guide == "lookup" else guide.name
+        self._stock = self._lane.call(lambda: loaded(name)).network
         self._stock.set_attn_implementation("sdpa")
-        self._kernels = self._lane.call(lambda: self._library(settings))
+        self._kernels = None if self._cuda else self._lane.call(lambda: self._library(settings))
         self._speculating: Any = None
         self.writes: dict[str, Write] = {
             "transformers-generate": lambda jobs: self._generate(jobs, 1),
@@ -154,16 +153,6 @@ class _Bench:
             "diptych-int8": self._ours(self._quantized),
             "diptych-speculative": self._ours(lambda: self.model, guide),
         }
-
-    @staticmethod
-    def _prepared(settings: Settings, name: str) -> Any:
-        import torch
-
-        from llm.load import load
-
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        return load(name)
 
     @staticmethod
     def _library(settings: Settings) -> Any:
@@ -178,13 +167,13 @@ class _Bench:
     def jobs(self, count: int) -> list[Job]:
         """Beginnings of captions of mixed lengths, and mixed numbers of tokens to write."""
         draw = random.Random(0)
-        tokenizer, made = self.model.tokenizer, []
+        tokenizer, drawn = self.model.tokenizer, []
         for i in range(count):
             text = " . ".join(draw.sample(_OPENINGS, draw.choice((1, 1, 2, 4))))
             ids = tokenizer(f"{text} {i}", add_special_tokens=False)["input_ids"]
-            made.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
+            drawn.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
         most = self.model.context
-        return [replace(job, prompt=job.prompt[: most - job.tokens]) for job in made]
+        return [replace(job, prompt=job.prompt[: most - job.tokens]) for job in drawn]
 
     def acceptance(self) -> float | None:
         """The share of guesses that were right."""
@@ -210,7 +199,8 @@ class _Bench:
                 mask[row, width - len(job.prompt) :] = 1
             with torch.inference_mode():
                 self._stock.generate(
-                    ids, attention_mask=mask, max_new_tokens=max(job.tokens for job in batch), do_sample=False,
+                    ids.to(self._device), attention_mask=mask.to(self._device), do_sample=False,
+                    max_new_tokens=max(job.tokens for job in batch),
                     eos_token_id=None, pad_token_id=0,
                 )  # fmt: skip
 
@@ -242,11 +232,11 @@ class _Bench:
                     manager.add_request(list(job.prompt), max_new_tokens=job.tokens)
                 written: list[int] = []
                 while len(written) < len(jobs):
-                    found = manager.get_result(timeout=1)
-                    if found is None and not manager.is_running():
+                    output = manager.get_result(timeout=1)
+                    if output is None and not manager.is_running():
                         raise RuntimeError("its thread ended")
-                    if found is not None and found.is_finished():
-                        written.append(len(found.generated_tokens))
+                    if output is not None and output.is_finished():
+                        written.append(len(output.generated_tokens))
                 if sum(written) != sum(job.tokens for job in jobs):
                     raise RuntimeError(f"it wrote {sum(written)} tokens, not all")
 
@@ -263,38 +253,39 @@ class _Bench:
     def _quantized(self) -> Any:
         from llm.quantized import quantize
 
-        if self._kernels is None:
+        if self._kernels is None and not self._cuda:
             raise record.BenchError("INT8 does not run here without our kernels")
         return quantize(self.model, [job.prompt for job in self.jobs(16)])
 
     def _ours(self, model: Callable[[], Any], guide: Any = None) -> Write:
-        """All jobs at once to an engine, which is made when it is first needed."""
+        """Submits all jobs at once to an engine, which is built when it is first needed."""
         from core.batching.engine import Engine
         from core.batching.request import Request
         from llm.parameters import TextParameters
         from llm.runner import TextRunner
 
-        made: list[tuple[Any, Engine]] = []
+        engines: list[Engine] = []
         turn = 0
 
-        def start() -> tuple[Any, Engine]:
+        def start() -> Engine:
             served = self._lane.call(model)
-            runner = self._lane.call(lambda: TextRunner(served, lane=self._lane, kernels=self._kernels, draft=guide))
+            kv = "int8" if self._cuda and served.precision == "int8" else "float"
+            runner = self._lane.call(
+                lambda: TextRunner(served, lane=self._lane, kernels=self._kernels, draft=guide, kv=kv)
+            )
             runner.prepare(measure_s=10.0)
             if guide is not None:
                 self._speculating = runner
-            return runner, self._stack.enter_context(Engine([runner]))
-
-        def wanted(job: Job) -> TextParameters:
-            return TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True)
+            return self._stack.enter_context(Engine([runner]))
 
         def write(jobs: Sequence[Job]) -> None:
             nonlocal turn
             turn += 1
-            if not made:
-                made.append(start())
-            futures = [made[0][1].submit(Request(f"{turn}-{i}", "text", wanted(job))) for i, job in enumerate(jobs)]
-            for future in futures:
+            if not engines:
+                engines.append(start())
+            parameters = [TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True) for job in jobs]
+            requests = [Request(f"{turn}-{number}", "text", own) for number, own in enumerate(parameters)]
+            for future in [engines[0].submit(request) for request in requests]:
                 future.result()
 
         return write

@@ -29,7 +29,6 @@ def add(commands: Commands) -> None:
     for name, text in (
         ("ladder", "pictures per second, one optimization after the other"),
         ("arrivals", "latency under Poisson arrivals, against request-level batching"),
-        ("peers", "one UNet forward in INT8, against diffusers, torch.compile and OpenVINO"),
         ("serve", "the whole service through HTTP: its capacity, and latency under Poisson arrivals"),
     ):
         one = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -37,7 +36,7 @@ def add(commands: Commands) -> None:
         one.add_argument(
             "--pictures",
             type=int,
-            default={"ladder": 64, "arrivals": 300, "peers": 0, "serve": 300}[name],
+            default={"ladder": 64, "arrivals": 300, "serve": 300}[name],
             metavar="N",
             help="default: %(default)s",
         )
@@ -48,7 +47,6 @@ def add(commands: Commands) -> None:
                 "--instructions", choices=("native", "avx2"), help="that all rungs are limited to; default: native"
             )
             one.add_argument("--student", metavar="NAME", help="of the rungs turbo; default: the model's, with -turbo")
-        if name in ("ladder", "peers"):
             one.add_argument(
                 "--compile-limit", type=float, metavar="S",
                 help="torch.compile may take so long, else its row is left out; default: 300",
@@ -66,7 +64,7 @@ def add(commands: Commands) -> None:
 @contextmanager
 def _bench_errors() -> Iterator[None]:
     """Context: raises `UsageError` for what a benchmark cannot measure."""
-    from benchmarks.record import BenchError
+    from benchmarks.harness.record import BenchError
 
     try:
         yield
@@ -121,9 +119,9 @@ def _add_loras(benches: Commands) -> None:
 def _loras(options: argparse.Namespace) -> int:
     from benchmarks import loras
 
-    wanted = loras.Wanted(options.rows, options.loras, options.rank, options.layers, options.rounds)
+    step = loras.LoraStep(options.rows, options.loras, options.rank, options.layers, options.rounds)
     with _opened(options) as chosen:
-        loras.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
+        loras.run(chosen, step, sdxl=options.sdxl, results=options.results)
     return 0
 
 
@@ -139,9 +137,9 @@ def _add_lora_load(benches: Commands) -> None:
 def _lora_load(options: argparse.Namespace) -> int:
     from benchmarks import lora_load
 
-    wanted = lora_load.Wanted(options.mib, options.rounds, options.steps, options.side)
+    file = lora_load.LoraFile(options.mib, options.rounds, options.steps, options.side)
     with _opened(options) as chosen:
-        lora_load.run(chosen, wanted, results=options.results)
+        lora_load.run(chosen, file, results=options.results)
     return 0
 
 
@@ -161,9 +159,9 @@ def _add_control(benches: Commands) -> None:
 def _control(options: argparse.Namespace) -> int:
     from benchmarks import control
 
-    wanted = control.Wanted(options.rows, options.rounds, options.control)
+    step = control.ControlStep(options.rows, options.rounds, options.control)
     with _opened(options) as chosen:
-        control.run(chosen, wanted, sdxl=options.sdxl, results=options.results)
+        control.run(chosen, step, sdxl=options.sdxl, results=options.results)
     return 0
 
 

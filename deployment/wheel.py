@@ -37,7 +37,7 @@ TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".js", ".json", ".lua", ".svg", ".txt"}
 # For the checkout only: measurements behind the docs.
-_LEFT_OUT = ("benchmarks/results/", "benchmarks/h200/results/")
+_LEFT_OUT = ("benchmarks/results/", "benchmarks/history/")
 
 
 class BuildError(ValueError):

@@ -11,9 +11,11 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from benchmarks.record import BenchError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from benchmarks.harness.record import BenchError
 from core.batching.cost import CostCurve
 
 SHIPPED = Path(__file__).resolve().parent.parent / "costs"
@@ -59,11 +61,11 @@ class Costs:
 
     def __call__(self, phase: str, size: Size, rows: int) -> float:
         """Seconds of one iteration of that many rows. A phase that the table omits takes no time."""
-        found = self._known.get((phase, size, rows))
-        if found is None:
+        seconds = self._known.get((phase, size, rows))
+        if seconds is None:
             curve = self._curves.get((phase, size))
-            found = self._known[phase, size, rows] = 0.0 if curve is None else curve(rows)
-        return found
+            seconds = self._known[phase, size, rows] = 0.0 if curve is None else curve(rows)
+        return seconds
 
     def widest(self, phase: str, size: Size) -> int | None:
         """The largest measured number of rows; None without measurements."""
@@ -101,85 +103,64 @@ def shipped() -> list[str]:
 def read(path: Path) -> Costs:
     """Raises `CostError`, which names the file and the field."""
     try:
-        table = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
+        fields = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
+        table = _Table.model_validate(fields)
     except OSError as error:
         there = f"; shipped are {', '.join(shipped())}"
         raise CostError(f"--costs: {path} cannot be read ({error.strerror}){there}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        raise CostError(f"{path}: {field}: {first['msg']}".replace(": :", ":")) from error
     except ValueError as error:
         raise CostError(f"{path}: is not JSON ({error})") from error
-    try:
-        return _read(path.name, table)
-    except ValueError as error:
-        raise CostError(f"{path}: {error}") from error
+    rows = table.model_dump(by_alias=True, exclude_none=True)
+    measured = {
+        (phase, _size(word)): {int(count): seconds for count, seconds in by_rows.items()}
+        for phase in PHASES
+        for word, by_rows in rows.get(phase, {}).items()
+    }
+    held = {_size(word): parts for word, parts in rows.get("held_bytes", {}).items()}
+    return Costs(path.name, measured, device=table.device, source=table.source, held=held)
 
 
-def _read(name: str, table: Any) -> Costs:
-    if not isinstance(table, dict):
-        raise ValueError("must be an object")
-    for field in table.keys() - {*PHASES, "device", "source", "held_bytes"}:
-        raise ValueError(f"{field}: is not known; phases are {', '.join(PHASES)}")
-    for field in ("device", "source"):
-        if not isinstance(table.get(field), str) or not table[field].strip():
-            raise ValueError(f"{field}: must say in words {'what' if field == 'device' else 'how it'} was measured")
-    measured = {}
-    for phase in PHASES:
-        for size, where, rows in _by_size(table, phase):
-            if (size == ANY) != (phase == ENCODE):
-                raise ValueError(f"{where}: must be {'any' if phase == ENCODE else 'a size such as 1024x1024'}")
-            measured[phase, size] = _seconds(where, rows)
-    for phase in (DEEP, VAE):
-        if phase not in table:
-            raise ValueError(f"{phase}: is missing")
-    held = {size: _held(where, parts) for size, where, parts in _by_size(table, "held_bytes")}
-    return Costs(name, measured, device=table["device"], source=table["source"], held=held)
+Words = Annotated[str, Field(pattern=r"\S")]
+SizeName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$")]
+ByRows = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}$")], Annotated[float, Field(gt=0, allow_inf_nan=False)]],
+    Field(min_length=1),
+]
+BySize = Annotated[dict[SizeName, ByRows], Field(min_length=1)]
+Part = Literal["request", "row", "shallow", "shallow-resnet"]
 
 
-def _held(where: str, parts: dict[str, Any]) -> dict[str, int]:
-    for part, value in parts.items():
-        if part not in ("request", "row", *SHALLOW.values()):
-            raise ValueError(f"{where}.{part}: is not known")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{where}.{part}: must be a whole number of bytes")
-    return parts
+class _Table(BaseModel):
+    """The file's fields. Keys of rows are numbers in words, as JSON has them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    device: Words
+    source: Words
+    encode: Annotated[dict[Literal["any"], ByRows], Field(min_length=1)] | None = None
+    deep: BySize
+    shallow: BySize | None = None
+    shallow_resnet: BySize | None = Field(None, alias="shallow-resnet")
+    vae: BySize
+    held_bytes: Annotated[dict[SizeName, dict[Part, Annotated[int, Field(ge=0)]]], Field(min_length=1)] | None = None
 
 
-def _by_size(table: Mapping[str, Any], field: str) -> list[tuple[Size, str, dict[str, Any]]]:
-    found = table.get(field, {})
-    if not isinstance(found, dict) or (field in table and not found):
-        raise ValueError(f"{field}: must be an object with a size or more")
-    for word, inner in found.items():
-        if not isinstance(inner, dict) or not inner:
-            raise ValueError(f"{field}.{word}: must be an object that is not empty")
-    return [(_size(f"{field}.{word}", word), f"{field}.{word}", inner) for word, inner in found.items()]
-
-
-def _size(where: str, word: str) -> Size:
-    if word == "any":
-        return ANY
-    if not re.fullmatch(r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", word):
-        raise ValueError(f"{where}: must be named by a size such as 1024x1024, or any")
-    width, height = word.split("x")
-    return int(width), int(height)
+def _size(word: str) -> Size:
+    width, _, height = word.partition("x")
+    return ANY if word == "any" else (int(width), int(height))
 
 
 def _word(size: Size) -> str:
     return "any" if size == ANY else f"{size[0]}x{size[1]}"
 
 
-def _seconds(where: str, rows: Mapping[str, Any]) -> dict[int, float]:
-    found = {}
-    for word, seconds in rows.items():
-        if not re.fullmatch(r"[1-9][0-9]{0,4}", word):
-            raise ValueError(f"{where}.{word}: must be a number of rows, 1 or more")
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise ValueError(f"{where}.{word}: must be seconds above 0")
-        found[int(word)] = float(seconds)
-    return found
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
         raise ValueError(f"{twice}: stands twice in one object")
-    return found
+    return fields

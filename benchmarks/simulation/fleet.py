@@ -129,7 +129,7 @@ class StepLevel:
                 self._end(job.index, job.deadline, missed=True)
                 continue
             engine = self._asking.popleft()
-            request = Request(str(job.index), "image", job.wanted, priority=job.priority, deadline=job.deadline)
+            request = Request(str(job.index), "image", job.parameters, priority=job.priority, deadline=job.deadline)
             engine.scheduler.add(request, now)
             engine.in_hand += 1
             if engine.in_hand < self._image_jobs:

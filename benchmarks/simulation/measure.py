@@ -5,6 +5,7 @@ Other load on the machine affects the results.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,10 @@ from itertools import product
 from pathlib import Path
 from uuid import uuid4
 
-from benchmarks import provenance, record
+from benchmarks.harness import provenance, record
+from benchmarks.harness.traces import draw_batch
 from benchmarks.simulation.costs import SHALLOW, CostError, Costs, Seconds, Size
 from benchmarks.simulation.traffic import picture
-from benchmarks.traces import draw_batch
 from contract.errors import Invalid
 from contract.plan import DeepCache
 from core.batching.request import Request
@@ -30,8 +31,8 @@ _TOGETHER = (1, 2, 4, 8)  # pictures that are drawn together, after all widths w
 
 def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
     """Measure at these sizes (default: the native one). Raises `CostError` for one that is not offered."""
-    with record.alone(), build(settings) as works:
-        runner = works.images
+    with record.alone(), build(settings) as runtime:
+        runner = runtime.images
         sizes = sizes or [(runner.model.native, runner.model.native)]
         for size in sizes:
             if size not in runner.sizes and size not in runner.model.size_range:
@@ -39,11 +40,11 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
                 others = f"; and {runner.model.size_range}"
                 raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}{others}")
         for size in sizes:
-            works.lane.call(partial(runner.backend.prepare, size))
+            runtime.lane.call(partial(runner.backend.prepare, size))
         runner.backend.wait()
         for _ in range(_ROUNDS):
             for size in sizes:
-                works.lane.call(partial(runner.backend.prepare, size, measure_s=_ROUND_S))
+                runtime.lane.call(partial(runner.backend.prepare, size, measure_s=_ROUND_S))
             for size, together, depth in product(sizes, _TOGETHER, SHALLOW):
                 if together <= settings.max_requests:
                     _draw(runner, size, together, depth)
@@ -57,23 +58,17 @@ def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
         known = measured.get((phase, size), {})
         least = {rows: min(known.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
         measured[phase, size] = {**known, **least}
-    found, model = provenance.provenance(), runner.model
-    about = found["machine"]
-    where = about["gpu"] if model.device.type == "cuda" else f"{about['processor']}, {about['threads']} threads"
-    return Costs(
-        model.name,
-        measured,
-        device=f"{where}, {model.name}, {model.precision}",
-        source=f"diptych bench simulate --measure, {found['date']}, at {found['commit']}, torch {about['torch']}, "
-        f"load average {about['load_average']}",
-        held={size: _held(runner, size) for size in sizes},
-    )
+    about, model = provenance.provenance(), runner.model
+    machine = about["machine"]
+    where = machine["gpu"] if model.device.type == "cuda" else f"{machine['processor']}, {machine['threads']} threads"
+    how = f"{about['date']}, at {about['commit']}, torch {machine['torch']}, load average {machine['load_average']}"
+    device, source = f"{where}, {model.name}, {model.precision}", f"diptych bench simulate --measure, {how}"
+    held = {size: _held(runner, size) for size in sizes}
+    return Costs(model.name, measured, device=device, source=source, held=held)
 
 
 def save(costs: Costs, path: Path) -> None:
     """Raises `CostError` if the file cannot be written."""
-    import json
-
     try:
         path.write_text(json.dumps(costs.as_json(), indent=1) + "\n")
     except OSError as error:
@@ -85,8 +80,8 @@ def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
     requests: list[Request] = []
     for _ in range(together):
         prompt = str(uuid4())
-        wanted = replace(picture(size, 2, True, DeepCache(2, depth)), prompt=prompt)
-        requests.append(Request(prompt, runner.modality, wanted))
+        parameters = replace(picture(size, 2, True, DeepCache(2, depth)), prompt=prompt)
+        requests.append(Request(prompt, runner.modality, parameters))
     try:
         runner.check(requests[0])
     except Invalid as error:
@@ -96,9 +91,9 @@ def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
 
 def _held(runner: ImageRunner, size: Size) -> dict[str, int]:
     """A request's memory: once per request, per row, and a row's features by phase."""
-    one, two = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
+    narrow, wide = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
     cached = {
-        phase: runner.holdings.size_bytes(picture(size, 2, False, DeepCache(2, depth))) - one
+        phase: runner.holdings.size_bytes(picture(size, 2, False, DeepCache(2, depth))) - narrow
         for depth, phase in SHALLOW.items()
     }
-    return {"request": 2 * one - two, "row": two - one, **cached}
+    return {"request": 2 * narrow - wide, "row": wide - narrow, **cached}

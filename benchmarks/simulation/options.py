@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from benchmarks.record import BenchError
+from benchmarks.harness.record import BenchError
 from benchmarks.simulate import Plan
 from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
@@ -32,11 +32,11 @@ def plan(options: argparse.Namespace, settings: Settings, costs: Costs | None = 
         raise BenchError("--seed: must be at least 0")
     mix = Mix(
         size=_mix("--sizes", options.sizes, _size) if options.sizes else traffic.always(_largest(costs)),
-        steps=_mix("--steps", options.steps, _steps),
+        steps=_mix("--steps", options.steps, _whole(1, MAX_STEPS)),
         guided=_mix("--guidance", options.guidance, _guidance),
         deepcache=_mix("--deepcache", options.schedules, parse),
         deadline_s=_mix("--deadlines", options.deadlines, _deadline),
-        priority=_mix("--priorities", options.priorities, _priority),
+        priority=_mix("--priorities", options.priorities, _whole(0, 9)),
     )
     return Plan(
         mix=mix,
@@ -72,12 +72,12 @@ def _mix(option: str, text: str, read: Callable[[str], T]) -> Choice[T]:
 
 def _list(option: str, text: str, read: Callable[[str], T], what: str) -> tuple[T, ...]:
     try:
-        found = tuple(read(word) for word in text.split(","))
+        values = tuple(read(word) for word in text.split(","))
     except ValueError:
         raise BenchError(f"{option}: must be {what}, with commas between them") from None
-    if list(found) != sorted(set(found)):  # type: ignore[type-var]
+    if list(values) != sorted(set(values)):  # type: ignore[type-var]
         raise BenchError(f"{option}: must rise")
-    return found
+    return values
 
 
 def _bursts(text: str | None) -> Bursts | None:
@@ -105,10 +105,13 @@ def _size(word: str) -> Size:
     return int(width), int(height)
 
 
-def _steps(word: str) -> int:
-    if not (re.fullmatch(r"[0-9]{1,6}", word) and 1 <= int(word) <= MAX_STEPS):
-        raise ValueError(f"{word}: must be a whole number between 1 and {MAX_STEPS}")
-    return int(word)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def read(word: str) -> int:
+        if not (re.fullmatch(r"[0-9]{1,6}", word) and least <= int(word) <= most):
+            raise ValueError(f"{word}: must be a whole number between {least} and {most}")
+        return int(word)
+
+    return read
 
 
 def _guidance(word: str) -> Guidance:
@@ -132,9 +135,3 @@ def _deadline(word: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{word}: must be seconds above 0, or none")
     return seconds
-
-
-def _priority(word: str) -> int:
-    if not re.fullmatch(r"[0-9]", word):
-        raise ValueError(f"{word}: must be from 0 (most urgent) to 9")
-    return int(word)

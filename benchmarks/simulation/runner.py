@@ -47,17 +47,17 @@ class Span(NamedTuple):
     rows: int
 
 
-def steps_of(wanted: ImageParameters) -> tuple[tuple[int, bool], ...]:
+def steps_of(parameters: ImageParameters) -> tuple[tuple[int, bool], ...]:
     """Each step's rows, and whether it is deep."""
-    rows = 2 if wanted.guidance_scale > 1 else 1
-    return rows_and_depths(wanted.deepcache, wanted.guidance, wanted.steps, rows)
+    rows = 2 if parameters.guidance_scale > 1 else 1
+    return rows_and_depths(parameters.deepcache, parameters.guidance, parameters.steps, rows)
 
 
 @lru_cache(maxsize=4096)
-def phases_of(wanted: ImageParameters) -> tuple[tuple[Group, int], ...]:
+def phases_of(parameters: ImageParameters) -> tuple[tuple[Group, int], ...]:
     """The image's iterations: the group of each, and its rows there."""
-    size, steps = (wanted.width, wanted.height), steps_of(wanted)
-    groups = ((Group(_phase(wanted, deep), size), rows) for rows, deep in steps)
+    size, steps = (parameters.width, parameters.height), steps_of(parameters)
+    groups = ((Group(_phase(parameters, deep), size), rows) for rows, deep in steps)
     return ((Group(ENCODE, ANY), max(rows for rows, _ in steps)), *groups, (Group(VAE, size), 1))
 
 
@@ -67,19 +67,19 @@ def limit(costs: Costs, device: Device, group: Group) -> int:
     return min(allowed, costs.widest(group.phase, group.size) or allowed)
 
 
-def held_bytes(costs: Costs, wanted: ImageParameters) -> int:
+def held_bytes(costs: Costs, parameters: ImageParameters) -> int:
     """An image's memory from its admission to its last guided step; 0 if the table does not contain it."""
-    parts = costs.held.get((wanted.width, wanted.height), {})
-    widths = [rows for rows, _ in steps_of(wanted)]
+    parts = costs.held.get((parameters.width, parameters.height), {})
+    widths = [rows for rows, _ in steps_of(parameters)]
     narrows = max(widths) > widths[-1]  # what is kept is copied while both rows are still there
-    return parts.get("request", 0) + (max(widths) + narrows) * _row_bytes(costs, wanted)
+    return parts.get("request", 0) + (max(widths) + narrows) * _row_bytes(costs, parameters)
 
 
-def _row_bytes(costs: Costs, wanted: ImageParameters) -> int:
+def _row_bytes(costs: Costs, parameters: ImageParameters) -> int:
     """What each row of it holds."""
-    parts = costs.held.get((wanted.width, wanted.height), {})
-    cached = wanted.deepcache
-    features = 0 if cached is None or all(cached.plan(wanted.steps)) else parts.get(SHALLOW[cached.depth], 0)
+    parts = costs.held.get((parameters.width, parameters.height), {})
+    cached = parameters.deepcache
+    features = 0 if cached is None or all(cached.plan(parameters.steps)) else parts.get(SHALLOW[cached.depth], 0)
     return parts.get("row", 0) + features
 
 
@@ -149,15 +149,15 @@ class SimulatedRunner:
         return frozenset()
 
     def admit(self, request: Request) -> NotYet | None:
-        wanted: ImageParameters = request.parameters
-        needed = held_bytes(self._costs, wanted)
+        parameters: ImageParameters = request.parameters
+        needed = held_bytes(self._costs, parameters)
         if not self.memory.take(needed):
             return NotYet()
         slot = self._slots.take()
         if slot is None:
             self.memory.give(needed)
             return NotYet()
-        request.work = _Work(slot, needed, phases_of(wanted))
+        request.work = _Work(slot, needed, phases_of(parameters))
         request.phase = ENCODE
         return None
 
@@ -193,10 +193,10 @@ class SimulatedRunner:
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, Group)
-        found = self._limits.get(group)
-        if found is None:
-            found = self._limits[group] = limit(self._costs, self._device, group)
-        return found
+        rows = self._limits.get(group)
+        if rows is None:
+            rows = self._limits[group] = limit(self._costs, self._device, group)
+        return rows
 
     def lane(self, group: Hashable) -> str:
         return LANE
@@ -232,5 +232,5 @@ class SimulatedRunner:
         return Outcome(progress)
 
 
-def _phase(wanted: ImageParameters, deep: bool) -> str:
-    return DEEP if deep or wanted.deepcache is None else SHALLOW[wanted.deepcache.depth]
+def _phase(parameters: ImageParameters, deep: bool) -> str:
+    return DEEP if deep or parameters.deepcache is None else SHALLOW[parameters.deepcache.depth]

@@ -2,7 +2,7 @@
 
 A free device takes up to `batch` waiting images of one kind (size, steps, guidance, DeepCache), which begin and end
 together; with a window, only once that many wait or the oldest has waited that long. The policy of
-`benchmarks.traces.RequestLevel`, whose draw_batch has the same costs, on one ideal queue for all devices.
+`benchmarks.harness.traces.RequestLevel`, whose draw_batch has the same costs, on one ideal queue for all devices.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Forwards = list[tuple[str, int, float]]
 """Phase, rows and seconds of each forward."""
 
 
-def draw(costs: Costs, device: Device, wanted: ImageParameters, count: int) -> Forwards:
+def draw(costs: Costs, device: Device, parameters: ImageParameters, count: int) -> Forwards:
     """The forwards that generate that many images of a kind together; forwards that would be too wide are split."""
-    made: Forwards = []
-    for group, rows in phases_of(wanted):
+    forwards: Forwards = []
+    for group, rows in phases_of(parameters):
         together = max(1, limit(costs, device, group) // rows)
         for start in range(0, count, together):
             wide = rows * min(together, count - start)
-            made.append((group.phase, wide, costs(*group, wide)))
-    return made
+            forwards.append((group.phase, wide, costs(*group, wide)))
+    return forwards
 
 
 class _Kind:
@@ -108,7 +108,7 @@ class RequestLevel:
         return self._served
 
     def _arrive(self, job: Job) -> None:
-        self._kinds.setdefault(job.wanted, _Kind()).push(job)
+        self._kinds.setdefault(job.parameters, _Kind()).push(job)
         if job.deadline < math.inf:
             heapq.heappush(self._deadlines, (job.deadline, job.index, job))
 
@@ -127,15 +127,15 @@ class RequestLevel:
             job = heapq.heappop(self._deadlines)[2]
             if not self._left[job.index]:
                 self._left[job.index] = True
-                self._kinds[job.wanted].count -= 1
+                self._kinds[job.parameters].count -= 1
                 self._served.ended[job.index] = job.deadline
                 self._served.missed[job.index] = True
 
     def _ripe(self, now: float) -> ImageParameters | None:
         """The next kind: of those that may start, the one with the most urgent job."""
         ripe = (
-            (kind.first(self._left)[:2], wanted)
-            for wanted, kind in self._kinds.items()
+            (kind.first(self._left)[:2], parameters)
+            for parameters, kind in self._kinds.items()
             if kind.count and (kind.count >= self._batch or self._until(kind) <= now)
         )
         return min(ripe, key=lambda entry: entry[0], default=(None, None))[1]
@@ -144,15 +144,15 @@ class RequestLevel:
         """When the window of a kind's oldest job ends."""
         return kind.oldest(self._left).arrival + self._window_s
 
-    def _launch(self, wanted: ImageParameters, now: float) -> None:
-        kind = self._kinds[wanted]
+    def _launch(self, parameters: ImageParameters, now: float) -> None:
+        kind = self._kinds[parameters]
         taken: list[Job] = []
         while kind.count and len(taken) < self._batch:
             job = kind.first(self._left)[2]
             self._left[job.index] = True
             kind.count -= 1
             taken.append(job)
-        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(wanted, len(taken))
+        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(parameters, len(taken))
         ends = now + seconds
         heapq.heappush(self._events, (ends, gpu))
         served = self._served
@@ -164,11 +164,11 @@ class RequestLevel:
             served.missed[job.index] = job.deadline <= ends
         self._on_batch(gpu, now, ends, taken)
 
-    def _cost(self, wanted: ImageParameters, count: int) -> tuple[float, int, int]:
+    def _cost(self, parameters: ImageParameters, count: int) -> tuple[float, int, int]:
         """Seconds of a batch, and its denoising forwards with their rows."""
-        found = self._known.get((wanted, count))
-        if found is None:
-            forwards = draw(self._costs, self._device, wanted, count)
+        cost = self._known.get((parameters, count))
+        if cost is None:
+            forwards = draw(self._costs, self._device, parameters, count)
             steps = [rows for phase, rows, _ in forwards if phase in STEPS]
-            found = self._known[wanted, count] = (sum(s for _, _, s in forwards), len(steps), sum(steps))
-        return found
+            cost = self._known[parameters, count] = (sum(s for _, _, s in forwards), len(steps), sum(steps))
+        return cost

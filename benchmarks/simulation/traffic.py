@@ -90,7 +90,7 @@ class Job:
 
     index: int
     arrival: float
-    wanted: ImageParameters
+    parameters: ImageParameters
     priority: int
     deadline: float
 
@@ -130,15 +130,15 @@ def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = N
     when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
     columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]
     known: dict[Any, ImageParameters] = {}
-    wanted = []
+    parameters = []
     for key in zip(*columns, strict=True):
         if key not in known:
             known[key] = picture(*key)
-        wanted.append(known[key])
+        parameters.append(known[key])
     priorities, deadlines = mix.priority.draw(rng, count), mix.deadline_s.draw(rng, count)
     return [
         Job(index, arrival, asked, priority, arrival + deadline_s)
         for index, (arrival, asked, priority, deadline_s) in enumerate(
-            zip(when, wanted, priorities, deadlines, strict=True)
+            zip(when, parameters, priorities, deadlines, strict=True)
         )
     ]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record
+from benchmarks.harness import record
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arrivals, record
-from benchmarks.loop import Loop
-from benchmarks.traces import Order
+from benchmarks import arrivals
+from benchmarks.harness import record
 from core.config import Settings
-from workers.build import build
 
 TINY = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
 
@@ -35,20 +33,3 @@ def test_every_figure_is_measured(
 def test_no_arrivals_are_refused() -> None:
     with pytest.raises(record.BenchError, match="--pictures"):
         arrivals.run(TINY, steps=1, pictures=0, results=None)
-
-
-def test_a_loop_counts_what_ends_while_it_counts() -> None:
-    with build(TINY) as works:
-        order = Order(works.images.model.native, 3, None)
-        loop = Loop(works.engine, lambda number: order.request(f"n{number}", number), 2)
-        loop.start()
-        loop.wait(3)
-        assert loop.ended == [] and loop.steps == 0
-        loop.counts = True
-        loop.wait(4)
-        loop.counts = False
-        counted = len(loop.ended)
-        loop.close()
-        assert len(loop.ended) == counted >= 4
-        assert loop.steps >= 3 * (counted - 2), "the two under way may have begun before"
-        assert works.engine.counts() == {"image": (0, 0)}

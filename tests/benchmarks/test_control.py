@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import control, lora_load, record
-from benchmarks.control import Wanted
+from benchmarks import control
+from benchmarks.control import ControlStep
+from benchmarks.harness import models, record
 from core.config import Settings
 from pipeline import tiny
 from pipeline.folder import ModelError
@@ -20,7 +20,6 @@ from tests.core.quant.stage import CACHE, kernels
 from tests.pipeline import controls
 
 SETTINGS = Settings(model=tiny.TINY, precision="fp32", device="cpu", threads=1, cache_dir=CACHE.parent)
-SMALL: dict[str, Any] = {**lora_load.WIDTHS, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,9 @@ def test_steps_and_the_network_are_timed_in_turns(
 ) -> None:
     kernels()
     settings = SETTINGS.model_copy(update={"control_dir": str(folder), "precision": "auto" if sdxl else "fp32"})
-    result = control.run(settings, Wanted(rows=4, rounds=2), sdxl=sdxl, widths=SMALL, side=4, results=tmp_path)
+    result = control.run(
+        settings, ControlStep(rows=4, rounds=2), sdxl=sdxl, widths=models.SMALL, side=4, results=tmp_path
+    )
     out = capsys.readouterr().out
     name = "control-sdxl" if sdxl else "control"
     assert json.loads(out.splitlines()[-1]) == json.loads((tmp_path / f"{name}.json").read_text())
@@ -52,22 +53,22 @@ def test_steps_and_the_network_are_timed_in_turns(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "error", "said"),
+    ("options", "error", "said"),
     [
-        (Wanted(rows=3), record.BenchError, "--rows must be even"),
-        (Wanted(rounds=0), record.BenchError, "--rounds between 1 and 500"),
-        (Wanted(control="sketch"), record.BenchError, "--control: sketch is no ControlNet, but a T2IAdapter"),
-        (Wanted(control="depth"), ModelError, "depth"),
+        (ControlStep(rows=3), record.BenchError, "--rows must be even"),
+        (ControlStep(rounds=0), record.BenchError, "--rounds between 1 and 500"),
+        (ControlStep(control="sketch"), record.BenchError, "--control: sketch is no ControlNet, but a T2IAdapter"),
+        (ControlStep(control="depth"), ModelError, "depth"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    wanted: Wanted, error: type[Exception], said: str, folder: Path, tmp_path: Path
+    options: ControlStep, error: type[Exception], said: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said):
-        control.run(SETTINGS.model_copy(update={"control_dir": str(folder)}), wanted, results=tmp_path)
+        control.run(SETTINGS.model_copy(update={"control_dir": str(folder)}), options, results=tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(record.BenchError, match="--device: there is no GPU"):
-        control.run(SETTINGS.model_copy(update={"device": "cuda"}), Wanted(), results=tmp_path)
+        control.run(SETTINGS.model_copy(update={"device": "cuda"}), ControlStep(), results=tmp_path)

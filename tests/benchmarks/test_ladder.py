@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ladder, record
+from benchmarks import ladder, rungs
+from benchmarks.harness import provenance, record
 from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
 from benchmarks.rungs import STOCK, LeftOut, Variant, first_request
 from core.config import Settings
@@ -25,7 +26,15 @@ from tests.core.quant.stage import CACHE
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(ladder, "_ROUND", 2)
     monkeypatch.setattr(ladder, "_BATCHES", (1, 2))
+    monkeypatch.setattr(ladder, "_TURN_S", 0.0)
+    monkeypatch.setattr(ladder, "_WARM", 2)
+    monkeypatch.setattr(rungs, "MEASURE_S", 0.1)
     return Settings(model=tiny.TINY, cache_dir=tmp_path / "cache", threads=1)
+
+
+def within(name: str, folders: tuple[str, ...]) -> bool:
+    """Whether a file is, or lies below, one of these."""
+    return any(name == folder or name.startswith(f"{folder}/") for folder in folders)
 
 
 def states(contender: Contender) -> set[str]:
@@ -46,27 +55,29 @@ def test_rungs_take_turns_in_processes_of_their_own(
         return whole(self, first, count)
 
     monkeypatch.setattr(Contender, "rate", watched)
-    rungs = (STOCK, "+compile", "step-batching", "+gate")
     monkeypatch.setattr(ladder, "_PREPARED_S", 120.0)
-    start = Ladder.start
+    monkeypatch.setattr(BestStock, "find", lambda self: (Variant(threads=1), 1))  # which is tested below
+    start, left_out = Ladder.start, {"+compile": "torch.compile took more than 0.001 s", "+gate": "one step"}
 
     def impatient(self: Ladder, name: str, *given: Any) -> Any:
-        if name == "+compile":
-            raise LeftOut("torch.compile took more than 0.001 s")
+        if name in left_out:
+            raise LeftOut(left_out[name])
         return start(self, name, *given)
 
     monkeypatch.setattr(Ladder, "start", impatient)
-    result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=rungs, compile_limit_s=0.0)
+    order = (STOCK, "+compile", "step-batching", "+gate")
+    result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=order, compile_limit_s=0.0)
     assert [rung["name"] for rung in result["rungs"]] == [STOCK, "step-batching"]
-    assert result["left_out"] == {
-        "+compile": "torch.compile took more than 0.001 s", "+gate": "guidance ends after one step at least",
-    }  # fmt: skip
+    assert result["left_out"] == left_out
     assert len(seen) == 5 and all(states == {psutil.STATUS_STOPPED} for states in seen)
     stored = json.loads((tmp_path / "ladder.json").read_text())
     assert stored["left_out"] == result["left_out"] and stored["rungs"][0]["speedup"] == 1.0
-    assert stored["stock"]["best"] in [trial["variant"] for trial in stored["stock"]["trials"]]
+    assert stored["stock"]["best"]["threads"] == stored["stock"]["processes"] == 1
     rooms = stored["provenance"]["rooms"]
     assert "build.py" in rooms["workers"] and "engine.py" in rooms["core/batching"], "the children's modules"
+    imported = {name for name in every[1].imported if not name.startswith("benchmarks/")}
+    assert {"core/kernels/device.py", "core/threads.py", "core/ops/ops.py"} <= imported
+    assert [name for name in imported if not within(name, provenance.WORKER)] == [], "of workers that do not report"
     told = [line.split(" pictures/s")[0].rpartition(" ")[0] for line in capsys.readouterr().err.splitlines()]
     assert [line for line in told if line.startswith("turn ")] == [
         "turn 1 of 2: diffusers", "turn 1 of 2: step-batching", "turn 2 of 2: diffusers", "turn 2 of 2: step-batching",
@@ -84,7 +95,11 @@ def test_a_process_that_takes_too_long_or_ends_is_left_out(settings: Settings) -
         wrong.answer()
 
 
-def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path) -> None:
+def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_out(*_: Any) -> Any:
+        raise LeftOut("guidance ends after one step at least")
+
+    monkeypatch.setattr(Ladder, "start", left_out)
     with pytest.raises(record.BenchError, match="guidance ends"):
         ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("+gate",))
     with pytest.raises(record.BenchError, match="--rungs: there is no stairs"):
@@ -111,11 +126,11 @@ class Fixed:
 @given(rates=st.lists(st.lists(st.floats(0.1, 100.0), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_a_rungs_rate_is_the_median_of_its_turns(rates: list[list[float]]) -> None:
     """And no image is drawn twice."""
-    turns = Turns(3, lambda _: None)
+    turns = Turns(3)
     contenders = {str(number): Fixed(each) for number, each in enumerate(rates)}
     for name, contender in contenders.items():
         turns.add(name, contender)  # type: ignore[arg-type]
-    found = turns.run([*contenders])
+    found = turns.run()
     assert found == {str(k): (sorted(each)[1], min(each), max(each)) for k, each in enumerate(rates)}
     drawn = [image for contender in contenders.values() for part in contender.drawn for image in part]
     assert len(drawn) == len(set(drawn))
@@ -131,9 +146,8 @@ def test_the_stock_pipeline_is_measured_at_its_best(
     """What brings at least 3% is taken, one after the other; every trial is recorded."""
     if cores() == 1:
         pytest.skip("one core: nothing to run side by side")
-    said: list[str] = []
     settings = Settings(model=tiny.TINY)
-    search = BestStock(Ladder(settings, 1, None, {}, 60.0, said.append))
+    search = BestStock(Ladder(settings, 1, None, {}, 60.0))
 
     def tried(self: BestStock, started: list[Any], variant: Variant) -> float:
         rate = 1.0 * (processes if len(started) > 1 else 1.0)

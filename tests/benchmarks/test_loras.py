@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import loras, record
-from benchmarks.loras import LAYERS, Wanted
+from benchmarks import loras
+from benchmarks.harness import models, record
+from benchmarks.loras import LAYERS, LoraStep
 from core.config import Settings
 from core.ops.cuda import CudaLowering
 from pipeline import tiny
@@ -18,10 +18,6 @@ from tests.core.quant.stage import CACHE, kernels
 from tests.core.tape import Tape
 
 SETTINGS = Settings(model=tiny.TINY, precision="fp32", device="cpu", threads=1, cache_dir=CACHE.parent)
-SMALL: dict[str, Any] = {
-    **loras._WIDTHS, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 32,
-    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -30,8 +26,8 @@ def test_a_step_with_and_without_is_timed_in_turns(
     layers: str, sdxl: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels()
-    wanted = Wanted(rows=3, loras=2, rank=2, layers=layers, rounds=2)
-    result = loras.run(SETTINGS, wanted, sdxl=sdxl, widths=SMALL, side=8, results=tmp_path)
+    wanted = LoraStep(rows=3, loras=2, rank=2, layers=layers, rounds=2)
+    result = loras.run(SETTINGS, wanted, sdxl=sdxl, widths=models.SMALL, side=8, results=tmp_path)
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == json.loads((tmp_path / "loras.json").read_text())
     ((kind, measured),) = result["layers"].items()
@@ -39,40 +35,40 @@ def test_a_step_with_and_without_is_timed_in_turns(
     assert len(measured["plain_all_ms"]) == len(told["all_ms"]) == 2 and min(measured["plain_all_ms"]) > 0
     assert kind == layers and way in out and told["equal"] and told["changed"]
     assert told["ratio"] == measured["plain_ms"] / told["ms"] and measured["adapter_bytes"] > 0
-    assert (result["model"], result["precision"]) == ((loras.SDXL, "int8") if sdxl else (tiny.TINY, "fp32"))
+    assert (result["model"], result["precision"]) == ((models.SDXL, "int8") if sdxl else (tiny.TINY, "fp32"))
 
 
 def test_more_layers_are_more_bytes(tmp_path: Path) -> None:
     kernels()
-    found = loras.run(SETTINGS, Wanted(2, 1, 2, "all,attention,linear", 1), side=4, results=tmp_path)["layers"]
+    found = loras.run(SETTINGS, LoraStep(2, 1, 2, "all,attention,linear", 1), side=4, results=tmp_path)["layers"]
     sizes = [measured["adapter_bytes"] for measured in found.values()]
     assert sizes == sorted({*sizes}) and [*found] == [*LAYERS] == ["attention", "linear", "all"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted", "said"),
+    ("settings", "options", "said"),
     [
-        (SETTINGS, Wanted(rows=2, loras=3), "--loras must be between 1 and --rows"),
-        (SETTINGS, Wanted(rank=0), "--rank and --rounds at least 1"),
-        (SETTINGS, Wanted(layers="linear,conv"), "--layers: conv is none of attention, linear, all"),
+        (SETTINGS, LoraStep(rows=2, loras=3), "--loras must be between 1 and --rows"),
+        (SETTINGS, LoraStep(rank=0), "--rank and --rounds at least 1"),
+        (SETTINGS, LoraStep(layers="linear,conv"), "--layers: conv is none of attention, linear, all"),
         pytest.param(
             SETTINGS.model_copy(update={"device": "cuda"}),
-            Wanted(),
+            LoraStep(),
             "DIPTYCH_DEVICE: there is no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
-        (SETTINGS.model_copy(update={"model": "random:tiny-z"}), Wanted(), "has no UNet"),
+        (SETTINGS.model_copy(update={"model": "random:tiny-z"}), LoraStep(), "has no UNet"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(settings: Settings, wanted: Wanted, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(settings: Settings, options: LoraStep, said: str, tmp_path: Path) -> None:
     with pytest.raises(record.BenchError, match=said):
-        loras.run(settings, wanted, results=tmp_path)
+        loras.run(settings, options, results=tmp_path)
 
 
 def test_a_gpus_steps_are_replayed_as_graphs() -> None:
     """On the kernels' references, with a recorder that needs no GPU."""
-    unet, tape = loras.random_unet(SMALL, torch.device("cpu")), Tape()
-    wanted = Wanted(rows=3, loras=2, rank=2, layers="linear", rounds=1)
-    result = loras.measure(CudaLowering(torch.float32, 3, unet), unet, wanted, 8, tape)
-    assert [*result["ways"]] == [*loras.WAYS] and all(told["changed"] for told in result["ways"].values())
+    unet, tape = models.random_unet(models.SMALL, torch.device("cpu")), Tape()
+    wanted = LoraStep(rows=3, loras=2, rank=2, layers="linear", rounds=1)
+    result = loras.measure(CudaLowering(torch.float32, 3, unet), unet, wanted, 4, tape)
+    assert [*result["ways"]] == [*loras.PLACES] and all(told["changed"] for told in result["ways"].values())
     assert (tape.recordings, tape.replays) == (3, 12)

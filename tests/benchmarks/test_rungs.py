@@ -20,6 +20,11 @@ from pipeline.tiny_zimage import TINY_Z
 from tests.core.quant.stage import CACHE
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rungs, "MEASURE_S", 0.1)
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(model=tiny.TINY, cache_dir=CACHE.parent)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, scheduling
+from benchmarks import scheduling
+from benchmarks.harness import record
 from benchmarks.simulation.runner import phases_of
 from contract.plan import rows_and_depths
 from pipeline import samplers

@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import flood, record, serve
+from benchmarks import flood, serve
+from benchmarks.harness import record
 from core.config import Settings
 
 
 def test_every_figure_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "_CLIENTS", 3)
-    monkeypatch.setattr(serve, "_IDLE", float("inf"))
-    monkeypatch.setattr(serve, "_LOOK_S", 0.1)
-    monkeypatch.setattr(serve, "_HEALTH_EVERY_S", 0.01)
-    monkeypatch.setattr(serve, "_REFUSED_EVERY_S", 0.01)
+    for name, value in {"_CLIENTS": 3, "_IDLE": float("inf"), "_LOOK_S": 0.1}.items():
+        monkeypatch.setattr(serve, name, value)
+    for name in ("_HEALTH_EVERY_S", "_REFUSED_EVERY_S"):
+        monkeypatch.setattr(serve, name, 0.01)
     monkeypatch.setattr(flood, "RATE_PER_S", 20.0)
     monkeypatch.setattr(flood, "SECONDS", 2.0)
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
-    settings = Settings(model="random:tiny", compile=False, kernels=False, threads=1)
+    settings = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
     result = serve.run(settings, steps=3, pictures=8, results=tmp_path)
+    assert result["ready_s"] > 0
     assert result["arrivals"] == 8 and result["steps"] == 3 and result["model"] == "random:tiny"
     assert result["precision"] == "fp32" and result["deepcache"] == "off"
     assert "api" in result["provenance"]["rooms"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cohost, record, text
+from benchmarks import cohost, text
+from benchmarks.harness import record
 from core.config import Settings
 from llm import tiny
 from pipeline.tiny import TINY

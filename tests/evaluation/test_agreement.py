@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.record import RESULTS
+from benchmarks.harness.record import RESULTS
 from evaluation.inception import Network
 from tests.evaluation import agreement
 

@@ -56,7 +56,7 @@ def test_work_is_that_of_the_steps(found: dict[str, Any]) -> None:
 
 def test_what_does_nothing_is_left_out_with_its_reason(found: dict[str, Any]) -> None:
     assert set(found["left_out"]) == {"MagCache"}
-    table = tables.published(found)
+    table = tables.TABLES["published"].lines(found)
     assert "Left out: `MagCache` (wants one list of transformer blocks" in table[-1]
     assert sum(line.startswith("| `") for line in table) == len(found["contenders"])
 

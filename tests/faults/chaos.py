@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance, record, tables
+from benchmarks import tables
+from benchmarks.harness import record
 from tests.faults.play import play
 from tests.faults.rounds import Gallery, Outcome
 from tests.faults.scenarios import PICTURES, SCENARIOS
@@ -126,10 +127,10 @@ def main() -> int:
     finally:
         shop.close()
     result = {"lease_s": options.lease, "workers": 2, "scenarios": [row.as_json() for row in rows]}
-    print("\n" + "\n".join(tables.chaos(result)))
+    print("\n" + "\n".join(tables.TABLES["chaos"].lines(result)))
     if not options.only and options.model == "tiny":
-        rooms = (*provenance.SCHEDULING, "core/jobs", "api", "workers", "deployment", "tests/faults")
-        record.write("chaos", result, rooms=rooms, children=True)
+        whole = ("core/batching", "contract", "core/jobs", "api", "workers", "deployment", "tests/faults")
+        record.publish("chaos", result, whole=whole, shown=False)
     return int(any(row.outcome.problems for row in rows))
 
 

@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.record import table
+from benchmarks.harness import record
+from benchmarks.harness.record import table
 from deployment.redis import RedisServer
 from tests.api.world import SERVE, Worker, process, settings_of
 from tests.faults.bodies import HostileRequest, requests
@@ -126,7 +126,7 @@ def main() -> int:
         for kind, one in sorted(found.statuses.items())
     ]
     table("hostile requests", header, rows)
-    record.publish("hostile", result, rooms=("api", "core/jobs", "tests/faults"), children=True)
+    record.publish("hostile", result, whole=("api", "core/jobs", "tests/faults"))
     for fault in found.faults:
         print(f"wrong: {fault}", file=sys.stderr)
     return int(bool(found.faults))

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import record
+from benchmarks.harness import record
 from core.jobs.keyring import Keyring
 from deployment.redis import address_in
 from tests.deployment.served import ROOT, Served
@@ -153,12 +153,8 @@ def main() -> int:
     if options.only:
         print(json.dumps(result))
     else:
-        record.publish(
-            "neighbours",
-            result,
-            rooms=("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py"),
-            children=True,
-        )
+        whole = ("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
+        record.publish("neighbours", result, whole=whole)
     failed = [failure for name in ("alone", "burner", "peer", "beside") for failure in felt[name].failed]
     for failure in failed:
         print(failure, file=sys.stderr)

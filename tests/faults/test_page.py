@@ -37,5 +37,5 @@ def test_runs_of_one_scenario_are_summed_up() -> None:
     row = Row("poison")
     row.add(Outcome(jobs=3, lost=1, recovery_s=2.0, figures={"crashes": 3}))
     row.add(Outcome(jobs=4, twice=1, recovery_s=1.0, figures={"crashes": 2}))
-    lines = tables.chaos({"lease_s": 15.0, "workers": 2, "scenarios": [row.as_json()]})
+    lines = tables.TABLES["chaos"].lines({"lease_s": 15.0, "workers": 2, "scenarios": [row.as_json()]})
     assert "| `poison` | 2 | 7 | 1 | 1 | 2.0 s | crashes 3 |" in lines

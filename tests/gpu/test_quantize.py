@@ -21,17 +21,17 @@ def layers(module: Any) -> dict[str, Any]:
 
 
 def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
-    from benchmarks.h200 import sources
+    from benchmarks.harness import models
     from core.quant.store import read_manifest
     from pipeline import quantized
     from pipeline.calibration import default_prompts
     from pipeline.load import load
 
-    prompts = default_prompts()[: sources.CALIBRATED]
+    prompts = default_prompts()[: models.CALIBRATED]
     model = load(MODEL, precision="bf16", device="cuda")
     quantized.make(model, prompts, tmp_path)
-    source = sources.model(MODEL)
-    measured = sources.variant(source, "int8", sources.ranges(source))
+    source = models.model(MODEL)
+    measured = models.variant(source, "int8", models.ranges(source))
     written = load(MODEL, precision="int8", device="cuda", unet=tmp_path / "unet-int8")
     for part in source.family.quantized:
         manifest = read_manifest(tmp_path / f"{part}-int8")
@@ -45,16 +45,15 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
-    from benchmarks.h200 import sources
-    from benchmarks.h200.numerics import agreement
+    from benchmarks.harness import models
     from pipeline.phases import on_gpu
 
-    source = sources.model(MODEL)
-    found = sources.ranges(source)
-    given = sources.inputs(source, 4)
-    expected = sources.stock(source.denoiser, given)
-    assert expected.float().std() > 0.1, "of nothing all is close"
-    unet = on_gpu(sources.variant(source, "int8", found), 4).denoiser
-    out, *_ = sources.fused(unet, given, unet.prepare_text(given["text"]))
-    result = agreement(out, expected)
-    assert result["finite"] == 1 and result["psnr_db"] > LEAST_DB, result
+    source = models.model(MODEL)
+    ranges = models.ranges(source)
+    sample, times, text, added = models.inputs(source, 4)
+    expected = source.denoiser(sample, times, text, added_cond_kwargs=added, return_dict=False)[0].double()
+    assert expected.std() > 0.1, "of nothing all is close"
+    unet = on_gpu(models.variant(source, "int8", ranges), 4).denoiser
+    out, *_ = unet.deep(sample, times, unet.prepare_text(text), added_cond_kwargs=added)
+    error, peak = (out.double() - expected).square().mean(), (expected.max() - expected.min()).square()
+    assert float(10 * torch.log10(peak / error)) > LEAST_DB

@@ -1,6 +1,6 @@
 """Chooses a product's tile: the measured best if there is one, else the cheapest by a cost model.
 
-A table is a JSON file per device beside this one, written by `benchmarks/h200/kernels.py`: kernel → "N,K" → bucket of
+A table is a JSON file per device beside this one, written by `benchmarks/kernels.py`: kernel → "N,K" → bucket of
 rows → tile. Nothing is tuned at start-up.
 """
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.record import BenchError
+from benchmarks.harness.record import BenchError
 from benchmarks.simulation.costs import DEEP, SHIPPED, VAE, Costs, find, read, shipped
 from tests.benchmarks.simulation.tables import SIZE, affine
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "h200" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "history"
 
 
 @given(
@@ -77,27 +77,27 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"deep": {"64x64": {"2": 0}}}, "deep.64x64.2: must be seconds above 0"),
-        ({"deep": {"64x64": {"2": "0.1"}}}, "deep.64x64.2: must be seconds"),
-        ({"deep": {"64x64": {"2": True}}}, "deep.64x64.2: must be seconds"),
-        ({"deep": {"64x64": {"2": math.nan}}}, "deep.64x64.2: must be seconds"),
-        ({"deep": {"64x64": {"2": math.inf}}}, "deep.64x64.2: must be seconds"),
-        ({"deep": {"64x64": {"0": 0.1}}}, "deep.64x64.0: must be a number of rows"),
-        ({"deep": {"64x64": {"two": 0.1}}}, "deep.64x64.two: must be a number of rows"),
-        ({"deep": {"64x64": {}}}, "deep.64x64: must be an object that is not empty"),
-        ({"deep": {"64x64": 0.1}}, "deep.64x64: must be an object"),
-        ({"deep": {"64": {"2": 0.1}}}, "deep.64: must be named by a size"),
-        ({"deep": {"any": {"2": 0.1}}}, "deep.any: must be a size"),
-        ({"encode": {"64x64": {"2": 0.1}}}, "encode.64x64: must be any"),
-        ({"deep": {}}, "deep: must be an object with a size"),
-        ({"deep": [1]}, "deep: must be an object with a size"),
-        ({"deep": None}, "deep: must be an object"),
-        ({"vae": ...}, "vae: is missing"),
-        ({"deeper": {"64x64": {"2": 0.1}}}, "deeper: is not known"),
-        ({"source": " "}, "source: must say in words how it was measured"),
-        ({"device": ...}, "device: must say in words what"),
-        ({"held_bytes": {"64x64": {"row": 1.5}}}, "held_bytes.64x64.row: must be a whole number"),
-        ({"held_bytes": {"64x64": {"rows": 1}}}, "held_bytes.64x64.rows: is not known"),
+        ({"deep": {"64x64": {"2": 0}}}, "deep.64x64.2: Input should be greater than 0"),
+        ({"deep": {"64x64": {"2": "0.1"}}}, "deep.64x64.2: Input should be a valid number"),
+        ({"deep": {"64x64": {"2": True}}}, "deep.64x64.2: Input should be a valid number"),
+        ({"deep": {"64x64": {"2": math.nan}}}, "deep.64x64.2: Input should be "),
+        ({"deep": {"64x64": {"2": math.inf}}}, "deep.64x64.2: Input should be a finite number"),
+        ({"deep": {"64x64": {"0": 0.1}}}, "deep.64x64.0: String should match pattern"),
+        ({"deep": {"64x64": {"two": 0.1}}}, "deep.64x64.two: String should match pattern"),
+        ({"deep": {"64x64": {}}}, "deep.64x64: Dictionary should have at least 1 item"),
+        ({"deep": {"64x64": 0.1}}, "deep.64x64: Input should be a valid dictionary"),
+        ({"deep": {"64": {"2": 0.1}}}, "deep.64: String should match pattern"),
+        ({"deep": {"any": {"2": 0.1}}}, "deep.any: String should match pattern"),
+        ({"encode": {"64x64": {"2": 0.1}}}, "encode.64x64: Input should be 'any'"),
+        ({"deep": {}}, "deep: Dictionary should have at least 1 item"),
+        ({"deep": [1]}, "deep: Input should be a valid dictionary"),
+        ({"deep": None}, "deep: Input should be a valid dictionary"),
+        ({"vae": ...}, "vae: Field required"),
+        ({"deeper": {"64x64": {"2": 0.1}}}, "deeper: Extra inputs are not permitted"),
+        ({"source": " "}, "source: String should match pattern"),
+        ({"device": ...}, "device: Field required"),
+        ({"held_bytes": {"64x64": {"row": 1.5}}}, "held_bytes.64x64.row: Input should be a valid integer"),
+        ({"held_bytes": {"64x64": {"rows": 1}}}, "held_bytes.64x64.rows: Input should be 'request', 'row'"),
     ],
 )
 def test_bad_tables_are_refused_by_file_and_field(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -110,7 +110,11 @@ def test_bad_tables_are_refused_by_file_and_field(tmp_path: Path, change: dict[s
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("[]", "must be an object"), ("{", "is not JSON"), ('{"deep": {"64x64": {"2": 1, "2": 2}}}', "2: stands twice")],
+    [
+        ("[]", "should be a valid dict"),
+        ("{", "is not JSON"),
+        ('{"deep": {"64x64": {"2": 1, "2": 2}}}', "2: stands twice"),
+    ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.json"

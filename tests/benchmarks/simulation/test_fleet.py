@@ -34,7 +34,7 @@ PLAIN = Mix(size=always(SIZE), steps=always(4))
 
 
 def least_s(costs, job: Job) -> float:
-    return solo_s(costs, job.wanted)  # nothing costs less where a wider forward costs more
+    return solo_s(costs, job.parameters)  # nothing costs less where a wider forward costs more
 
 
 @settings(max_examples=60)
@@ -80,7 +80,7 @@ def test_every_job_ends_once_and_no_lane_runs_two_batches(
     assert served.busy_s == pytest.approx(sum(span.ends - span.begins for span in everything))
     done = Counter()  # rows by phase that finished pictures need; expired ones may have had some
     for job, missed in zip(asked, served.missed, strict=True):
-        for group, rows in phases_of(job.wanted):
+        for group, rows in phases_of(job.parameters):
             done[group.phase] += 0 if missed else rows
     ran = Counter()
     for span in everything:
@@ -97,7 +97,7 @@ def test_without_deadlines_no_row_runs_twice() -> None:
     fleet = StepLevel(costs, Device(), gpus=2, on_launch=lambda _, span: ran.update({span.phase: span.rows}))
     assert not any(fleet.run(asked).missed)
     for job in asked:
-        for group, rows in phases_of(job.wanted):
+        for group, rows in phases_of(job.parameters):
             needed[group.phase] += rows
     assert ran == needed
 
@@ -105,10 +105,10 @@ def test_without_deadlines_no_row_runs_twice() -> None:
 @pytest.mark.parametrize("cached", [None, DeepCache(2), DeepCache(3, "resnet")])
 @pytest.mark.parametrize("guided", [True, False])
 def test_one_request_on_one_device_takes_the_sum_of_its_costs(guided: bool, cached: DeepCache | None) -> None:
-    costs, wanted = affine(), picture(SIZE, 7, guided, cached)
-    served = StepLevel(costs, Device(), gpus=1).run([Job(0, 2.5, wanted, 5, math.inf)])
-    assert served.ended[0] - 2.5 == pytest.approx(sum(costs(*group, rows) for group, rows in phases_of(wanted)))
-    static = RequestLevel(costs, Device(), gpus=1, batch=8).run([Job(0, 2.5, wanted, 5, math.inf)])
+    costs, parameters = affine(), picture(SIZE, 7, guided, cached)
+    served = StepLevel(costs, Device(), gpus=1).run([Job(0, 2.5, parameters, 5, math.inf)])
+    assert served.ended[0] - 2.5 == pytest.approx(sum(costs(*group, rows) for group, rows in phases_of(parameters)))
+    static = RequestLevel(costs, Device(), gpus=1, batch=8).run([Job(0, 2.5, parameters, 5, math.inf)])
     assert static.ended[0] == pytest.approx(served.ended[0]) and static.busy_s == pytest.approx(served.busy_s)
 
 
@@ -116,8 +116,8 @@ def test_one_request_on_one_device_takes_the_sum_of_its_costs(guided: bool, cach
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 4), load=st.sampled_from([0.3, 0.9, 2.0]))
 def test_one_job_at_a_time_is_the_queue_of_the_textbooks(seed: int, gpus: int, load: float) -> None:
     """With one job in hand a fleet is a G/D/c queue, first in first out (Kiefer and Wolfowitz, 1955)."""
-    costs, wanted = affine(), picture(SIZE, 4, True, None)
-    each_s = solo_s(costs, wanted)
+    costs, parameters = affine(), picture(SIZE, 4, True, None)
+    each_s = solo_s(costs, parameters)
     asked = jobs(seed, 60, load * gpus / each_s, PLAIN)
     free = [0.0] * gpus
     expected = []
@@ -131,9 +131,9 @@ def test_one_job_at_a_time_is_the_queue_of_the_textbooks(seed: int, gpus: int, l
 
 def test_the_backlog_is_ordered_by_level_and_then_by_arrival() -> None:
     """All wait behind one job: kombu's four levels, and first in first out within one."""
-    costs, wanted = affine(), picture(SIZE, 4, True, None)
+    costs, parameters = affine(), picture(SIZE, 4, True, None)
     priorities = [5, 9, 0, 3, 5, 4, 8, 1]
-    asked = [Job(i, 0.001 * i, wanted, priority, math.inf) for i, priority in enumerate(priorities)]
+    asked = [Job(i, 0.001 * i, parameters, priority, math.inf) for i, priority in enumerate(priorities)]
     for ended in (
         StepLevel(costs, Device(), gpus=1, image_jobs=1).run(asked).ended,
         RequestLevel(costs, Device(), gpus=1, batch=1).run(asked).ended,
@@ -144,23 +144,23 @@ def test_the_backlog_is_ordered_by_level_and_then_by_arrival() -> None:
 
 
 def test_whoever_has_asked_for_longest_gets_the_job() -> None:
-    costs, wanted = affine(), picture(SIZE, 4, True, None)
+    costs, parameters = affine(), picture(SIZE, 4, True, None)
     on: list[int] = []
     fleet = StepLevel(costs, Device(), gpus=3, on_launch=lambda engine, span: on.append(engine))
-    served = fleet.run([Job(i, 0.0, wanted, 5, math.inf) for i in range(3)])
-    assert set(on) == {0, 1, 2} and served.ended == pytest.approx([solo_s(costs, wanted)] * 3)
+    served = fleet.run([Job(i, 0.0, parameters, 5, math.inf) for i in range(3)])
+    assert set(on) == {0, 1, 2} and served.ended == pytest.approx([solo_s(costs, parameters)] * 3)
 
 
 def test_a_worker_has_no_more_in_hand_than_it_may() -> None:
     """Two workers of two jobs each: of five that come together the fifth waits for the first end."""
-    costs, wanted = affine(), picture(SIZE, 4, True, None)
+    costs, parameters = affine(), picture(SIZE, 4, True, None)
     widest = Counter()
     fleet = StepLevel(
         costs, Device(), gpus=2, image_jobs=2, on_launch=lambda engine, span: widest.update({(engine, span.rows): 1})
     )
-    served = fleet.run([Job(i, 0.0, wanted, 5, math.inf) for i in range(5)])
+    served = fleet.run([Job(i, 0.0, parameters, 5, math.inf) for i in range(5)])
     assert max(rows for _, rows in widest) == 4
-    assert served.ended[4] >= min(served.ended[:4]) + solo_s(costs, wanted) * (1 - 1e-9)
+    assert served.ended[4] >= min(served.ended[:4]) + solo_s(costs, parameters) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("cached", [None, DeepCache(2)])
@@ -178,18 +178,18 @@ def test_throughput_at_saturation_comes_near_the_tables_bound(cached: DeepCache 
 
 
 def test_hopeless_deadlines_are_missed_and_cost_next_to_nothing() -> None:
-    costs, wanted = affine(), picture(SIZE, 4, True, None)
-    asked = [Job(i, 0.0, wanted, 5, 1e-6) for i in range(20)]
+    costs, parameters = affine(), picture(SIZE, 4, True, None)
+    asked = [Job(i, 0.0, parameters, 5, 1e-6) for i in range(20)]
     for fleet in (StepLevel(costs, Device(), gpus=1, image_jobs=2), RequestLevel(costs, Device(), gpus=1, batch=2)):
         served = fleet.run(asked)
         assert all(served.missed) and served.ended[-1] == 1e-6
-        assert served.busy_s <= sum(seconds for *_, seconds in draw(costs, Device(), wanted, 2))
+        assert served.busy_s <= sum(seconds for *_, seconds in draw(costs, Device(), parameters, 2))
 
 
 def test_an_expired_request_leaves_at_its_deadline() -> None:
     """Behind a long forward of others, not at the end of it."""
-    costs, wanted = affine(1.0, 0.0), picture(SIZE, 4, True, None)
-    asked = [Job(0, 0.0, wanted, 5, math.inf), Job(1, 0.1, wanted, 5, 0.3)]
+    costs, parameters = affine(1.0, 0.0), picture(SIZE, 4, True, None)
+    asked = [Job(0, 0.0, parameters, 5, math.inf), Job(1, 0.1, parameters, 5, 0.3)]
     served = StepLevel(costs, Device(), gpus=1).run(asked)
     assert served.missed == [False, True] and served.ended[1] == 0.3
 

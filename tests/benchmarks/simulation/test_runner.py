@@ -40,8 +40,8 @@ def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: Guidance,
     simulated = SimulatedRunner(costs, Device(max_requests=4, max_rows=8), lambda: now)
     pair: list[tuple[Runner, Request]] = []
     for runner in (real, simulated):
-        wanted = replace(picture(native, 6, guided, cached), prompt="a red boat")
-        request = Request("a", "image", wanted)
+        parameters = replace(picture(native, 6, guided, cached), prompt="a red boat")
+        request = Request("a", "image", parameters)
         runner.check(request)
         assert runner.admit(request) is None
         pair.append((runner, request))

@@ -38,10 +38,10 @@ class Ticking(SimulatedRunner):
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_a_batch_costs_what_draw_batch_takes(count: int, guided: bool, cached: DeepCache | None) -> None:
     clock, costs, device = Clock(), affine(), Device()
-    wanted = picture(SIZE, 6, guided, cached)
+    parameters = picture(SIZE, 6, guided, cached)
     runner = Ticking(costs, device, clock)
-    traces.draw_batch(runner, [Request(str(i), "image", wanted) for i in range(count)])
-    assert clock.now == pytest.approx(sum(seconds for *_, seconds in draw(costs, device, wanted, count)))
+    traces.draw_batch(runner, [Request(str(i), "image", parameters) for i in range(count)])
+    assert clock.now == pytest.approx(sum(seconds for *_, seconds in draw(costs, device, parameters, count)))
     assert runner.held() == 0
 
 
@@ -127,7 +127,7 @@ def test_batches_are_of_one_kind_and_devices_draw_one_at_a_time(
         assert job.index in taken or ended == job.deadline
     free = [0.0] * gpus
     for gpu, begins, ends, together in batches:
-        assert 1 <= len(together) <= 4 and len({job.wanted for job in together}) == 1
+        assert 1 <= len(together) <= 4 and len({job.parameters for job in together}) == 1
         assert begins >= free[gpu] and all(job.arrival <= begins for job in together)
         oldest = min(job.arrival for job in together)
         assert len(together) == 4 or begins >= oldest + window_s

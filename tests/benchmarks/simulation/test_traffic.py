@@ -47,10 +47,10 @@ def test_gaps_of_poisson_arrivals_are_exponential() -> None:
 
 def test_a_mix_has_its_shares_whatever_the_rate() -> None:
     slow, fast = (jobs(7, 20_000, rate, MIX) for rate in (1.0, 10.0))
-    assert [job.wanted for job in slow] == [job.wanted for job in fast]
+    assert [job.parameters for job in slow] == [job.parameters for job in fast]
     assert [job.arrival for job in slow] == pytest.approx([10 * job.arrival for job in fast])
-    assert np.mean([job.wanted.steps == 4 for job in slow]) == pytest.approx(0.75, abs=0.02)
-    assert np.mean([job.wanted.guidance_scale > 1 for job in slow]) == pytest.approx(0.5, abs=0.02)
+    assert np.mean([job.parameters.steps == 4 for job in slow]) == pytest.approx(0.75, abs=0.02)
+    assert np.mean([job.parameters.guidance_scale > 1 for job in slow]) == pytest.approx(0.5, abs=0.02)
     assert sum(share for _, share in MIX.kinds()) == pytest.approx(1.0) and len(MIX.kinds()) == 4
 
 

@@ -1,0 +1,144 @@
+"""Declares the tables of docs/h200.md, and of the README's figures for one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.harness.markdown import Result, Table, Text, cell, recorded
+from benchmarks.quality_tables import score_ratio
+from benchmarks.tables import control
+
+Rows = Iterable[Mapping[str, Any]]
+CLIP_GATE, CACHED_CLIP_GATE = 0.002, 0.005  # as in `diptych evaluate compare`: maximum change of the CLIP score
+_KINDS = {"int8": "INT8", "fp8": "FP8 (E4M3)", "bf16": "bf16"}
+_RUNGS = {  # label, and the run of `benchmarks.ways` that draws so
+    "diffusers-1": ("diffusers bf16, one at a time", ""), "diffusers-8": ("diffusers bf16, batches of 8", ""),
+    "bf16": ("bf16", ""), "int8": ("INT8", "int8"), "int8+deepcache-resnet": ('INT8, DeepCache "auto"', "int8-auto"),
+    "int8+deepcache-half": ('INT8, DeepCache "half"', "int8-half"),
+    "int8+deepcache-block": ('INT8, DeepCache "2" ("block")', "int8-block2"), "fp8": ("FP8", ""),
+    "fp8+deepcache-half": ('FP8, DeepCache "half"', ""),
+}  # fmt: skip
+_PLANS = {
+    "full": "20 steps with guidance",
+    "half": '20 steps with guidance, DeepCache "half"',
+    "gate": '"half", guidance until half of the steps',
+    "gate+tiny": '"half", guidance until half of the steps, tiny decoder',
+    "interval3": "20 steps with guidance, every third step deep",
+    "interval3+gate": "every third step deep, guidance until half of the steps",
+    "interval3+gate+tiny": "every third step deep, guidance until half of the steps, tiny decoder",
+    "4-steps": "4 steps without guidance (LCM)",
+    "4-steps+tiny": "4 steps without guidance (LCM), tiny decoder",
+}
+_SERVED = {"off": "int8", "auto": "int8+deepcache-resnet", "2": "int8+deepcache-block"}  # rungs by DeepCache plan
+_GRAPHS = ("deep × 16", "deep × 8", "deep × 2", "shallow-resnet × 16", "shallow × 16", "vae × 1", "vae × 4")
+_CLOCKS = "{sm_mhz:.0f} MHz, {power_w:.0f} W"
+
+
+def gate(run: str, ratio: Sequence[float]) -> str:
+    """The verdict of `diptych evaluate` on a run's CLIP score relative to fp32, with its interval."""
+    cached = any(word in run for word in ("block", "resnet", "auto", "half", "published"))
+    allowed = CACHED_CLIP_GATE if cached else CLIP_GATE
+    far = [abs(value - 1) for value in ratio]
+    verdict = "holds" if max(far) <= allowed else "open" if far[0] <= allowed else "fails"
+    return f"{verdict} ({allowed:.1%})"
+
+
+def _scored(scored: Result, rung: str) -> dict[str, Any]:
+    """The score of a rung's run, and its gate."""
+    run = _RUNGS[rung][1]
+    ratio = score_ratio(scored, run)
+    return {} if ratio is None else {"score": ratio[0], "gate": gate(run, ratio)}
+
+
+def _engine(result: Result, scored: Result) -> Rows:
+    stock = result["rungs"].get("diffusers-8", {}).get("images_s")
+    for name, (label, _) in _RUNGS.items():
+        if rung := result["rungs"].get(name):
+            yield {**rung, "label": label, "ratio": stock and rung["images_s"] / stock, **_scored(scored, name)}
+
+
+def _by_kind(result: Result, prefix: str, form: str) -> list[tuple[str, str]]:
+    """A column of each precision whose results have this prefix."""
+    return [(label, f"{{{kind}{form}}}") for kind, label in _KINDS.items() if f"{prefix} {kind}" in result]
+
+
+def _phases(result: Result) -> Rows:
+    kinds = [kind for kind in _KINDS if f"costs_ms {kind}" in result]
+    for name in _GRAPHS:
+        costs = {kind: cell("{ms:.1f}", {"ms": result[f"costs_ms {kind}"].get(name)}) for kind in kinds}
+        if any(name in result[f"costs_ms {kind}"] for kind in kinds):
+            yield {"name": name, **costs}
+    ready = {kind: cell("{s:.1f} s", {"s": result.get(f"ready_s {kind}")}) for kind in kinds}
+    yield {"name": "time until graphs were recorded", **ready}
+
+
+def _plans(result: Result) -> Rows:
+    half = result["rungs"].get("half", {}).get("images_s")
+    for name, rung in result["rungs"].items():
+        if windows := rung.get("windows"):
+            rates = [window["images_s"] for window in windows]
+            yield {
+                **windows[-1], **rung, "p50_s": windows[-1]["p50_s"], "label": _PLANS.get(name, name),
+                "low": min(rates), "high": max(rates), "ratio": half and rung["images_s"] / half,
+                "deep_rows": _deep_rows(windows),
+            }  # fmt: skip
+
+
+def _deep_rows(windows: Sequence[Result]) -> float:
+    """Mean rows of the deep forwards of all windows."""
+    deep = [(int(phase.rpartition(" ")[2]), figures["count"]) for window in windows
+            for phase, figures in window["phases"].items() if phase.startswith("deep ×")]  # fmt: skip
+    return sum(rows * count for rows, count in deep) / sum(count for _, count in deep)
+
+
+def _service(result: Result, scored: Result) -> Rows:
+    """Throughput over HTTP by DeepCache plan, beside the engine's where that was measured too, and latency."""
+    served, engine = result["stages"]["serve"], result["stages"].get("engine", {})
+    for name, rung in _SERVED.items():
+        plan = f"deepcache {name}"
+        yield {**served[plan], "label": _RUNGS[rung][0], "engine": engine.get(plan), "alone": served["alone"].get(name),
+               **_scored(scored, rung)}  # fmt: skip
+
+
+def _loras(*results: Result) -> Rows:
+    """A deep step whose rows have LoRAs beside one without, by rank, layers and where the shares are added."""
+    for result in results:
+        for layers, measured in result["layers"].items():
+            inside, behind = (measured["ways"][f"{where} the products"] for where in ("in", "behind"))
+            equal = all(way["equal"] and way["changed"] for way in (inside, behind))
+            yield {"layers": layers, "rank": result["rank"], "plain_ms": measured["plain_ms"], "inside": inside,
+                   "behind": behind, "equal": "yes" if equal else "no"}  # fmt: skip
+
+
+TABLES: dict[str, Table | Text] = {
+    "h200-engine": Table(("h200/engine", "ways"), (
+        ("1024×1024, 20 steps with guidance", "{label}"), ("images/s", "{images_s:.2f}"),
+        ("relative to diffusers, batches of 8", "{ratio:.2f}×"),
+        ("CLIP score on emoji-xl, relative to fp32", "{score:.2%}"), ("gate", "{gate}"), ("SM clock, power", _CLOCKS)),
+        _engine),
+    "h200-phases": Table(("h200/engine",), lambda result: [
+        ("ms per graph, phase × rows", "{name}"), *_by_kind(result, "costs_ms", "")], _phases),
+    "h200-plans": Table(("h200/plans",), (
+        ("INT8, 1024×1024", "{label}"), ("images/s, median", "{images_s:.2f}"), ("windows", "{low:.2f} to {high:.2f}"),
+        ('relative to "half"', "{ratio:.2f}×"), ("one image alone", "{single_s:.3f} s"),
+        ("rows of a deep forward, mean", "{deep_rows:.1f}"), ("in flight", "{in_flight}"),
+        ("latency p50 of these", "{p50_s:.2f} s"), ("SM clock, power", _CLOCKS)), _plans),
+    "h200-loras": Table(("h200/loras", "h200/loras-64"), (
+        ("layers with a share", "{layers}"), ("rank", "{rank}"), ("without LoRAs", "{plain_ms:.1f} ms"),
+        ("in the products, throughput", "{inside[ms]:.1f} ms, {inside[ratio]:.1%}"),
+        ("behind the products, throughput", "{behind[ms]:.1f} ms, {behind[ratio]:.1%}"), ("bits as alone", "{equal}")),
+        _loras, "{model} in {precision}, {loras} different LoRAs in {rows} rows; median of {rounds}."),
+    "h200-control": control("h200/control"),
+    **{name: recorded(file, name) for file, names in {
+        "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
+        "history/text": ("h200-text-steps", "h200-text-engine", "h200-text-rates"),
+        "history/threads": ("h200-threads",), "history/emoji-xl": ("h200-fidelity",),
+        "history/service": ("h200-starts",),
+    }.items() for name in names},
+    "h200-service": Table(("history/service", "ways"), (
+        ("SDXL's shape over HTTP, {stages[serve][deepcache off][clients]} clients", "{label}"),
+        ("images/s", "{pictures_per_s:.2f}"), ("engine alone, in process", "{engine[pictures_per_s]:.2f}"),
+        ("latency p50, p99", "{p50_s:.2f} s, {p99_s:.2f} s"), ("p50 of a single client", "{alone[p50_s]:.2f} s"),
+        ("CLIP score gate on emoji-xl", "{gate}")), _service),
+}  # fmt: skip

@@ -1,1 +1,0 @@
-"""Benchmarks on an H200: kernels alone, then the whole SDXL pipeline built on them."""

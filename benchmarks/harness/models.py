@@ -1,0 +1,131 @@
+"""Provides models with seeded random weights for benchmarks: SDXL in any precision, and UNets of its widths in INT8.
+
+Speed does not depend on the weights' values; images do, so theirs are noise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contract.precision import Scheme
+from core.quant.convert import Recipe, swap_
+from core.quant.linear import Int8Conv2d, Int8Linear
+from pipeline import quantized, sdxl
+from pipeline.calibration import default_prompts
+from pipeline.load import ImageModel, load
+from unet_opt import recipe
+from unet_opt.calibrate import CalibrationSettings
+
+STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
+CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
+
+SDXL, SDXL_WHOLE = "SDXL's widths", "SDXL's shape"
+WIDTHS: dict[str, Any] = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (320, 640, 1280),
+    "transformer_layers_per_block": (1, 2, 3), "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048,
+    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
+"""Arguments of a UNet of SDXL's widths, with few transformer blocks."""
+WHOLE = {**WIDTHS, "transformer_layers_per_block": (1, 2, 10)}  # SDXL's own
+TINY_TEXT = {  # reads what the tiny model's text encoders make
+    "cross_attention_dim": 32, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
+}  # fmt: skip
+SMALL = {**WIDTHS, **TINY_TEXT, "block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2)}  # for rehearsals
+
+
+def model(name: str = sdxl.NAME, device: str = "cuda", *, tiny_vae: str = "") -> ImageModel:
+    """The model in bf16, UNet and VAE channels last; on a CPU, where that is for rehearsals, in fp32."""
+    loaded = load(name, precision="fp32" if device == "cpu" else "bf16", device=device, tiny_vae=tiny_vae)
+    loaded.denoiser.to(memory_format=torch.channels_last)
+    loaded.vae.to(memory_format=torch.channels_last)
+    return loaded
+
+
+def tiny_vae(folder: Path) -> str:
+    """Save a random decoder of TAESDXL's shape (diffusers' defaults for AutoencoderTiny); returns its folder."""
+    from diffusers import AutoencoderTiny
+
+    torch.manual_seed(0)
+    AutoencoderTiny().save_pretrained(folder)
+    return str(folder)
+
+
+def ranges(source: ImageModel, prompts: int = CALIBRATED) -> quantized.Ranges:
+    """Input ranges of the layers of UNet and VAE, collected as in `diptych quantize`, on the first of its prompts."""
+    return quantized.ranges(source, default_prompts()[:prompts])
+
+
+def variant(source: ImageModel, scheme: Scheme | None, calibrated: quantized.Ranges) -> ImageModel:
+    """The model with copies of UNet and VAE, quantized unless `scheme` is None."""
+    parts = {part: source.parts[part] for part in source.family.quantized}
+    if scheme is not None:
+        parts = {part: quantized.in_8_bits(source, part, calibrated, scheme=scheme)[0] for part in parts}
+    # Copies, because what runs a model may let go of its weights, and `source` is needed again.
+    copies = {part: copy.deepcopy(module) for part, module in parts.items()}
+    return replace(source.with_parts(**copies), precision=scheme or "bf16")
+
+
+def stock_pipeline(source: ImageModel) -> Any:
+    """diffusers' own pipeline on the model's weights."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    pipeline = StableDiffusionXLPipeline(
+        **source.parts, scheduler=EulerDiscreteScheduler.from_config(source.scheduler_config),
+        force_zeros_for_empty_prompt=source.options["force_zeros"], add_watermarker=False,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def inputs(source: ImageModel, rows: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Inputs of the UNet in its precision: noise, timesteps, text embeddings, and SDXL's added conditions."""
+    device, dtype = source.device, source.dtype
+    g = torch.Generator(device).manual_seed(seed)
+    config, side = source.denoiser.config, source.native // source.vae_scale
+    pooled = source.parts["text_encoder_2"].config.projection_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    noise = normal(rows, config.in_channels, side, side)
+    timestep = torch.randint(1, 1000, (rows,), generator=g, device=device).float()
+    text, native = normal(rows, 77, config.cross_attention_dim), float(source.native)
+    added = {"text_embeds": normal(rows, pooled)}
+    added["time_ids"] = torch.tensor([native, native, 0.0, 0.0, native, native], device=device, dtype=dtype)
+    added["time_ids"] = added["time_ids"].repeat(rows, 1)
+    return noise, timestep, text, added
+
+
+def random_unet(widths: Mapping[str, Any], device: torch.device) -> Any:
+    """A UNet in INT8 as the recipe has it, with random weights and scales; what is in floats is bf16 on a GPU."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    with device:
+        unet = UNet2DConditionModel(sample_size=32, in_channels=4, out_channels=4, layers_per_block=2, **widths)
+    unet.eval().requires_grad_(False)
+    if device.type == "cuda":
+        unet.to(torch.bfloat16)
+    quantize(unet, recipe.unet(unet))
+    return unet
+
+
+def quantize(network: nn.Module, rules: Recipe) -> None:
+    """Replace what this recipe quantizes by layers in INT8 with random scales."""
+    scales, layers = dict[str, Tensor](), dict[str, nn.Module]()
+    for name, layer in network.named_modules():
+        if not isinstance(layer, nn.Linear | nn.Conv2d) or rules.rule(name).reason:
+            continue
+        channels = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        by = scales.setdefault(rules.shares(name), (20 + 10 * torch.rand(channels)).to(layer.weight.device))
+        layers[name] = Int8Linear.of(layer, by) if isinstance(layer, nn.Linear) else Int8Conv2d.of(layer, by)
+    swap_(network, layers)
