@@ -124,7 +124,7 @@ def _block(mark: str, results: Results) -> str:
     missing = [name for name, result in zip(names, loaded, strict=True) if result is None]
     if missing:
         return f"Not measured yet: {', '.join(missing)}."
-    lines = [] if kind == SOURCE else [*TABLES[kind].lines(*loaded), ""]
+    lines = [] if kind == SOURCE else [*TABLES[kind].lines(*filter(None, loaded)), ""]
     return "\n".join([*lines, *sources([name for name in names if not name.startswith(_VERSIONED)], results)]).rstrip()
 
 

@@ -89,7 +89,7 @@ def _deep_rows(windows: Sequence[Result]) -> float:
     """Mean rows of the deep forwards of all windows."""
     deep = [(int(phase.rpartition(" ")[2]), figures["count"]) for window in windows
             for phase, figures in window["phases"].items() if phase.startswith("deep ×")]  # fmt: skip
-    return sum(rows * count for rows, count in deep) / sum(count for _, count in deep)
+    return float(sum(rows * count for rows, count in deep) / sum(count for _, count in deep))
 
 
 def _service(result: Result, scored: Result) -> Rows:

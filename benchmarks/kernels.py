@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,7 +52,7 @@ from core.kernels.kv_cache import KVCache
 
 INT8, E4M3, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 _AWAY = 200e6  # bytes of weights, several times the L2
-Run = Callable[[int], Any]
+Run = Callable[..., Any]
 
 
 class Case(NamedTuple):
@@ -84,7 +85,8 @@ def products(model: str, device: str, *, small: bool) -> Iterator[Case]:
         yield _product(product, count, device)
 
 
-_WEIGHTS = {  # shape of the weight by columns and depth, taps of a pixel, and the function with its reference
+# Shape of the weight by columns and depth, taps of a pixel, and the function with its reference.
+_WEIGHTS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], int, Run, Run]] = {
     "linear": (lambda n, k: (n, k), 1, linear.linear_int8, linear.linear_int8_reference),
     "geglu": (lambda n, k: (n, k), 1, linear.linear_geglu_int8, linear.linear_geglu_int8_reference),
     "swiglu": (lambda n, k: (n, k), 1, linear.linear_geglu_int8, linear.linear_geglu_int8_reference),
@@ -141,7 +143,7 @@ def _tiles(product: Product, rows: int) -> list[Any]:
     if side or n * k < 30e6:
         return plain
     # Weights that hardly fit the L2 are read once for several rows of tiles.
-    return [tiles.Tile(*_numbers(tile)[:4], group) for tile in plain for group in (1, 8, 16)]
+    return [replace(tile, group=group) for tile in plain for group in (1, 8, 16)]
 
 
 def _stream_tiles(usual: StreamTile, product: Product) -> list[StreamTile]:
@@ -181,7 +183,7 @@ def attentions(model: str, device: str, *, small: bool) -> Iterator[Case]:
             return run(q, *(kv if q.shape[1] == crossed.shape[1] else crossed.unbind(2)))
 
         function = attention if device == "cuda" else attention_reference
-        options = {"inverse": inverse, "dtype": INT8, "lengths": lengths}
+        options: dict[str, Any] = {"inverse": inverse, "dtype": INT8, "lengths": lengths}
         runs: dict[str, Run] = {"default": partial(call, run=partial(function, **options))}
         if device == "cuda":
             for shape in VARIANTS[size, keys <= 80]:
@@ -199,7 +201,8 @@ def attentions(model: str, device: str, *, small: bool) -> Iterator[Case]:
 
 def _torch_attention(backend: SDPBackend, *qkv: Tensor) -> Tensor:
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv))
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
@@ -223,7 +226,9 @@ def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
             return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.reach(n))
 
         shapes = [decode_kernel.shapes[1], *itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3))]
-        runs = {"default" if not i else str(shape): partial(call, shape=shape) for i, shape in enumerate(shapes)}
+        runs: dict[str, Run] = {
+            "default" if not i else str(shape): partial(call, shape=shape) for i, shape in enumerate(shapes)
+        }
         runs = runs if device == "cuda" else {"default": runs["default"]}
         yield Case(f"decode {batch}x{context}", cache.size_bytes / 2, runs)
 
@@ -259,7 +264,7 @@ def memory(model: str, device: str, *, small: bool) -> Iterator[Case]:
         options = {"norms": norms, "eps": 1e-5, "interleaved": True} if name == "rotate" else {}
         run = partial(function if cuda else reference, **options)
         label = f"{name} {'x'.join(map(str, shape))}"
-        yield Case(label, float(bytes_each * rows * width), {"default": lambda i, r=run, g=given: r(*g(i % 2))})  # type: ignore[misc]
+        yield Case(label, float(bytes_each * rows * width), {"default": lambda i, r=run, g=given: r(*g(i % 2))})
 
 
 PARTS: dict[str, Callable[..., Iterator[Case]]] = {

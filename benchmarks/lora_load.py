@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +39,7 @@ from workers.build import device_of
 
 WIDTHS = {**models.WIDTHS, **models.TINY_TEXT, "transformer_layers_per_block": (1, 1, 1)}
 _NAME = "large"
-_FIGURES = {
+_FIGURES: dict[str, Callable[[list[float]], float]] = {
     "median": statistics.median, "mean": statistics.fmean, "p95": lambda times: sorted(times)[int(0.95 * len(times))],
     "worst": max,
 }  # fmt: skip

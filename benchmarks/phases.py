@@ -86,7 +86,7 @@ def sdxl_phases(device: str, *, small: bool, stock: bool) -> Phases:
     yield "keys 2", lambda: unet.prepare_text(models.inputs(source, 2)[2]), True
     for count in (1, 2) if small else (1, 2, 4):
         latents = torch.randn(count, model.latent_channels, *sample.shape[2:], device=device)
-        yield f"vae {count}", lambda latents=latents: decoder(latents), True
+        yield f"vae {count}", partial(decoder, latents), True
     ids = [torch.zeros(2, t.model_max_length, dtype=torch.long, device=device) for t in tokenizers(model)]
     yield "text 2", lambda: embed(model, ids), True
     if stock:
@@ -130,14 +130,10 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
             options = {
                 "text": text.expand(count, -1, -1).contiguous(), "lengths": torch.full((count,), TOKENS, device=device),
             }  # fmt: skip
-            given, own = inputs(count), network
-            features = own.deep(*given, **options)[1].clone()
-            yield f"{name} deep {count}", lambda n=own, g=given, o=options: n.deep(*g, **o), True
-            yield (
-                f"{name} shallow {count}",
-                lambda n=own, g=given, o=options, f=features: n.shallow(BLOCK, (f,), *g, **o),
-                True,
-            )
+            given = inputs(count)
+            features = network.deep(*given, **options)[1].clone()
+            yield f"{name} deep {count}", partial(network.deep, *given, **options), True
+            yield f"{name} shallow {count}", partial(network.shallow, BLOCK, (features,), *given, **options), True
     decoder = VaeDecoder(CudaLowering(dtype, 1), vae)
     latents = torch.randn(1, vae.config.latent_channels, side, side, device=device, dtype=dtype)
     yield "vae 1", lambda: decoder(latents), True
@@ -150,7 +146,7 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
                 images, times = inputs(count)
                 arguments = [*images.unsqueeze(2).unbind(0)], times, [hidden[0]] * count
                 model(*arguments, return_dict=False)
-                yield f"{name} deep {count}", lambda a=arguments: model(*a, return_dict=False), False
+                yield f"{name} deep {count}", partial(model, *arguments, return_dict=False), False
 
 
 def _in_8_bits(model: Any, hidden: Tensor, given: tuple[Tensor, Tensor], dtype: torch.dtype) -> Any:
@@ -184,7 +180,8 @@ def llama_phases(device: str, *, small: bool, stock: bool) -> Phases:
         rows = list(range(batch))
         step = TokenBatch.of([3 + row for row in rows], [context - 1] * batch, rows, rows)
         run(step)
-        graph = run._fused.graphs._graph(bucket(batch), rung(reach(context))) if run._fused else partial(run, step)
+        graphs: Any = run._fused and run._fused.graphs
+        graph = graphs._graph(bucket(batch), rung(reach(context))) if graphs else partial(run, step)
         yield f"{kind} step {batch} × {context}", graph, False
         if batch == 1:
             tokens = (prompts[0] * 6)[:context]

@@ -261,6 +261,7 @@ class _Bench:
         """Submits all jobs at once to an engine, which is built when it is first needed."""
         from core.batching.engine import Engine
         from core.batching.request import Request
+        from core.kernels.kv_cache import Kind
         from llm.parameters import TextParameters
         from llm.runner import TextRunner
 
@@ -269,7 +270,7 @@ class _Bench:
 
         def start() -> Engine:
             served = self._lane.call(model)
-            kv = "int8" if self._cuda and served.precision == "int8" else "float"
+            kv: Kind = "int8" if self._cuda and served.precision == "int8" else "float"
             runner = self._lane.call(
                 lambda: TextRunner(served, lane=self._lane, kernels=self._kernels, draft=guide, kv=kv)
             )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import ladder, rungs
 from benchmarks.harness import provenance, record
 from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
-from benchmarks.rungs import STOCK, LeftOut, Variant, first_request
+from benchmarks.rungs import LeftOut, Variant, first_request
 from core.config import Settings
 from core.threads import cores
 from pipeline import tiny
@@ -44,19 +44,20 @@ def states(contender: Contender) -> set[str]:
 def test_rungs_take_turns_in_processes_of_their_own(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the one whose turn it is runs; what cannot be prepared is left out; what the processes ran is recorded."""
-    every: list[Contender] = []
-    seen: list[set[str]] = []
+    """A process runs in its turns only; what cannot be prepared is left out; what the processes ran is recorded.
+
+    What draws here is the engine alone: tests/benchmarks/test_rungs.py has the stock pipeline, in this process.
+    """
+    seen: list[tuple[Contender, set[str]]] = []
     whole = Contender.rate
 
     def watched(self: Contender, first: int, count: int) -> float:
-        every.extend([self] * (self not in every))
-        seen.extend(states(other) for other in every if other is not self)
-        return whole(self, first, count)
+        rate = whole(self, first, count)
+        seen.append((self, states(self)))
+        return rate
 
     monkeypatch.setattr(Contender, "rate", watched)
     monkeypatch.setattr(ladder, "_PREPARED_S", 120.0)
-    monkeypatch.setattr(BestStock, "find", lambda self: (Variant(threads=1), 1))  # which is tested below
     start, left_out = Ladder.start, {"+compile": "torch.compile took more than 0.001 s", "+gate": "one step"}
 
     def impatient(self: Ladder, name: str, *given: Any) -> Any:
@@ -65,22 +66,21 @@ def test_rungs_take_turns_in_processes_of_their_own(
         return start(self, name, *given)
 
     monkeypatch.setattr(Ladder, "start", impatient)
-    order = (STOCK, "+compile", "step-batching", "+gate")
+    order = ("+compile", "step-batching", "+gate")
     result = ladder.run(settings, steps=1, pictures=4, results=tmp_path, rungs=order, compile_limit_s=0.0)
-    assert [rung["name"] for rung in result["rungs"]] == [STOCK, "step-batching"]
+    assert [rung["name"] for rung in result["rungs"]] == ["step-batching"]
     assert result["left_out"] == left_out
-    assert len(seen) == 5 and all(states == {psutil.STATUS_STOPPED} for states in seen)
+    assert len(seen) == 3 and all(states == {psutil.STATUS_STOPPED} for _, states in seen), "after a warm-up, two turns"
     stored = json.loads((tmp_path / "ladder.json").read_text())
     assert stored["left_out"] == result["left_out"] and stored["rungs"][0]["speedup"] == 1.0
-    assert stored["stock"]["best"]["threads"] == stored["stock"]["processes"] == 1
     rooms = stored["provenance"]["rooms"]
     assert "build.py" in rooms["workers"] and "engine.py" in rooms["core/batching"], "the children's modules"
-    imported = {name for name in every[1].imported if not name.startswith("benchmarks/")}
+    imported = {name for name in seen[0][0].imported if not name.startswith("benchmarks/")}
     assert {"core/kernels/device.py", "core/threads.py", "core/ops/ops.py"} <= imported
     assert [name for name in imported if not within(name, provenance.WORKER)] == [], "of workers that do not report"
     told = [line.split(" pictures/s")[0].rpartition(" ")[0] for line in capsys.readouterr().err.splitlines()]
     assert [line for line in told if line.startswith("turn ")] == [
-        "turn 1 of 2: diffusers", "turn 1 of 2: step-batching", "turn 2 of 2: diffusers", "turn 2 of 2: step-batching",
+        "turn 1 of 2: step-batching", "turn 2 of 2: step-batching",
     ]  # fmt: skip
     left = [child for child in psutil.Process().children() if "benchmarks.rungs" in " ".join(child.cmdline())]
     assert not left, "every process has ended"

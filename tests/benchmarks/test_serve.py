@@ -24,9 +24,9 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(flood, "SECONDS", 2.0)
     monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
     settings = Settings(model="random:tiny", text_model="off", compile=False, kernels=False, threads=1)
-    result = serve.run(settings, steps=3, pictures=8, results=tmp_path)
+    result = serve.run(settings, steps=1, pictures=6, results=tmp_path)
     assert result["ready_s"] > 0
-    assert result["arrivals"] == 8 and result["steps"] == 3 and result["model"] == "random:tiny"
+    assert result["arrivals"] == 6 and result["steps"] == 1 and result["model"] == "random:tiny"
     assert result["precision"] == "fp32" and result["deepcache"] == "off"
     assert "api" in result["provenance"]["rooms"]
     assert 0 < result["p50_s"] <= result["p99_s"] and 0 < result["overhead_s"] < result["p99_s"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from benchmarks.harness import record
 from core.config import Settings
 from llm import tiny
 from pipeline.tiny import TINY
+from workers import build
+from workers.build import Runtime
 
 
 def settings(folder: Path, **more: Any) -> Settings:
@@ -45,22 +49,42 @@ def test_rungs_and_models_that_are_none(tmp_path: Path) -> None:
         text.run(settings(tmp_path), model="none", rungs=("diptych",))
 
 
-def test_both_panels_are_measured(tmp_path: Path) -> None:
-    made = cohost.run(settings(tmp_path), seconds=0.5, steps=2, results=tmp_path, turns=1)
-    assert made == json.loads((tmp_path / "cohost.json").read_text())
-    assert made["images_per_s"]["together"] > 0 and made["tokens_per_s"]["together"] > 0
-    assert made["sum"] == pytest.approx(made["image_share"] + made["text_share"], abs=1e-3)
-    assert made["tpot_p99_s"] > 0 and made["image_p99_s"] > 0
-    objectives = made["objectives"]
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    """Both panels, built once for the benchmark's runs."""
+    with build.build(settings(tmp_path_factory.mktemp("cohost")), text=True, measure_s=0.2) as shared:
+        yield shared
+
+
+@pytest.fixture
+def shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(build, "build", lambda *given, **options: contextlib.nullcontext(runtime))
+    return runtime
+
+
+def test_both_panels_are_measured(shared: Runtime, tmp_path: Path) -> None:
+    assert shared.texts is not None
+    result = cohost.run(settings(tmp_path), seconds=0.3, steps=2, results=tmp_path, turns=1)
+    assert result == json.loads((tmp_path / "cohost.json").read_text())
+    assert result["images_per_s"]["together"] > 0 and result["tokens_per_s"]["together"] > 0
+    assert result["sum"] == pytest.approx(result["image_share"] + result["text_share"], abs=1e-3)
+    assert result["tpot_p99_s"] > 0 and result["image_p99_s"] > 0
+    objectives = result["objectives"]
     assert objectives["tpot_s"] == max(objectives["tpot_set_s"], objectives["tpot_free_s"])
 
 
-def test_a_strict_pace_is_that_of_the_settings(tmp_path: Path) -> None:
-    hurried = settings(tmp_path).model_copy(update={"text_token_s": 1e-4})
-    objectives = cohost.run(hurried, seconds=0.1, steps=2, results=tmp_path, turns=1, strict=True)["objectives"]
+def test_a_strict_pace_is_that_of_the_settings(shared: Runtime, tmp_path: Path) -> None:
+    assert shared.texts is not None
+    shared.texts.pace_s = 1e-4
+    objectives = cohost.run(settings(tmp_path), seconds=0.1, steps=2, results=tmp_path, turns=1, strict=True)[
+        "objectives"
+    ]
     assert objectives["tpot_s"] == 1e-4 < objectives["tpot_free_s"]
 
 
-def test_without_a_text_model_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_a_text_model_nothing_is_measured(
+    shared: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "texts", None)
     with pytest.raises(record.BenchError, match="there is no text model"):
-        cohost.run(settings(tmp_path).model_copy(update={"text_model": "off"}), seconds=0.1)
+        cohost.run(settings(tmp_path), seconds=0.1)
