@@ -134,13 +134,12 @@ def loaded() -> set[str]:
     These are its modules' sources, and the source files of other kinds that lie beside a module or in folders below it
     that have no modules: kernels, scripts, tables. Tests are left out.
     """
-    names = set()
+    names, root = set(), f"{ROOT}/"
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and path.is_relative_to(ROOT):
-            name = path.relative_to(ROOT).as_posix()
-            if "/" in name and is_source(name) and not name.startswith("."):
-                names.add(name)
+        path = getattr(module, "__file__", None) or ""
+        name = path.removeprefix(root)
+        if name != path and name.endswith(".py") and not name.startswith(".") and "/" in name and is_source(name):
+            names.add(name)
     return names | {name for folder in {Path(name).parent for name in names} for name in _beside(folder)}
 
 
