@@ -24,7 +24,7 @@ from core.batching.request import Request
 from llm.parameters import TextParameters
 from llm.runner import GROUP
 from pipeline.backends.backend import BatchGroup
-from pipeline.phases import DEEP
+from pipeline.backends.phases import DEEP
 
 if TYPE_CHECKING:
     from core.config import Settings

@@ -21,14 +21,15 @@ from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
-from pipeline import control_file, control_variant, tiny
 from pipeline.backends.timing import synchronize
-from pipeline.control import ControlNetwork, RequestControl, RequestControls
-from pipeline.denoise import BatchGatherer, Conditioning
-from pipeline.load import ImageModel, load
-from pipeline.pinned_cache import PinnedFile
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.extensions import control_file, control_variant
+from pipeline.extensions.control import ControlNetwork, RequestControl, RequestControls
+from pipeline.extensions.pinned_cache import PinnedFile
 from pipeline.request_state import ImageState
 from pipeline.runner import ImageRunner
+from pipeline.sampling.denoise import BatchGatherer, Conditioning
 from unet_opt import recipe
 from unet_opt.control import Condition, ControlBranch
 from workers import backends

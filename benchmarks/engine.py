@@ -34,11 +34,11 @@ from contract.plan import AUTO, BLOCK, RESNET, DeepCache
 from contract.precision import Scheme
 from core.batching.engine import Engine, Tick
 from core.batching.request import Request
-from pipeline import sdxl, tiny
 from pipeline.backends.backend import BatchGroup, Widths
 from pipeline.backends.graphs import GraphBackend
-from pipeline.load import ImageModel
-from pipeline.phases import STEPS, VAE
+from pipeline.backends.phases import STEPS, VAE
+from pipeline.checkpoints import sdxl, tiny
+from pipeline.checkpoints.load import ImageModel
 from pipeline.runner import ImageRunner
 
 STOCK = {"diffusers-1": (1, 2), "diffusers-8": (8, 1)}  # images of a batch, and batches

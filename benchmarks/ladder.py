@@ -27,7 +27,7 @@ from benchmarks.harness import provenance, record
 from benchmarks.rungs import ENGINE, IN_FLIGHT, RUNGS, STOCK, LeftOut, Variant, first_request
 from core.config import Settings
 from core.threads import cores
-from pipeline.load import defaults_of
+from pipeline.checkpoints.load import defaults_of
 
 LIMIT_S = 300.0  # for torch's compiler
 _PREPARED_S = 300.0  # for anything else

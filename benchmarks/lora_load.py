@@ -28,11 +28,11 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
-from pipeline import tiny
-from pipeline.adapters import AdapterCache
 from pipeline.backends.lora import LoraBackend, LoraPrompts
-from pipeline.load import ImageModel, load
-from pipeline.phases import DEEP
+from pipeline.backends.phases import DEEP
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.extensions.adapters import AdapterCache
 from pipeline.runner import ImageRunner
 from workers import backends
 from workers.build import device_of

@@ -36,12 +36,12 @@ from llm.execution import TextExecution
 from llm.load import load as load_text
 from llm.pages import PAGE
 from llm.quantized import quantize as quantize_text
-from pipeline import sdxl, tiny, tiny_zimage
+from pipeline.backends.phases import on_gpu
+from pipeline.checkpoints import sdxl, tiny, tiny_zimage
 from pipeline.families.sdxl.conditioning import embed
 from pipeline.families.sdxl.parts import tokenizers
 from pipeline.families.zimage import recipe
 from pipeline.families.zimage.transformer import ZImageNetwork
-from pipeline.phases import on_gpu
 from unet_opt.deepcache import kept
 from unet_opt.vae import VaeDecoder
 

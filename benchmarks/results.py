@@ -85,7 +85,7 @@ def _measured(name: str, data: Path, work: Path) -> bool:
 
 def published(data: Path, work: Path) -> bool:
     """Draw some captions by the engine's plans and by the published helpers that are installed."""
-    from pipeline.prompts import read
+    from pipeline.text.prompts import read
 
     captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
     work.mkdir(parents=True, exist_ok=True)

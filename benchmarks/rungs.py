@@ -27,9 +27,9 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.kernels.device import TORCH
 from pipeline import plans
+from pipeline.checkpoints.folder import TINY_VAE, ModelError
+from pipeline.checkpoints.load import defaults_of, family_of
 from pipeline.families.family import ImageModel
-from pipeline.folder import TINY_VAE, ModelError
-from pipeline.load import defaults_of, family_of
 
 if TYPE_CHECKING:
     from workers.build import Runtime
@@ -106,7 +106,7 @@ class Stock:
         import torch
         from diffusers import DiffusionPipeline
 
-        from pipeline import tiny, tiny_zimage
+        from pipeline.checkpoints import tiny, tiny_zimage
 
         logging.getLogger("diffusers").setLevel(logging.ERROR)
         name = settings.model_name

@@ -107,7 +107,7 @@ def model_errors() -> Iterator[None]:
     """Context that turns errors of the packages below into the command line's."""
     from contract.errors import Invalid
     from core.batching.engine import Closed
-    from pipeline.folder import ModelError
+    from pipeline.checkpoints.folder import ModelError
     from workers.draw import OutputError
 
     try:
@@ -176,7 +176,7 @@ def open_runtime(settings: Settings, console: Console, measure_s: float = 0.0) -
     gc.disable()
     try:
         with StartupProgress(console) as starting:
-            from pipeline.load import check_name
+            from pipeline.checkpoints.load import check_name
 
             check_name(settings.model_name)  # importing torch and its dependencies takes seconds
             from workers.build import build

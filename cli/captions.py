@@ -128,7 +128,7 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
     """The captions' subjects, in turn, by row of the file; none if not given. Raises `UsageError`."""
     from evaluation import captions
     from evaluation.captioning.caption_filter import squeeze
-    from pipeline import prompts
+    from pipeline.text import prompts
 
     path: Path | None = options.subjects
     if path is None:

@@ -101,7 +101,7 @@ class _Here:
 
         from core.batching.engine import Engine
         from core.batching.runner import Lane
-        from pipeline.folder import ModelError
+        from pipeline.checkpoints.folder import ModelError
         from workers.build import text_runner
         from workers.text_handler import TextJobHandler
 

@@ -110,7 +110,7 @@ def _looked_at(options: argparse.Namespace) -> list[Finding]:
 def _stand_in_model() -> str:
     import torch
 
-    from pipeline import sdxl, tiny
+    from pipeline.checkpoints import sdxl, tiny
 
     return sdxl.NAME if torch.cuda.is_available() else tiny.TINY
 
@@ -151,7 +151,7 @@ def _folder_of(files: dict[str, Path], options: argparse.Namespace) -> str:
     made: Path = options.out / "model" / MODEL_FOLDER
     if not made.is_dir():
         from cli.convert import BASE
-        from pipeline import single_file
+        from pipeline.checkpoints import single_file
 
         made.parent.mkdir(parents=True, exist_ok=True)
         with model_errors():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import Commands, StartupProgress, UsageError, model_errors
 
 if TYPE_CHECKING:
-    from pipeline.single_file import CheckpointOptions
+    from pipeline.checkpoints.single_file import CheckpointOptions
 
 BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 _ABOUT = """FILE is an SDXL checkpoint as fine-tunes are shared (.safetensors). Configs and tokenizers, which such a
@@ -55,7 +55,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def checkpoint_options(options: argparse.Namespace) -> CheckpointOptions:
     """Those of `add_checkpoint`."""
-    from pipeline.single_file import CheckpointOptions
+    from pipeline.checkpoints.single_file import CheckpointOptions
 
     return CheckpointOptions(options.base, options.prediction_type, options.zero_snr, options.vae)
 
@@ -63,7 +63,7 @@ def checkpoint_options(options: argparse.Namespace) -> CheckpointOptions:
 def _convert(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from pipeline import single_file
+    from pipeline.checkpoints import single_file
 
     console = Console(stderr=True)
     try:

@@ -42,7 +42,7 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     size.
     """
     from contract.card import VAES, ImageOffer
-    from pipeline.samplers import SAMPLERS
+    from pipeline.sampling.samplers import SAMPLERS
 
     size = size_of(options)
     given = {**read_request(options, SHARED), "seed": options.seed_offset}
@@ -56,7 +56,7 @@ def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefa
     """The model's defaults, where the options leave a choice, and its tuned plans, where they name one."""
     from contract.card import ImageDefaults
     from pipeline import plans
-    from pipeline.load import defaults_of, family_of
+    from pipeline.checkpoints.load import defaults_of, family_of
 
     if not options.server:
         with model_errors():

@@ -42,8 +42,8 @@ from contract.image_prompt import ImagePrompt
 if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
-    from pipeline.depth import DepthEstimator
-    from pipeline.prompts import Prompt
+    from pipeline.extensions.depth import DepthEstimator
+    from pipeline.text.prompts import Prompt
     from workers.build import Runtime
 
 _EXAMPLES = """examples:
@@ -171,13 +171,13 @@ def _samplers(options: argparse.Namespace) -> Sequence[str]:
     """The names to check --scheduler against; importing them takes a second."""
     if options.scheduler is None:
         return ()
-    from pipeline.samplers import SAMPLERS
+    from pipeline.sampling.samplers import SAMPLERS
 
     return tuple(SAMPLERS)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
-    from pipeline.prompts import Prompt, PromptsError, read
+    from pipeline.text.prompts import Prompt, PromptsError, read
 
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit: must be at least 1, not {options.limit}")

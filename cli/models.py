@@ -76,7 +76,7 @@ def _models(options: argparse.Namespace) -> int:
 
 def _print_added(store: Path) -> None:
     if store.is_dir():
-        from pipeline.model_store import names
+        from pipeline.checkpoints.model_store import names
 
         for name in names(store):
             print(f"{name}  (added; --model {name} loads it)")
@@ -93,7 +93,7 @@ def _add(options: argparse.Namespace) -> int:
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit: must be at least 1, not {options.limit}")
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
-        from pipeline import model_store
+        from pipeline.checkpoints import model_store
 
         added = model_store.add(
             options.source, settings.models_dir,

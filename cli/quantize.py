@@ -15,7 +15,7 @@ from contract.precision import SCHEMES, is_calibrated
 if TYPE_CHECKING:
     from core.config import Settings
     from core.quant.convert import QuantizationReport
-    from pipeline.load import ImageModel
+    from pipeline.checkpoints.load import ImageModel
 
 _ABOUT = """The variant goes into DIR as unet-int8 and vae-int8 (unet-fp8). `--precision int8` finds it where DIR is the
 model's own folder, and else with `--unet DIR/unet-int8`. Without -o it goes into the cache, where `--precision int8`
@@ -139,11 +139,11 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     """The first prompts of the file, or of the bundled ones; none for a scheme without calibration."""
     if not is_calibrated(options.scheme):
         return []
-    from pipeline.prompts import PromptsError, read
+    from pipeline.text.prompts import PromptsError, read
 
     limit = options.limit or _LIMIT
     if options.prompts is None:
-        from pipeline.calibration import default_prompts
+        from pipeline.quantization.calibration import default_prompts
 
         return list(default_prompts()[:limit])
     try:
@@ -179,7 +179,7 @@ def _into_cache(options: argparse.Namespace) -> int:
 def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
     settings = read_settings(options)
     with _quantizing(options.scheme, options.out, len(prompts)) as tell:
-        from pipeline.quantized import Layerwise, make
+        from pipeline.quantization.quantized import Layerwise, make
         from workers.devices import kernels
 
         model = _unquantized(settings)
@@ -198,8 +198,8 @@ def _sensitivity(options: argparse.Namespace, prompts: list[str]) -> int:
     """Print what 8 bits in each layer cost."""
     settings = read_settings(options)
     with _quantizing(options.scheme, options.out, len(prompts)) as tell:
-        from pipeline.quantized import Layerwise
-        from pipeline.sensitivity import report
+        from pipeline.quantization.quantized import Layerwise
+        from pipeline.quantization.sensitivity import report
         from workers.devices import kernels
 
         model = _unquantized(settings)
@@ -219,8 +219,8 @@ def _quantize_control(options: argparse.Namespace, prompts: list[str]) -> int:
     folder = Path(settings.control_dir).expanduser()
     out = options.out or folder
     with _quantizing(options.scheme, out, len(prompts)) as tell:
-        from pipeline import control_file
-        from pipeline.control_quantized import make
+        from pipeline.extensions import control_file
+        from pipeline.quantization.control_quantized import make
         from workers.devices import kernels
 
         path = control_file.find(folder, options.control)

@@ -123,7 +123,7 @@ def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
 def _target(settings: Settings) -> Path:
     """The file of plans. Raises `UsageError` if there is no place for it."""
     from pipeline import plans
-    from pipeline.load import family_of
+    from pipeline.checkpoints.load import family_of
 
     with model_errors():
         folder = family_of(settings.model_name, settings.variant)[1]

@@ -14,7 +14,7 @@ from cli.arguments import UsageError, model_errors
 if TYPE_CHECKING:
     from evaluation.scoring_networks import ScoringNetworks
     from evaluation.tuning import Bounds, Gate, Judged
-    from pipeline.load import ImageModel
+    from pipeline.checkpoints.load import ImageModel
 
 _LIKE = "must look like balanced=0.5:24 or balanced=0.5:24:ssim=0.9:fid=5"
 

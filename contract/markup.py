@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-COMPEL, A1111 = "compel", "a1111"  # syntaxes, each with its own arithmetic (pipeline.weighting)
+COMPEL, A1111 = "compel", "a1111"  # syntaxes, each with its own arithmetic (pipeline.text.weighting)
 
 MAX_DEPTH = 32
 MAX_CHUNKS = 4  # of a prompt's tokens, 75 each with CLIP

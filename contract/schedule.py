@@ -1,6 +1,6 @@
 """A request's noise schedule: how timesteps are spaced, or which timesteps or noise levels exactly.
 
-Imports no torch. What each sampler takes of it is in `pipeline.sigmas`.
+Imports no torch. What each sampler takes of it is in `pipeline.sampling.sigmas`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
-from pipeline import prompts
-from pipeline.prompts import PromptsError as PromptsError
+from pipeline.text import prompts
+from pipeline.text.prompts import PromptsError as PromptsError
 
 COLUMNS = ("caption", "prompt", "name")  # `name` is the caption column of the embedded data
 IDS = ("id", "file")
@@ -32,7 +32,7 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
     (else rows are their own ids). Any other file holds one caption per line.
 
     Raises:
-        PromptsError: as `pipeline.prompts.read`, and for text that is no valid prompt; names the row.
+        PromptsError: as `pipeline.text.prompts.read`, and for text that is no valid prompt; names the row.
     """
     found = prompts.read(path, limit, columns=COLUMNS, names=IDS)
     for prompt in found:

@@ -85,7 +85,7 @@ def draw_jobs(
 
     `tick` is called for each step, `ended` for each image that is written. Raises as `draw`.
     """
-    from pipeline.picture import file_name
+    from pipeline.pixels.picture import file_name
 
     started, failed, notes = time.monotonic(), 0, dict[str, None]()
     sessions: dict[int, int] = {}  # of each writer

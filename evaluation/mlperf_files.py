@@ -12,10 +12,10 @@ from evaluation.clip import Clip
 from evaluation.inception import WEIGHTS as WEIGHTS
 from evaluation.inception import Inception, WeightsError
 from evaluation.mlperf import ProtocolError
-from pipeline import folder as folders
+from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import seeded
 from pipeline.families import registry
-from pipeline.folder import ModelError
-from pipeline.load import seeded
 
 CAPTIONS, LATENT, STATISTICS = "captions_source.tsv", "latents.npy", "val2014.npz"
 CLIP = "clip-vit-base-patch32"

@@ -16,7 +16,7 @@ from evaluation.clip import EMBEDDED
 from evaluation.inception import WEIGHTS, Network
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, STATISTICS
 from evaluation.run import write
-from pipeline import sdxl
+from pipeline.checkpoints import sdxl
 from pipeline.families import registry
 
 _WIDTH, _RANK = 2048, 64  # of the statistics, and of what their covariance holds beside a multiple of the identity

@@ -1,1 +1,1 @@
-"""SDXL, from prompt to image."""
+"""From prompt to image: the runner of image requests, their iterations and their state; families and backends below."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from contract.image import ImageParameters
 from contract.schedule import NoiseSchedule
-from pipeline import denoise, edit, samplers, vae
-from pipeline.conditioning import Conditioner, Told
-from pipeline.encode import Encoder
 from pipeline.families.family import ImageModel, Network
+from pipeline.pixels import edit, vae
+from pipeline.sampling import denoise, samplers
+from pipeline.text.conditioning import Conditioner, Told
+from pipeline.text.encode import Encoder
 
 
 class Denoiser:

@@ -15,22 +15,24 @@ from contract.image import ImageParameters
 from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
 from core.transfers import to_device
-from pipeline import control_costs, denoise, edit, tiling, vae
-from pipeline.adapters import ScaledAdapter, named
-from pipeline.additions import Additions
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
 from pipeline.backends.run_ahead import RunAhead
-from pipeline.conditioning import Conditioner, Told
-from pipeline.control import ControlFolder
-from pipeline.encode import MarkedPrompt
+from pipeline.extensions import control_costs
+from pipeline.extensions.adapters import ScaledAdapter, named
+from pipeline.extensions.additions import Additions
+from pipeline.extensions.control import ControlFolder
+from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions.refining import REFINER
+from pipeline.extensions.upscaling import Upscaling
 from pipeline.fingerprint import fingerprint
-from pipeline.image_prompts import ImagePromptFolder
-from pipeline.kept_features import gather, gather_residual, keep, keep_residual
-from pipeline.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
-from pipeline.picture import Picture
-from pipeline.refining import REFINER
+from pipeline.pixels import edit, tiling, vae
+from pipeline.pixels.picture import Picture
 from pipeline.request_state import ImageState, MemoryLedger, NarrowedState
-from pipeline.upscaling import Upscaling
+from pipeline.sampling import denoise
+from pipeline.sampling.kept_features import gather, gather_residual, keep, keep_residual
+from pipeline.text.conditioning import Conditioner, Told
+from pipeline.text.encode import MarkedPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,7 +11,7 @@ from typing import Any
 
 from contract import tuned
 from contract.errors import Invalid
-from pipeline.folder import ModelError
+from pipeline.checkpoints.folder import ModelError
 
 FILE = "plans.json"
 _VERSION = 1

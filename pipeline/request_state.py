@@ -17,16 +17,17 @@ from contract.image import ImageParameters
 from contract.picture_input import PictureInput
 from core.batching.runner import NotYet
 from core.batching.slots import Budget, Slots
-from pipeline import denoise, refining, sigmas
-from pipeline.adapters import AdapterCache, AdapterLease, ScaledAdapter
 from pipeline.backends.backend import LORA, MAIN, ImageBackend
-from pipeline.control import ControlFolder, ControlNetwork, RequestControls
-from pipeline.edit import EncodedSource
-from pipeline.encode import RequestPrompts
-from pipeline.image_prompts import ImagePromptFolder, RequestImagePrompt
-from pipeline.phases import DECODES, DEEP, SHALLOW
-from pipeline.refining import REFINER, Refinement
-from pipeline.upscaling import Upscaler, Upscaling
+from pipeline.backends.phases import DECODES, DEEP, SHALLOW
+from pipeline.extensions import refining
+from pipeline.extensions.adapters import AdapterCache, AdapterLease, ScaledAdapter
+from pipeline.extensions.control import ControlFolder, ControlNetwork, RequestControls
+from pipeline.extensions.image_prompts import ImagePromptFolder, RequestImagePrompt
+from pipeline.extensions.refining import REFINER, Refinement
+from pipeline.extensions.upscaling import Upscaler, Upscaling
+from pipeline.pixels.edit import EncodedSource
+from pipeline.sampling import denoise, sigmas
+from pipeline.text.encode import RequestPrompts
 
 
 @dataclass(slots=True, eq=False)

@@ -16,24 +16,25 @@ from contract.image import ImageParameters, check
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.failures import translate_device_errors
-from pipeline import control_costs, refining, samplers
-from pipeline.adapters import check_loras, refused
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
-from pipeline.conditioning import AdaptedConditioner, Conditioner
-from pipeline.control import ControlFolder, check_controls
-from pipeline.encode import Encoder
+from pipeline.backends.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
+from pipeline.backends.recording import BackgroundRecorder
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions import control_costs, refining
+from pipeline.extensions.adapters import check_loras, refused
+from pipeline.extensions.control import ControlFolder, check_controls
+from pipeline.extensions.image_prompts import ImagePromptFolder, check_image_prompts
+from pipeline.extensions.refining import REFINER
+from pipeline.extensions.upscaling import Upscaler, UpscalerFolder
 from pipeline.fingerprint import code_digest
-from pipeline.folder import ModelError
-from pipeline.image_prompts import ImagePromptFolder, check_image_prompts
 from pipeline.iterations import IterationBuilder
-from pipeline.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
-from pipeline.recording import BackgroundRecorder
-from pipeline.refining import REFINER
 from pipeline.request_state import CheckedInputs, ImageState, MemoryLedger
+from pipeline.sampling import samplers
 from pipeline.sizes import size_range
-from pipeline.textual_inversion import EmbeddingFolder
-from pipeline.upscaling import Upscaler, UpscalerFolder
+from pipeline.text.conditioning import AdaptedConditioner, Conditioner
+from pipeline.text.encode import Encoder
+from pipeline.text.textual_inversion import EmbeddingFolder
 
 _ENCODE_ROWS = 32
 

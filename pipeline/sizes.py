@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from contract.card import SizeRange
-from pipeline.folder import ModelError
+from pipeline.checkpoints.folder import ModelError
 
 FILE = "sizes.json"
 _VERSION = 1

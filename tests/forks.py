@@ -28,7 +28,7 @@ from tests.children import python_path
 ROOT = Path(__file__).resolve().parents[1]
 # What to import for an API, for a worker of stand-ins, and for one that computes.
 API, WORKER = ("api.app",), ("workers.boot", "core.batching.engine")
-REAL = (*WORKER, "workers.build", "pipeline.tiny")
+REAL = (*WORKER, "workers.build", "pipeline.checkpoints.tiny")
 _STATUS = struct.Struct("i")
 _MOST_BYTES, _MOST_FDS = 2**20, 8
 

@@ -420,7 +420,11 @@ def test_sound_tree_passes(rule, tmp_path):
         ("cli/captions.py", "import training.loop", "cli imports training, sideways"),
         # closed, unknown, and not a room
         ("llm/runner.py", "import unet_opt", "llm imports unet_opt, which is closed to it"),
-        ("deployment/serve.py", "import pipeline.folder", "deployment imports pipeline, which is closed to it"),
+        (
+            "deployment/serve.py",
+            "import pipeline.checkpoints.folder",
+            "deployment imports pipeline, which is closed to it",
+        ),
         ("api/app.py", "from unet_opt import deepcache", "api imports unet_opt, which is closed to it"),
         ("core/cupboard.py", "", "core/cupboard.py: in no room of the plan"),
         ("attic/__init__.py", "", "attic/__init__.py: in no room of the plan"),
@@ -502,8 +506,11 @@ def test_kept_to_can_fail(path, source, tmp_path):
     ("planted", "circle"),
     [
         (
-            {"pipeline/runner.py": "from pipeline import load", "pipeline/load.py": "from pipeline.runner import x"},
-            "pipeline.load, pipeline.runner",
+            {
+                "pipeline/runner.py": "from pipeline.checkpoints import load",
+                "pipeline/checkpoints/load.py": "from pipeline.runner import x",
+            },
+            "pipeline.checkpoints.load, pipeline.runner",
         ),
         (
             {"llm/a.py": "from . import b", "llm/b.py": "def f():\n    import llm.c", "llm/c.py": "from .a import X"},

@@ -1,4 +1,4 @@
-"""Canny's edges of whole batches on the training device: those that `pipeline.canny` finds, pixel by pixel."""
+"""Canny's edges of whole batches on the training device, equal to `pipeline.extensions.canny`'s pixel by pixel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.canny import HIGH, LOW, TAN_22
+from pipeline.extensions.canny import HIGH, LOW, TAN_22
 
 _EVERY = 8  # rounds of growing between two looks at whether anything still grows, for which the host waits
 

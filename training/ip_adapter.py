@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.ip_adapter_file import ENCODER
+from pipeline.extensions.ip_adapter_file import ENCODER
 from training import cards, loop, tokens, unet
 from training.export import write_weights
 from training.group import average_

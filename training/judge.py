@@ -19,7 +19,7 @@ from PIL import Image
 from evaluation.clip import Clip
 from evaluation.scenes.judge import SceneJudge
 from evaluation.scenes.subjects import article
-from pipeline.tiny_zimage import STEPS
+from pipeline.checkpoints.tiny_zimage import STEPS
 from training import captions, judge_text, sheet
 from training.run import TrainingRun, from_options, parser
 from training.scene_prompts import groups

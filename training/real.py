@@ -14,7 +14,7 @@ import torch
 
 from evaluation.scenes import emoji
 from evaluation.scenes.emoji import PictureRow
-from pipeline import prompts
+from pipeline.text import prompts
 from training import captions
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.tiny import SDXLShape
-from pipeline.tiny_zimage import ZImageShape
+from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.checkpoints.tiny_zimage import ZImageShape
 from training import group
 from training.shapes import BY_NAME, Shapes
 

@@ -1,7 +1,7 @@
 """The architectures of the embedded models as plain configuration.
 
 `EMOJI` is what ships; `SMOKE` has the same architectures at a size that trains in seconds, for tests. The image models'
-are in pipeline.tiny and pipeline.tiny_zimage.
+are in pipeline.checkpoints.tiny and pipeline.checkpoints.tiny_zimage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import tiny, tiny_zimage
+from pipeline.checkpoints import tiny, tiny_zimage
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from evaluation.pixels import Pixels
-from pipeline.ip_adapter_file import ENCODER
+from pipeline.extensions.ip_adapter_file import ENCODER
 from training.run import TrainingRun
 
 SEED = 1234

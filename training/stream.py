@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from evaluation.scenes import emoji, subjects
 from evaluation.scenes.emoji import PictureRow
+from pipeline.checkpoints.tiny import FACTOR
 from pipeline.sizes import sizes
-from pipeline.tiny import FACTOR
 from training import captions, scenes, tokens
 from training.render import PackedScenes, Renderer, pack
 from training.run import TrainingRun

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline import sigmas
+from pipeline.sampling import sigmas
 from training import checkpoint, tokens, unet
 from training.run import TrainingRun, command
 from training.stream import SceneStream

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from evaluation.scenes import emoji, subjects
-from pipeline.tiny import TOKENS
+from pipeline.checkpoints.tiny import TOKENS
 from training import captions, phrases, scenes
 from training.run import TrainingRun, command
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.tiny import TIMESTEPS
+from pipeline.checkpoints.tiny import TIMESTEPS
 from training import loop, teacher, unet
 from training.run import TrainingRun, command
 

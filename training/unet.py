@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipeline.tiny import BETAS, TIMESTEPS
+from pipeline.checkpoints.tiny import BETAS, TIMESTEPS
 from training import clip, latents, loop, tokens
 from training.run import TrainingRun, command
 from training.stream import PerSize, SceneStream

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from evaluation.scenes import emoji
-from pipeline.tiny_zimage import STEPS
+from pipeline.checkpoints.tiny_zimage import STEPS
 from training import captions, loop, zimage_tokens, zimage_vae
 from training.run import TrainingRun, command
 from training.zimage_forward import ZImageBatch

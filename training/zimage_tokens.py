@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from evaluation.scenes import emoji
-from pipeline.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
+from pipeline.checkpoints.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
 from training import captions, tokens
 from training.run import TrainingRun, command
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from evaluation.scenes import emoji
-from pipeline.tiny_zimage import CHANNELS
+from pipeline.checkpoints.tiny_zimage import CHANNELS
 from training import captions, checkpoint, loop, vae
 from training.run import TrainingRun, command
 

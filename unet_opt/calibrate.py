@@ -1,6 +1,6 @@
 """Collects input ranges of a UNet's and a VAE decoder's layers over a list of prompts, resumably.
 
-`pipeline.calibration` generates the images.
+`pipeline.quantization.calibration` generates the images.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 
 
 def _build(settings: Settings, say: Say) -> ServingRuntime:
-    from pipeline.load import check_name
+    from pipeline.checkpoints.load import check_name
 
     check_name(settings.model_name)  # importing torch and its dependencies takes seconds
     from workers.build import build

@@ -18,8 +18,8 @@ from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
-from pipeline.folder import ModelError, first_line
-from pipeline.load import ImageModel
+from pipeline.checkpoints.folder import ModelError, first_line
+from pipeline.checkpoints.load import ImageModel
 from workers.devices import choose_kernels, fused, kernels, widest
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ def run(settings: Settings, build: Build | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code.
 
     `build` builds the engine and its job handlers, by default from the settings. Raises what `build` raises
-    (`pipeline.load.ModelError`), and `SettingsError`. If a compilation or a CUDA graph capture runs at the end, this
+    (`ModelError`), and `SettingsError`. If a compilation or a CUDA graph capture runs at the end, this
     exits the process instead of returning: neither can be interrupted, and the interpreter would abort on exit.
     """
     _speak_plainly()

@@ -19,19 +19,20 @@ from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
-from pipeline import lora, plans, refining
-from pipeline.adapters import AdapterCache, refused
+from pipeline import plans
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
-from pipeline.control import ControlFolder
-from pipeline.depth import DepthEstimator
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel, family_of, load
+from pipeline.extensions import lora, refining
+from pipeline.extensions.adapters import AdapterCache, refused
+from pipeline.extensions.control import ControlFolder
+from pipeline.extensions.depth import DepthEstimator
+from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions.upscaling import UpscalerFolder
 from pipeline.families import sdxl_refiner
-from pipeline.folder import ModelError
-from pipeline.image_prompts import ImagePromptFolder
-from pipeline.load import ImageModel, family_of, load
 from pipeline.runner import ImageRunner
-from pipeline.textual_inversion import EmbeddingFolder
-from pipeline.upscaling import UpscalerFolder
+from pipeline.text.textual_inversion import EmbeddingFolder
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
@@ -81,7 +82,7 @@ class Runtime:
 
 
 def load_model(settings: Settings, say: Say = log.info, count: Count | None = None) -> ImageModel:
-    """Load the settings' model on the settings' device. Raises `pipeline.load.ModelError`.
+    """Load the settings' model on the settings' device. Raises `pipeline.checkpoints.load.ModelError`.
 
     For 8 bits, a model without a quantized variant is quantized first, once, into the cache; `count` receives the
     number of prompts done.

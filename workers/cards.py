@@ -10,11 +10,11 @@ from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
-from pipeline import control_costs
 from pipeline.backends.backend import BatchGroup
-from pipeline.phases import DECODES, DEEP, ENCODE, SHALLOW, UPSCALE, VAE_ROWS
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, UPSCALE, VAE_ROWS
+from pipeline.extensions import control_costs
+from pipeline.extensions.upscaling import corners
 from pipeline.runner import ImageRunner
-from pipeline.upscaling import corners
 
 _WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 

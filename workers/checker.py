@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipeline.folder import ModelError, first_line
+from pipeline.checkpoints.folder import ModelError, first_line
 
 if TYPE_CHECKING:
-    from pipeline.picture import Picture
+    from pipeline.pixels.picture import Picture
 
 Checker: TypeAlias = Callable[[Any], object]
 """Gets a picture (PIL, RGB) and says whether it is fine. Called on several threads at once."""

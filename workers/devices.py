@@ -13,8 +13,8 @@ from core.kernels import describe as description
 from core.kernels.cuda import driver, language
 from core.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
 from core.threads import LIMITED, compute_threads
-from pipeline.folder import ModelError
-from pipeline.load import ImageModel
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel
 
 log = logging.getLogger(__name__)
 

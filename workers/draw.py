@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
-    from pipeline.prompts import Prompt
+    from pipeline.text.prompts import Prompt
     from workers.build import Runtime
 
 
@@ -63,7 +63,7 @@ def draw(
         TimeRemainingColumn,
     )
 
-    from pipeline.picture import file_name
+    from pipeline.pixels.picture import file_name
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

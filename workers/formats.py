@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pipeline.picture import Picture
+    from pipeline.pixels.picture import Picture
 
 _BEST = 100
 _JPEG_EXIF = 65_533  # bytes of a segment
@@ -66,7 +66,7 @@ def _exif(picture: Picture, limit: int | None) -> bytes:
     """Both fields, the first alone or none, whichever is within the limit, in bytes."""
     from PIL.Image import Exif
 
-    from pipeline.picture import to_json
+    from pipeline.pixels.picture import to_json
 
     told = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
     fields = {

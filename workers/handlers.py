@@ -24,8 +24,8 @@ from workers.formats import ImageFormat, encode
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
-    from pipeline.depth import DepthEstimator
-    from pipeline.picture import Picture
+    from pipeline.extensions.depth import DepthEstimator
+    from pipeline.pixels.picture import Picture
     from pipeline.runner import ImageRunner
     from workers.stream_buffer import StreamBuffer
 

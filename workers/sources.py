@@ -15,7 +15,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 
 if TYPE_CHECKING:
-    from pipeline.depth import DepthEstimator
+    from pipeline.extensions.depth import DepthEstimator
 
 
 Fetch = Callable[[str], bytes]
@@ -56,7 +56,7 @@ def prepare(
         return pixels
     import numpy as np
 
-    from pipeline import canny
+    from pipeline.extensions import canny
 
     picture = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
     if choice.preprocessor != DEPTH:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 
 from contract.precision import Scheme, is_quantized
 from core.config import Settings
-from pipeline.folder import ModelError
+from pipeline.checkpoints.folder import ModelError
 
 if TYPE_CHECKING:
-    from pipeline.load import ImageModel
-    from pipeline.variant_cache import CachedVariant
+    from pipeline.checkpoints.load import ImageModel
+    from pipeline.quantization.variant_cache import CachedVariant
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def unet_of(
 
 def has_own(settings: Settings, scheme: str) -> bool:
     """Whether a quantized denoiser is named, or exists in the model's own folder."""
-    from pipeline import quantized_parts
-    from pipeline.load import family_of
+    from pipeline.checkpoints.load import family_of
+    from pipeline.quantization import quantized_parts
 
     try:
         family, where = family_of(settings.model_name, settings.variant)
@@ -61,8 +61,8 @@ def cached(settings: Settings, device: str, scheme: Scheme, plain: str) -> Cache
 
     Raises `ModelError` if there is no model.
     """
-    from pipeline import variant_cache
-    from pipeline.load import defaults_of, family_of, weights_digest
+    from pipeline.checkpoints.load import defaults_of, family_of, weights_digest
+    from pipeline.quantization import variant_cache
 
     source = weights_digest(settings.model_name, variant=settings.variant, device=device)
     family, _ = family_of(settings.model_name, settings.variant)

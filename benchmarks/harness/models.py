@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from contract.precision import Scheme
 from core.quant.convert import Recipe, swap_
 from core.quant.linear import Int8Conv2d, Int8Linear
-from pipeline import quantized, sdxl
-from pipeline.calibration import default_prompts
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints import sdxl
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.quantization import quantized
+from pipeline.quantization.calibration import default_prompts
 from unet_opt import recipe
 from unet_opt.calibrate import CalibrationSettings
 

@@ -24,12 +24,12 @@ REASONS = {
 
 
 def tokenizers(name: str) -> list[Any]:
-    """Both tokenizers of an image model: a folder, a hub id, or a seeded model. Raises `pipeline.folder.ModelError`."""
+    """Both tokenizers of an image model: a folder, a hub id, or a seeded model. Raises `ModelError`."""
     from transformers import CLIPTokenizer
 
-    from pipeline import tiny
-    from pipeline.folder import ModelError, first_line, read_json
-    from pipeline.load import seeded
+    from pipeline.checkpoints import tiny
+    from pipeline.checkpoints.folder import ModelError, first_line, read_json
+    from pipeline.checkpoints.load import seeded
 
     if seeded(name):
         return [tiny.byte_tokenizer(), tiny.byte_tokenizer(pad="!")]
@@ -52,7 +52,7 @@ def tokenizers(name: str) -> list[Any]:
 
 def _folder(name: str) -> Path:
     """The tokenizers' folder; if `name` is a hub id and no folder, only they are downloaded first."""
-    from pipeline import folder
+    from pipeline.checkpoints import folder
 
     found = folder.local(name)  # it reports what is wrong
     if found is not None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from contract.plan import AUTO
 from core.graphs import CompiledCache, ExecutableKey
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.phases import DECODES, DEEP, SHALLOW, VAE_ROWS, VAE_TINY, fixed_rows, on_torch, timed
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
-from pipeline.phases import DECODES, DEEP, SHALLOW, VAE_ROWS, VAE_TINY, fixed_rows, on_torch, timed
 
 EAGER, COMPILED = "eager", "compiled"
 

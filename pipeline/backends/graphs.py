@@ -17,13 +17,9 @@ from core.ops.cuda import CudaLowering
 from core.ops.cuda_branches import BranchShape, CudaBranches
 from core.ops.ops import Lowering
 from core.transfers import to_device
-from pipeline.adapters import ScaledAdapter
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
 from pipeline.backends.graph_choice import NARROW, GraphChoice, worth_recording
-from pipeline.backends.timing import PhaseCosts, PhaseTimer
-from pipeline.families.family import ImageModel
-from pipeline.fingerprint import KernelIdentity
-from pipeline.phases import (
+from pipeline.backends.phases import (
     DECODES,
     DEEP,
     SHALLOW,
@@ -38,7 +34,11 @@ from pipeline.phases import (
     timed,
     without_text,
 )
-from pipeline.recording import GraphSet
+from pipeline.backends.recording import GraphSet
+from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.extensions.adapters import ScaledAdapter
+from pipeline.families.family import ImageModel
+from pipeline.fingerprint import KernelIdentity
 
 GRAPHS = "graphs"
 LAYERS = "layers"  # the same kernels without graphs, one by one

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from pipeline.adapted import AdaptedModel
-from pipeline.adapters import AdapterCache, ScaledAdapter
 from pipeline.backends.backend import Widths
 from pipeline.backends.eager import TorchBackend
+from pipeline.extensions.adapted import AdaptedModel
+from pipeline.extensions.adapters import AdapterCache, ScaledAdapter
 from pipeline.families.family import ImageModel
 
 

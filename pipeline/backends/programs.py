@@ -10,12 +10,12 @@ from typing import Any
 
 from core.ops.branches import LowRank, PackedBranches
 from core.ops.cpu import CpuLowering
-from pipeline.adapters import ScaledAdapter
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.phases import SHALLOW, VAE_ROWS, VAE_TINY, on_kernels, timed
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
+from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
-from pipeline.phases import SHALLOW, VAE_ROWS, VAE_TINY, on_kernels, timed
 
 KERNELS = "kernels"
 

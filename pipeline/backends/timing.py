@@ -10,9 +10,9 @@ import torch
 
 from core.batching.cost import CostCurve, CostTable
 from core.graphs import ExecutableKey
-from pipeline import denoise
+from pipeline.backends.phases import DECODES, DEEP, SHALLOW, TEXT
 from pipeline.families.family import ImageModel, Network
-from pipeline.phases import DECODES, DEEP, SHALLOW, TEXT
+from pipeline.sampling import denoise
 
 Size = tuple[int, int]
 _GUESS_S = 0.05

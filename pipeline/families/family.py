@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.card import FULL, TINY, ImageDefaults, Size, SizeRange
-from pipeline import samplers
-from pipeline.folder import Part
+from pipeline.checkpoints.folder import Part
+from pipeline.sampling import samplers
 from pipeline.sizes import size_range, sizes
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from contract.schedule import NoiseSchedule
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.denoise import Conditioning, DenoiserInputs
-    from pipeline.encode import Embedding, TextEncoder
-    from pipeline.sigmas import SamplerTable
+    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.sampling.sigmas import SamplerTable
+    from pipeline.text.encode import Embedding, TextEncoder
 
 
 class TinyVae(NamedTuple):
@@ -118,7 +118,7 @@ class ImageModel:
     ) -> SamplerTable:
         """The sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
         from contract.schedule import OWN
-        from pipeline import sigmas
+        from pipeline.sampling import sigmas
 
         tokens = self.family.image_tokens(self, size)
         return sigmas.table(self.scheduler_config, name, steps, begin, tokens, schedule or OWN)
@@ -208,7 +208,7 @@ class Family(Protocol):
     parts: the parts of a model's folder, in order.
     denoiser: the part that is run at every step.
     quantized: the parts that may have quantized variants, the denoiser first.
-    samplers: the names of `pipeline.samplers` that it offers.
+    samplers: the names of `pipeline.sampling.samplers` that it offers.
     defaults: of requests.
     prompt_fields: of `contract.prompts.FIELDS` those that it reads.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch

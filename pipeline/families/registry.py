@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from pipeline.checkpoints.folder import ModelError, first_line, read_json
 from pipeline.families import sd15, sdxl, sdxl_refiner, zimage
 from pipeline.families.family import Family, Seeded
-from pipeline.folder import ModelError, first_line, read_json
 
 BUILT_IN: tuple[Family, ...] = (sdxl.FAMILY, zimage.FAMILY, sd15.FAMILY)
 GROUP = "diptych.families"

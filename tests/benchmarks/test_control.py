@@ -13,9 +13,9 @@ from benchmarks import control
 from benchmarks.control import ControlStep
 from benchmarks.harness import models, record
 from core.config import Settings
-from pipeline import tiny
-from pipeline.folder import ModelError
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
 from tests.core.quant.stage import CACHE, kernels
 from tests.pipeline import controls
 

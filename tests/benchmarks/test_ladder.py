@@ -18,7 +18,7 @@ from benchmarks.ladder import BestStock, Contender, Ladder, Process, Turns
 from benchmarks.rungs import LeftOut, Variant, first_request
 from core.config import Settings
 from core.threads import cores
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import CACHE
 
 

@@ -13,7 +13,7 @@ from benchmarks.harness import models, record
 from benchmarks.loras import LAYERS, LoraStep
 from core.config import Settings
 from core.ops.cuda import CudaLowering
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import CACHE, kernels
 from tests.core.tape import Tape
 

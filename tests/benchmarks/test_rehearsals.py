@@ -84,8 +84,8 @@ _RANGES: dict[str, Any] = {}
 
 def _ranges(source: Any) -> Any:
     """Ranges of the tiny model, collected once: calibration is tests/pipeline's."""
-    from pipeline import quantized
-    from pipeline.calibration import default_prompts
+    from pipeline.quantization import quantized
+    from pipeline.quantization.calibration import default_prompts
 
     return _RANGES.setdefault(source.name, quantized.ranges(source, default_prompts()[:1]))
 

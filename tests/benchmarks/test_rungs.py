@@ -15,8 +15,9 @@ from core import graphs
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.config import Settings
-from pipeline import plans, tiny
-from pipeline.tiny_zimage import TINY_Z
+from pipeline import plans
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.tiny_zimage import TINY_Z
 from tests.core.quant.stage import CACHE
 
 

@@ -12,7 +12,7 @@ from benchmarks import scheduling
 from benchmarks.harness import record
 from benchmarks.simulation.runner import phases_of
 from contract.plan import rows_and_depths
-from pipeline import samplers
+from pipeline.sampling import samplers
 
 
 def test_requests_are_of_all_kinds_of_plans() -> None:

@@ -14,7 +14,7 @@ from benchmarks import cohost, text
 from benchmarks.harness import record
 from core.config import Settings
 from llm import tiny
-from pipeline.tiny import TINY
+from pipeline.checkpoints.tiny import TINY
 from workers import build
 from workers.build import Runtime
 

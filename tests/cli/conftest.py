@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import cli
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import CACHE
 
 QUICK = ["--model", tiny.TINY, "--steps", "2"]

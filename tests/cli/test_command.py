@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.children import python_path
 from tests.cli.shell import Shell
 
@@ -95,7 +95,7 @@ def test_help_says_something_of_every_option(shell: Shell, words: str) -> None:
 
 
 def test_help_names_every_scheduler_and_every_exit_code(shell: Shell) -> None:
-    from pipeline.samplers import SCHEDULERS
+    from pipeline.sampling.samplers import SCHEDULERS
 
     said = " ".join(shell("generate", "--help").out.split())
     assert all(name in said for name in SCHEDULERS)

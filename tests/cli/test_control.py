@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from tests.cli.shell import Shell, made_with
 from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, drawn, save

@@ -6,7 +6,7 @@ import json
 
 from safetensors.torch import save_file
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell, made_with
 from tests.pipeline.original_layout import checkpoint
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline import tiny
-from pipeline.picture import Picture
-from pipeline.tiny_zimage import TINY_Z
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.tiny_zimage import TINY_Z
+from pipeline.pixels.picture import Picture
 from tests.cli.shell import Shell, made_with
 from tests.disks import small_disk
 from tests.unet_opt.shapes import tiny_vae

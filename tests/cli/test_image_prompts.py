@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from tests.cli.shell import Shell, made_with
 from tests.cli.test_control import pixels
 from tests.pipeline.ip_adapters import encoder, picture, save, state

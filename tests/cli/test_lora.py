@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline import quantized, tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
+from pipeline.quantization import quantized
 from tests.cli.shell import Shell, made_with
 from tests.core.quant.stage import kernels
 from tests.pipeline import loras

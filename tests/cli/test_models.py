@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from core.config import EMBEDDED_MODEL
 from deployment.redis import free_port
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell, made_with
 from tests.http_server import Handler, LocalServer
 from tests.pipeline.original_layout import checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline import tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from tests.cli.shell import Shell, made_with
 from tests.pipeline import embeddings
 

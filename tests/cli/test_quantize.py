@@ -12,9 +12,9 @@ from PIL import Image
 
 from llm import tiny
 from llm.load import load
-from pipeline import tiny as tiny_image
-from pipeline.load import load as load_image_model
-from pipeline.tiny import TINY
+from pipeline.checkpoints import tiny as tiny_image
+from pipeline.checkpoints.load import load as load_image_model
+from pipeline.checkpoints.tiny import TINY
 from tests.cli.shell import Shell
 from tests.core.quant import stage
 from tests.pipeline.controls import controlnet, save

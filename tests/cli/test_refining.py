@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell, made_with
 from tests.pipeline.refiners import second
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.printable import printable, printable_lines, printable_message
-from pipeline.folder import ModelError, first_line
+from pipeline.checkpoints.folder import ModelError, first_line
 
 # Escape sequences, C1, ends of lines of all kinds, marks of direction, half surrogates.
 _BAD = (

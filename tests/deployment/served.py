@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from deployment.redis import free_port
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.children import python_path
 
 ROOT = Path(__file__).resolve().parents[2]

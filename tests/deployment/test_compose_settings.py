@@ -21,7 +21,7 @@ import yaml
 from core.config import Settings
 from core.kernels import describe as description
 from deployment.redis import executable, free_port
-from pipeline.load import load
+from pipeline.checkpoints.load import load
 from tests.core.kernels.test_device import H200
 from tests.deployment.served import ROOT, wait_until
 from tests.test_floors import Module, read

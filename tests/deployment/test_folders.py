@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from tests.deployment.served import Served, wait_until
 from tests.pipeline import loras
 from tests.unet_opt.shapes import tiny_vae

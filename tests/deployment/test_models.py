@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import cli
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.deployment.served import Served
 from tests.pipeline.original_layout import checkpoint
 

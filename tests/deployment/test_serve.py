@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.collector import Collector
 from tests.deployment.served import ROOT, Served, environment, wait_until
 

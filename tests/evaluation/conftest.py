@@ -10,7 +10,7 @@ import torch
 
 import cli
 from evaluation.pixels import Pixels
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
 from tests.core.quant.stage import CACHE
 from tests.evaluation import reward_stand_ins

@@ -13,7 +13,7 @@ import pytest
 from evaluation import mlperf, mlperf_files, stand_ins
 from evaluation.inception import WEIGHTS
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, MODEL_FILE, MODEL_FOLDER, STATISTICS
-from pipeline import sdxl, tiny
+from pipeline.checkpoints import sdxl, tiny
 from tests.cli.shell import Shell
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "emoji-xl"

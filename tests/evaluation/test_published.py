@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import CACHE
 from tests.evaluation import published
 

@@ -10,7 +10,7 @@ import pytest
 from diffusers.models.attention import BasicTransformerBlock
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.evaluation import stock
 
 pytestmark = [

@@ -16,11 +16,12 @@ from benchmarks import loras as bench
 from core.kernels.cuda.linear import linear_geglu_int8
 from core.ops import cuda_branches
 from core.ops.cuda import CudaLowering
-from pipeline import quantized, tiny
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.quantization import quantized
 from tests.gpu.test_recording import SHAPE, WIDTHS
 from tests.pipeline import loras
-from tests.pipeline.test_adapted import companions, mixed
+from tests.pipeline.extensions.test_adapted import companions, mixed
 from tests.pipeline.worlds import Watching, levels, solo
 
 KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]

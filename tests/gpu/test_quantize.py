@@ -23,9 +23,9 @@ def layers(module: Any) -> dict[str, Any]:
 def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
     from benchmarks.harness import models
     from core.quant.store import read_manifest
-    from pipeline import quantized
-    from pipeline.calibration import default_prompts
-    from pipeline.load import load
+    from pipeline.checkpoints.load import load
+    from pipeline.quantization import quantized
+    from pipeline.quantization.calibration import default_prompts
 
     prompts = default_prompts()[: models.CALIBRATED]
     model = load(MODEL, precision="bf16", device="cuda")
@@ -46,7 +46,7 @@ def test_the_benchmarks_variant_is_the_commands(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
     from benchmarks.harness import models
-    from pipeline.phases import on_gpu
+    from pipeline.backends.phases import on_gpu
 
     source = models.model(MODEL)
     ranges = models.ranges(source)

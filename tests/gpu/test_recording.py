@@ -15,10 +15,11 @@ from contract.plan import AUTO, DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
 from core.graphs import ExecutableKey
-from pipeline import quantized, tiny
 from pipeline.backends.backend import Widths
 from pipeline.backends.graphs import GraphBackend
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.quantization import quantized
 from pipeline.runner import ImageRunner
 
 SHAPE = tiny.SDXLShape(native=64, channels=(64, 128), heads=(1, 2), resnets=2, groups=16)

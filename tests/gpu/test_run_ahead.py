@@ -9,9 +9,10 @@ import pytest
 
 from core.batching.engine import Engine
 from core.batching.request import Request
-from pipeline import quantized, tiny
 from pipeline.backends.run_ahead import AHEAD_S
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
+from pipeline.quantization import quantized
 from tests.gpu.test_recording import SHAPE, model, orders, runner_of
 
 

@@ -21,7 +21,7 @@ from contract.image import ImageParameters
 from contract.plan import AUTO
 from core.batching.runner import Lane
 from evaluation.clip import Clip
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints.load import ImageModel, load
 from tests.core.quant.stage import kernels
 from tests.pipeline.worlds import Crank, Watching, levels
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from core.batching.runner import Lane
-from pipeline.load import load
-from pipeline.tiny_zimage import STEPS
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny_zimage import STEPS
 from contract.image import ImageParameters
 from tests.pipeline.worlds import Crank, Watching, levels
 from training import phrases

@@ -11,7 +11,7 @@ import pytest
 
 from core.quant.linear import Int8Conv2d, Int8Linear
 from evaluation.clip import Clip
-from pipeline.load import load
+from pipeline.checkpoints.load import load
 from tests.models import gate
 
 STORED: dict[str, dict[str, dict[str, gate.Figures]]] = json.loads(gate.STORED.read_text("utf-8"))

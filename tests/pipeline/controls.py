@@ -13,7 +13,7 @@ from PIL import Image
 
 from contract.control import Control
 from contract.image import ImageParameters
-from pipeline.load import ImageModel
+from pipeline.checkpoints.load import ImageModel
 from tests.pipeline.worlds import stock
 
 _EMBEDDING = (4, 8, 8, 12)  # channels of the picture's embedding, for 8 pixels a latent

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from pipeline.load import ImageModel
-from pipeline.textual_inversion import EmbeddingFolder
+from pipeline.checkpoints.load import ImageModel
+from pipeline.text.textual_inversion import EmbeddingFolder
 
 
 def vectors(model: ImageModel, count: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:

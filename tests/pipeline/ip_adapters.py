@@ -15,8 +15,8 @@ from torch import Tensor
 
 from contract.image import ImageParameters
 from contract.image_prompt import ImagePrompt
-from pipeline.ip_adapter_file import ENCODER
-from pipeline.load import ImageModel
+from pipeline.checkpoints.load import ImageModel
+from pipeline.extensions.ip_adapter_file import ENCODER
 from tests.pipeline.worlds import stock
 from unet_opt.ip_adapter import layer_shapes
 from unet_opt.unet import cross_attentions

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipeline.tiny import SDXLShape
+from pipeline.checkpoints.tiny import SDXLShape
 
 # SDXL's blocks: two residual blocks a level; none, two and ten transformer blocks.
 SHAPE = SDXLShape(

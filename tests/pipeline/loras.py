@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.load import ImageModel
+from pipeline.checkpoints.load import ImageModel
 
 ATTENTION = "down_blocks.1.attentions.0.transformer_blocks.0"
 UNET = (

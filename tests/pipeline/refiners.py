@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pipeline import tiny
-from pipeline.tiny import SDXLShape
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.tiny import SDXLShape
 
 # As the published one: attention in the middle levels only, and one text encoder.
 SECOND = SDXLShape(channels=(16, 32, 32), heads=(1, 2, 2), transformers=(1, 1, 1))

@@ -20,10 +20,10 @@ from core.kernels.cpu import library as module
 from core.kernels.cpu.library import KernelsUnavailable, identity
 from core.kernels.describe import digest
 from pipeline import fingerprint as prints
-from pipeline import tiny
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from pipeline.fingerprint import CODE, ROOT, KernelIdentity, fingerprint
-from pipeline.load import load
-from pipeline.picture import Picture
+from pipeline.pixels.picture import Picture
 from tests.children import python_path
 from tests.core.quant import stage
 from tests.pipeline import worlds
@@ -81,7 +81,7 @@ import json, sys
 from pathlib import Path
 from core.kernels.cpu.library import library
 from pipeline.fingerprint import KernelIdentity, fingerprint
-from pipeline.load import load
+from pipeline.checkpoints.load import load
 model = load("random:tiny")
 found = library(Path(sys.argv[1])) if sys.argv[1] else None
 kernels = KernelIdentity.on_cpu(found) if found else KernelIdentity()
@@ -198,7 +198,7 @@ def test_one_constant_of_the_gpu_kernels_changes_their_digest(path: str, old: st
 def test_one_constant_of_a_sampler_changes_the_fingerprint(elsewhere: Path) -> None:
     drawn = load(tiny.TINY)
     before = fingerprint(drawn, executable="eager", bucket=8)
-    path = elsewhere / "pipeline/sigmas.py"
+    path = elsewhere / "pipeline/sampling/sigmas.py"
     path.write_text(path.read_text("utf-8") + "\n", "utf-8")
     digest.cache_clear()
     after = fingerprint(drawn, executable="eager", bucket=8)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from contract.image import ImageParameters
-from pipeline import quantized, tiny
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.quantization import quantized
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Watching, levels, solo
 

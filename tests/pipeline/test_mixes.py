@@ -19,8 +19,8 @@ from contract.image import ImageParameters
 from contract.plan import AUTO, RESNET, DeepCache
 from contract.schedule import SPACINGS
 from core.batching.runner import Lane
-from pipeline import tiny
-from pipeline.samplers import SAMPLERS, SCHEDULERS
+from pipeline.checkpoints import tiny
+from pipeline.sampling.samplers import SAMPLERS, SCHEDULERS
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, solo, tiny_model
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline import plans
-from pipeline.folder import ModelError
+from pipeline.checkpoints.folder import ModelError
 
 FOUND: dict[str, Any] = {"plans": {"fast": {"steps": 8}}, "prompts": 64}
 

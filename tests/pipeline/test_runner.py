@@ -20,7 +20,7 @@ from contract.image import ImageParameters
 from core.batching.engine import Aborted, Engine
 from core.batching.request import Request, State
 from core.batching.runner import Lane, NotYet
-from pipeline import samplers
+from pipeline.sampling import samplers
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock_picture
 

@@ -18,10 +18,12 @@ from contract.image import ImageParameters
 from contract.plan import DeepCache
 from core.graphs import ExecutableKey
 from evaluation.pairs import psnr
-from pipeline import quantized, sizes, tiny
-from pipeline.folder import ModelError
-from pipeline.load import load
-from pipeline.phases import DEEP
+from pipeline import sizes
+from pipeline.backends.phases import DEEP
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
+from pipeline.quantization import quantized
 from pipeline.sizes import size_range
 from tests.core.tape import Tape
 from tests.pipeline import worlds

@@ -16,13 +16,14 @@ from diffusers import EulerAncestralDiscreteScheduler, EulerDiscreteScheduler, L
 
 from contract import students
 from contract.image import ImageParameters
-from pipeline import tiny, variant_cache
-from pipeline.calibration import settings_of
+from pipeline.backends.phases import on_torch
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, defaults_of, load
 from pipeline.drawing import Denoiser
 from pipeline.families import sdxl
-from pipeline.load import ImageModel, defaults_of, load
-from pipeline.phases import on_torch
-from pipeline.vae import decode
+from pipeline.pixels.vae import decode
+from pipeline.quantization import variant_cache
+from pipeline.quantization.calibration import settings_of
 from tests.pipeline.worlds import Crank, Watching, levels, solo
 from workers.cards import image_card
 

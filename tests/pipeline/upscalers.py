@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.esrgan import RRDBNet, Shape
+from pipeline.extensions.esrgan import RRDBNet, Shape
 
 TINY = Shape(filters=8, growth=4, blocks=2)
 

@@ -27,20 +27,20 @@ from core.batching.request import Request, State
 from core.batching.runner import Lane, Ticket
 from core.batching.scheduler import Scheduler
 from core.cuda_graphs import Recorder
-from pipeline import tiny
-from pipeline.adapters import AdapterCache, refused
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.programs import ProgramBackend
-from pipeline.control import ControlFolder
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.extensions.adapters import AdapterCache, refused
+from pipeline.extensions.control import ControlFolder
+from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions.upscaling import UpscalerFolder
 from pipeline.families.family import TinyVae
-from pipeline.image_prompts import ImagePromptFolder
-from pipeline.load import ImageModel, load
 from pipeline.runner import ImageRunner
-from pipeline.tiny import SDXLShape
-from pipeline.upscaling import UpscalerFolder
 
 SHAPES = {
     "plain": SDXLShape(),

@@ -13,9 +13,9 @@ import torch
 from contract.control import Control
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from pipeline import canny
-from pipeline.load import load
-from tests.pipeline.test_canny import picture
+from pipeline.checkpoints.load import load
+from pipeline.extensions import canny
+from tests.pipeline.extensions.test_canny import picture
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained, surely_less
 from training import adopt, control, unet

@@ -16,7 +16,7 @@ from contract.image import ImageParameters
 from contract.image_prompt import ImagePrompt
 from core.batching.runner import Lane
 from evaluation.scenes import emoji
-from pipeline.load import load
+from pipeline.checkpoints.load import load
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained, surely_less
 from training import adopt, ip_adapter, stock, unet

@@ -16,9 +16,9 @@ from safetensors.torch import save
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from pipeline import lora as served
-from pipeline import tiny
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
+from pipeline.extensions import lora as served
 from tests.pipeline.worlds import Watching, levels, solo
 from tests.training.world import Trained, surely_less
 from training import adopt, lora, unet

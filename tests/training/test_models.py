@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from evaluation.scenes import emoji
-from pipeline.tiny import TOKENS
+from pipeline.checkpoints.tiny import TOKENS
 from tests.training.world import Trained
 from training import latents, stream, tokens, unet, vae
 from training.shapes import EMOJI

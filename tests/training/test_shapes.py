@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from pipeline import tiny, tiny_zimage
+from pipeline.checkpoints import tiny, tiny_zimage
 from training.shapes import EMOJI
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from evaluation.scenes import emoji
-from pipeline import tiny_zimage
-from pipeline.tiny_zimage import SHAPES, STEPS, TINY_Z
+from pipeline.checkpoints import tiny_zimage
+from pipeline.checkpoints.tiny_zimage import SHAPES, STEPS, TINY_Z
 from tests.training.world import Trained
 from training import captions, zimage, zimage_forward, zimage_tokens, zimage_vae
 from training.run import TrainingRun

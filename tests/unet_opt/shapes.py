@@ -15,7 +15,7 @@ from torch import Tensor
 from core.ops.cpu import CpuLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import kernels, normal
 from tests.pipeline.worlds import SHAPES
 from unet_opt import recipe

@@ -11,9 +11,10 @@ import torch
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
-from pipeline import samplers, vae
+from pipeline.backends.phases import on_torch
 from pipeline.drawing import Denoiser
-from pipeline.phases import on_torch
+from pipeline.pixels import vae
+from pipeline.sampling import samplers
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
 
 LANE = Lane("tests-drawing")

@@ -17,7 +17,7 @@ from core.quant.convert import QuantizationReport, RecipeError, largest_weights,
 from core.quant.linear import Int8Conv2d, Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import Manifest, load_, round_, save
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from tests.core.quant.stage import ROOT
 from tests.unet_opt.shapes import UNETS, inputs, on_kernels, ours, quantized, stock, unet, vae
 from unet_opt import recipe

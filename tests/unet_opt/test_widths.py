@@ -14,7 +14,7 @@ from core.ops import fused as layers
 from core.ops.cuda import CudaLowering
 from core.quant.convert import quantize_
 from core.quant.statistics import Statistics
-from pipeline import sdxl, tiny
+from pipeline.checkpoints import sdxl, tiny
 from unet_opt import recipe
 from unet_opt.deepcache import SplitUNet
 from unet_opt.widths import products, tuned_rows

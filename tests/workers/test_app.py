@@ -30,7 +30,7 @@ except ModelError as error:
 @pytest.mark.parametrize("code", [_WORKER, _COMMAND])
 def test_a_model_that_is_not_there_is_refused_without_torch(code: str) -> None:
     body = "".join(f"    {line}\n" for line in code.strip().splitlines())
-    whole = f"import sys\nfrom pipeline.folder import ModelError\ntry:\n{body}{_LOOK.strip()}\n"
+    whole = f"import sys\nfrom pipeline.checkpoints.folder import ModelError\ntry:\n{body}{_LOOK.strip()}\n"
     done = subprocess.run(
         [sys.executable, "-c", whole], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
     )

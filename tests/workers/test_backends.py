@@ -15,11 +15,11 @@ from PIL import Image
 
 from core.config import Settings, SettingsError
 from core.config import read as read_settings
-from pipeline import tiny
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.programs import ProgramBackend
-from pipeline.folder import ModelError
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
 from tests.children import ROOT, python_path
 from tests.core.quant import stage
 from workers import backends
@@ -61,7 +61,7 @@ def test_what_cannot_run_here_is_refused_with_the_reason(folder: Path, tmp_path:
 
 
 def test_torch_never_runs_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from pipeline import quantized
+    from pipeline.quantization import quantized
 
     made = tiny.save(tmp_path / "tiny", SHAPE)
     quantized.make(load(str(made)), ["a hat", "a cat"], made)

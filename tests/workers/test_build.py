@@ -23,12 +23,13 @@ from core.kernels.device import say
 from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
-from pipeline import quantized, tiny
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.programs import ProgramBackend
-from pipeline.folder import ModelError
-from pipeline.load import ImageModel, load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.quantization import quantized
 from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
 from workers import app, backends, variants

@@ -16,8 +16,8 @@ from core.artifacts import Artifacts
 from core.batching.request import Request
 from core.config import Settings
 from core.config import read as read_settings
-from pipeline.folder import ModelError
-from pipeline.tiny import TINY
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.tiny import TINY
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
 from workers.checker import UnsafeImage, load

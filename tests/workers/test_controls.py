@@ -17,15 +17,15 @@ from contract.image import ImageJob
 from core.artifacts import NoArtifact
 from core.batching.request import Request
 from core.config import Settings
-from pipeline import canny
-from pipeline.depth import DepthEstimator
-from pipeline.folder import ModelError
-from pipeline.load import load
-from pipeline.tiny import TINY
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import TINY
+from pipeline.extensions import canny
+from pipeline.extensions.depth import DepthEstimator
 from tests.core.quant.stage import CACHE
 from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, save
-from tests.pipeline.test_edit import photograph
+from tests.pipeline.pixels.test_edit import photograph
 from workers import sources
 from workers.build import Runtime, build
 from workers.handlers import ImageJobHandler, pictures

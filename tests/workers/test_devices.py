@@ -14,8 +14,8 @@ from core.kernels.cpu.library import identity
 from core.kernels.cuda import driver
 from core.kernels.device import DeviceInfo, say
 from llm import tiny as tiny_text
-from pipeline import tiny
-from pipeline.folder import ModelError
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
 from tests.core.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from tests.core.quant import stage
 from workers.build import build, precision, text_runner

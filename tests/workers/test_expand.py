@@ -19,7 +19,7 @@ from core.config import EMBEDDED_TEXT_MODEL, Settings
 from core.jobs.broker import Envelope
 from core.jobs.record import Job, JobState
 from core.jobs.store import JobStore
-from pipeline.tiny import TINY
+from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
 from tests.workers.stage import StageText, picture
 from tests.workers.test_crashes import hire, reaper

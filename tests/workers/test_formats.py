@@ -15,7 +15,7 @@ from PIL import Image
 from contract.errors import Invalid
 from contract.image import MEDIA_TYPES, ImageJob, ImageParameters
 from core.artifacts import Artifacts, key_of
-from pipeline.picture import Picture
+from pipeline.pixels.picture import Picture
 from workers.artifact_writer import ArtifactWriter
 from workers.formats import ImageFormat, encode, preview
 

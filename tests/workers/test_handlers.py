@@ -28,9 +28,9 @@ from core.batching.runner import Lane
 from core.config import Settings
 from core.jobs.record import to_json
 from pipeline.backends.backend import BatchGroup
-from pipeline.load import load
-from pipeline.phases import SHALLOW
-from pipeline.tiny import TINY
+from pipeline.backends.phases import SHALLOW
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import TINY
 from tests.core.tape import Tape
 from tests.pipeline import upscalers
 from tests.pipeline.worlds import Crank, Watching

@@ -13,8 +13,8 @@ from contract.image import ImageJob
 from core.artifacts import NoArtifact
 from core.batching.request import Request
 from core.config import Settings
-from pipeline.load import load
-from pipeline.tiny import TINY
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline.ip_adapters import encoder, picture, save, state
 from workers.build import Runtime, build

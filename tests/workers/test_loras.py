@@ -17,8 +17,8 @@ from core.batching.request import Request
 from core.config import Settings
 from core.kernels.cpu import library as kernels
 from core.kernels.cpu.library import KernelsUnavailable
-from pipeline.load import load
-from pipeline.tiny import TINY
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
 from workers.build import Runtime, build

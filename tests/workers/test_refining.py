@@ -14,10 +14,12 @@ from contract.image import ImageParameters
 from contract.refining import Refining
 from core.batching.request import Request
 from core.config import Settings
-from pipeline import plans, quantized, tiny
-from pipeline.folder import ModelError
-from pipeline.load import load
-from pipeline.tiny import TINY
+from pipeline import plans
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import TINY
+from pipeline.quantization import quantized
 from tests.core.quant.stage import CACHE
 from tests.pipeline.refiners import second
 from workers.build import Runtime, build

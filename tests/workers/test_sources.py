@@ -16,7 +16,7 @@ from contract.image import Edit, ImageJob
 from core.artifacts import ArtifactError, Artifacts
 from core.batching.request import Request
 from core.config import Settings
-from pipeline.tiny import TINY
+from pipeline.checkpoints.tiny import TINY
 from workers.build import Runtime, build
 from workers.handlers import pictures
 from workers.serving_runtime import handlers_of

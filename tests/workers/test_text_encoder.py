@@ -13,13 +13,13 @@ import torch
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.config import Settings
-from pipeline import tiny, tiny_zimage
 from pipeline.backends.graphs import GraphBackend
+from pipeline.backends.phases import TEXT
+from pipeline.checkpoints import tiny, tiny_zimage
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
 from pipeline.families.family import ImageModel
 from pipeline.families.zimage.conditioning import embed
-from pipeline.folder import ModelError
-from pipeline.load import load
-from pipeline.phases import TEXT
 from tests.core.quant.stage import CACHE, kernels
 from tests.pipeline.families.zimage.test_adapters import write
 from workers.backends import GRAPHS, PROGRAMS, TORCH

@@ -21,7 +21,7 @@ from core.jobs.record import to_json
 from llm import tiny
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
-from pipeline.tiny import TINY
+from pipeline.checkpoints.tiny import TINY
 from tests.llm import stage
 from workers.artifact_writer import ArtifactWriter
 from workers.build import build

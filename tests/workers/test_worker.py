@@ -11,7 +11,7 @@ from typing import Any
 
 import cli
 from core.jobs.record import JobState
-from pipeline.tiny import TINY
+from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew, Hired, eventually
 from tests.workers.stage import picture
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoints.folder import Part
 from pipeline.families.family import Adapters, Embed, Family, ImageModel, Prepare, Seeded
 from pipeline.families.sd15.parts import PARTS, SD15Adapters, check
 from pipeline.families.sdxl import SDXL
-from pipeline.folder import Part
 
 if TYPE_CHECKING:
     import torch
 
     from contract.image import ImageParameters
-    from pipeline.denoise import Conditioning, DenoiserInputs
-    from pipeline.encode import Embedding, TextEncoder
+    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.text.encode import Embedding, TextEncoder
 
 
 class SD15(SDXL):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from contract.image import ImageParameters
-from pipeline.denoise import Conditioning
-from pipeline.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 from pipeline.families.family import Embed, ImageModel, Prepare
+from pipeline.sampling.denoise import Conditioning
+from pipeline.text.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 
 
 def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:

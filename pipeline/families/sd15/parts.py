@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoints.folder import Fact, check_facts
 from pipeline.families.sdxl.adapters import SDXLAdapters
 from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
-from pipeline.folder import Fact, check_facts
 
 if TYPE_CHECKING:
     pass

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import ImageDefaults, Size
 from contract.prompts import FIELDS
-from pipeline import sdxl, tiny
+from pipeline.checkpoints import sdxl, tiny
+from pipeline.checkpoints.folder import Part
 from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
 from pipeline.families.sdxl.adapters import SDXLAdapters
 from pipeline.families.sdxl.parts import PARTS, check, grid, native, text_encoders, tokenizers
-from pipeline.folder import Part
-from pipeline.samplers import SCHEDULERS
+from pipeline.sampling.samplers import SCHEDULERS
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.denoise import Conditioning, DenoiserInputs
-    from pipeline.encode import Embedding, TextEncoder
+    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.text.encode import Embedding, TextEncoder
 
 
 class SDXL:
@@ -141,7 +141,7 @@ class SDXL:
     ) -> tuple[torch.Tensor, ...]:
         """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`.
 
-        Rows of different lengths come with `kv_lengths` (`pipeline.denoise.BatchGatherer`).
+        Rows of different lengths come with `kv_lengths` (`pipeline.sampling.denoise.BatchGatherer`).
         """
         given = inputs.conditioning
         lengths = {"text_lengths": given["kv_lengths"]} if "kv_lengths" in given else {}

@@ -15,13 +15,13 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.markup import A1111, COMPEL, MAX_CHUNKS, WeightedPrompt
 from core.transfers import to_device
-from pipeline import weighting
-from pipeline.chunks import Tokens, split
-from pipeline.denoise import Conditioning
-from pipeline.encode import Embedding, MarkedPrompt, Prompt, PromptFields, RequestPrompts
 from pipeline.families.family import Embed, ImageModel, Prepare
 from pipeline.families.sdxl.parts import text_encoders, tokenizers
-from pipeline.textual_inversion import TextualInversion, words
+from pipeline.sampling.denoise import Conditioning
+from pipeline.text import weighting
+from pipeline.text.chunks import Tokens, split
+from pipeline.text.encode import Embedding, MarkedPrompt, Prompt, PromptFields, RequestPrompts
+from pipeline.text.textual_inversion import TextualInversion, words
 
 KEYS = ("clip_l", "clip_g")  # the encoders in files of textual inversions
 _NO_PART = -2

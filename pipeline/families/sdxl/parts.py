@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.checkpoints.folder import Fact, ModelError, Part, check_facts
 from pipeline.families.family import ImageModel
-from pipeline.folder import Fact, ModelError, Part, check_facts
 
 _TOKENIZER = Part("tokenizer", ("CLIPTokenizer", "CLIPTokenizerFast"), "transformers.models.clip.tokenization_clip")
 _ENCODERS = "transformers.models.clip.modeling_clip"

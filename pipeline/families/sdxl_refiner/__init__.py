@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoints.folder import Part
 from pipeline.families.family import Family, ImageModel, Prepare, Seeded
 from pipeline.families.sdxl import SDXL
 from pipeline.families.sdxl_refiner.parts import PARTS, check
-from pipeline.folder import Part
 
 if TYPE_CHECKING:
     import torch
 
     from contract.image import ImageParameters
-    from pipeline.denoise import Conditioning
-    from pipeline.encode import Embedding
+    from pipeline.sampling.denoise import Conditioning
+    from pipeline.text.encode import Embedding
 
 
 class SDXLRefiner(SDXL):

@@ -8,10 +8,10 @@ import torch
 
 from contract.image import ImageParameters
 from core.transfers import to_device
-from pipeline.denoise import Conditioning
-from pipeline.encode import Embedding
 from pipeline.families.family import ImageModel, Prepare
 from pipeline.families.sdxl import conditioning
+from pipeline.sampling.denoise import Conditioning
+from pipeline.text.encode import Embedding
 
 SCORES = (2.5, 6.0)  # of the negative and the positive prompt: diffusers' defaults
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.checkpoints.folder import Fact, check_facts
 from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
-from pipeline.folder import Fact, check_facts
 
 PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer_2", "text_encoder_2", "unet", "vae", "scheduler")}
 

@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from contract.card import ImageDefaults, Size
-from pipeline import tiny_zimage
+from pipeline.checkpoints import tiny_zimage
+from pipeline.checkpoints.folder import Part
 from pipeline.families.family import Adapters, Embed, Family, ImageModel, Network, Prepare, Seeded
 from pipeline.families.zimage.adapters import ZImageAdapters
 from pipeline.families.zimage.parts import PARTS, TOKENS, check, image_tokens, multiple, native
-from pipeline.folder import Part
-from pipeline.samplers import FLOW_SCHEDULERS
+from pipeline.sampling.samplers import FLOW_SCHEDULERS
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.denoise import Conditioning, DenoiserInputs
-    from pipeline.encode import Embedding, TextEncoder
+    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.text.encode import Embedding, TextEncoder
 
 _BLOCK = 32  # the transformer pads texts to multiples of this many tokens
 

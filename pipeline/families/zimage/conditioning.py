@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from contract.image import ImageParameters
-from pipeline.denoise import Conditioning, gather
-from pipeline.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 from pipeline.families.family import Embed, ImageModel, Prepare
 from pipeline.families.zimage.parts import TOKENS
+from pipeline.sampling.denoise import Conditioning, gather
+from pipeline.text.encode import Embedding, MarkedPrompt, PromptFields, RequestPrompts, read_plain
 
 
 def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.card import Size
+from pipeline.checkpoints.folder import Fact, ModelError, Part, check_facts
 from pipeline.families.family import ImageModel
-from pipeline.folder import Fact, ModelError, Part, check_facts
 
 PARTS = {
     "tokenizer": Part(

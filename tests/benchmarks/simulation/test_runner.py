@@ -13,7 +13,7 @@ from core.batching.request import Request
 from core.batching.runner import NotYet, Runner
 from pipeline.backends.backend import Widths
 from pipeline.backends.eager import TorchBackend
-from pipeline.load import load
+from pipeline.checkpoints.load import load
 from pipeline.runner import ImageRunner
 from tests.benchmarks.simulation.tables import SIZE, affine
 

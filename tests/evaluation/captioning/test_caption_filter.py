@@ -14,8 +14,8 @@ from core.config import EMBEDDED_MODEL
 from evaluation import captions
 from evaluation.captioning import caption_filter
 from evaluation.captioning.caption_filter import BROKEN, EMPTY, LONG, UNFINISHED, CaptionFilter
-from pipeline import tiny
-from pipeline.folder import ModelError
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
 
 TOKENIZERS = caption_filter.tokenizers(str(EMBEDDED_MODEL))
 WORDS = st.lists(st.sampled_from(["fox", "Fox", "FOX", "a", "f", "ox", "ß", "SS", "é", "🦊"]), min_size=1, max_size=4)

@@ -27,7 +27,7 @@ from evaluation.captioning.caption_file import CaptionFile
 from evaluation.captioning.caption_filter import CaptionFilter
 from evaluation.captioning.compose import CaptionGenerator, HopelessError
 from evaluation.captioning.text_sources import TextResponse
-from pipeline import tiny
+from pipeline.checkpoints import tiny
 from training import phrases
 
 TOKENIZERS = caption_filter.tokenizers(tiny.TINY)

@@ -88,7 +88,7 @@ def _editing(source: bytes, file: str = "") -> dict[str, Any]:
 
 def loras(folder: Path) -> None:
     """Write the LoRAs that a tiny model of noise may be asked for."""
-    from pipeline.load import load
+    from pipeline.checkpoints.load import load
     from tests.pipeline.loras import write
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,11 +21,11 @@ from contract.plan import DEPTHS, DeepCache
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup, ExecutionPlan
 from pipeline.backends.graphs import GraphBackend
+from pipeline.backends.phases import TEXT
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel, load
 from pipeline.families.sdxl.conditioning import embed
 from pipeline.families.sdxl.parts import tokenizers
-from pipeline.folder import ModelError
-from pipeline.load import ImageModel, load
-from pipeline.phases import TEXT
 from tests.core.tape import Tape
 from tests.pipeline import worlds
 from tests.pipeline.backends.test_programs import SHAPES, mixture

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from contract.image import ImageParameters
-from pipeline import tiny
-from pipeline.folder import ModelError
-from pipeline.load import load
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Watching, levels, model, solo, stock_picture, together
 
@@ -104,7 +104,7 @@ def test_a_model_that_the_kernels_do_not_know_is_refused(kernels: ctypes.CDLL) -
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     """A folder with a model and its INT8 variant."""
-    from pipeline import quantized as made
+    from pipeline.quantization import quantized as made
 
     folder = tiny.save(tmp_path_factory.mktemp("models") / "tiny", SHAPES["wide-heads"])
     prompts = [f"a {colour} hat" for colour in ("red", "green", "blue", "old", "new", "big")]
@@ -148,7 +148,7 @@ def test_int8_of_another_models_weights_is_refused(quantized: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_edits_equal_diffusers_and_do_not_depend_on_the_batch(shape: str, kernels: ctypes.CDLL) -> None:
-    from tests.pipeline.test_edit import check_parity, wanted
+    from tests.pipeline.pixels.test_edit import check_parity, wanted
 
     edits = [
         wanted(shape, seed=seed, strength=strength, masked=bool(seed % 2), picture=seed, scheduler=scheduler)

@@ -10,8 +10,8 @@ import torch
 
 from contract.plan import DEPTHS
 from core.graphs import ExecutableKey
+from pipeline.backends.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, VAE_TINY, on_torch
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
-from pipeline.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, VAE_TINY, on_torch
 from tests.pipeline.worlds import SHAPES, model, tiny_model
 
 SIZE = (32, 32)

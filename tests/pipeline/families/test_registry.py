@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import tiny
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.families import registry
 from pipeline.families.sdxl import FAMILY
-from pipeline.folder import ModelError
-from pipeline.load import load
-from pipeline.tiny import SDXLShape
 from tests.pipeline.worlds import model
 
 PLUGIN = """

@@ -11,10 +11,10 @@ from typing import Any
 
 from core.config import Settings
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend, Widths, planned
+from pipeline.backends.phases import fixed_rows, on_torch
 from pipeline.backends.timing import PhaseCosts
+from pipeline.checkpoints.load import ImageModel
 from pipeline.fingerprint import KernelIdentity
-from pipeline.load import ImageModel
-from pipeline.phases import fixed_rows, on_torch
 
 VERSION = "1.0"
 

@@ -16,14 +16,14 @@ from contract.image import ImageParameters
 from contract.plan import DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
-from pipeline import tiny
 from pipeline.backends.backend import ImageBackend
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
 from pipeline.families.family import ImageModel
-from pipeline.folder import ModelError
-from pipeline.load import load
 from pipeline.runner import ImageRunner
 from tests.core.quant.stage import kernels
 from tests.pipeline.worlds import solo

@@ -11,11 +11,11 @@ import torch
 
 from contract import prompts
 from contract.markup import WeightedPrompt
-from pipeline.chunks import split
-from pipeline.encode import Embedding, Encoder, MarkedPrompt, PromptFields
 from pipeline.families.sdxl.conditioning import CLIPPair
+from pipeline.text.chunks import split
+from pipeline.text.encode import Embedding, Encoder, MarkedPrompt, PromptFields
 from tests.pipeline.long_prompts import chunks, embeddings, words
-from tests.pipeline.test_weighting import expected
+from tests.pipeline.text.test_weighting import expected
 from tests.pipeline.worlds import model, stock
 
 NAMES = ["plain", "many-heads"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pipeline import tiny_zimage
-from pipeline.load import ImageModel, load
-from pipeline.tiny_zimage import TINY_Z, ZImageShape
+from pipeline.checkpoints import tiny_zimage
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.checkpoints.tiny_zimage import TINY_Z, ZImageShape
 
 SHAPES = {
     "tiny": tiny_zimage.SHAPES[TINY_Z],

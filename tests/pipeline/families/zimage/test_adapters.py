@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline import lora_file
-from pipeline.folder import ModelError
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions import lora_file
 from tests.pipeline.families.zimage.models import model
 
 LAYERS = ("layers.0.attention.to_q", "layers.1.attention.to_out.0", "noise_refiner.0.feed_forward.w2",

@@ -10,9 +10,9 @@ import torch
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.ops.reference import TorchLowering
-from pipeline.conditioning import Conditioner
-from pipeline.encode import Encoder
 from pipeline.families.zimage import FAMILY
+from pipeline.text.conditioning import Conditioner
+from pipeline.text.encode import Encoder
 from tests.pipeline.families.zimage.models import SHAPES, model, stock
 
 # A byte is a token, and the template takes 5 + 1 + 1 + 11 of the 512.

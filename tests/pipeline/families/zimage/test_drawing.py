@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from core.ops.reference import TorchLowering
-from pipeline import vae
 from pipeline.drawing import Denoiser
 from pipeline.families.zimage import FAMILY
+from pipeline.pixels import vae
 from tests.pipeline.families.zimage.models import SHAPES, model, stock
 
 PROMPTS = ["a red cat", "two dogs " * 20, "x"]

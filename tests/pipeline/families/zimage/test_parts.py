@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import tiny_zimage
+from pipeline.checkpoints import tiny_zimage
+from pipeline.checkpoints.load import ModelError, load, weights_digest
+from pipeline.checkpoints.tiny_zimage import TINY_Z, ZImageShape
 from pipeline.families.zimage import FAMILY
-from pipeline.load import ModelError, load, weights_digest
 from pipeline.sizes import sizes
-from pipeline.tiny_zimage import TINY_Z, ZImageShape
 from tests.pipeline.damage import Damage, edit, rebuilt, replaced
 from tests.pipeline.families.zimage.models import SHAPES, model
 

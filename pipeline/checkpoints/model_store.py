@@ -1,0 +1,158 @@
+"""Adds models to the folder in which they are found by name: from a file, an address, a folder or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.checkpoints import checkpoint, download, single_file
+from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.single_file import CheckpointOptions
+from pipeline.families import registry
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
+_DOWNLOADS = ".downloads"
+_LEFT_OUT = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*", ".*")
+
+
+class Added(NamedTuple):
+    """A model's folder, and the SHA-256 of the file that it was made of; "" if it was a folder."""
+
+    folder: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddOptions:
+    """How a model is added.
+
+    name: by which it will be found; "": the file's, folder's or repository's own.
+    sha256: that the file must have, in hexadecimal; "": any.
+    most_bytes: the largest file to download.
+    variant: of a folder's weight files, such as fp16.
+    taken: names that are other models'.
+    """
+
+    checkpoint: CheckpointOptions
+    most_bytes: int
+    name: str = ""
+    sha256: str = ""
+    variant: str | None = None
+    taken: Callable[[str], bool] = lambda name: False
+    say: Callable[[str], None] = lambda text: None
+    count: Callable[[str, int, int], None] = lambda text, done, total: None
+
+
+def add(source: str, store: Path, options: AddOptions) -> Added:
+    """Put the model into the folder `store`. Nothing of it is left there if that fails but a broken download.
+
+    source: a safetensors file of an SDXL checkpoint, its https address, a folder in diffusers' format or a hub id.
+
+    Raises `ModelError`, naming the source, or the option, and what is wrong.
+    """
+    if options.sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", options.sha256):
+        raise ModelError("--sha256: must be 64 hexadecimal digits")
+    if options.name:
+        _check_name(options.name, store, options)
+    if "://" in source:
+        return _add_address(source, store, options)
+    if Path(source).expanduser().is_file():
+        return _add_file(Path(source).expanduser(), source, store, options, Path(source).stem)
+    if options.sha256:
+        raise ModelError(f"--sha256: is of a file, and {source} is none")
+    return Added(_add_folder(source, store, options), "")
+
+
+def _add_address(url: str, store: Path, options: AddOptions) -> Added:
+    shown = download.shown(url)
+
+    def check_start(file: Path, size_bytes: int) -> None:
+        checkpoint.check_checkpoint(shown, checkpoint.read_header(file, shown, size_bytes))
+
+    limits = download.DownloadOptions(
+        options.most_bytes, check_start, checkpoint.header_bytes,
+        lambda done, total: options.count("downloading", done, total),
+    )  # fmt: skip
+    file, name = download.download(url, store / _DOWNLOADS, limits)
+    try:
+        added = _add_file(file, shown, store, options, name)
+    except _WrongHash:
+        download.remove(file)  # another download would bring the same
+        raise
+    download.remove(file)
+    return added
+
+
+class _WrongHash(ModelError):
+    pass
+
+
+def _add_file(file: Path, label: str, store: Path, options: AddOptions, name: str) -> Added:
+    checkpoint.check_checkpoint(label, checkpoint.read_header(file, label))  # before it is read whole
+    out = store / (options.name or _check_name(re.sub(r"[^\w.-]+", "-", name).strip("-."), store, options))
+    options.say("computing its SHA-256")
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if options.sha256 and sha256 != options.sha256.lower():
+        raise _WrongHash(f"{label}: its SHA-256 is {sha256}, not {options.sha256.lower()}")
+    single_file.convert(file, _made(out), options.checkpoint, name=label, say=options.say)
+    return Added(out, sha256)
+
+
+def _add_folder(source: str, store: Path, options: AddOptions) -> Path:
+    own = folders.local(source)
+    options.say(f"reading {source}" if own else f"downloading {source}")
+    found = folders.find(source, options.variant, lambda folder: registry.read(folder).parts)
+    family = registry.read(found)
+    folders.check(found, options.variant, family.parts, family.label)
+    name = found.resolve().name if own else Path(source).name
+    out = _made(store / (options.name or _check_name(name, store, options)))
+    partial = out.with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        # The hub's cache keeps files that nobody changes; a folder's owner may.
+        shutil.copytree(found, partial, ignore=_LEFT_OUT, copy_function=shutil.copy2 if own else _link)
+        partial.rename(out)
+    except (OSError, shutil.Error) as error:
+        raise ModelError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def _made(out: Path) -> Path:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{out.parent}: cannot be made ({error.strerror})") from error
+    return out
+
+
+def _check_name(name: str, store: Path, options: AddOptions) -> str:
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"--name: must be letters, digits, '.', '_' and '-', not {name[:100]!r}")
+    if options.taken(name) or (store / name).exists():
+        raise ModelError(f"--name: there is a model {name} already; give another")
+    return name
+
+
+def names(store: Path) -> list[str]:
+    """The models in the folder."""
+    try:
+        return sorted(path.name for path in store.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+    except OSError:
+        return []

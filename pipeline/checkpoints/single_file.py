@@ -1,0 +1,255 @@
+"""Converts a checkpoint in one safetensors file, of Stability's own layout, to a folder in diffusers' format.
+
+By diffusers' own tables of names. Configs and tokenizers, which such a file lacks, come from a folder of the same
+family, such as SDXL base.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints.checkpoint import (
+    CONV_IN,
+    INPAINTING_CHANNELS,
+    TEXT,
+    TEXT_2,
+    UNET,
+    VAE,
+    check_checkpoint,
+    only_vae,
+    read_header,
+)
+from pipeline.checkpoints.folder import ModelError, Part
+from pipeline.extensions.weight_files import in_16_bits
+from pipeline.families import registry
+
+EDM_V = "edm_v_prediction"
+PREDICTION_TYPES = ("epsilon", "v_prediction", EDM_V)
+_EDM_KEYS = ("edm_mean", "edm_std")  # of latents, in files of Playground v2.5
+_EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_sigmas_type": "zero", "rho": 7.0}
+# As diffusers' documentation has CosXL's, and its tables Playground v2.5's.
+_COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
+_PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
+_PLAYGROUND_SCALE = 0.5
+_TOLD = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}  # by modelspec.prediction_type
+_PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """What a checkpoint lacks, or what is taken in place of what it says.
+
+    base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
+        where there is no other.
+    prediction_type: of `PREDICTION_TYPES`, of which the last is v at EDM's noise levels, as CosXL. None: that if the
+        file has a key `edm_vpred.sigma_max`, Playground v2.5's own if it has `edm_mean`, v_prediction if it has a key
+        `v_pred` or metadata that say so (`modelspec.prediction_type`, `ss_v_parameterization`), else the base's.
+    zero_snr: whether its noise schedule ends in noise alone (Lin et al., 2023); None: if it has a key `ztsnr` or
+        metadata that say so (`ss_zero_terminal_snr`).
+    vae: a folder or a safetensors file with the VAE; "": the file's own.
+    """
+
+    base: str
+    prediction_type: str | None = None
+    zero_snr: bool | None = None
+    vae: str = ""
+
+
+def convert(
+    file: Path,
+    out: Path,
+    options: CheckpointOptions,
+    *,
+    name: str = "",
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write the checkpoint as a folder `out`, which must not exist, and return it.
+
+    `name` is what messages call the file; default: its path. A checkpoint that inpaints, with a UNet of nine input
+    channels, becomes a `StableDiffusionXLInpaintPipeline`.
+
+    Raises `ModelError`, naming the file, and the key or part that is wrong.
+    """
+    name = name or str(file)
+    header = read_header(file, name)
+    check_checkpoint(name, header)
+    if out.exists():
+        raise ModelError(f"{out}: is there already")
+    weights = _read(file, name)
+    has_vae = options.vae or any(key.startswith(VAE) for key in weights)
+    configs = folders.find_configs(options.base, *(() if has_vae else ("vae/*.safetensors",)))
+    family = registry.read(configs)
+    if "text_encoder_2" not in family.parts:
+        raise ModelError(f"{options.base}: is a {family.label}, and not SDXL")
+    partial = out.with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_parts(name, header.metadata, weights, configs, partial, options, say)
+        partial.rename(out)
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _write_parts(
+    name: str, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
+    options: CheckpointOptions, say: Callable[[str], None],
+) -> None:  # fmt: skip
+    baked = not options.vae and any(key.startswith(VAE) for key in weights)
+    for part_name, part in registry.read(base).parts.items():
+        say(f"converting {part_name}")
+        if part.kind == "tokenizer":
+            shutil.copytree(base / part_name, out / part_name)
+        elif part.kind == "scheduler":
+            _write_scheduler(base / part_name, out / part_name, metadata, weights, options)
+        elif part_name == "vae" and not baked:
+            _copy_vae(Path(options.vae) if options.vae else base / part_name, base, out)
+        else:
+            _write_part(name, part_name, part, weights, base, out)
+    _write_index(base, out, CONV_IN in weights and weights[CONV_IN].shape[1] == INPAINTING_CHANNELS)
+
+
+def _read(file: Path, name: str) -> dict[str, Any]:
+    """The tensors, mapped from the file, `in_16_bits`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{name}: is no whole safetensors file ({folders.first_line(error)})") from error
+    return {key: in_16_bits(value) for key, value in found.items()}
+
+
+def _write_index(base: Path, out: Path, inpaints: bool) -> None:
+    index = folders.read_json(base / "model_index.json")
+    if inpaints or index["_class_name"] == _INPAINTING:
+        index["_class_name"] = _INPAINTING if inpaints else _PLAIN
+    if found := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
+        index["scheduler"] = ["diffusers", found]
+    _write_json(out / "model_index.json", index)
+
+
+def _copy_vae(source: Path, base: Path, out: Path) -> None:
+    """The VAE of a folder as it is, or of a safetensors file with the base's config."""
+    part = registry.read(base).parts["vae"]
+    source = source.expanduser()
+    if source.is_dir():
+        if not (source / "config.json").is_file() and (source / "vae").is_dir():
+            source = source / "vae"  # a whole model's
+        files = folders.check_part(source, "vae", part)
+        (out / "vae").mkdir()
+        for path in (source / "config.json", *files, *source.glob("*.index.json")):
+            shutil.copy(path, out / "vae")
+        return
+    header = read_header(source)
+    if not only_vae(header.shapes) and not any(key.startswith(VAE) for key in header.shapes):
+        raise ModelError(f"{source}: has no VAE; its first key is {min(header.shapes, default='no key at all')}")
+    _write_part(str(source), "vae", part, _read(source, str(source)), base, out)
+
+
+def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any], base: Path, out: Path) -> None:
+    """Write a network with the file's weights, in the type that they have there."""
+    import importlib
+
+    import torch
+
+    cls = getattr(importlib.import_module(part.module), part.classes[0])
+    config = folders.read_json(base / part_name / "config.json")
+    if part_name == "unet" and CONV_IN in weights:
+        config["in_channels"] = weights[CONV_IN].shape[1]
+    if part_name == "vae":
+        config["force_upcast"] = True  # most overflow in fp16, and a file does not say whether it is one that does not
+        if all(key in weights for key in _EDM_KEYS):
+            mean, std = (weights[key].flatten().tolist() for key in _EDM_KEYS)
+            config |= {"latents_mean": mean, "latents_std": std, "scaling_factor": _PLAYGROUND_SCALE}
+    with torch.device("meta"):
+        configured = getattr(cls, "config_class", None)  # of transformers
+        network = cls.from_config(config) if configured is None else cls(configured(**config))
+    found = _renamed(part_name, weights, config, network)
+    _check_fit(name, part_name, found, network)
+    network.load_state_dict(found, strict=True, assign=True)
+    network.save_pretrained(out / part_name, safe_serialization=True)
+
+
+def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
+    """A part's weights by diffusers' and transformers' names."""
+    from diffusers.loaders import single_file_utils as tables
+
+    if part == "unet":
+        own = {key: value for key, value in weights.items() if key.startswith(UNET)}
+        return dict(tables.convert_ldm_unet_checkpoint(own, config))
+    if part == "vae":
+        if any(key.startswith("decoder.up_blocks.") for key in weights):
+            return dict(weights)  # a VAE's file by diffusers' own names
+        own = {key: value for key, value in weights.items() if key.startswith(VAE)} or dict(weights)
+        return dict(tables.convert_ldm_vae_checkpoint(own, config))
+    if part == "text_encoder":
+        own = {key.removeprefix(TEXT): value for key, value in weights.items() if key.startswith(TEXT)}
+    else:
+        own = {key: value for key, value in weights.items() if key.startswith(TEXT_2)}
+        own = dict(tables.convert_open_clip_checkpoint(network, own, prefix=TEXT_2))
+    return {key: value for key, value in own.items() if not key.endswith(("position_ids", "logit_scale"))}
+
+
+def _check_fit(name: str, part: str, found: Mapping[str, Any], network: Any) -> None:
+    """Raise `ModelError` for a weight that is missing, of another shape, not finite, or unknown to the network."""
+    wanted = network.state_dict()
+    for key, tensor in wanted.items():
+        if key not in found:
+            raise ModelError(f"{name}: has no weights for {part}.{key}")
+        if found[key].shape != tensor.shape:
+            shapes = f"{list(found[key].shape)}, not {list(tensor.shape)}"
+            raise ModelError(f"{name}: does not fit the base's config: {part}.{key} is {shapes}")
+        if not found[key].isfinite().all():  # an overflow in fp16, or a merge gone wrong
+            raise ModelError(f"{name}: {part}.{key} has values that are not finite")
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise ModelError(f"{name}: has weights that the base's {part} has no use for, the first is {unknown[0]}")
+
+
+def _write_scheduler(
+    base: Path, out: Path, metadata: Mapping[str, str], weights: Mapping[str, Any], options: CheckpointOptions
+) -> None:
+    config = _edm(weights, options.prediction_type)
+    if config is not None:
+        if options.zero_snr:
+            raise ModelError("--zero-snr: is for schedules of betas, and EDM's noise levels are none")
+        _write_json(out / "scheduler_config.json", config)
+        return
+    config = folders.read_json(base / "scheduler_config.json")
+    told = _TOLD.get(metadata.get("modelspec.prediction_type", ""))
+    if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
+        told = "v_prediction"
+    if predicts := options.prediction_type or told:
+        config["prediction_type"] = predicts
+    zero_snr = "ztsnr" in weights or metadata.get("ss_zero_terminal_snr") == "True"
+    if zero_snr if options.zero_snr is None else options.zero_snr:
+        # trailing timesteps begin at the one of noise alone
+        config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    elif options.zero_snr is False:
+        config["rescale_betas_zero_snr"] = False
+    _write_json(out / "scheduler_config.json", config)
+
+
+def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
+    """The scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022); None: it is not one."""
+    own = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
+    if predicts == EDM_V or (predicts is None and own):
+        return {**_EDM, **_COSXL, "sigma_schedule": "exponential", **{end: float(value) for end, value in own.items()}}
+    if predicts is None and all(key in weights for key in _EDM_KEYS):
+        return {**_EDM, **_PLAYGROUND, "sigma_schedule": "karras"}
+    return None
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

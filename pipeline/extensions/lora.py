@@ -1,0 +1,71 @@
+"""Finds LoRA files by name in one folder, and merges them into a model's weights at load time (Hu et al., 2021).
+
+`pipeline.extensions.lora_file` reads the files; `pipeline.extensions.adapters` serves per-request LoRAs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract import loras as names
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.weight_files import SUFFIX
+from pipeline.families.family import Adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA file and its scale."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+
+    def data(self) -> bytes:
+        """The file's bytes. Raises `ModelError`, naming the LoRA."""
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"lora {self.name}: {self.path} cannot be read ({error.strerror})") from error
+
+
+def find(text: str, folder: str) -> tuple[Lora, ...]:
+    """Resolve `name:scale,name` to files `name.safetensors` in the folder. Raises `ModelError`, naming the LoRA."""
+    try:
+        named = names.read(text)
+    except ValueError as error:
+        raise ModelError(f"lora: {error}") from error
+    found: list[Lora] = []
+    for name, scale in named:
+        if not folder:
+            raise ModelError(f"lora {name}: no folder is named to look in")
+        path = Path(folder).expanduser() / f"{name}{SUFFIX}"
+        if not path.is_file():
+            raise ModelError(f"lora {name}: there is no {path}")
+        found.append(Lora(name, path, scale))
+    return tuple(found)
+
+
+def digest(model: str, loras: Sequence[Lora]) -> str:
+    """The digest of the merged weights, where `model` is the unmerged ones'. Raises `ModelError`."""
+    made = hashlib.sha256(model.encode())
+    for lora in loras:
+        made.update(f"{hashlib.sha256(lora.data()).hexdigest()}:{lora.scale!r}".encode())
+    return made.hexdigest()
+
+
+def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -> None:
+    """Merge them into the weights of the parts that the family adapts, in place, one after another, in fp32.
+
+    Raises `ModelError`, naming the LoRA, for one that does not fit this model.
+    """
+    from pipeline.extensions import lora_file
+
+    for lora in loras:
+        factors = lora_file.read(lora.name, lora.data(), parts, adapters)
+        lora_file.check_finite(lora.name, factors)
+        lora_file.add_(parts, factors, lora.scale)

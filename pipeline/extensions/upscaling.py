@@ -1,0 +1,149 @@
+"""Upscaling of finished images, tile by tile: networks from the files of one folder, and a request's tiles."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions import esrgan
+from pipeline.extensions.esrgan import RRDBNet, Shape
+from pipeline.extensions.weight_files import WeightFiles, offered
+from pipeline.pixels.vae import to_host
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from contract.upscale import Upscale
+
+_MAX_FILE_BYTES = 2**30
+_KEPT = 4  # networks in memory
+_TILES = {"cpu": 128}  # the side of a tile in pixels: one is an iteration, and others wait for it
+_TILE = 512
+_MARGIN = 16  # pixels around a tile that the network sees too
+_SMALLEST = 16
+_FORWARD_BYTES = {"cpu": 2**29}  # that a tile may take while it is computed: of large networks tiles are smaller
+_MOST_FORWARD_BYTES = 2**32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Upscaler:
+    """A file's network. `digest` is the file's SHA-256."""
+
+    name: str
+    digest: str
+    network: RRDBNet
+
+    @property
+    def factor(self) -> int:
+        return self.network.shape.factor
+
+    def size_bytes(self, width: int, height: int) -> int:
+        """Of an image of this size, enlarged."""
+        return 3 * width * height * self.factor**2
+
+
+class UpscalerFolder:
+    """The networks `NAME.safetensors` of one folder, read when a request first names them. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser()
+        self._files = WeightFiles(
+            self.folder,
+            what="upscaler",
+            missing="there is no {} in the folder of upscalers",
+            most_bytes=_MAX_FILE_BYTES,
+            kept=_KEPT,
+            read=_read,
+        )
+
+    def names(self) -> list[str]:
+        """The names that requests may use now."""
+        return offered(self.folder)
+
+    def find(self, name: str) -> Upscaler:
+        """The file's current content. Raises `ModelError`, naming the upscaler."""
+        return self._files.find(name)
+
+    def checked(self, wanted: Upscale, width: int, height: int) -> Upscaler:
+        """The network for an image of this size. Raises `ModelError` where it is missing or no network, and `Invalid`
+        for the scale.
+        """
+        found = self.find(wanted.model)
+        wanted.check_factor(width, height, found.factor)
+        return found
+
+
+def _read(name: str, path: Path) -> Upscaler:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"upscaler {name}: cannot be read ({error.strerror})") from error
+    return Upscaler(name, hashlib.sha256(data).hexdigest(), esrgan.read(name, data))
+
+
+def corners(width: int, height: int, device: torch.device, side: int | None = None) -> list[tuple[int, int]]:
+    """The upper left corner of each tile of a picture, (y, x); `side`: of other tiles than the device's largest."""
+    side = _TILES.get(device.type, _TILE) if side is None else side
+    return [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
+
+
+def tile_side(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
+    """The side of a tile in pixels: the device's largest, halved until a forward of this network fits its budget."""
+    side = _TILES.get(device.type, _TILE)
+    budget = _FORWARD_BYTES.get(device.type, _MOST_FORWARD_BYTES)
+    while side > _SMALLEST and shape.forward_bytes(side + 2 * _MARGIN, dtype.itemsize) > budget:
+        side //= 2
+    return side
+
+
+@dataclass(slots=True, eq=False)
+class Upscaling:
+    """One image that is being enlarged: `done` of its `tiles` are in `canvas`."""
+
+    upscaler: Upscaler
+    pixels: Tensor  # uint8 [H, W, 3], on the CPU
+    device: torch.device
+    dtype: torch.dtype
+    done: int = 0
+    side: int = field(init=False)  # of a tile
+    canvas: Tensor = field(init=False)  # uint8 [factor · H, factor · W, 3], on the CPU
+
+    def __post_init__(self) -> None:
+        self.side = tile_side(self.upscaler.network.shape, self.device, self.dtype)
+        factor, (height, width, _) = self.upscaler.factor, self.pixels.shape
+        self.canvas = torch.empty(height * factor, width * factor, 3, dtype=torch.uint8)
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        height, width, _ = self.pixels.shape
+        return corners(width, height, self.device, self.side)
+
+    @property
+    def left(self) -> int:
+        return len(self.tiles) - self.done
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """Write the next tile onto the canvas; to be repeated until `done` is raised."""
+        (top, left), side, factor = self.tiles[self.done], self.side, self.upscaler.factor
+        above, before = max(0, top - _MARGIN), max(0, left - _MARGIN)
+        seen = self.pixels[above : top + side + _MARGIN, before : left + side + _MARGIN]
+        x = seen.permute(2, 0, 1)[None].to(self.device, self.dtype) / 255
+        made = self.upscaler.network.to(self.device, self.dtype)(x)[0].float()
+        levels = to_host(made.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0))
+        top, left, above, before = (factor * at for at in (top, left, above, before))
+        target = self.canvas[top : top + factor * side, left : left + factor * side]
+        target.copy_(levels[top - above :, left - before :][: target.shape[0], : target.shape[1]])
+
+    def image(self, size: tuple[int, int]) -> Image:
+        """The whole picture, reduced to (width, height) with the Lanczos filter where that is less."""
+        from PIL import Image
+
+        made = Image.fromarray(self.canvas.numpy())
+        return made if made.size == size else made.resize(size, Image.Resampling.LANCZOS)

@@ -1,0 +1,105 @@
+"""CLIP vision encoders in transformers' format, and how a picture is fitted for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.digests import digest_of
+from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints.folder import ModelError, Part
+from pipeline.extensions.weight_files import is_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PART = Part("encoder", ("CLIPVisionModelWithProjection",), "transformers.models.clip.modeling_clip")
+_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI's, where a folder does not say
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_KIND = "clip_vision_model"
+_LONGEST = 16  # times its shorter side: so much of a picture's longer side is resized
+
+
+class EncoderWidths(NamedTuple):
+    """Channels of what an encoder gives: of its projected embedding, and of its hidden states."""
+
+    embedding: int
+    hidden: int
+
+
+def widths(folder: Path) -> EncoderWidths | None:
+    """Of the encoder in a folder; None if there is none. Raises `ModelError` for a config that cannot be read."""
+    if not is_file(folder / "config.json"):
+        return None
+    config = folders.read_json(folder / "config.json")
+    found = config.get("projection_dim"), config.get("hidden_size")
+    if config.get("model_type") != _KIND or not all(isinstance(one, int) for one in found):
+        return None
+    return EncoderWidths(*found)  # type: ignore[arg-type]
+
+
+class VisionEncoder:
+    """An encoder on one device. Pictures go through it one at a time, so that nothing depends on others."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises `ModelError`, naming the folder."""
+        from pipeline.checkpoints.load import load_part
+
+        files = folders.check_part(folder, folder.name, _PART)
+        self.digest = digest_of(folder, [folder / "config.json", *files])
+        self._network: Any = load_part(folder.parent, folder.name, _PART, dtype, None).eval().to(device)
+        self._side = int(self._network.config.image_size)
+        mean, std = _normalization(folder)
+        self._mean, self._std = (torch.tensor(one).view(3, 1, 1) for one in (mean, std))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._network.parameters())
+
+    def fit(self, pixels: bytes, size: tuple[int, int]) -> Tensor:
+        """What the encoder reads of a picture [height, width, 3] of this (width, height): [1, 3, side, side].
+
+        As transformers' CLIPImageProcessor: the shorter side is fitted by Pillow's bicubic filter, and the middle cut
+        out.
+        """
+        from PIL.Image import Resampling, frombytes
+
+        image = frombytes("RGB", size, pixels)
+        side, shorter = self._side, min(size)
+        if max(size) > _LONGEST * shorter:  # of the rest nothing is read, and enlarged it might fill the memory
+            image = _middle(image, _LONGEST * shorter)
+        fitted = int(side * image.width / shorter), int(side * image.height / shorter)
+        image = image.resize(fitted, Resampling.BICUBIC)
+        left, top = (fitted[0] - side) // 2, (fitted[1] - side) // 2
+        cut = np.asarray(image.crop((left, top, left + side, top + side)))
+        return ((torch.from_numpy(cut.copy()).permute(2, 0, 1).float() / 255 - self._mean) / self._std)[None]
+
+    @torch.inference_mode()
+    def embed(self, fitted: Tensor, *, fine: bool) -> Tensor:
+        """The projected embedding [1, C]; `fine`: the hidden states behind the last layer but one, [1, patches, C]."""
+        own = self._network.visual_projection.weight
+        made = self._network(fitted.to(own.device, own.dtype), output_hidden_states=fine)
+        found: Tensor = made.hidden_states[-2] if fine else made.image_embeds
+        return found
+
+
+def _middle(image: Image, most: int) -> Image:
+    """The middle of a picture, where it is wider or higher than so many pixels."""
+    width, height = (min(side, most) for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _normalization(folder: Path) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of the encoder's pixels, as its processor's config has them."""
+    path = folder / "preprocessor_config.json"
+    config = folders.read_json(path) if path.is_file() else {}
+    found = config.get("image_mean", [*_MEAN]), config.get("image_std", [*_STD])
+    for each in found:
+        if not isinstance(each, list) or len(each) != 3 or not all(isinstance(one, int | float) for one in each):
+            raise ModelError(f"{path}: image_mean and image_std must be 3 numbers")
+    return found

@@ -1,0 +1,159 @@
+"""Folders of files NAME.safetensors that requests name: listed, checked, and the last ones used kept in memory."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from contract.loras import is_name
+from pipeline.checkpoints import safetensors_header
+from pipeline.checkpoints.folder import ModelError, first_line
+from pipeline.checkpoints.safetensors_header import TensorTable
+from pipeline.extensions.sized_cache import SizedCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIX = ".safetensors"
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+PICKLE = "is a pickle, which could run code; convert it to safetensors"
+
+T = TypeVar("T")
+
+
+def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> list[str]:
+    """The names of the folder's files, and of folders in it that `also` takes, sorted; none if it cannot be read."""
+    try:
+        entries = [*folder.iterdir()]
+    except OSError:
+        return []
+    names = {path.name for path in entries if also(path)}
+    names |= {path.name.removesuffix(SUFFIX) for path in entries if path.name.endswith(SUFFIX)}
+    return sorted(filter(is_name, names))
+
+
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`, which raises for a folder that may not be read, such as a disk's lost+found."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a file's bytes, `in_16_bits`. Raises ValueError for a pickle and for a damaged file.
+
+    Reads the safetensors format itself: the library copies all tensors in one call that holds the GIL, which other
+    threads wait for.
+    """
+    try:
+        return {name: in_16_bits(tensor) for name, tensor in _views(data).items()}
+    except MemoryError:
+        raise
+    except Exception as error:  # also of torch: damaged, or of another kind
+        raise ValueError(_damage(data[:2], error)) from error
+
+
+def check_header(path: Path) -> None:
+    """Read a file's header, without its tensors. Raises OSError, and ValueError as `tensors`."""
+    try:
+        safetensors_header.read(path)
+    except ValueError as error:
+        with path.open("rb") as stream:
+            raise ValueError(_damage(stream.read(2), error)) from error
+
+
+def _damage(start: bytes, error: Exception) -> str:
+    if start[:1] == b"\x80" or start[:2] == b"PK":  # pickle's own files, and torch's
+        return PICKLE
+    return f"is damaged or cut short ({first_line(error)[:200]})"
+
+
+def table_of(data: bytes) -> tuple[TensorTable, int]:
+    """The header of a safetensors file, and where its tensors begin. Raises ValueError for a file without one."""
+    end = safetensors_header.header_end(data[:8])
+    if end > len(data):
+        raise ValueError("it is cut short within its header")
+    return safetensors_header.parse(data[8:end]), end
+
+
+def _views(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, all in one copy of its bytes. They lie one behind another, without gaps."""
+    import numpy as np
+    import torch
+
+    types = {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+        "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    }  # fmt: skip
+    table, start = table_of(data)
+    if len(data) - start != table.size_bytes:
+        raise ValueError(f"it has {len(data) - start} bytes of tensors, and {table.size_bytes} are in its header")
+    made: dict[str, Tensor] = {}
+    buffer = np.frombuffer(data, np.uint8, offset=start).copy()
+    for name, entry in table.tensors.items():
+        if entry.dtype not in types:
+            raise ValueError(f"{name[:100]!a} is of type {entry.dtype[:20]!a}")
+        dtype, shape, count = types[entry.dtype], entry.shape, math.prod(entry.shape)
+        made[name] = (
+            torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.begin).view(shape)
+            if count
+            else torch.empty(shape, dtype=dtype)
+        )
+    return made
+
+
+def in_16_bits(tensor: Tensor) -> Tensor:
+    """The tensor; floats of 8 bits, which torch computes nearly nothing in, as fp16, which has all of their values."""
+    return tensor.half() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+
+
+class WeightFiles(Generic[T]):
+    """The files of one folder, each read when a request first names it, and again when it has changed. Thread-safe.
+
+    `what` the files are begins every message, and `missing` ends the one for a file that is not there. Files may have
+    `most_bytes` bytes; of `kept` files the content stays in memory. `read` makes the content of a name and a path, and
+    raises `ModelError`.
+    """
+
+    def __init__(
+        self, folder: Path, *, what: str, missing: str, most_bytes: int, kept: int, read: Callable[[str, Path], T]
+    ) -> None:
+        self.folder = folder
+        self._what, self._missing, self._most_bytes = what, missing, most_bytes
+        self._read = read
+        self._cache = SizedCache(kept)
+
+    def find(self, name: str) -> T:
+        """The file's current content. Raises `ModelError`, naming the file."""
+        path = self.folder / f"{name}{SUFFIX}"
+        try:
+            stamp = self._stamp(name, path)
+        except ValueError as error:
+            raise ModelError(f"{self._what} {name}: {error}") from None
+        return self._cache.find(
+            name, stamp, lambda: self._read(name, path), lambda content: 1, lambda: self._check(name, path)
+        )
+
+    def _check(self, name: str, path: Path) -> None:
+        try:
+            check_header(path)
+        except ValueError as error:
+            raise ModelError(f"{self._what} {name}: {path.name} {error}") from error
+        except OSError as error:
+            raise ModelError(f"{self._what} {name}: {path.name} cannot be read ({error.strerror})") from error
+
+    def _stamp(self, name: str, path: Path) -> tuple[int, ...]:
+        """What changes with the file. Raises ValueError for what cannot be read as one."""
+        try:
+            about = path.stat()
+        except OSError:
+            kind = next((suffix for suffix in PICKLES if path.with_name(name + suffix).exists()), None)
+            raise ValueError(self._missing.format(path.name) if kind is None else f"{name}{kind} {PICKLE}") from None
+        if not stat.S_ISREG(about.st_mode) or about.st_size > self._most_bytes:
+            raise ValueError(f"{path.name} is no file of at most {self._most_bytes // 2**20} MiB")
+        return about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,0 +1,1 @@
+"""Pictures: the VAE with its tiles, edits of source images, and the PNG with its parameters."""

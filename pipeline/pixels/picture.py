@@ -1,0 +1,82 @@
+"""A finished image and its PNG file, with parameters and fingerprint but no id or time: equal images give equal
+files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import secrets
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contract.image import ImageParameters
+from pipeline.pixels.infotext import infotext
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """The result of an image request. `warnings` are for people, e.g. of a truncated prompt.
+
+    `sampler` is the name of the one that ran.
+    """
+
+    image: Image
+    parameters: ImageParameters
+    fingerprint: dict[str, Any]
+    warnings: tuple[str, ...] = field(default=())
+    sampler: str = ""
+
+    @property
+    def infotext(self) -> str:
+        """Its parameters as AUTOMATIC1111's web UI writes them."""
+        return infotext(self.parameters, self.sampler, self.fingerprint)
+
+    def png(self, *, metadata: bool = True) -> bytes:
+        """The picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as JSON, and
+        `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
+        """
+        from PIL.PngImagePlugin import PngInfo
+
+        chunks = PngInfo()
+        if metadata:
+            chunks.add_text("parameters", self.infotext)  # tEXt where it is Latin-1, as their readers are used to
+            chunks.add_itxt("diptych", to_json(self.parameters.to_dict()))
+            chunks.add_itxt("fingerprint", to_json(self.fingerprint))
+        stream = io.BytesIO()
+        self.image.save(stream, format="PNG", pnginfo=chunks)
+        return stream.getvalue()
+
+    def write(self, path: Path) -> None:
+        """Write the PNG fully or not at all. Raises OSError, and then leaves nothing behind."""
+        data = self.png()
+        # Short, since `path` may have the maximum length; and random, since others may write the same image.
+        partial = path.with_name(f".{secrets.token_hex(8)}.part")
+        try:
+            with partial.open("xb") as stream:
+                stream.write(data)
+            partial.replace(path)
+        except BaseException:  # Ctrl-C too
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+def file_name(parameters: ImageParameters, name: str = "") -> str:
+    """File name of an image: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
+    plain = unicodedata.normalize("NFKD", parameters.prompt[:200]).encode("ascii", "ignore").decode().lower()
+    words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].rstrip("-") or "picture"
+    safe = re.sub(r"[^\w.-]+", "_", name).strip(".").encode()[:96].decode("utf-8", "ignore")
+    return "-".join(part for part in (safe, words, str(parameters.seed)) if part) + ".png"
+
+
+def to_json(value: dict[str, Any]) -> str:
+    """As embedded in files: equal values are equal texts. Raises ValueError for NaN and infinity."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)

@@ -1,0 +1,1 @@
+"""A model in 8 bits: calibration on prompts, SmoothQuant's variants on disk, sensitivity of layers."""

@@ -1,0 +1,227 @@
+"""Measures what 8 bits in each layer of a denoiser cost: the error of its output, and of finished pictures.
+
+One input's layers are quantized at a time; all others stay as they are. Used by `diptych quantize --sensitivity`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from contract.precision import Scheme
+from core.quant.convert import Recipe, Rule
+from core.quant.statistics import Statistics
+from pipeline.backends.phases import Networks, on_torch
+from pipeline.drawing import Denoiser
+from pipeline.families.family import ImageModel
+from pipeline.pixels.vae import levels, unscale
+from pipeline.quantization.calibration import observed, seed, settings_of
+from pipeline.quantization.quantized import calibrated, in_8_bits
+
+SHARES = (0.0, 0.25, 0.5, 0.75)  # of the steps, whose inputs the error is measured on
+PICTURES = 12  # layers whose finished pictures are compared: those with the largest errors
+_PROMPTS = 8
+_BATCH = 8
+_LEFT = "measured alone"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What 8 bits in these layers, which read one input, cost and save.
+
+    arithmetic: their share of the denoiser's multiplications. errors: relative root mean squared errors of its output
+    at `SHARES` of the steps. psnr_db: of finished pictures against those in floating point, the mean over pictures;
+    None where they were not drawn.
+    """
+
+    layers: tuple[str, ...]
+    arithmetic: float
+    errors: tuple[float, ...]
+    psnr_db: float | None = None
+
+    @property
+    def error(self) -> float:
+        """The root of the mean of the squared errors."""
+        return math.sqrt(sum(error**2 for error in self.errors) / len(self.errors))
+
+
+class Call(NamedTuple):
+    """A forward of the denoiser in this step, and its output [B, C, h, w]."""
+
+    step: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    output: Tensor
+
+
+class Reference(NamedTuple):
+    """Forwards at `SHARES` of the steps, and finished pictures."""
+
+    calls: list[Call]
+    pictures: Tensor  # uint8 [N, H, W, 3]
+
+
+def measure(
+    model: ImageModel,
+    recipe: Recipe,
+    statistics: Statistics,
+    prompts: Sequence[str],
+    *,
+    scheme: Scheme = "int8",
+    pictures: int = PICTURES,
+    kernels: ctypes.CDLL | None = None,
+) -> list[Sensitivity]:
+    """All inputs of layers that `recipe` quantizes, those with the largest errors first.
+
+    `pictures` of them are drawn as well. Raises what `quantize_` raises.
+    """
+    part = model.family.denoiser
+    drawing = _Drawing(model, prompts, kernels)
+    reference = drawing.reference()
+    work = arithmetic(model, reference.calls[0])
+    families = recipe.families(model.denoiser)
+    drawn = min(pictures, len(families))
+    alone = [_alone(recipe, family, families) for family in families]
+    found: list[tuple[Sensitivity, Recipe]] = []
+
+    def quantized(own: Recipe) -> Networks:
+        module, _ = in_8_bits(model, part, {part: statistics}, scheme=scheme, recipe=own)
+        return observed(model.with_parts(**{part: module}), kernels)[0]
+
+    for family, own in zip(families, alone, strict=True):
+        errors = drawing.errors(quantized(own), reference.calls)
+        share = sum(work[name] for name in family) / sum(work.values())
+        found.append((Sensitivity(tuple(family), share, errors), own))
+    found.sort(key=lambda one: -one[0].error)
+    for at in range(drawn):
+        one, own = found[at]
+        found[at] = replace(one, psnr_db=_psnr(drawing.pictures(quantized(own)), reference.pictures)), own
+    return [one for one, _ in found]
+
+
+def report(model: ImageModel, prompts: Sequence[str], out: Path, *, scheme: Scheme = "int8", **options: Any) -> str:
+    """The table for a model that is calibrated on the prompts first, as `quantized.make` does; it is measured on 8.
+
+    `options` are those of `quantized.calibrated`. Checkpoints stay in `out`: `make` with the same goes on from them.
+    """
+    found = calibrated(model, prompts, out, scheme=scheme, **options)
+    part, kernels = model.family.denoiser, options.get("kernels")
+    some = prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
+    return table(measure(model, found.recipes[part], found.statistics[part], some, scheme=scheme, kernels=kernels))
+
+
+def table(found: Sequence[Sensitivity]) -> str:
+    """As text: a row for each input, errors and shares in percent."""
+    steps = "".join(f"{f'at {share:.0%}':>8}" for share in SHARES)
+    lines = [f"{'error %':>8}{steps}{'work %':>8}{'PSNR dB':>9}  layers"]
+    for one in found:
+        errors = "".join(f"{100 * error:8.3f}" for error in one.errors)
+        psnr = "" if one.psnr_db is None else f"{one.psnr_db:.1f}"
+        lines.append(f"{100 * one.error:8.3f}{errors}{100 * one.arithmetic:8.2f}{psnr:>9}  {' '.join(one.layers)}")
+    return "\n".join(lines)
+
+
+def recorded(model: ImageModel, prompts: Sequence[str], kernels: ctypes.CDLL | None = None) -> Reference:
+    """The prompts as the model draws them in floating point."""
+    return _Drawing(model, prompts, kernels).reference()
+
+
+def arithmetic(model: ImageModel, call: Call) -> dict[str, int]:
+    """Multiplications in each linear layer and convolution of the denoiser in a recorded call, by the layer's name."""
+    found: dict[str, int] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, _: Any, out: Tensor) -> None:
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            found[name] = found.get(name, 0) + out.numel() // len(weight) * weight.numel()
+
+        return hook
+
+    network = on_torch(model).denoiser
+    layers = [(name, m) for name, m in model.denoiser.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers]
+    try:
+        with torch.inference_mode():
+            network.deep(*call.arguments, **call.options)
+    finally:
+        for one in hooks:
+            one.remove()
+    return {name: found.get(name, 0) for name, _ in layers}
+
+
+class _Drawing:
+    """Draws the prompts with the model's networks on any lowering."""
+
+    def __init__(self, model: ImageModel, prompts: Sequence[str], kernels: ctypes.CDLL | None) -> None:
+        self._model, self._prompts, self._kernels = model, prompts, kernels
+        defaults, calibration = model.defaults, settings_of(model.family, model.defaults)
+        self._steps = calibration.steps
+        self._guidance = defaults.guidance_scale
+
+    def reference(self) -> Reference:
+        """Calls at `SHARES` of the steps with what they return, and finished pictures, all as the model is."""
+        networks, _ = observed(self._model, self._kernels)
+        recorded: list[Call] = []
+        wanted = {round(share * self._steps) for share in SHARES}
+
+        def forward(*arguments: Any, **options: Any) -> Any:
+            made = networks.denoiser.deep(*arguments, **options)
+            step = next(steps)
+            if step in wanted:
+                recorded.append(Call(step, arguments, options, made[0].clone()))
+            return made
+
+        latents = []
+        for start in range(0, len(self._prompts), _BATCH):
+            steps = iter(range(self._steps))
+            latents.append(self._latents(networks, self._prompts[start : start + _BATCH], forward))
+        return Reference(recorded, _decoded(self._model, networks, torch.cat(latents)))
+
+    @torch.inference_mode()
+    def errors(self, networks: Networks, calls: Sequence[Call]) -> tuple[float, ...]:
+        """Of each recorded step, the relative root mean squared error of the output."""
+        off: dict[int, float] = {}
+        power: dict[int, float] = {}
+        for step, arguments, options, wanted in calls:
+            made = networks.denoiser.deep(*arguments, **options)[0]
+            off[step] = off.get(step, 0.0) + float((made - wanted).float().square().sum())
+            power[step] = power.get(step, 0.0) + float(wanted.float().square().sum())
+        return tuple((off[step] / (power[step] or 1.0)) ** 0.5 for step in sorted(off))
+
+    def pictures(self, networks: Networks) -> Tensor:
+        """Finished pictures, uint8 [N, H, W, 3]."""
+        parts = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
+        return _decoded(self._model, networks, torch.cat([self._latents(networks, some) for some in parts]))
+
+    def _latents(self, networks: Networks, some: Sequence[str], forward: Callable[..., Any] | None = None) -> Tensor:
+        drawing = Denoiser(self._model, networks.denoiser, guidance=self._guidance, steps=self._steps)
+        return drawing.latents(some, [seed(prompt) for prompt in some], forward=forward)
+
+
+@torch.inference_mode()
+def _decoded(model: ImageModel, networks: Networks, latents: Tensor) -> Tensor:
+    made = [levels(networks.decoder(unscale(one.to(model.vae.dtype), model.vae.config))) for one in latents.split(1)]
+    return torch.cat(made).cpu()
+
+
+def _psnr(made: Tensor, wanted: Tensor) -> float:
+    """The mean over pictures of PSNR in dB; equal ones count as 100."""
+    error = (made.double() - wanted.double()).square().flatten(1).mean(1)
+    found: Tensor = 10 * torch.log10(255**2 / error.clamp_min(255**2 / 1e10))
+    return float(found.mean())
+
+
+def _alone(recipe: Recipe, family: Sequence[str], families: Sequence[Sequence[str]]) -> Recipe:
+    """The recipe with all but this family left in floating point."""
+    left: Mapping[str, Rule] = {
+        name: replace(recipe.rule(name), reason=_LEFT) for other in families if other is not family for name in other
+    }
+    return replace(recipe, chosen={**recipe.chosen, **left})

@@ -1,0 +1,1 @@
+"""Denoising: samplers as tables of seven numbers a step, a step of rows of many requests, and DeepCache's features."""

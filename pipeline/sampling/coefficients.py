@@ -1,0 +1,150 @@
+"""The coefficients of samplers' steps, in float64, from the timesteps and sigmas of diffusers' schedulers.
+
+Each function returns columns by the names of `pipeline.sampling.sigmas.COLUMNS`, and `signal` and `noise`, all [steps].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _x0(scheduler: Any, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a_x and a_m, [S], for a variance-preserving x = alpha · x0 + sigma · eps, by prediction type."""
+    kind = scheduler.config["prediction_type"]
+    if kind == "epsilon":
+        return 1 / alpha, -sigma / alpha
+    if kind == "v_prediction":
+        return alpha, -sigma
+    return torch.zeros_like(alpha), torch.ones_like(alpha)
+
+
+def _sigmas(scheduler: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(alpha, now, next), [S] float64: signal level and noise level at each step, and the level it steps to.
+
+    now and next are noise over signal (the sigma of Karras et al. 2022). The object may hold more sigmas
+    than steps + 1 (log_linear interpolation); diffusers reads the first of them.
+    """
+    sigmas = scheduler.sigmas[: steps + 1].double()
+    now, following = sigmas[:-1], sigmas[1:]
+    return 1 / (now**2 + 1).sqrt(), now, following
+
+
+def flow_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    """Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
+    sigmas = scheduler.sigmas[: steps + 1].double()
+    now, kept = sigmas[:-1], sigmas[1:] / sigmas[:-1]
+    return {"a_x": torch.ones_like(now), "a_m": now, "b_x": kept, "b_0": 1 - kept, "signal": 1 - now, "noise": now}
+
+
+def euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    alpha, now, following = _sigmas(scheduler, steps)
+    a_x, a_m = _x0(scheduler, alpha, now * alpha)
+    kept = following / now
+    # Euler's x is x0 + sigma · eps, so 1 / alpha times the variance-preserving one.
+    own = {"signal": torch.ones_like(now), "noise": now}
+    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept, **own}
+
+
+def edm_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    """Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
+    _, now, following = _sigmas(scheduler, steps)
+    data = float(scheduler.config["sigma_data"])
+    whole = now**2 + data**2
+    sign = -1 if scheduler.config["prediction_type"] == "v_prediction" else 1
+    kept = following / now
+    return {
+        "c_in": whole.rsqrt(), "a_x": data**2 / whole, "a_m": sign * now * data * whole.rsqrt(),
+        "b_x": kept, "b_0": 1 - kept, "signal": torch.ones_like(now), "noise": now,
+    }  # fmt: skip
+
+
+def euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    _, now, following = _sigmas(scheduler, steps)
+    ratio = following / now
+    # sigma_down = next² / now, sigma_up = next · sqrt(1 - ratio²): diffusers', without the cancellation.
+    up = following * (1 - ratio**2).sqrt()
+    return {**euler(scheduler, steps), "b_x": ratio**2, "b_0": 1 - ratio**2, "b_n": up}
+
+
+def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
+    """DPM-Solver++ of order 1 or 2; its SDE (Lu et al. 2022, section 5) where the scheduler's algorithm says so."""
+    alpha, now, following = _sigmas(scheduler, steps)
+    a_x, a_m = _x0(scheduler, alpha, now * alpha)
+    alpha_next = 1 / (following**2 + 1).sqrt()
+    config = scheduler.config
+    sde = config["algorithm_type"] == "sde-dpmsolver++"
+    ratio = following / now  # exp(-h)
+    decay = ratio**2 if sde else ratio  # of x0's share
+    first = alpha_next * (1 - decay)
+    lower_at_end = (
+        config["euler_at_final"]
+        or (config["lower_order_final"] and steps < 15)
+        or config["final_sigmas_type"] == "zero"  # h is infinite there
+    )
+    last = steps - 1 if lower_at_end else steps
+    # The first step has no history.
+    second = slice(begin + 1, last if config["solver_order"] == 2 else begin + 1)
+    h = (now / following)[second].log()
+    h_previous = (now[:-1] / now[1:]).log()[begin : begin + len(h)]
+    # Written without h in a denominator: it is 0 where Karras sigmas end in final_sigmas_type sigma_min.
+    if config["solver_type"] == "heun":
+        scale = 2 if sde else 1
+        slope = alpha_next[second] * (decay[second] - 1 + scale * h) / (scale * h_previous)
+    else:
+        slope = 0.5 * first[second] * h / h_previous
+    correction = torch.zeros_like(first)
+    correction[second] = slope
+    columns = {
+        "a_x": a_x,
+        "a_m": a_m,
+        "b_x": alpha_next * following / (alpha * now) * (ratio if sde else 1),
+        "b_0": first + correction,
+        "b_p": 0 - correction,  # not -correction: no negative zeros
+        "signal": alpha,
+        "noise": now * alpha,
+    }
+    return columns | ({"b_n": alpha_next * following * (1 - decay).sqrt()} if sde else {})
+
+
+def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
+    kept = scheduler.alphas_cumprod.double()[scheduler.timesteps]  # [S]
+    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    a_x, a_m = _x0(scheduler, alpha, sigma)
+    scaled = scheduler.timesteps.double() * scheduler.config["timestep_scaling"]
+    sigma_data = 0.5
+    c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)
+    c_out = scaled / (scaled**2 + sigma_data**2).sqrt()
+    end = torch.ones(1, dtype=torch.float64)
+    return {
+        "a_x": c_out * a_x + c_skip,  # the boundary condition folds into x0
+        "a_m": c_out * a_m,
+        "b_x": torch.zeros(steps, dtype=torch.float64),
+        "b_0": torch.cat([alpha[1:], end]),
+        "b_n": torch.cat([sigma[1:], 0 * end]),
+        "signal": alpha,
+        "noise": sigma,
+    }
+
+
+def tcd(scheduler: Any, steps: int, eta: float) -> dict[str, torch.Tensor]:
+    """Trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next one."""
+    clock = scheduler.alphas_cumprod.double()
+    following = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
+    kept, kept_next = clock[scheduler.timesteps], clock[following]
+    kept_s = clock[((1 - eta) * following).floor().long()]
+    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    a_x, a_m = _x0(scheduler, alpha, sigma)
+    again = kept_next / kept_s if eta > 0 else torch.ones(steps, dtype=torch.float64)
+    again[-1] = 1  # the last step adds no noise
+    carried = (again * (1 - kept_s)).sqrt() / sigma  # of eps = (x - alpha · x0) / sigma
+    return {
+        "a_x": a_x,
+        "a_m": a_m,
+        "b_x": carried,
+        "b_0": (again * kept_s).sqrt() - carried * alpha,
+        "b_n": (1 - again).sqrt(),
+        "signal": alpha,
+        "noise": sigma,
+    }

@@ -1,0 +1,208 @@
+"""One denoiser forward for rows of different requests, and one step of each request with its own sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from core.transfers import to_device
+from pipeline.sampling import sigmas
+
+
+@dataclass(slots=True, eq=False)
+class Conditioning:
+    """A request's constant inputs of the denoiser; R is 2 with classifier-free guidance (negative, then positive),
+    else 1.
+    """
+
+    tensors: Mapping[str, torch.Tensor]  # by the family's names, [R, …] each
+    guidance_scale: float  # of negative + scale · (positive - negative)
+
+    @property
+    def rows(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    def unguided(self) -> Conditioning:
+        """Of the positive prompt alone, on the same memory."""
+        return Conditioning({name: tensor[-1:] for name, tensor in self.tensors.items()}, self.guidance_scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InpaintMask:
+    """The region of an image that is kept, for a UNet that was not trained to inpaint.
+
+    After every step it is restored at the next step's noise level (diffusers' inpainting with four channels; Lugmayr et
+    al., 2022, section 4.1). Of a soft mask the region shrinks from step to step (Differential Diffusion, Levin and
+    Fried, 2023): before step i of n, where 1 - mask > i / n, and not after the last one.
+    """
+
+    mask: torch.Tensor  # [1, 1, h, w] fp32: 1 where it is repainted, else 0; of a soft mask from 0 to 1
+    latents: torch.Tensor  # [1, C, h, w] fp32: of the source image
+    noise: torch.Tensor  # [1, C, h, w] fp32: the starting noise
+    steps: int = 0  # n, of a soft mask; 0: it is none
+
+    def put_back(self, x: torch.Tensor, step: int, signal: float, noise: float) -> torch.Tensor:
+        """The sample [1, C, h, w] before this step, with the kept region restored at its level of signal and noise."""
+        mask = self.mask
+        if self.steps:
+            if step == self.steps:
+                return x
+            mask = (1 - mask <= step / self.steps).to(mask.dtype)
+        return (1 - mask) * (signal * self.latents + noise * self.noise) + mask * x
+
+
+@dataclass(slots=True, eq=False)
+class DenoisingState:
+    """A request's state between noise and image. Immutable: a step returns a new one."""
+
+    table: sigmas.SamplerTable
+    step: int
+    x: torch.Tensor  # [1, C, h, w] fp32
+    x0: torch.Tensor  # [1, C, h, w] fp32: the sampler's previous estimate, zeros before the first
+    conditioning: Conditioning
+    kept: InpaintMask | None = None
+    masked: torch.Tensor | None = None  # [1, 1 + C, h, w] fp32: mask and masked image, for a denoiser that inpaints
+
+    @property
+    def left(self) -> int:
+        return self.table.steps - self.step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenoiserInputs:
+    """A denoiser's arguments for `rows` rows; rows beyond the requests' own are padding."""
+
+    sample: torch.Tensor  # [B, C, h, w]; of a denoiser that inpaints [B, C + 1 + C, h, w]
+    timestep: torch.Tensor  # [B]
+    conditioning: Mapping[str, torch.Tensor]  # by the family's names, [B, …] each
+
+
+class _GatheredConditioning(NamedTuple):
+    """The batched conditioning of these requests, and which request each row belongs to."""
+
+    tensors: Mapping[str, torch.Tensor]
+    rider: torch.Tensor  # [B]: the request's index
+
+
+class BatchGatherer:
+    """Batches the rows of many requests, and caches the last batched conditioning.
+
+    Consecutive steps usually have the same requests, and only latents and timesteps are new. Where the lengths of a
+    tensor NAME that is not `padded` differ, zeros extend it to the longest, and `NAME_lengths` says them: int32 [B].
+    """
+
+    def __init__(self, dtype: torch.dtype, padded: Mapping[str, int]) -> None:
+        """`padded` is as in `Family`: the tensors of variable length, and of what their length is a multiple."""
+        self._dtype = dtype
+        self._padded = padded
+        self._last: tuple[tuple[int, ...], list[Conditioning], _GatheredConditioning] | None = None
+
+    def inputs(self, riders: Sequence[DenoisingState], rows: int) -> DenoiserInputs:
+        """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
+        made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
+        scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
+        masked = [rider.masked for rider in riders if rider.masked is not None]
+        if masked:  # then every request of the model has one
+            scaled = torch.cat([scaled, torch.cat(masked)], dim=1)
+        times = to_device(torch.stack([rider.table.timesteps[rider.step] for rider in riders]), scaled.device)
+        return DenoiserInputs(scaled.to(self._dtype)[made.rider], times[made.rider], made.tensors)
+
+    def conditioning(self, riders: list[Conditioning], padding: int) -> Mapping[str, torch.Tensor]:
+        """The requests' conditioning in one batch, and `padding` times the first row."""
+        return self._conditioning(riders, padding).tensors
+
+    def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
+        key = (*(id(rider) for rider in riders), -padding)
+        if self._last is None or self._last[0] != key:
+            tensors: dict[str, torch.Tensor] = {}
+            for name in riders[0].tensors:
+                parts, multiple = [rider.tensors[name] for rider in riders], self._padded.get(name)
+                if multiple is None and len({part.shape[1:] for part in parts}) > 1:
+                    multiple = 1
+                    tensors[f"{name}_lengths"] = _lengths(parts, padding)
+                tensors[name] = gather(parts, padding, multiple)
+            own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
+            rider = to_device(torch.tensor(own + [0] * padding), next(iter(tensors.values())).device)
+            # The requests are kept with the result, so that no other object can take over their identity.
+            self._last = (key, riders, _GatheredConditioning(tensors, rider))
+        return self._last[2]
+
+    def clear_cache(self) -> None:
+        self._last = None
+
+
+def gather(parts: Sequence[torch.Tensor], padding: int, multiple: int | None) -> torch.Tensor:
+    """Rows [R, …] of many requests in one tensor, and `padding` times the first row.
+
+    With `multiple` their lengths [R, T, …] may differ: zeros extend them to a multiple of it.
+    """
+    if multiple is not None:
+        longest = -(-max(part.shape[1] for part in parts) // multiple) * multiple
+        parts = [F.pad(part, (*[0, 0] * (part.dim() - 2), 0, longest - part.shape[1])) for part in parts]
+    return torch.cat([*parts, *[parts[0][:1]] * padding])
+
+
+def _lengths(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
+    """Of each row of `gather`, int32."""
+    own = [part.shape[1] for part in parts for _ in range(part.shape[0])]
+    return torch.tensor(own + [parts[0].shape[1]] * padding, dtype=torch.int32, device=parts[0].device)
+
+
+def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tensor:
+    """Classifier-free guidance (Ho and Salimans, 2022) for requests with two rows: to fp32 [requests, …]."""
+    count = len(riders)
+    if all(rider.conditioning.rows == 2 for rider in riders):
+        pairs = output[: 2 * count].float().unflatten(0, (count, 2))
+        scales = torch.tensor([rider.conditioning.guidance_scale for rider in riders]).view(-1, 1, 1, 1)
+        scales = to_device(scales, output.device)
+        mixed: torch.Tensor = pairs[:, 0] + scales * (pairs[:, 1] - pairs[:, 0])
+        return mixed
+    output = output.float()
+    if all(rider.conditioning.rows == 1 for rider in riders):
+        return output[:count]
+    guided, row = [], 0
+    for rider in riders:
+        if rider.conditioning.rows == 2:
+            negative, positive = output[row : row + 1], output[row + 1 : row + 2]
+            guided.append(negative + rider.conditioning.guidance_scale * (positive - negative))
+        else:
+            guided.append(output[row : row + 1])
+        row += rider.conditioning.rows
+    return torch.cat(guided)
+
+
+def advance(
+    riders: Sequence[DenoisingState], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
+) -> list[DenoisingState]:
+    """Each request's next trajectory, from the denoiser's output for all rows. The inputs are unchanged."""
+    m = guide(output, riders)
+    x = torch.cat([rider.x for rider in riders])
+    x0 = torch.cat([rider.x0 for rider in riders])
+    if any(drawn is not None for drawn in noise):
+        parts = [torch.zeros_like(r.x) if n is None else n for r, n in zip(riders, noise, strict=True)]
+        drawn = torch.cat(parts)
+    else:
+        drawn = torch.zeros_like(x)
+    x, x0 = sigmas.step(x, m, x0, drawn, _coefficients(riders))
+    # Views of the whole batch: a waiting latent keeps its companions' of that step alive, which is little.
+    return [
+        replace(rider, step=rider.step + 1, x=_put_back(rider, own), x0=own_x0)
+        for rider, own, own_x0 in zip(riders, torch.split(x, 1), torch.split(x0, 1), strict=True)
+    ]
+
+
+def _coefficients(riders: Sequence[DenoisingState]) -> torch.Tensor:
+    """Of each request's next step, fp32 [requests, 7]."""
+    rows = torch.stack([rider.table.coefficients[rider.step] for rider in riders])
+    return to_device(rows, riders[0].x.device)
+
+
+def _put_back(rider: DenoisingState, moved: torch.Tensor) -> torch.Tensor:
+    if rider.kept is None:
+        return moved
+    signal, noise = rider.table.levels[rider.step + 1].tolist()
+    return rider.kept.put_back(moved, rider.step + 1, signal, noise)

@@ -1,0 +1,122 @@
+"""Textual inversions (Gal et al., 2022): vectors that stand for a word of a prompt, from the files of one folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from contract.errors import Invalid
+from contract.loras import is_name
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.weight_files import PICKLES, SUFFIX, WeightFiles, offered, tensors
+
+_MAX_FILE_BYTES = 16 * 2**20
+_KEPT = 256  # files in memory
+
+
+@dataclass(frozen=True, slots=True)
+class TextualInversion:
+    """An embedding file's vectors by encoder, [n, D] each. `digest` is the file's SHA-256."""
+
+    name: str
+    digest: str
+    vectors: Mapping[str, Tensor] = field(compare=False, repr=False)
+
+
+class EmbeddingFolder:
+    """The embeddings `NAME.safetensors` of one folder, read when a prompt first names them. Thread-safe.
+
+    A prompt names one as a word: NAME, or embedding:NAME. Words that are no file's name are ordinary words.
+    """
+
+    def __init__(self, folder: Path, widths: Mapping[str, int], most: int) -> None:
+        """`widths` are the channels of each encoder's token embeddings, by the files' keys (clip_l, clip_g), and `most`
+        the vectors of one embedding at most, which is never split between chunks of tokens.
+        """
+        self.folder = folder.expanduser()
+        self._widths = widths
+        self._most = most
+        self._files = WeightFiles(
+            self.folder,
+            what="embedding",
+            missing="{} is no longer in the folder",
+            most_bytes=_MAX_FILE_BYTES,
+            kept=_KEPT,
+            read=self._read,
+        )
+        self._listed: tuple[int, list[str], re.Pattern[str] | None] = (-1, [], None)
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """The names that prompts may use now."""
+        return offered(self.folder)
+
+    def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
+        """Those that the texts of these fields name, by name. Raises `Invalid`, naming the field and the file."""
+        found: dict[str, TextualInversion] = {}
+        for name, text in texts.items():
+            pattern = self._pattern()
+            for word in {match[1] for match in pattern.finditer(text)} if pattern else ():
+                try:
+                    found[word] = self._files.find(word)
+                except ModelError as error:
+                    raise Invalid(name, str(error)) from error
+        return tuple(found[name] for name in sorted(found))
+
+    def _pattern(self) -> re.Pattern[str] | None:
+        """Finds names, also of pickles, which are refused; made again when the folder has changed."""
+        try:
+            stamp = self.folder.stat().st_mtime_ns
+            with self._lock:
+                if self._listed[0] != stamp:
+                    files = (path for path in self.folder.iterdir() if path.suffix in (SUFFIX, *PICKLES))
+                    names = sorted({path.stem for path in files if is_name(path.stem)})
+                    self._listed = stamp, names, words(names)
+        except OSError:
+            return None
+        return self._listed[2]
+
+    def _read(self, name: str, path: Path) -> TextualInversion:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise _wrong(name, f"{path.name} cannot be read ({error.strerror})") from error
+        try:
+            state = tensors(data)
+        except ValueError as error:
+            raise _wrong(name, f"{path.name} {error}") from error
+        vectors = {key: self._fitted(name, path.name, key, state.get(key)) for key in self._widths}
+        return TextualInversion(name, hashlib.sha256(data).hexdigest(), vectors)
+
+    def _fitted(self, name: str, file: str, key: str, given: Tensor | None) -> Tensor:
+        """Vectors [n, D] in fp32."""
+        if given is None:
+            raise _wrong(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
+        vectors = given[None] if given.dim() == 1 else given
+        width = self._widths[key]
+        if vectors.dim() != 2 or vectors.shape[1] != width or not vectors.is_floating_point():
+            raise _wrong(name, f"{file}: {key} is {[*given.shape]}, and this model needs [vectors, {width}] in floats")
+        if not 1 <= len(vectors) <= self._most:
+            raise _wrong(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
+        if not bool(torch.isfinite(vectors).all()):
+            raise _wrong(name, f"{file}: {key} holds what is no finite number")
+        return vectors.float()
+
+
+def words(names: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds these names as words of a text, as group 1, with or without `embedding:` before; None for no names."""
+    longest_first = sorted(names, key=len, reverse=True)
+    if not longest_first:
+        return None
+    return re.compile(rf"(?<![\w-])(?:embedding:)?({'|'.join(map(re.escape, longest_first))})(?![\w-]|\.\w)")
+
+
+def _wrong(name: str, why: str) -> ModelError:
+    return ModelError(f"embedding {name}: {why}")

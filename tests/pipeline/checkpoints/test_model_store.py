@@ -1,0 +1,249 @@
+"""Models are added from files, addresses and folders, and whatever fails leaves nothing of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.model_store import AddOptions, add, names
+from pipeline.checkpoints.single_file import CheckpointOptions
+from tests.http_server import Handler, LocalServer
+from tests.pipeline.original_layout import checkpoint
+from tests.pipeline.worlds import SHAPES
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return tiny.save(tmp_path_factory.mktemp("models") / "base", SHAPES["plain"], seed=5)
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    return tiny.make(SHAPES["plain"], seed=1)
+
+
+@pytest.fixture
+def file(own: Any, tmp_path: Path) -> Path:
+    save_file(checkpoint(own), tmp_path / "My Model v1.safetensors")
+    return tmp_path / "My Model v1.safetensors"
+
+
+@pytest.fixture
+def address(file: Path) -> Iterator[str]:
+    """Of a server that has this file, and one that is no checkpoint."""
+
+    class Page(Handler):
+        def respond(self) -> None:
+            lora = save({"lora_unet_x.lora_down.weight": torch.zeros(2**18)})
+            data = lora if "lora" in self.path else file.read_bytes()
+            self.answer(200, data, {"ETag": '"one"'})
+
+    with LocalServer(Page) as server:
+        yield f"{server.url}/mine.safetensors?token=secret"
+
+
+def options(base: Path, **changed: Any) -> AddOptions:
+    return replace(AddOptions(CheckpointOptions(str(base)), 2**30), **changed)
+
+
+def check_is_the_models(folder: Path, own: Any) -> None:
+    model = load(str(folder), precision="fp32")
+    for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        expected = getattr(own, part).state_dict()
+        found = model.parts[part].state_dict()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), part
+
+
+def test_a_file_is_added_under_its_own_name(file: Path, base: Path, own: Any, tmp_path: Path) -> None:
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    found = add(str(file), tmp_path / "store", options(base, sha256=sha256.upper()))
+    assert found == (tmp_path / "store/My-Model-v1", sha256)
+    check_is_the_models(found.folder, own)
+    assert names(tmp_path / "store") == ["My-Model-v1"] and file.is_file()
+    assert names(tmp_path / "nowhere") == []
+
+
+def test_an_address_is_downloaded_converted_and_not_kept_twice(
+    address: str, base: Path, own: Any, tmp_path: Path
+) -> None:
+    counted: list[tuple[str, int, int]] = []
+    found = add(address, tmp_path / "store", options(base, count=lambda *told: counted.append(told)))
+    assert found.folder.name == "mine" and counted[-1][1] == counted[-1][2]
+    check_is_the_models(found.folder, own)
+    assert sorted(path.name for path in (tmp_path / "store").rglob("*") if path.is_file()) == sorted(
+        path.name for path in found.folder.rglob("*") if path.is_file()
+    )
+
+
+def test_a_wrong_hash_leaves_nothing(address: str, file: Path, base: Path, tmp_path: Path) -> None:
+    actual = hashlib.sha256(file.read_bytes()).hexdigest()
+    for source in (address, str(file)):
+        with pytest.raises(ModelError, match=f"its SHA-256 is {actual}, not {'0' * 64}") as caught:
+            add(source, tmp_path / "store", options(base, sha256="0" * 64))
+        assert "secret" not in str(caught.value)
+    assert file.is_file() and not [path for path in tmp_path.glob("store/**/*") if path.is_file()]
+
+
+def test_what_is_no_checkpoint_is_refused_while_it_is_downloaded(address: str, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"/lora\.safetensors: is a LoRA"):
+        add(address.replace("mine", "lora"), tmp_path / "store", options(base))
+    assert not [path for path in tmp_path.glob("store/**/*") if path.is_file()]
+
+
+def test_a_folder_is_copied_without_its_pickles(base: Path, tmp_path: Path) -> None:
+    mine = tiny.save(tmp_path / "mine", SHAPES["plain"])
+    (mine / "unet/diffusion_pytorch_model.bin").write_bytes(b"x")
+    (mine / ".git").mkdir()
+    found = add(str(mine), tmp_path / "store", options(base, name="other"))
+    assert found == (tmp_path / "store/other", "")
+    assert load(str(found.folder)).digest == load(str(mine)).digest
+    assert not list(found.folder.rglob("*.bin")) and not (found.folder / ".git").exists()
+    weights = found.folder / "unet/diffusion_pytorch_model.safetensors"
+    assert not weights.samefile(mine / "unet/diffusion_pytorch_model.safetensors")
+
+
+def test_a_repository_of_the_hub_is_linked_from_its_cache(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As huggingface_hub lays its cache out: a snapshot of links to files named by their content."""
+    import huggingface_hub.constants
+
+    cache = tmp_path / "hub/models--somebody--thing"
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / ("a" * 40)
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(path for path in base.rglob("*") if path.is_file()):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        target = snapshot / path.relative_to(base)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(blobs / str(number))
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    found = add("somebody/thing", tmp_path / "store", options(base))
+    assert found.folder.name == "thing" and load(str(found.folder)).digest == load(str(base)).digest
+    weights = found.folder / "unet/diffusion_pytorch_model.safetensors"
+    assert not weights.is_symlink() and weights.stat().st_nlink == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "changed", "told"),
+    [
+        ("{file}", {"name": "../up"}, "--name: must be letters"),
+        ("{file}", {"name": ".hidden"}, "--name: must be letters"),
+        ("{file}", {"name": "taken"}, "--name: there is a model taken already"),
+        ("{file}", {"sha256": "abc"}, "--sha256: must be 64 hexadecimal digits"),
+        ("{base}", {"sha256": "0" * 64}, "--sha256: is of a file"),
+        ("{folder}", {}, r"model_index\.json is missing"),
+        ("nowhere", {}, "no such folder"),
+        ("", {}, "the name is empty"),
+        ("ftp://127.0.0.1/x", {}, "must begin with https"),
+    ],
+)
+def test_what_cannot_be_added_is_named(
+    source: str, changed: dict[str, Any], told: str, file: Path, base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    given = options(base, taken=lambda name: name == "taken", **changed)
+    with pytest.raises(ModelError, match=told):
+        add(source.format(file=file, base=base, folder=tmp_path / "folder"), tmp_path / "store", given)
+    assert not [path for path in tmp_path.glob("store/**/*") if path.is_file()]
+
+
+def test_a_model_is_not_replaced(file: Path, base: Path, tmp_path: Path) -> None:
+    add(str(file), tmp_path / "store", options(base, name="it"))
+    before = (tmp_path / "store/it/model_index.json").stat()
+    for source in (file, base):
+        with pytest.raises(ModelError, match="--name: there is a model it already; give another"):
+            add(str(source), tmp_path / "store", options(base, name="it"))
+    assert (tmp_path / "store/it/model_index.json").stat() == before
+
+
+# -- the VAE -----------------------------------------------------------------------------------------------------------
+
+
+def vae_file(folder: Path, layout: str) -> tuple[Path, Any]:
+    """A VAE alone, in a file of this layout, or a folder."""
+    other = tiny.make(SHAPES["plain"], seed=9)
+    prefix = "first_stage_model."
+    original = {key: value for key, value in checkpoint(other).items() if key.startswith(prefix)}
+    if layout == "folder":
+        other.vae.register_to_config(force_upcast=False)
+        other.vae.save_pretrained(folder / "vae")
+        return folder / "vae", other.vae
+    if layout == "model":
+        other.save_pretrained(folder / "model")
+        return folder / "model", other.vae
+    states = {
+        "original": original,
+        "bare": {key.removeprefix(prefix): value for key, value in original.items()},
+        "diffusers": dict(other.vae.state_dict()),
+    }
+    save_file(states[layout], folder / "vae.safetensors")
+    return folder / "vae.safetensors", other.vae
+
+
+@pytest.mark.parametrize("layout", ["original", "bare", "diffusers", "folder", "model"])
+def test_a_vae_of_its_own_takes_the_place_of_the_baked_one(layout: str, file: Path, base: Path, tmp_path: Path) -> None:
+    vae, expected = vae_file(tmp_path, layout)
+    given = options(base, checkpoint=CheckpointOptions(str(base), vae=str(vae)))
+    folder = add(str(file), tmp_path / "store", given).folder
+    found = load_file(folder / "vae/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in expected.state_dict().items())
+    load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("baked", torch.float32), ("bare", torch.float32), ("folder", torch.float16)]
+)
+def test_a_vae_is_run_in_fp16_only_if_its_folder_says_that_it_may_be(
+    layout: str, dtype: torch.dtype, file: Path, base: Path, tmp_path: Path
+) -> None:
+    """Whatever the base's config says, which is about another VAE."""
+    config = base / "vae/config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({**json.loads(before), "force_upcast": False}))
+    try:
+        vae = "" if layout == "baked" else str(vae_file(tmp_path, layout)[0])
+        given = options(base, checkpoint=CheckpointOptions(str(base), vae=vae))
+        model = load(str(add(str(file), tmp_path / "store", given).folder), precision="fp16")
+    finally:
+        config.write_text(before)
+    assert model.vae.dtype == dtype and model.denoiser.dtype == torch.float16
+
+
+def test_a_file_without_a_vae_is_refused_as_one(file: Path, base: Path, tmp_path: Path) -> None:
+    save_file({"lora_unet_x.alpha": torch.zeros(1)}, tmp_path / "lora.safetensors")
+    given = options(base, checkpoint=CheckpointOptions(str(base), vae=str(tmp_path / "lora.safetensors")))
+    with pytest.raises(ModelError, match=r"lora\.safetensors: has no VAE; its first key is lora_unet_x"):
+        add(str(file), tmp_path / "store", given)
+    given = options(base, checkpoint=CheckpointOptions(str(base), vae=str(tmp_path / "gone")))
+    with pytest.raises(ModelError, match="gone: there is no such file"):
+        add(str(file), tmp_path / "store", given)
+
+
+def test_weights_in_8_bits_floats_are_read_as_fp16(own: Any, base: Path, tmp_path: Path) -> None:
+    small = {
+        key: value.to(torch.float8_e4m3fn) if key.startswith("model.diffusion_model.") else value
+        for key, value in checkpoint(own).items()
+    }
+    save_file(small, tmp_path / "small.safetensors")
+    folder = add(str(tmp_path / "small.safetensors"), tmp_path / "store", options(base)).folder
+    found = load_file(folder / "unet/diffusion_pytorch_model.safetensors")
+    name, expected = next(iter(own.unet.state_dict().items()))
+    assert found[name].dtype == torch.float16
+    assert torch.equal(found[name], expected.to(torch.float8_e4m3fn).to(torch.float16))
+    load(str(folder))

@@ -1,0 +1,71 @@
+"""The models made in code: equal seeds give equal weights, and stock diffusers reads what is saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
+from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.families.sdxl.parts import PARTS, tokenizers
+
+
+def weights(pipeline: Any) -> dict[str, torch.Tensor]:
+    modules = ("unet", "vae", "text_encoder", "text_encoder_2")
+    return {f"{m}.{name}": value for m in modules for name, value in getattr(pipeline, m).state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_generator_alone() -> None:
+    state = torch.random.get_rng_state()
+    first = weights(tiny.make(SDXLShape(), seed=3))
+    torch.manual_seed(99)
+    assert equal(first, weights(tiny.make(SDXLShape(), seed=3)))
+    torch.random.set_rng_state(state)
+    tiny.make(SDXLShape(), seed=4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_another_seed_gives_other_weights() -> None:
+    first, other = weights(tiny.make(SDXLShape(), seed=0)), weights(tiny.make(SDXLShape(), seed=1))
+    assert not torch.equal(first["unet.conv_in.weight"], other["unet.conv_in.weight"])
+
+
+# diffusers copies tensors in a way that numpy 2 deprecates
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_stock_diffusers_loads_the_saved_folder_and_draws(tmp_path: Path) -> None:
+    from diffusers import StableDiffusionXLPipeline
+
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    folder = tiny.save(tmp_path / "m", SDXLShape())
+    stock = StableDiffusionXLPipeline.from_pretrained(folder)
+    assert equal(weights(stock), weights(tiny.make(SDXLShape())))
+    stock.set_progress_bar_config(disable=True)
+    assert stock("a fox", num_inference_steps=2, width=32, height=32).images[0].size == (32, 32)
+    ours = load(str(folder))
+    for tokenizer, own in zip((stock.tokenizer, stock.tokenizer_2), tokenizers(ours), strict=True):
+        assert tokenizer("a fox 🦊").input_ids == own("a fox 🦊").input_ids
+
+
+@pytest.mark.parametrize("text", ["plain words", "naïve café", "一只猫 🐈‍⬛", "a\tb\nc", "<|endoftext|>"])
+def test_the_tokenizer_reads_any_text(text: str) -> None:
+    tokenizer = tiny.byte_tokenizer()
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id
+    assert len(ids) > 2 and max(ids) < len(tokenizer)
+
+
+def test_every_shape_has_every_part() -> None:
+    for shape in tiny.SHAPES.values():
+        pipeline = tiny.make(shape)
+        assert all(getattr(pipeline, part) is not None for part in PARTS)
+        assert pipeline.unet.config.sample_size * 8 == shape.native

@@ -1,0 +1,355 @@
+"""Which LoRAs are kept: the last used within a budget, those in use in any case; files that change; many threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.image import ImageParameters
+from core.batching.request import Request
+from core.batching.runner import NotYet
+from core.ops import branches
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.extensions import lora_file
+from pipeline.extensions.adapters import AdapterCache, AdapterLease
+from tests.core.quant.stage import kernels
+from tests.pipeline import loras
+from tests.pipeline.worlds import Crank, Watching, levels, solo
+
+LAYERS = {"unet": loras.UNET[:2]}
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture(scope="module")
+def model() -> ImageModel:
+    return load(tiny.TINY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: ImageModel) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(NAMES):
+        loras.write(model, folder, name, seed, layers=LAYERS)
+    loras.write(model, folder, "big", layers=LAYERS, rank=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(model: ImageModel) -> int:
+    """Bytes of one LoRA."""
+    return sum(4 * part.numel() for pair in loras.matrices(model, 0, layers=LAYERS).values() for part in pair)
+
+
+def taken(adapters: AdapterCache, text: str) -> AdapterLease:
+    adapters.check(text)
+    found = adapters.take(text)
+    assert found is not None
+    return found
+
+
+def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    for name in ("a", "b", "a", "c"):
+        adapters.check(name)
+    assert list(adapters.held) == ["a", "c"] and adapters.cache.reads == 3
+    adapters.check("a")
+    assert adapters.cache.reads == 3
+    adapters.check("b")
+    assert list(adapters.held) == ["a", "b"] and adapters.cache.reads == 4
+
+
+def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    first, second = taken(adapters, "a"), taken(adapters, "b:0.5")
+    (use,) = adapters.uses(second)
+    adapters.check("c")
+    assert {"a", "b"} <= set(adapters.held)
+    assert adapters.take("c") is None, "not yet"
+    again = adapters.take("a:2,b")
+    assert again is not None, "what is there already takes no more room"
+    adapters.give(first)
+    assert adapters.take("c") is None
+    adapters.give(again)
+    third = adapters.take("c")
+    assert third is not None
+    assert adapters.uses(second)[0].factors is use.factors
+    for one_taken in (second, third):
+        adapters.give(one_taken)
+    assert sum(adapters.held.values()) <= 2 * one
+
+
+def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, one)
+    adapters.check("a")
+    adapters.check("b")
+    assert list(adapters.held) == ["b"]
+    held = adapters.take("a")
+    assert held is not None
+    (use,) = adapters.uses(held)
+    assert use.factors and adapters.cache.reads == 3
+    assert adapters.uses(held)[0].factors is use.factors and adapters.cache.reads == 3
+
+
+def test_what_never_fits_is_refused_by_name(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    adapters.check("a,b")
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
+            adapters.check("big")
+    assert [*adapters.held] == ["a", "b"] and adapters.cache.reads == 2, "nothing is evicted for it"
+    with pytest.raises(ModelError, match=r"^lora a and b and c: needs"):
+        adapters.check("a,b,c")
+    assert sum(adapters.held.values()) <= 2 * one
+
+
+def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
+    tmp_path: Path, model: ImageModel, one: int
+) -> None:
+    path = loras.write(model, tmp_path, "a", 1, layers=LAYERS)
+    adapters = AdapterCache(tmp_path, model, 4 * one)
+    before = taken(adapters, "a")
+    (old,) = adapters.uses(before)
+    loras.write(model, tmp_path, "a", 2, layers=LAYERS)
+    os.utime(path, ns=(1, 1))
+    after = taken(adapters, "a")
+    (new,) = adapters.uses(after)
+    assert new.digest != old.digest and adapters.uses(before)[0].digest == old.digest
+    path.unlink()
+    with pytest.raises(ModelError, match=r"there is no a\.safetensors in the LoRA folder"):
+        adapters.check("a")
+    assert adapters.names() == []
+    for held in (before, after):
+        adapters.give(held)
+    assert adapters.cache._pinned_bytes == 0
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(("check", "take", "give")), st.sampled_from((*NAMES, "a,c"))), max_size=40)
+)
+@settings(max_examples=100)
+def test_the_books_balance_whatever_comes(
+    steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
+) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    held: list[tuple[str, AdapterLease]] = []
+    for what, text in steps:
+        if what == "check":
+            adapters.check(text)
+        elif what == "give" and held:
+            adapters.give(held.pop(0)[1])
+        elif what == "take":
+            adapters.check(text)
+            found = adapters.take(text)
+            in_use = {name for names, _ in held for name in names.split(",")}
+            assert (found is None) == (bool(in_use) and len(in_use | set(text.split(","))) > 2)
+            if found is not None:
+                adapters.uses(found)
+                held.append((text, found))
+        in_use = {name for names, _ in held for name in names.split(",")}
+        assert in_use <= set(adapters.held) and adapters.cache._pinned_bytes == len(in_use) * one
+        assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
+    for _, found in held:
+        adapters.give(found)
+    assert sum(adapters.held.values()) <= 2 * one and adapters.cache._pinned_bytes == 0
+
+
+def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
+    adapters = AdapterCache(folder, model, 2 * one)
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(30):
+                adapters.check(name)
+                found = adapters.take(name)
+                if found is not None:
+                    assert [use.name for use in adapters.uses(found)] == [name]
+                    adapters.give(found)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in NAMES * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and adapters.cache._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
+
+
+def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
+    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=2, lora=name) for name in (*NAMES, "a,b")}
+
+    def drawn(room: int, submit: Callable[[Crank], None]) -> dict[str, object]:
+        runner = Watching(model, loras=folder, lora_bytes=room)
+        crank = Crank(runner)
+        submit(crank)
+        return crank.pictures()
+
+    def all_of(crank: Crank) -> None:
+        for name, one_wanted in wanted.items():
+            crank.submit(name, one_wanted)
+
+    wide, narrow = drawn(100 * one, all_of), drawn(2 * one, all_of)
+    assert wide.keys() == narrow.keys() == wanted.keys()
+    for name in wanted:
+        assert abs(levels(wide[name]) - levels(narrow[name])).max() <= 1
+
+
+def test_a_request_that_waits_for_room_delays_none_that_needs_no_lora(
+    folder: Path, model: ImageModel, one: int
+) -> None:
+    """It keeps its place: no request with a LoRA that comes later is admitted before it."""
+    crank = Crank(Watching(model, loras=folder, lora_bytes=one))
+    crank.submit("long", ImageParameters("a hat", 1, 32, 32, steps=30, lora="a"), tenant="long")
+    crank.turn()
+    crank.submit("waiting", ImageParameters("a hat", 1, 32, 32, steps=2, lora="b"), tenant="waiting")
+    later = crank.submit("later", ImageParameters("a hat", 1, 32, 32, steps=2, lora="a"), tenant="later")
+    crank.submit("plain", ImageParameters("a hat", 1, 32, 32, steps=2), tenant="plain")
+    while "plain" not in crank.ended:
+        assert "long" not in crank.ended, "the plain picture waited for a file that it does not use"
+        crank.turn()
+    while "waiting" not in crank.ended:
+        assert later.started is None, "a later request took the room first"
+        crank.turn()
+    assert crank.pictures().keys() == {"long", "waiting", "later", "plain"}
+
+
+class Gate:
+    """Holds the reading of one file until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.niceness = 0
+        real = lora_file.read
+
+        def read(asked: str, *given: Any) -> Any:
+            if asked == name:
+                self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+                self.reached.set()
+                assert self.opened.wait(60)
+            return real(asked, *given)
+
+        monkeypatch.setattr(lora_file, "read", read)
+
+
+def test_while_one_file_is_read_others_are_there(
+    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once for all who ask, in the background, at a low priority."""
+    adapters = AdapterCache(folder, model, 9 * one)
+    adapters.check("a")
+    gate = Gate(monkeypatch, "b")
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(adapters.check, "b") for _ in range(3)]
+        assert gate.reached.wait(60)
+        adapters.check("a")
+        adapters.check("c")
+        lease = adapters.take("a")
+        assert lease is not None and adapters.uses(lease)
+        assert not any(one_asked.done() for one_asked in asked)
+        gate.opened.set()
+        for one_asked in asked:
+            one_asked.result(60)
+    assert adapters.cache.reads == 3 and gate.niceness > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_steps_of_others_go_on_while_a_lora_is_read(
+    folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its request comes, and when it was evicted before its request was admitted."""
+    wanted = {name: ImageParameters("a hat", 1, 32, 32, steps=4, lora=name) for name in ("a", "b")}
+    expected = {name: solo(Watching(model, loras=folder), asked) for name, asked in wanted.items()}
+    runner = Watching(model, loras=folder, lora_bytes=2 * one)
+    crank = Crank(runner)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        gate = Gate(patch, "b")
+        checked = pool.submit(runner.check, Request("early", "image", wanted["b"]))
+        assert gate.reached.wait(60)
+        crank.submit("a", wanted["a"])
+        assert np.array_equal(levels(crank.pictures()["a"]), levels(expected["a"])) and not checked.done()
+        gate.opened.set()
+        checked.result(60)
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, "b")
+        assert runner.adapters is not None
+        crank = Crank(runner)
+        crank.submit("a", wanted["a"])
+        crank.turn()
+        crank.submit("b", wanted["b"])
+        runner.adapters.cache._files["b"].content = None  # as if others had needed the room
+        while "a" not in crank.ended:
+            crank.turn()
+        assert gate.reached.wait(60)
+        gate.opened.set()
+        drawn = crank.pictures()
+    assert all(np.array_equal(levels(drawn[name]), levels(expected[name])) for name in wanted)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
+    packs: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading, converting, checking and packing run on the loader's own threads, also of a file that was evicted."""
+    found: list[tuple[str, str]] = []
+
+    def spied(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def spy(*given: Any, **named: Any) -> Any:
+            found.append((name, threading.current_thread().name))
+            return real(*given, **named)
+
+        monkeypatch.setattr(where, name, spy)
+
+    for name in ("read", "converted", "check_finite"):
+        spied(lora_file, name)
+    spied(branches, "_pack")
+    model = load(tiny.TINY)
+    runner = Watching(model, loras=folder, kernels=kernels() if packs else None)
+    assert runner.adapters is not None
+    crank = Crank(runner)
+    for name in ("a", "b,c"):
+        crank.submit(name, ImageParameters("a hat", 1, 32, 32, steps=2, lora=name))
+    runner.adapters.cache._files["a"].content = None  # as if others had needed the room
+    crank.pictures()
+    runner.close()
+    assert {name for name, _ in found} == {"read", "converted", "check_finite"} | ({"_pack"} if packs else set())
+    assert {thread for _, thread in found} == {"lora a", "lora b", "lora c"}
+
+
+def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, one: int) -> None:
+    with (tmp_path / "huge.safetensors").open("wb") as file:
+        file.truncate(2**40)
+    adapters = AdapterCache(tmp_path, model, one)
+    with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
+        adapters.check("huge")
+    assert adapters.cache.reads == 0
+
+
+def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path, model: ImageModel, one: int) -> None:
+    """Its files before the room that all share: who lacks both must not delay those who need no files."""
+    runner = Watching(model, loras=folder, lora_bytes=one, max_requests=1)
+    assert runner.adapters is not None
+    first, other, same = (
+        Request(name, "image", ImageParameters("a hat", 1, 32, 32, steps=2, lora=name[0])) for name in ("a", "b", "a2")
+    )
+    for request in (first, other, same):
+        runner.check(request)
+    assert runner.admit(first) is None
+    assert runner.admit(other) == NotYet("lora")
+    assert runner.admit(same) == NotYet()
+    assert runner.adapters.cache._files["a"].pins == 1
+    runner.release(first)
+    assert runner.adapters.cache._pinned_bytes == runner.held() == runner.holdings.memory.taken == 0
+    runner.close()

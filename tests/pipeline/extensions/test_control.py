@@ -1,0 +1,269 @@
+"""ControlNets: parity with diffusers, alone and among others; others are not touched by requests with one."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from contract.errors import Invalid
+from contract.image import Edit, ImageParameters
+from contract.plan import AUTO, DeepCache
+from core.batching.runner import Lane
+from pipeline.backends.phases import ENCODE
+from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.extensions import control_variant
+from tests.pipeline import worlds
+from tests.pipeline.controls import control, controlnet, save, stock_controlled
+from tests.pipeline.pixels.test_edit import hole, photograph
+from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
+
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+LANE = Lane("tests")
+KERNELS, RELEASED = "heads of 16", "released"  # shapes whose heads the CPU kernels have; one loses its weights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes() -> None:
+    worlds.MORE |= dict.fromkeys((KERNELS, RELEASED), SDXLShape(channels=(16, 32), heads=(1, 2)))
+
+
+@pytest.fixture(scope="module")
+def nets() -> dict[str, Any]:
+    """Two for each shape, by its name and theirs."""
+    names = ("plain", "two-resnets", "v-prediction", KERNELS, RELEASED)
+    return {f"{shape} {n}": controlnet(model(shape), n) for shape in names for n in range(2)}
+
+
+@pytest.fixture(scope="module")
+def folder(nets: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("controls")
+    for name, net in nets.items():
+        save(net, where, named(name))
+    return where
+
+
+def named(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+def wanted(shape: str, *nets: int, seed: int = 1, **options: Any) -> ImageParameters:
+    """A picture that follows a control by each of these of the shape's networks."""
+    side = worlds.shape(shape).native
+    windows = options.pop("windows", [{}] * len(nets))
+    controls = tuple(
+        control(named(f"{shape} {n}"), side, seed + n, **window) for n, window in zip(nets, windows, strict=True)
+    )
+    given = {"prompt": "a red cat", "seed": seed, "width": side, "height": side, "steps": 5, **options}
+    return ImageParameters(**given, control=controls)
+
+
+def check_parity(shape: str, nets: dict[str, Any], one: ImageParameters, picture: Any) -> None:
+    if not one.control:
+        expected = stock_picture(shape, one)
+    else:
+        used = {named(name): net for name, net in nets.items()}
+        expected = stock_controlled(shape, tuple(used[c.model] for c in one.control), one)
+    if one.edit is not None and one.edit.mask is not None:
+        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 0
+        own = np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3)
+        expected = np.where(mask, expected, own)
+    assert np.abs(levels(picture) - expected).max() <= 1, one
+
+
+def mixture(shape: str) -> list[ImageParameters]:
+    """With one control, two and none, with and without guidance, in windows of the steps, and edits of a picture."""
+    side = worlds.shape(shape).native
+    edit = Edit(photograph(side).tobytes(), None, 0.7)
+    return [
+        wanted(shape, 0, seed=1, guidance_scale=6.0),
+        wanted(shape, 0, seed=2, guidance_scale=1.0, windows=[{"strength": 0.4}]),
+        wanted(shape, seed=3, guidance_scale=4.0),
+        wanted(shape, 1, 0, seed=4, windows=[{"strength": 0.7}, {"strength": 1.3}]),
+        wanted(shape, 0, seed=5, steps=7, windows=[{"start": 0.2, "end": 0.7}]),
+        wanted(shape, 1, 1, seed=6, windows=[{"end": 0.5}, {"start": 0.5}], negative_prompt="blue"),
+        wanted(shape, 1, seed=7, edit=edit, steps=6),
+        wanted(shape, 0, seed=8, edit=replace(edit, mask=hole(side).tobytes(), strength=1.0), guidance_scale=5.0),
+    ]
+
+
+@pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
+def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model(shape), lane=LANE, controls=folder)
+    asked = mixture(shape)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        check_parity(shape, nets, one, picture)
+    shared = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert any({"0", "2"} <= riders for riders in shared), "none without a control shared a forward with one"
+    for one in asked[::3]:
+        check_parity(shape, nets, one, solo(runner, one))
+    assert (runner.controls or pytest.fail()).cache.reads == 2  # each network once
+
+
+def test_a_control_changes_the_picture(nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    one = wanted("plain", 0)
+    found = [levels(solo(runner, each)) for each in (one, replace(one, control=()), wanted("plain", 1))]
+    for first, second in itertools.combinations(found, 2):
+        assert np.abs(first - second).max() > 8
+
+
+def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
+    return {"torch": {}, "programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
+
+
+@pytest.mark.parametrize("name", ["torch", "programs", "graphs"])
+def test_on_every_backend(name: str, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path) -> None:
+    shape = RELEASED if name == "programs" else KERNELS
+    runner = Watching(model(shape), lane=LANE, controls=folder, **backends(kernels)[name])
+    asked = mixture(shape)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        check_parity(shape, nets, one, picture)
+
+
+@pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
+def test_bits_depend_on_no_companion(
+    cached: DeepCache | None, kernels: ctypes.CDLL, nets: dict[str, Any], folder: Path
+) -> None:
+    """With kernels: of pictures with and without controls, also where shallow steps read what a deep one left."""
+    runner = Watching(model(KERNELS), lane=LANE, controls=folder, kernels=kernels)
+    asked = [replace(one, deepcache=cached) for one in mixture(KERNELS)]
+    plain = Watching(model(KERNELS), lane=LANE, kernels=kernels)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        assert np.array_equal(levels(picture), levels(solo(runner, one)))
+        if not one.control:
+            assert np.array_equal(levels(picture), levels(solo(plain, one)))
+
+
+def test_deterministic_requests_keep_their_bits_on_torch(nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    asked = [replace(one, deterministic=True) for one in mixture("plain")]
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        alone = solo(runner, one)
+        assert np.array_equal(levels(picture), levels(alone)) and picture.fingerprint == alone.fingerprint
+        assert set(picture.fingerprint.get("control", ())) == {each.model for each in one.control}
+
+
+@pytest.mark.parametrize("depth", ["block", "resnet"])
+def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets: dict[str, Any], folder: Path) -> None:
+    """What the control added in the deep step is in all that the shallow one reads."""
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    network = runner.backend.denoiser
+    generator = torch.Generator().manual_seed(0)
+    given = model("plain").family.example(model("plain"), network.text_width, 2, generator)
+    added = {"text_embeds": given["pooled"], "time_ids": given["time_ids"]}
+    sample, time = torch.randn(2, 4, 4, 4, generator=generator), torch.tensor([900.0, 500.0])
+    shapes = [(2, 4, 4, 16), (2, 4, 4, 16), (2, 2, 2, 16), (2, 2, 2, 32), (2, 2, 2, 32)]
+    residuals = [torch.randn(shape, generator=generator) for shape in shapes]
+    with torch.inference_mode():
+        deep, *features = network.deep(sample, time, given["kv"], None, added, residuals=residuals)
+        kept = network.kept(features, depth)
+        (again,) = network.shallow(depth, kept, sample, time, given["kv"], None, added, residual=residuals[0])
+        (without,) = network.shallow(depth, kept, sample, time, given["kv"], None, added)
+    assert torch.equal(deep, again) and not torch.allclose(deep, without, atol=1e-2)
+
+
+def test_guidance_that_ends_keeps_the_positive_rows_control(nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    one = wanted("plain", 0, guidance_scale=5.0, guidance_interval=(0.0, 0.5), steps=6, deepcache=AUTO)
+    pictures = together(runner, [one, wanted("plain", seed=9)])
+    assert np.abs(levels(pictures[0]) - levels(solo(runner, one))).max() <= 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusal(runner: Watching, one: ImageParameters) -> Invalid:
+    with pytest.raises(Invalid) as caught:
+        Crank(runner).submit("refused", one)
+    return caught.value
+
+
+def test_refusals_name_the_field(nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    one = wanted("plain", 0)
+    (given,) = one.control
+    for changed, field, words in (
+        ((replace(given, model="nothing"),), "control.model", "there is no folder nothing and no nothing.safetensors"),
+        ((given,) * 5, "control", "must be at most 4, not 5"),
+        ((replace(given, image=given.image[:-3]),), "control.image", "must have the image's size"),
+        ((replace(given, start=0.5, end=0.5),), "control.end", "must be greater than start"),
+        ((replace(given, strength=11.0),), "control.strength", "must be between 0 and 10"),
+        ((replace(given, preprocessor="pose"),), "control.preprocessor", "must be one of canny, depth"),
+        ((replace(given, model="../secret"),), "control.model", "must be a name"),
+        ((replace(given, model=named("two-resnets 0")),), "control.model", "is of another model"),
+    ):
+        error = refusal(runner, replace(one, control=changed))
+        assert error.field == field and words in error.message, error
+    assert "DIPTYCH_CONTROL_DIR" in refusal(Watching(model("plain"), lane=LANE), one).message
+    check_parity("plain", nets, one, solo(runner, one))  # the runner lives
+
+
+def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any], folder: Path) -> None:
+    one = next(iter(nets.values()))
+    size = sum(parameter.nbytes for parameter in one.parameters())
+    small = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size - 1)
+    assert "DIPTYCH_CONTROL_MIB" in refusal(small, wanted("plain", 0)).message
+    assert not (small.controls or pytest.fail()).held
+    runner = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size)
+    asked = [wanted("plain", n, seed=n + 1) for n in (0, 1, 0)]
+    crank = Crank(runner)
+    for index, each in enumerate(asked):
+        crank.submit(str(index), each)
+    pictures = crank.pictures()
+    for index, each in enumerate(asked):
+        check_parity("plain", nets, each, pictures[str(index)])
+    apart = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert not any({"0", "1"} <= riders for riders in apart)
+    assert sum((runner.controls or pytest.fail()).held.values()) <= size
+
+
+def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    curve = runner.backend.costs.curve(ENCODE, (0, 0), False)
+    solo(runner, wanted("plain", 0))
+    assert not curve.measured
+    solo(runner, wanted("plain", prompt="a moor"))
+    assert [*curve.measured] == [2]
+
+
+def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: Path) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    crank = Crank(runner)
+    request = crank.submit("one", wanted("plain", 0))
+    crank.turn()
+    work = request.work
+    (held,) = work.controls.networks
+    ((condition, _),) = held.pictures
+    own = condition.hint.nbytes + held.texts[work.rows].tensors["kv"].nbytes
+    without = runner.holdings.size_bytes(wanted("plain"))
+    assert work.size_bytes == without + own + 2 * condition.hint.nbytes
+    crank.run()
+    assert runner.holdings.memory.taken == 0
+
+
+def test_steps_of_others_go_on_while_an_evicted_network_is_read(
+    nets: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Watching(model("plain"), lane=LANE, controls=folder)
+    assert runner.controls is not None
+    asked = wanted("plain", 0, seed=2)
+    crank = Crank(runner)
+    crank.submit("other", wanted("plain", seed=1))
+    crank.turn()
+    crank.submit("controlled", asked)
+    runner.controls.cache._files[named("plain 0")].content = None  # as if others had needed the room
+    reads = HeldReads(monkeypatch, control_variant)
+    while "other" not in crank.ended:
+        crank.turn()
+    assert reads.begun.wait(60)
+    reads.go_on.set()
+    check_parity("plain", nets, asked, crank.pictures()["controlled"])
+    assert reads.threads == ["control plain_0"]

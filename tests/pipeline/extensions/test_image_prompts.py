@@ -1,0 +1,288 @@
+"""Image prompts: parity with diffusers, alone and among others; others are not touched by requests with one."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.plan import AUTO, DeepCache
+from core.batching.runner import Lane
+from pipeline.backends.backend import BatchGroup
+from pipeline.backends.phases import DEEP
+from pipeline.checkpoints.tiny import SDXLShape
+from pipeline.extensions import control_costs, ip_adapter_file
+from pipeline.extensions.vision import VisionEncoder
+from tests.pipeline import worlds
+from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
+from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
+
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+LANE = Lane("tests")
+KERNELS, RELEASED = "heads of 16", "released here"  # whose heads the CPU kernels have; one loses its weights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes() -> None:
+    worlds.MORE |= dict.fromkeys((KERNELS, RELEASED), SDXLShape(channels=(16, 32), heads=(1, 2)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each shape a folder with an encoder, two adapters of the first kind, and two of Plus."""
+    found = {}
+    for shape in ("plain", "two-resnets", "v-prediction", KERNELS, RELEASED):
+        where = found[shape] = tmp_path_factory.mktemp("adapters")
+        encoder(where)
+        for number in range(2):
+            save(state(model(shape), number, plus=False), where, f"base-{number}")
+            save(state(model(shape), 7 + number, plus=True, tokens=6 + 3 * number), where, f"plus-{number}")
+    return found
+
+
+def wanted(shape: str, *prompts: Any, seed: int = 1, **options: Any) -> ImageParameters:
+    side = worlds.shape(shape).native
+    given = {"prompt": "a red cat", "seed": seed, "width": side, "height": side, "steps": 5, **options}
+    return ImageParameters(**given, image_prompts=prompts)
+
+
+def mixture(shape: str) -> list[ImageParameters]:
+    """With an image prompt of each kind, several and none, with and without guidance, in windows of the steps."""
+    return [
+        wanted(shape, prompt("base-0", 1), seed=1, guidance_scale=6.0),
+        wanted(shape, prompt("plus-0", 2, strength=0.6), seed=2, guidance_scale=1.0),
+        wanted(shape, seed=3, guidance_scale=4.0),
+        wanted(shape, prompt("plus-1", 3, (33, 90)), prompt("base-1", 4, strength=0.3), seed=4),
+        wanted(shape, prompt("base-0", 5, end=0.5), seed=5, steps=7, negative_prompt="blue"),
+        wanted(shape, prompt("base-1", 1, strength=1.5), prompt("base-1", 6), prompt("plus-0", 7, end=0.6), seed=6),
+    ]
+
+
+def check_parity(shape: str, folder: Path, one: ImageParameters, picture: Any) -> None:
+    expected = stock_prompted(shape, folder, one) if one.image_prompts else stock_picture(shape, one)
+    assert np.abs(levels(picture) - expected).max() <= 1, one
+
+
+@pytest.mark.parametrize("shape", ["plain", "two-resnets", "v-prediction"])
+def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folders: dict[str, Path]) -> None:
+    runner = Watching(model(shape), lane=LANE, image_prompts=folders[shape])
+    asked = mixture(shape)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        check_parity(shape, folders[shape], one, picture)
+    shared = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert any({"0", "1", "2", "3"} <= riders for riders in shared), "kinds did not share a forward"
+    for one in asked[::3]:
+        check_parity(shape, folders[shape], one, solo(runner, one))
+    assert (runner.image_prompts or pytest.fail()).cache.reads == 5  # each adapter once, and the encoder
+
+
+def test_an_image_prompt_changes_the_picture(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    for name in ("base-0", "plus-0"):
+        asked = [wanted("plain", prompt(name, seed), guidance_scale=3.0) for seed in (1, 2)]
+        found = [levels(solo(runner, one)) for one in (*asked, replace(asked[0], image_prompts=()))]
+        for first, second in ((0, 1), (0, 2), (1, 2)):
+            assert np.abs(found[first] - found[second]).max() > 8, name
+
+
+def backends(kernels: ctypes.CDLL) -> dict[str, dict[str, Any]]:
+    return {"torch": {}, "programs": {"kernels": kernels, "frugal": True}, "graphs": {"fused": True}}
+
+
+@pytest.mark.parametrize("name", ["torch", "programs", "graphs"])
+def test_on_every_backend(name: str, kernels: ctypes.CDLL, folders: dict[str, Path]) -> None:
+    shape = RELEASED if name == "programs" else KERNELS
+    runner = Watching(model(shape), lane=LANE, image_prompts=folders[shape], **backends(kernels)[name])
+    asked = mixture(shape)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        check_parity(shape, folders[shape], one, picture)
+
+
+@pytest.mark.parametrize("cached", [None, AUTO, DeepCache(interval=3, depth="block")])
+def test_bits_depend_on_no_companion(
+    cached: DeepCache | None, kernels: ctypes.CDLL, folders: dict[str, Path]
+) -> None:  # fmt: skip
+    """With kernels: of pictures with and without image prompts."""
+    runner = Watching(model(KERNELS), lane=LANE, image_prompts=folders[KERNELS], kernels=kernels)
+    asked = [replace(one, deepcache=cached) for one in mixture(KERNELS)]
+    plain = Watching(model(KERNELS), lane=LANE, kernels=kernels)
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        assert np.array_equal(levels(picture), levels(solo(runner, one)))
+        if not one.image_prompts:
+            assert np.array_equal(levels(picture), levels(solo(plain, one)))
+
+
+def test_deterministic_requests_keep_their_bits_on_torch(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    asked = [replace(one, deterministic=True) for one in mixture("plain")]
+    asked += [replace(one, seed=one.seed + 10) for one in asked]  # of the same prompts, in a batch together
+    for one, picture in zip(asked, together(runner, asked), strict=True):
+        alone = solo(runner, one)
+        assert np.array_equal(levels(picture), levels(alone)) and picture.fingerprint == alone.fingerprint
+        assert set(picture.fingerprint.get("image_prompts", ())) == {each.model for each in one.image_prompts}
+    shared = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert any({"0", "6"} <= riders for riders in shared) and not any({"0", "1"} <= riders for riders in shared)
+
+
+def test_guidance_that_ends_keeps_the_positive_row(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    one = wanted("plain", prompt("plus-0"), guidance_scale=5.0, guidance_interval=(0.0, 0.5), steps=6, deepcache=AUTO)
+    pictures = together(runner, [one, wanted("plain", seed=9)])
+    assert np.abs(levels(pictures[0]) - levels(solo(runner, one))).max() <= 1
+    other = solo(runner, replace(one, image_prompts=(prompt("plus-0", 1),)))
+    assert np.abs(levels(pictures[0]) - levels(other)).max() > 8
+
+
+def test_what_requests_hold_counts_their_image_prompts(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    crank = Crank(runner)
+    request = crank.submit("one", wanted("plain", prompt("base-0"), prompt("plus-0")))
+    crank.turn()
+    work = request.work
+    held = sum(each.keys[2].nbytes for each in work.image_prompts)
+    assert held > 0 and work.size_bytes == runner.holdings.size_bytes(wanted("plain")) + held
+    crank.run()
+    assert runner.holdings.memory.taken == 0
+
+
+def test_their_cost_is_measured_apart_from_the_denoisers(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    costs, side = runner.backend.costs, worlds.shape("plain").native
+    solo(runner, wanted("plain"))
+    alone = {key: dict(seconds) for key, seconds in costs.measured().items()}
+    solo(runner, wanted("plain", prompt("base-0")))
+    found = costs.measured()
+    deep = "deep", (side, side), False
+    assert found[deep] == alone[deep], "the denoiser's own curve is left alone"
+    assert set(found.keys() - alone.keys()) == {(control_costs.IMAGES, (side, side), False)}
+    crank = Crank(runner)
+    request = crank.submit("one", wanted("plain", prompt("base-0", end=0.5), steps=4))
+    crank.turn()
+    own_s = control_costs.left(runner.backend, (side, side), request.parameters, request.work)
+    assert own_s == pytest.approx(2 * control_costs.seconds(runner.backend, (side, side), 2, control_costs.IMAGES))
+    crank.run()
+
+
+def test_a_picture_is_seen_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all pictures of a job; another picture, and another adapter, are seen anew."""
+    runner, seen = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"]), []
+    embed = VisionEncoder.embed
+    monkeypatch.setattr(VisionEncoder, "embed", lambda *a, **k: (seen.append(k["fine"]), embed(*a, **k))[1])
+    asked = [wanted("plain", prompt("base-0", 1, strength=0.1 * seed), seed=seed) for seed in range(1, 4)]
+    together(runner, asked)
+    assert seen == [False]
+    solo(runner, wanted("plain", prompt("base-0", 2)))
+    solo(runner, wanted("plain", prompt("plus-0", 1)))
+    assert seen == [False, False, True, True]  # Plus also sees a picture of nothing
+
+
+def test_encoding_prompts_reads_no_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    where = tmp_path / "adapters"
+    shutil.copytree(folders["plain"], where)
+    runner, one = Watching(model("plain"), lane=LANE, image_prompts=where), wanted("plain", prompt("base-0"))
+    crank = Crank(runner)
+    crank.submit("one", one)
+    shutil.rmtree(where)
+    check_parity("plain", folders["plain"], one, crank.pictures()["one"])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusal(runner: Watching, one: ImageParameters) -> Invalid:
+    with pytest.raises(Invalid) as caught:
+        Crank(runner).submit("refused", one)
+    return caught.value
+
+
+def test_refusals_name_the_field(folders: dict[str, Path]) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    given = prompt("base-0")
+    one = wanted("plain", given)
+    for changed, field, words in (
+        ((replace(given, model="nothing"),), "image_prompts.model", "there is no nothing.safetensors and no folder"),
+        ((given,) * 5, "image_prompts", "must be at most 4, not 5"),
+        ((replace(given, image=given.image[:-3]),), "image_prompts.image", "must be of its width and height"),
+        ((replace(given, width=0),), "image_prompts.image", "must have at most"),
+        ((replace(given, start=0.5, end=0.5),), "image_prompts.end", "must be greater than start"),
+        ((replace(given, strength=11.0),), "image_prompts.strength", "must be between 0 and 10"),
+        ((replace(given, model="../secret"),), "image_prompts.model", "must be a name"),
+    ):
+        error = refusal(runner, replace(one, image_prompts=changed))
+        assert error.field == field and words in error.message, error
+    assert "DIPTYCH_IP_ADAPTER_DIR" in refusal(Watching(model("plain"), lane=LANE), one).message
+    check_parity("plain", folders["plain"], one, solo(runner, one))  # the runner lives
+
+
+def test_too_little_room_is_told_and_what_is_evicted_is_read_again(folders: dict[str, Path]) -> None:
+    whole = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    solo(whole, wanted("plain", prompt("base-0")))
+    held = (whole.image_prompts or pytest.fail()).cache.held
+    need = sum(held.values())
+    assert len(held) == 2
+    small = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"], image_prompt_bytes=need - 1)
+    assert "DIPTYCH_IP_ADAPTER_MIB" in refusal(small, wanted("plain", prompt("base-0"))).message
+    tight = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"], image_prompt_bytes=need)
+    asked = [wanted("plain", prompt(f"base-{n}", n), seed=n + 1) for n in (0, 1, 0)]
+    for one, picture in zip(asked, together(tight, asked), strict=True):
+        check_parity("plain", folders["plain"], one, picture)
+    cache = (tight.image_prompts or pytest.fail()).cache
+    assert cache.reads > 3 and sum(cache.held.values()) <= need
+
+
+def test_a_changed_file_is_read_anew(folders: dict[str, Path], tmp_path: Path) -> None:
+    where = tmp_path / "adapters"
+    shutil.copytree(folders["plain"], where)
+    runner, one = Watching(model("plain"), lane=LANE, image_prompts=where), wanted("plain", prompt("base-0"))
+    before = solo(runner, one)
+    save(state(model("plain"), 99, plus=False), where, "base-0")
+    after = solo(runner, one)
+    check_parity("plain", where, one, after)
+    assert np.abs(levels(before) - levels(after)).max() > 3
+    assert before.fingerprint["image_prompts"] != after.fingerprint["image_prompts"]
+
+
+@pytest.mark.parametrize("faster", [0.0, 0.5, 1.0])
+def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: float) -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    size, costs = (worlds.shape("plain").native,) * 2, runner.backend.costs
+    way = runner.backend.plan(BatchGroup(DEEP, size), 2)
+    observe = control_costs.observer(runner.backend, way, size, 2)
+    observe((1 - faster) * way.seconds)
+    first = costs.curve(control_costs.CONTROL, size, False)(2)
+    assert 0 < first < way.seconds
+    for _ in range(200):
+        observe(2 * way.seconds)
+    assert costs.curve(control_costs.CONTROL, size, False)(2) > way.seconds / 2, "the curve recovers"
+
+
+@pytest.mark.usefixtures("young")
+def test_steps_of_others_go_on_while_an_evicted_adapter_is_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
+    assert runner.image_prompts is not None
+    asked = wanted("plain", prompt("base-0"), seed=2)
+    crank = Crank(runner)
+    crank.submit("other", wanted("plain", seed=1))
+    crank.turn()
+    crank.submit("prompted", asked)
+    runner.image_prompts.cache._kept.clear()  # as if others had needed the room
+    gc.collect()
+    assert runner.image_prompts.held == []
+    reads = HeldReads(monkeypatch, ip_adapter_file)
+    while "other" not in crank.ended:
+        crank.turn()
+    assert reads.begun.wait(60)
+    reads.go_on.set()
+    check_parity("plain", folders["plain"], asked, crank.pictures()["prompted"])
+    assert len(reads.threads) == 1 and reads.threads[0].startswith("read") and runner.image_prompts._again == {}

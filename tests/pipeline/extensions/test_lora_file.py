@@ -1,0 +1,233 @@
+"""LoRA files in every layout: what is read is what diffusers and peft make of them; the rest is refused by its kind."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.checkpoints.load import ImageModel, load
+from pipeline.extensions import lora_file
+from tests.pipeline import loras
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+PARTS = ("unet", "text_encoder", "text_encoder_2")
+
+
+@pytest.fixture(scope="module")
+def model() -> ImageModel:
+    return load(tiny.TINY)
+
+
+def read(model: ImageModel, path: Path) -> dict[tuple[str, str], lora_file.LoraWeights]:
+    return lora_file.read(path.stem, path.read_bytes(), model.parts, model.family.adapters)
+
+
+def summed(model: ImageModel, factors: lora_file.Factors) -> dict[tuple[str, str], torch.Tensor]:
+    """What each layer's weight gets."""
+    made = {}
+    for (part, name), factor in factors.items():
+        weight = model.parts[part].get_submodule(name).weight
+        product = factor.up.float().flatten(1) @ factor.down.float().flatten(1)
+        made[part, name] = factor.scale * product.view(weight.shape)
+    return made
+
+
+def by_diffusers(path: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """What diffusers and peft add to each weight of the tiny model."""
+    pytest.importorskip("peft")
+    stock = tiny.make(tiny.SHAPES[tiny.TINY])
+    before = {part: {k: v.clone() for k, v in getattr(stock, part).state_dict().items()} for part in PARTS}
+    stock.load_lora_weights(str(path.parent), weight_name=path.name)
+    stock.fuse_lora()
+    stock.unload_lora_weights()
+    after = {part: getattr(stock, part).state_dict() for part in PARTS}
+    return {
+        (part, key.removesuffix(".weight")): after[part][key] - value
+        for part in PARTS
+        for key, value in before[part].items()
+        if not torch.equal(after[part][key], value)
+    }
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "peft": {},
+    "diffusers": {"layout": "diffusers"},
+    "kohya": {"layout": "kohya"},
+    "kohya with alpha": {"layout": "kohya", "alpha": 0.5},
+    "sgm": {"layout": "sgm", "alpha": 3.0, "rank": 4},
+    "metadata": {"metadata": {f"{part}.{key}": value for part in PARTS for key, value in {
+        "r": 2, "lora_alpha": 5, "rank_pattern": {}, "target_modules": [], "use_rslora": part == "unet",
+        "alpha_pattern": {f"{loras.ATTENTION}.ff.net.2": 9} if part == "unet" else {},
+    }.items()}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_it_is_what_diffusers_reads(kind: str, model: ImageModel, tmp_path: Path) -> None:
+    options = LAYOUTS[kind]
+    if kind == "metadata":  # peft wants to know which layers; and there it takes no more than it was told
+        config = dict(options["metadata"])
+        for part in PARTS:
+            config[f"{part}.target_modules"] = [name.removeprefix("text_model.") for name in loras.LAYERS[part]]
+        options = {"metadata": config}
+    path = loras.write(model, tmp_path, "one", **options)
+    ours, theirs = summed(model, read(model, path)), by_diffusers(path)
+    assert ours.keys() == theirs.keys() and len(ours) == sum(map(len, loras.LAYERS.values()))
+    for at, delta in ours.items():
+        assert torch.allclose(delta, theirs[at], atol=1e-5), at
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_files_in_8_bits_are_read_in_16(dtype: torch.dtype, model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "one")
+    whole = read(model, path)
+    path.write_bytes(save({key: tensor.to(dtype) for key, tensor in load_file(path).items()}))
+    found = read(model, path)
+    lora_file.check_finite("one", found)
+    for at, factor in found.items():
+        assert factor.down.dtype is torch.float16
+        assert torch.equal(factor.down.float(), whole[at].down.to(dtype).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_files_in_half_precision_are_read_as_they_are(dtype: torch.dtype, model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "one")
+    whole = read(model, path)
+    path.write_bytes(save({key: tensor.to(dtype) for key, tensor in load_file(path).items()}))
+    half = read(model, path)
+    assert {factor.down.dtype for factor in half.values()} == {dtype}
+    for at, factor in lora_file.converted("one", half, model.device, model.dtype).items():
+        assert factor.down.dtype is torch.float32 and torch.equal(factor.down, whole[at].down.to(dtype).float())
+
+
+def test_a_linear_layer_is_a_convolution_of_1_by_1(model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "one", layers={"unet": loras.UNET})
+    plain = read(model, path)
+    path.write_bytes(save({key: tensor[..., None, None].contiguous() for key, tensor in load_file(path).items()}))
+    for at, factor in read(model, path).items():
+        assert torch.equal(factor.down, plain[at].down) and torch.equal(factor.up, plain[at].up)
+
+
+Edit = Callable[[dict[str, torch.Tensor]], object]
+Q = f"unet.{loras.ATTENTION}.attn2.to_q"
+CASES: dict[str, tuple[Edit, str]] = {
+    "DoRA": (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(32)}), "DoRA"),
+    "kohya's DoRA": (lambda t: t.update({"lora_unet_x.dora_scale": torch.ones(32)}), "DoRA"),
+    "LoHa": (lambda t: t.update({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}), "LoHa"),
+    "LoKr": (lambda t: t.update({"lora_unet_x.lokr_w1": torch.ones(2, 2)}), "LoKr"),
+    "three factors": (lambda t: t.update({"lora_unet_x.lora_mid.weight": torch.ones(2, 2)}), "LoCon"),
+    "a bias": (lambda t: t.update({f"{Q}.lora_B.bias": torch.ones(32)}), "a LoRA with biases"),
+    "half a pair": (lambda t: t.pop(f"{Q}.lora_B.weight"), "one of its two matrices"),
+    "another layer": (
+        lambda t: t.update({"unet.up.lora_A.weight": torch.ones(2, 2), "unet.up.lora_B.weight": torch.ones(2, 2)}),
+        "has no 'up'",
+    ),
+    "a norm": (
+        lambda t: t.update({f"unet.conv_norm_out.lora_{k}.weight": torch.ones(2, 2) for k in "AB"}), "GroupNorm",
+    ),
+    "another width": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(2, 99)}), "this model needs"),
+    "two ranks": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 32)}), "this model needs"),
+    "rank 0": (
+        lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(0, 32), f"{Q}.lora_B.weight": torch.ones(32, 0)}),
+        "this model needs",
+    ),
+    "integers": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(2, 32, dtype=torch.int8)}), "not in floats"),
+    "another part": (lambda t: t.update({"vae.x.lora_A.weight": torch.ones(2, 2)}), "no part of an SDXL"),
+    "nothing": (lambda t: t.clear(), "nothing in it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_is_not_supported_says_what_it_is(kind: str, model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "bad")
+    tensors = load_file(path)
+    edit, words = CASES[kind]
+    edit(tensors)
+    path.write_bytes(save(tensors))
+    with pytest.raises(ModelError) as caught:
+        read(model, path)
+    assert str(caught.value).startswith("lora bad: does not fit (") and words in str(caught.value)
+
+
+def test_an_alpha_that_is_no_number_is_refused(model: ImageModel, tmp_path: Path) -> None:
+    path = loras.write(model, tmp_path, "bad", layout="kohya", alpha=float("nan"))
+    with pytest.raises(ModelError, match=r"alpha of .* is no finite number"):
+        read(model, path)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_damaged_file_is_refused_and_nothing_else_happens(
+    data: st.DataObject, model: ImageModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = loras.write(model, tmp_path_factory.getbasetemp(), "damaged", layers={"unet": loras.UNET[:1]})
+    whole = bytearray(path.read_bytes())
+    head = 8 + struct.unpack("<Q", whole[:8])[0]
+    match data.draw(st.sampled_from(("cut", "flip", "noise", "metadata"))):
+        case "cut":
+            damaged = bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        case "flip":
+            at = data.draw(st.integers(0, head - 1))
+            whole[at] ^= 1 << data.draw(st.integers(0, 7))
+            damaged = bytes(whole)
+        case "noise":
+            damaged = data.draw(st.binary(max_size=200))
+        case _:
+            config = data.draw(st.sampled_from(['"', "[1]", '{"unet.lora_alpha": []}', '{"unet.alpha_pattern": 3}']))
+            header = json.loads(whole[8:head]) | {"__metadata__": {"lora_adapter_metadata": config}}
+            packed = json.dumps(header).encode()
+            damaged = struct.pack("<Q", len(packed)) + packed + whole[head:]
+    try:
+        factors = lora_file.read("damaged", damaged, model.parts, model.family.adapters)
+    except ModelError as error:
+        assert str(error).startswith("lora damaged: does not fit (")
+    else:  # a letter that says nothing, or one LoRA for another
+        assert factors
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("to_q", True),
+        ("attn1.to_q", True),
+        ("^to_q$", True),
+        ("to_q.lora_A", True),
+        ("o_q", False),
+        ("ttn1.to_q", False),
+        ("to_", False),
+        ("attn1", False),
+        ("", False),
+    ],
+)
+def test_an_alpha_is_for_whole_words_at_the_end_of_a_layers_name(
+    pattern: str, fits: bool, model: ImageModel, tmp_path: Path
+) -> None:
+    layer = f"{loras.ATTENTION}.attn1.to_q"
+    config = {"unet.r": 2, "unet.lora_alpha": 6, "unet.alpha_pattern": {"elsewhere": 1, pattern: 8, "to_q": 10}}
+    if not fits:
+        config["unet.alpha_pattern"].pop("to_q")  # type: ignore[attr-defined]
+    path = loras.write(model, tmp_path, "x", layers={"unet": [layer]}, rank=2, metadata=config)
+    (factor,) = read(model, path).values()
+    assert factor.scale == ((10 if pattern == "to_q" else 8) / 2 if fits else 6 / 2)
+
+
+def test_many_alphas_cost_no_more_than_they_are(model: ImageModel, tmp_path: Path) -> None:
+    """Each is looked at once, not once for each layer; and a config that is too long is refused."""
+    config: dict[str, Any] = {"unet.r": 2, "unet.alpha_pattern": {f"n.{n}": n for n in range(20_000)}}
+    path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
+    assert {factor.scale for factor in read(model, path).values()} == {1.0}
+    config["unet.alpha_pattern"] = {f"n.{n}": n for n in range(60_000)}
+    path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
+    with pytest.raises(ModelError, match="its metadata's lora_adapter_metadata has"):
+        read(model, path)

@@ -1,0 +1,170 @@
+"""A file that never fits evicts nothing of others, is read once, and leaves no request waiting for it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+
+from core.batching.runner import OutOfMemory
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.pinned_cache import PinnedCache, ReadFile
+from pipeline.extensions.sized_cache import SizedCache
+from tests.starved import no_threads
+
+
+def cache_of(sizes: dict[str, int], capacity: int) -> PinnedCache[str]:
+    return PinnedCache("file", capacity, lambda name: ReadFile(name, f"{name} {sizes[name]}", sizes[name]))
+
+
+def test_what_never_fits_evicts_nothing_and_is_read_once() -> None:
+    cache = cache_of({"a": 1, "b": 1, "big": 3}, 2)
+    found = [cache.find(name, 0) for name in ("a", "b", "big", "big")]
+    assert found[-1].size_bytes == 3, "which its request is told"
+    assert [*cache.held] == ["a", "b"] and cache.reads == 3
+
+
+def test_what_has_grown_too_large_since_its_check_fails_its_request() -> None:
+    sizes = {"a": 1}
+    cache = cache_of(sizes, 2)
+    cache.find("a", 0)
+    sizes["a"] = 3
+    cache.find("a", 1)
+    taken = cache.take(["a"], wait=True)
+    assert taken is not None
+    with pytest.raises(ModelError, match=r"^file a: needs more than"):
+        cache.content(taken[0])
+    cache.give(taken)
+    assert not cache._pinned_bytes
+
+
+class Broken:
+    """Reads files by raising what `errors` has of them, and notes the calls and the threads' niceness."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, ModelError] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.niceness: dict[str, int] = {}
+
+    def check(self, name: str) -> None:
+        self._called("check", name)
+        if name in self.errors:
+            raise self.errors[name]
+
+    def read(self, name: str) -> ReadFile[str]:
+        self._called("read", name)
+        return ReadFile(name, name, 1)
+
+    def _called(self, what: str, name: str) -> None:
+        self.calls.append((what, name))
+        self.niceness[what] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def _because(cause: BaseException | None) -> ModelError:
+    error = ModelError("file a: is damaged")
+    error.__cause__ = cause
+    return error
+
+
+def test_a_file_that_cannot_be_used_is_read_once_until_it_changes() -> None:
+    broken = Broken()
+    broken.errors["a"] = _because(ValueError("its header"))
+    for cache in (PinnedCache("file", 9, broken.read, check=broken.check), SizedCache(9)):
+        broken.calls.clear()
+
+        def find(stamp: int, cache: PinnedCache[str] | SizedCache = cache) -> object:
+            if isinstance(cache, PinnedCache):
+                return cache.find("a", stamp)
+            return cache.find("a", stamp, lambda: broken.read("a"), lambda _: 1, lambda: broken.check("a"))
+
+        for stamp in (1, 1, 1, 2, 2):
+            with pytest.raises(ModelError, match=r"^file a: is damaged$"):
+                find(stamp)
+        assert broken.calls == [("check", "a")] * 2
+        error = broken.errors.pop("a")
+        with pytest.raises(ModelError):
+            find(2)
+        assert find(3) and broken.calls[2:] == [("check", "a"), ("read", "a")]
+        broken.errors["a"] = error
+
+
+@pytest.mark.parametrize("cause", [OSError(5, "input/output error"), MemoryError(), OutOfMemory("all of it")])
+def test_what_may_pass_is_tried_again(cause: BaseException) -> None:
+    broken = Broken()
+    broken.errors["a"] = _because(ValueError("of a library"))
+    broken.errors["a"].__cause__.__cause__ = cause  # type: ignore[union-attr]
+    pinned, sized = PinnedCache("file", 9, broken.read, check=broken.check), SizedCache(9)
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            pinned.find("a", 1)
+        with pytest.raises(ModelError):
+            sized.find("a", 1, lambda: broken.read("a"), lambda _: 1, lambda: broken.check("a"))
+    assert len(broken.calls) == 4
+    broken.errors.clear()
+    assert pinned.find("a", 1).content == "a"
+
+
+def test_a_header_is_checked_at_normal_priority_and_its_file_read_behind_all_others() -> None:
+    """Whoever holds the GIL while others keep it from running stops the whole process."""
+    for cache in (PinnedCache, SizedCache):
+        broken = Broken()
+        if cache is PinnedCache:
+            PinnedCache("file", 9, broken.read, check=broken.check).find("a", 1)
+        else:
+            SizedCache(9).find("a", 1, lambda own=broken: own.read("a"), lambda _: 1, lambda own=broken: own.check("a"))
+        assert broken.niceness["check"] == os.getpriority(os.PRIO_PROCESS, 0) < broken.niceness["read"]
+
+
+@pytest.mark.usefixtures("young")
+def test_nothing_is_kept_of_a_file_that_could_not_be_read() -> None:
+    """Nor by the error that is remembered: a traceback holds all that its functions held."""
+
+    class Large:
+        pass
+
+    kept: list[weakref.ref[Large]] = []
+    fail = False
+
+    def read(name: str) -> ReadFile[str]:
+        large = Large()
+        kept.append(weakref.ref(large))
+        if fail:
+            raise ModelError("file a: is damaged")
+        return ReadFile(name, "1", 1)
+
+    cache = PinnedCache("file", 2, read)
+    file = cache.find("a", 1)
+    fail, file.content = True, None  # as if others had needed the room
+    with pytest.raises(ModelError):
+        cache.content(file)
+    with pytest.raises(ModelError):
+        cache.find("a", 2)
+    gc.collect()
+    assert len(kept) == 3 and not any(one() for one in kept)
+
+
+def test_what_is_read_again_for_a_request_stays_until_it_is_admitted() -> None:
+    cache = cache_of({"a": 1, "b": 1, "c": 1}, 1)
+    for name in ("a", "b"):
+        cache.find(name, 0)
+    assert cache.take(["a"], wait=True) is None, "it was evicted, and is read again"
+    for load in [*cache._loads.values()]:
+        load.result(60)
+    cache.find("c", 0)
+    taken = cache.take(["a"], wait=True)
+    assert taken is not None and cache.content(taken[0]) == "a"
+
+
+def test_what_is_evicted_is_freed_also_where_no_thread_can_start() -> None:
+    """On the engine's thread an error would end the process."""
+    cache = cache_of({"a": 1, "b": 2}, 2)
+    cache.find("a", 0)
+    taken = cache.take(["a"], wait=True)
+    assert taken is not None
+    cache.find("b", 0)
+    with no_threads():
+        cache.give(taken)
+    assert cache.held == {"b": 2}

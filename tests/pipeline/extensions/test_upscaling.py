@@ -1,0 +1,279 @@
+"""Pictures enlarged by an ESRGAN network: tile by tile, between others' iterations, and as the whole would be."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contract.errors import Invalid
+from contract.image import Edit, ImageParameters
+from contract.upscale import MAX_SIDE, Upscale
+from pipeline.backends.phases import UPSCALE
+from pipeline.checkpoints import tiny
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions import upscaling
+from pipeline.extensions.esrgan import Shape
+from pipeline.extensions.upscaling import UpscalerFolder, Upscaling
+from tests.pipeline import upscalers, worlds
+from tests.pipeline.pixels.test_edit import hole, photograph
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
+
+SHAPE = "upscaled"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes() -> None:
+    worlds.MORE[SHAPE] = tiny.SDXLShape(heads=(1, 2))
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upscaling, "_TILES", {"cpu": 16})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> UpscalerFolder:
+    """Networks whose results depend on fewer pixels around than a tile's margin."""
+    where = tmp_path_factory.mktemp("upscalers")
+    upscalers.write(where, "four", Shape(8, 4, 1))
+    upscalers.write(where, "two", Shape(8, 4, 1, 1), layout="oldest", seed=1)
+    return UpscalerFolder(where)
+
+
+def wanted(name: str | None = "four", scale: float | None = None, **options: Any) -> ImageParameters:
+    enlarged = None if name is None else Upscale(model=name, scale=scale)
+    return ImageParameters(**{"prompt": "a red hat", "seed": 3, "width": 40, "height": 24, "steps": 3, **options},
+                           upscale=enlarged)  # fmt: skip
+
+
+def whole(folder: UpscalerFolder, name: str, pixels: np.ndarray) -> np.ndarray:
+    """The picture [H, W, 3] through the network at once."""
+    x = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255
+    with torch.inference_mode():
+        made = folder.find(name).network(x)[0]
+    return made.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy().astype(int)
+
+
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
+def test_finished_pictures_are_enlarged_alone_and_among_others(
+    folder: UpscalerFolder, backend: str, kernels: ctypes.CDLL
+) -> None:
+    options = {} if backend == "torch" else {"kernels": kernels}
+    runner = Watching(model(SHAPE), upscalers=folder, **options)
+    edit = Edit(photograph(32).tobytes(), hole(32).tobytes(), 1.0)
+    parameters = [
+        wanted(), wanted("two", seed=4), wanted(None, seed=5), wanted(seed=6, deterministic=True), wanted("four", 2.5),
+        wanted("two", width=32, height=32, edit=edit),
+    ]  # fmt: skip
+    pictures = together(runner, parameters)
+    for one, picture in zip(parameters, pictures, strict=True):
+        plain = levels(solo(runner, replace(one, upscale=None)))
+        assert np.abs(levels(solo(runner, one)) - levels(picture)).max() <= 1
+        if one.upscale is None:
+            assert np.abs(levels(picture) - plain).max() <= 1 and "upscaler" not in picture.fingerprint
+            continue
+        assert list(picture.fingerprint["upscaler"]) == [one.upscale.model]
+        expected = whole(folder, one.upscale.model, plain.astype(np.uint8))
+        assert expected.std() > 5, "a flat picture would prove nothing"
+        if one.upscale.scale is not None:
+            assert picture.image.size == (100, 60)
+            reduced = Image.fromarray(expected.astype(np.uint8)).resize((100, 60), Image.Resampling.LANCZOS)
+            expected = np.asarray(reduced)
+        if backend == "kernels":  # where a picture's bits do not depend on the others
+            assert np.abs(levels(picture) - expected.astype(int)).max() <= 1, one
+    assert solo(runner, parameters[3]).png() == pictures[3].png()
+    runner.close()
+
+
+def test_others_are_served_between_two_tiles(folder: UpscalerFolder) -> None:
+    runner = Watching(model(SHAPE), upscalers=folder)
+    crank = Crank(runner)
+    crank.submit("large", wanted(steps=2), priority=5)
+    while not any(phase == UPSCALE for phase, _ in runner.rides):
+        crank.turn()
+    crank.submit("urgent", wanted(None, steps=2), priority=0)
+    pictures = crank.pictures()
+    assert pictures["large"].image.size == (160, 96) and pictures["urgent"].image.size == (40, 24)
+    phases = [phase for phase, _ in runner.rides]
+    assert phases.count(UPSCALE) == 6, "of 40×24 pixels in tiles of 16"
+    first, last = phases.index(UPSCALE), len(phases) - 1 - phases[::-1].index(UPSCALE)
+    assert {"encode", "deep", "vae"} <= set(phases[first:last])
+    assert all(len(riders) == 1 for phase, riders in runner.rides if phase == UPSCALE)
+
+
+def test_a_tile_that_failed_is_made_again(folder: UpscalerFolder) -> None:
+    runner = Watching(model(SHAPE), upscalers=folder)
+    undisturbed = solo(runner, wanted()).png()
+    crank = Crank(runner)
+    crank.submit("it", wanted())
+    failed: list[str] = []
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("this once")
+
+    def once(batch: Any, ticket: Any) -> Any:
+        if batch.requests[0].phase != UPSCALE or len(failed) > 1 or (failed and runner.rides[-1][0] != UPSCALE):
+            return ticket
+        worlds.await_end(ticket)
+        failed.append(UPSCALE)
+        return Broken() if len(failed) == 1 else ticket
+
+    while crank.turn(once):
+        pass
+    ended = crank.ended["it"]
+    assert failed and (ended.result is None or ended.result.png() == undisturbed)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 40), (33, 15), (5, 3)])
+def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> None:
+    """A network that sees no further than the margin."""
+    pixels = np.asarray(photograph(64).resize(size))
+    work = Upscaling(folder.find("two"), torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    count = -(-size[0] // 16) * -(-size[1] // 16)
+    for done in range(count):
+        assert work.left == count - done
+        work.compute()
+        work.done += 1
+    expected = whole(folder, "two", pixels)
+    assert np.abs(work.canvas.numpy().astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_large_networks_are_smaller(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of published ones are as they were; none takes more than its budget, however many filters it has."""
+    monkeypatch.setattr(upscaling, "_TILES", {"cpu": 128})
+    usual, budget = (128, 2**29) if device == "cpu" else (512, 2**32)
+    for shape in (Shape(), Shape(doublings=1), Shape(blocks=6), Shape(doublings=2, unshuffle=2)):
+        assert upscaling.tile_side(shape, torch.device(device), dtype) == usual
+    for filters, growth, doublings, unshuffle in itertools.product((64, 256), (32, 256), range(6), (1, 2, 4)):
+        shape = Shape(filters, growth, 23, doublings, unshuffle)
+        if 1 <= 2**doublings / unshuffle <= 8:
+            side = upscaling.tile_side(shape, torch.device(device), dtype)
+            assert side >= 16 and shape.forward_bytes(side + 32, dtype.itemsize) <= budget
+
+
+def test_a_network_that_needs_more_is_computed_in_smaller_tiles(
+    folder: UpscalerFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upscaling, "_TILES", {"cpu": 64})
+    upscaler, pixels = folder.find("two"), np.asarray(photograph(64))
+    budget = upscaler.network.shape.forward_bytes(32 + 32, 4)
+    monkeypatch.setattr(upscaling, "_FORWARD_BYTES", {"cpu": budget})
+    work = Upscaling(upscaler, torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    seen: list[int] = []
+    hook = upscaler.network.register_forward_pre_hook(lambda _, given: seen.append(max(given[0].shape[2:])))
+    while work.left:
+        work.compute()
+        work.done += 1
+    hook.remove()
+    assert len(seen) == 4 and all(upscaler.network.shape.forward_bytes(side, 4) <= budget for side in seen)
+    assert np.abs(work.canvas.numpy().astype(int) - whole(folder, "two", pixels)).max() <= 1
+
+
+def test_what_is_enlarged_counts_as_memory(folder: UpscalerFolder) -> None:
+    runner = Watching(model(SHAPE), upscalers=folder)
+    crank, taken = Crank(runner), []
+    for name, one in (("plain", wanted(None)), ("large", wanted())):
+        crank.submit(name, one)
+        crank.turn()
+        taken.append(runner.holdings.memory.taken)
+    plain, both = taken
+    assert both - 2 * plain == 3 * 40 * 24 * 16
+
+
+def test_admission_reads_no_file(tmp_path: Path) -> None:
+    """Requests wait while the networks of others take their places in memory, and files go."""
+    for number in range(6):
+        upscalers.write(tmp_path, f"net{number}", Shape(8, 4, 1, 1), seed=number)
+    files = UpscalerFolder(tmp_path)
+    runner = Watching(model(SHAPE), upscalers=files, max_requests=1)
+    crank = Crank(runner)
+    for number in range(6):
+        crank.submit(str(number), wanted(f"net{number}", steps=2))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    pictures = crank.pictures()
+    assert {picture.image.size for picture in pictures.values()} == {(80, 48)}
+    assert len({repr(picture.fingerprint["upscaler"]) for picture in pictures.values()}) == 6
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (wanted("gone"), "^upscale: upscaler gone: there is no gone.safetensors in the folder of upscalers"),
+        (wanted("old"), "^upscale: upscaler old: old.pth is a pickle"),
+        (wanted("bad"), "^upscale: upscaler bad: bad.safetensors is damaged"),
+        (wanted("dir"), "^upscale: upscaler dir: dir.safetensors is no file"),
+        (wanted("net", 4.5), "^upscale.scale: must be at most 4, the factor of net"),
+        (wanted("../net"), r"^upscale.model: must be a name"),
+    ],
+)
+def test_what_cannot_enlarge_is_refused_and_nobody_else(tmp_path: Path, one: ImageParameters, said: str) -> None:
+    upscalers.write(tmp_path, "net")
+    (tmp_path / "old.pth").write_bytes(b"")
+    (tmp_path / "bad.safetensors").write_bytes(b"none")
+    (tmp_path / "dir.safetensors").mkdir()
+    crank = Crank(Watching(model(SHAPE), upscalers=UpscalerFolder(tmp_path)))
+    with pytest.raises(Invalid, match=said):
+        crank.submit("it", one)
+    crank.submit("other", wanted("net"))
+    assert crank.pictures()["other"].image.size == (160, 96)
+
+
+def test_without_a_folder_and_beyond_all_bounds_it_is_refused(folder: UpscalerFolder) -> None:
+    with pytest.raises(Invalid, match=r"^upscale: there is no folder of upscalers"):
+        Crank(Watching(model(SHAPE))).submit("it", wanted())
+    large = replace(model(SHAPE), max_pixels=4096 * 4096)
+    with pytest.raises(Invalid, match=r"^upscale: 4 times 2048x2048 is more than 33554432 pixels"):
+        Crank(Watching(large, upscalers=folder)).submit("it", wanted(width=2048, height=2048))
+
+
+def test_sides_that_a_file_cannot_have_are_refused_before_anything_is_drawn() -> None:
+    """WebP's are the shortest; its encoder refuses one more."""
+    for size in ((2048, 256), (256, 2048)):
+        with pytest.raises(Invalid, match=r"^upscale: it makes a side of more than 16383 pixels"):
+            Upscale(model="x8").check_factor(*size, 8)
+        Upscale(model="x8", scale=7.9).check_factor(*size, 8)
+    Image.new("RGB", (MAX_SIDE, 1)).save(io.BytesIO(), "WEBP")
+    with pytest.raises(ValueError, match="16383"):
+        Image.new("RGB", (MAX_SIDE + 1, 1)).save(io.BytesIO(), "WEBP")
+
+
+def test_a_changed_file_is_read_anew_and_a_running_request_keeps_its_own(tmp_path: Path) -> None:
+    upscalers.write(tmp_path, "net", Shape(8, 4, 1), seed=0)
+    files = UpscalerFolder(tmp_path)
+    runner = Watching(model(SHAPE), upscalers=files)
+    crank = Crank(runner)
+    crank.submit("old", wanted("net"))
+    crank.turn()
+    path = upscalers.write(tmp_path, "net", Shape(8, 4, 1, 1), seed=5)
+    os.utime(path, ns=(1, 1))
+    crank.submit("new", wanted("net"))
+    pictures = crank.pictures()
+    assert pictures["old"].image.size == (160, 96) and pictures["new"].image.size == (80, 48)
+    assert pictures["old"].fingerprint["upscaler"] != pictures["new"].fingerprint["upscaler"]
+    path.unlink()
+    with pytest.raises(ModelError, match="there is no net"):
+        files.find("net")
+    assert files.names() == [] and UpscalerFolder(tmp_path / "gone").names() == []
+
+
+def test_a_file_tells_how_it_was_enlarged(folder: UpscalerFolder) -> None:
+    picture = solo(Watching(model(SHAPE), upscalers=folder), wanted("four", 2.5))
+    assert picture.parameters.to_dict()["upscale"] == {"model": "four", "scale": 2.5}
+    assert "Postprocess upscale by: 2.5, Postprocess upscaler: four" in picture.infotext
+    assert json.loads(json.dumps(picture.fingerprint))["upscaler"].keys() == {"four"}
+    assert "upscale" not in wanted(None).to_dict()

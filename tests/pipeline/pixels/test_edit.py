@@ -1,0 +1,317 @@
+"""Edits: parity with diffusers' image-to-image and inpainting, alone and among others; what is kept stays as it was."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from contract.errors import Invalid
+from contract.image import Edit, ImageParameters
+from contract.plan import DeepCache
+from core.batching.runner import Lane
+from pipeline.backends.phases import IMAGE
+from pipeline.pixels.vae import encode, scale, unscale
+from pipeline.sampling import samplers, sigmas
+from tests.pipeline import worlds
+from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
+
+# Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+LANE = Lane("tests")
+
+
+def photograph(side: int, seed: int = 0) -> Image.Image:
+    """Something with large shapes and small ones."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def hole(side: int) -> np.ndarray:
+    """A mask that is no multiple of a latent on any side, [H, W]: 128 or more where it is drawn anew."""
+    mask = np.zeros((side, side), dtype=np.uint8)
+    mask[side // 4 + 3 : side - 5, 2 : side // 2 + 1] = 255
+    mask[side // 4 + 3], mask[0] = mask[side // 4 + 3] // 255 * 128, 127  # by which diffusers draws the line
+    return mask
+
+
+def wanted(
+    shape: str = "plain", *, strength: float = 0.6, masked: bool = False, picture: int = 0, **options: Any
+) -> ImageParameters:
+    side = worlds.shape(shape).native
+    mask = hole(side).tobytes() if masked else None
+    edit = Edit(photograph(side, picture).tobytes(), mask, strength)
+    given_options = {"prompt": "a red cat", "seed": 1, "width": side, "height": side, "steps": 6, **options}
+    return ImageParameters(**given_options, edit=edit)
+
+
+@functools.cache
+def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
+    """What diffusers makes of it, [H, W, 3] in levels."""
+    return np.asarray(edited(shape, one)).astype(int)
+
+
+def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
+    """What diffusers' pipeline gives for it, with `more` options."""
+    from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
+
+    from tests.schedulers import replaced, scheduler
+
+    assert one.edit is not None
+    drawing = stock(shape)
+    kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
+    parts = {
+        name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
+    }
+    parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
+    pipeline = kind(
+        **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False,
+        requires_aesthetics_score=False,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    size = (one.width, one.height)
+    options: dict[str, Any] = {}
+    if one.edit.mask is not None:
+        options = {"mask_image": Image.frombytes("L", size, one.edit.mask), "width": one.width, "height": one.height}
+    options |= {
+        "image": Image.frombytes("RGB", size, one.edit.image), "negative_prompt": one.negative_prompt,
+        "num_inference_steps": one.steps, "strength": one.edit.strength, "guidance_scale": one.guidance_scale,
+        "generator": torch.Generator().manual_seed(one.seed),
+    }  # fmt: skip
+    options |= {name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None}
+    return pipeline(one.prompt, **options | more).images[0]
+
+
+def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
+    assert one.edit is not None
+    expected = stock_edit(shape, one)
+    assert expected.std() > 5, "a flat picture would prove nothing"
+    assert np.abs(levels(picture) - with_kept(one, expected)).max() <= 1, one
+
+
+def with_kept(one: ImageParameters, expected: np.ndarray) -> np.ndarray:
+    """What diffusers made, with the kept pixels as they were: it gives back what its VAE makes of them."""
+    if one.edit is None or one.edit.mask is None:
+        return expected
+    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 127
+    return np.where(mask, expected, np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3))
+
+
+def mixture(shape: str) -> list[ImageParameters]:
+    """Every scheduler, with and without guidance and mask, of several strengths: in all combinations of the plain
+    shape.
+    """
+    strengths = itertools.cycle((0.3, 0.6, 1.0, 0.85, 0.5))
+    each = list(itertools.product((1.0, 6.0), (False, True)))
+    cases = [(name, *one) for name in samplers.SCHEDULERS for one in each]
+    if shape == "plain":  # each pair of sampler, guidance and mask; the distilled has one sampler, and all
+        cases = [case for index, case in enumerate(cases) if (index // 4 + index // 2 + index) % 2]
+    elif shape != "distilled":  # samplers and masks do not depend on the shape
+        cases = [(name, *each[index % len(each)]) for index, name in enumerate(samplers.SCHEDULERS)]
+    return [
+        wanted(shape, seed=seed, scheduler=name, guidance_scale=guidance, masked=masked, strength=next(strengths),
+               steps=5 + seed % 4, picture=seed)
+        for seed, (name, guidance, masked) in enumerate(cases)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_edit_equals_diffusers_alone_and_among_others(shape: str) -> None:
+    runner = Watching(model(shape), lane=LANE, max_rows=64)
+    edits = [one for one in mixture(shape) if not (shape == "distilled" and one.scheduler != "lcm")]
+    crank = Crank(runner)
+    for index, one in enumerate(edits):
+        crank.submit(str(index), one)
+        crank.submit(f"plain {index}", replace(one, edit=None))
+        for _ in range(3):
+            crank.turn()
+    pictures = crank.pictures()
+    mixed = [{name.startswith("plain") for name, _ in riders} for phase, riders in runner.rides if phase == "deep"]
+    assert {True, False} in mixed, "no edit shared a forward with a request that is none"
+    for index, one in enumerate(edits):
+        check_parity(shape, one, pictures[str(index)])
+    for one in edits[:: max(1, len(edits) // 4)]:
+        check_parity(shape, one, solo(runner, one))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+def test_what_lies_beyond_a_picture_is_diffusers_inpainting_of_the_larger_one(strength: float) -> None:
+    """Of a size of its own, which no level of the UNet halves evenly."""
+    small = np.asarray(photograph(24).crop((0, 0, 24, 16)))
+    image = np.pad(small, ((0, 8), (11, 5), (0, 0)), mode="edge")  # 40×24
+    mask = np.pad(np.zeros((16, 24), np.uint8), ((0, 8), (11, 5)), constant_values=255)
+    one = wanted(width=40, height=24, guidance_scale=5.0)
+    one = replace(one, edit=Edit(image.tobytes(), mask.tobytes(), strength))
+    runner = Watching(model("plain"), lane=LANE)
+    picture = solo(runner, one)
+    check_parity("plain", one, picture)
+    assert np.array_equal(levels(picture)[:16, 11:35], small.astype(int))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_companions_change_no_bit_of_a_deterministic_edit(masked: bool) -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    one = wanted(masked=masked, deterministic=True, scheduler="euler-ancestral")
+    alone = solo(runner, one).png()
+    crank = Crank(runner)
+    crank.submit("it", one)
+    for seed in range(2, 5):
+        crank.submit(f"edit {seed}", wanted(seed=seed, deterministic=True, masked=seed % 2 == 0, picture=seed))
+        crank.submit(f"plain {seed}", replace(wanted(seed=seed, deterministic=True), edit=None))
+    pictures = crank.pictures()
+    assert pictures["it"].png() == alone
+    assert any(len(riders) > 2 for phase, riders in runner.rides if phase == "deep"), "nobody shared a forward"
+
+
+def test_a_picture_is_encoded_alone_and_in_an_iteration_of_its_own() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    crank = Crank(runner)
+    for index in range(3):
+        crank.submit(str(index), wanted(seed=index))
+    crank.pictures()
+    assert sorted(riders for phase, riders in runner.rides if phase == IMAGE) == [[(str(k), -1)] for k in range(3)]
+
+
+def test_what_fails_among_others_and_is_tried_again_draws_the_same() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    edits = {str(masked): wanted(masked=masked, scheduler="euler-ancestral") for masked in (False, True)}
+    undisturbed = {name: levels(solo(runner, one)) for name, one in edits.items()}
+    crank = Crank(runner)
+    for name, one in edits.items():
+        crank.submit(name, one)
+    broken: set[str] = set()
+
+    class Broken:
+        def outcome(self) -> Any:
+            raise RuntimeError("this once")
+
+    def once(batch: Any, ticket: Any) -> Any:
+        phase = batch.requests[0].phase
+        if phase in broken or len(batch.requests) < 2:
+            return ticket
+        worlds.await_end(ticket)
+        broken.add(phase)
+        return Broken()
+
+    while crank.turn(once):
+        pass
+    assert broken >= {"deep", "vae"}
+    for name, request in crank.ended.items():
+        assert np.abs(levels(request.result) - undisturbed[name]).max() <= 1
+
+
+def test_deepcache_counts_the_steps_that_are_made() -> None:
+    runner = Watching(model("three-levels"), lane=LANE)
+    cached = DeepCache(interval=2, last=0)
+    one = wanted("three-levels", steps=10, strength=0.5, deepcache=cached)
+    assert (one.skipped, one.made) == (5, 5)
+    crank = Crank(runner)
+    crank.submit("it", one)
+    crank.pictures()
+    assert [phase for phase, _ in runner.rides] == [
+        IMAGE,
+        "encode",
+        "deep",
+        "shallow",
+        "deep",
+        "shallow",
+        "deep",
+        "vae",
+    ]
+    with pytest.raises(Invalid, match=r"deepcache"):
+        crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
+
+
+def test_what_the_mask_leaves_is_kept_to_the_pixel_and_the_rest_is_drawn() -> None:
+    one = wanted(masked=True, strength=1.0)
+    picture = levels(solo(Watching(model("plain"), lane=LANE), one))
+    own = np.asarray(photograph(32)).astype(int)
+    mask = hole(32) > 0
+    assert np.array_equal(picture[~mask], own[~mask])
+    assert np.abs(picture[mask] - own[mask]).mean() > 10
+
+
+def test_little_strength_stays_near_the_picture_and_much_does_not() -> None:
+    runner = Watching(model("plain"), lane=LANE)
+
+    def latents(strength: float) -> torch.Tensor:
+        crank = Crank(runner)
+        request = crank.submit("it", wanted(steps=20, strength=strength, guidance_scale=1.0))
+        while request.phase != "vae":
+            crank.turn()
+        found = request.work.trajectory.x
+        crank.run()
+        return torch.as_tensor(found)
+
+    pixels = torch.tensor(np.asarray(photograph(32)))[None]
+    own = encode(model("plain"), pixels, torch.zeros(1, 4, 4, 4))
+    far = [float((latents(strength) - own).abs().mean()) for strength in (0.05, 0.5, 1.0)]
+    assert far == sorted(far) and far[0] < far[2] / 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), shifted=st.booleans())
+def test_scaling_of_latents_is_undone(seed: int, shifted: bool) -> None:
+    class Config:
+        scaling_factor = 0.13025
+        latents_mean = [0.1, -2.0, 0.3, 1.0] if shifted else None
+        latents_std = [1.5, 0.5, 2.0, 3.0] if shifted else None
+
+    latents = torch.randn(1, 4, 2, 3, generator=torch.Generator().manual_seed(seed))
+    assert torch.allclose(unscale(scale(latents, Config), Config), latents, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.integers(1, 60), strength=st.floats(0, 1), name=st.sampled_from(samplers.SCHEDULERS))
+def test_a_cut_table_is_the_end_of_the_whole_one(steps: int, strength: float, name: str) -> None:
+    config = model("plain").scheduler_config
+    if name in ("lcm", "tcd"):
+        steps = min(steps, 50)
+    one = replace(wanted(strength=strength), steps=steps)
+    if one.made < 1:
+        return
+    whole, cut = sigmas.table(config, name, steps), sigmas.table(config, name, steps, one.skipped)
+    assert cut.steps == one.made == int(steps * strength) == len(cut.timesteps) == len(cut.noisy)
+    assert torch.equal(cut.timesteps, whole.timesteps[one.skipped :])
+    assert torch.equal(cut.levels, whole.levels[one.skipped :]) and cut.levels[-1].tolist() == [1, 0]
+    # The second order needs a step before it, and the first that is made has none.
+    later = cut.coefficients[1:]
+    assert torch.equal(later, whole.coefficients[one.skipped + 1 :])
+    assert (cut.coefficients[0, sigmas.COLUMNS.index("b_p")] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"strength": 0.1}, "strength"),
+        ({"strength": -0.1}, "strength"),
+        ({"strength": 1.5}, "strength"),
+        ({"strength": float("nan")}, "strength"),
+        ({"strength": True}, "strength"),
+        ({"image": b"\0" * 7}, "image"),
+        ({"mask": b"\0" * 7}, "mask"),
+    ],
+)
+def test_an_edit_that_makes_no_sense_is_refused_by_field(change: dict[str, Any], field: str) -> None:
+    runner = Watching(model("plain"), lane=LANE)
+    one = wanted(masked=True)
+    assert one.edit is not None
+    with pytest.raises(Invalid, match=f"^{field}: "):
+        Crank(runner).submit("it", replace(one, edit=replace(one.edit, **change)))
+
+
+def test_a_file_names_what_was_edited_by_its_hash_and_any_other_does_not() -> None:
+    one = wanted(masked=True)
+    told = one.to_dict()["edit"]
+    assert told["strength"] == 0.6 and len(told["image"]) == len(told["mask"]) == 64
+    assert wanted(picture=5).to_dict()["edit"]["image"] != told["image"] and wanted().to_dict()["edit"]["mask"] is None
+    assert "edit" not in replace(one, edit=None).to_dict()
+    assert "\\x" not in repr(one)
