@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import loras as bench
+from benchmarks.harness import models
 from core.kernels.cuda.linear import linear_geglu_int8
 from core.ops import cuda_branches
 from core.ops.cuda import CudaLowering
@@ -27,7 +28,7 @@ from tests.pipeline.worlds import Watching, levels, solo
 KINDS = [("bf16", False), ("int8", False), ("int8", True), ("fp8", False), ("fp8", True)]
 PRECISIONS = pytest.mark.parametrize(("precision", "folds"), KINDS, indirect=["folds"])
 SMALL: dict[str, Any] = {
-    **bench._WIDTHS, "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
+    **models.WIDTHS, "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "cross_attention_dim": 64,
     "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 24,
 }  # fmt: skip
 
@@ -120,13 +121,13 @@ def test_recorded_graphs_draw_what_their_kernels_do_one_by_one(
 @torch.inference_mode()
 def test_rows_of_a_forward_do_not_meet() -> None:
     """In INT8, with layers of Hopper's kernels: a row's bits beside seven other LoRAs are those beside none."""
-    unet = bench.random_unet(SMALL, torch.device("cuda"))
+    unet = models.random_unet(SMALL, torch.device("cuda"))
     lowering = CudaLowering(torch.bfloat16, 16, unet)
     from core.cuda_graphs import CudaRecorder
 
     for recorder in (None, CudaRecorder(torch.device("cuda"))):
         for layers in bench.LAYERS:
-            wanted = bench.Wanted(rows=16, loras=8, rank=8, layers=layers, rounds=1)
+            wanted = bench.LoraStep(rows=16, loras=8, rank=8, layers=layers, rounds=1)
             found = bench.measure(lowering, unet, wanted, 32, recorder)
             for way, told in found["ways"].items():
                 assert told["equal"] and told["changed"], (recorder, layers, way)

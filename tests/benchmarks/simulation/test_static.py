@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import traces
+from benchmarks.harness import traces
 from benchmarks.simulate import solo_s
 from benchmarks.simulation.fleet import Clock
 from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket
