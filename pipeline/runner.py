@@ -19,7 +19,6 @@ from core.failures import translate_device_errors
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
-from pipeline.backends.recording import BackgroundRecorder
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import control_costs, refining
 from pipeline.extensions.adapters import check_loras, refused
@@ -29,6 +28,7 @@ from pipeline.extensions.refining import REFINER
 from pipeline.extensions.upscaling import Upscaler, UpscalerFolder
 from pipeline.fingerprint import code_digest
 from pipeline.iterations import IterationBuilder
+from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import CheckedInputs, ImageState, MemoryLedger
 from pipeline.sampling import samplers
 from pipeline.sizes import size_range

@@ -11,11 +11,11 @@ from core.cuda_graphs import GraphCache
 from core.ops.branches import LowRank, PackedAdapter
 from core.ops.reference import TorchLowering
 from pipeline.backends.phases import Phases
-from pipeline.backends.recording import GraphSet
 from pipeline.backends.timing import PhaseCosts
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel, Network
 from pipeline.fingerprint import KernelIdentity
+from pipeline.recording import GraphSet
 
 if TYPE_CHECKING:
     from core.ops.ops import Lowering

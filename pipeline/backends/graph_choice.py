@@ -11,8 +11,8 @@ from core.graphs import ExecutableKey
 from pipeline.backends import graph_widths
 from pipeline.backends.graph_widths import StepCosts, TrafficCounter, cheapest
 from pipeline.backends.phases import STEPS
-from pipeline.backends.recording import GraphSet
 from pipeline.backends.timing import PhaseCosts
+from pipeline.recording import GraphSet
 
 NARROW = 4  # rows, up to which launching kernels may take longer than they do
 

@@ -34,11 +34,11 @@ from pipeline.backends.phases import (
     timed,
     without_text,
 )
-from pipeline.backends.recording import GraphSet
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 from pipeline.fingerprint import KernelIdentity
+from pipeline.recording import GraphSet
 
 GRAPHS = "graphs"
 LAYERS = "layers"  # the same kernels without graphs, one by one

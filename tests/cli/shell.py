@@ -12,7 +12,7 @@ from PIL import Image
 
 import cli
 from pipeline.checkpoints import tiny
-from tests.core.quant.stage import CACHE
+from tests.core.quant.stage import warm
 
 QUICK = ["--model", tiny.TINY, "--steps", "2"]
 
@@ -31,7 +31,7 @@ class Shell:
         monkeypatch.setenv("COLUMNS", "200")
         for name in [name for name in os.environ if name.startswith("DIPTYCH_")]:
             monkeypatch.delenv(name)
-        monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(CACHE.parent))  # else kernels were compiled anew, into a user's
+        monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(warm(folder.with_name(f"{folder.name}-cache"))))  # not a user's
         self._capsys = capsys
         self.folder = folder
 

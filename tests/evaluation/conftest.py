@@ -12,7 +12,7 @@ import cli
 from evaluation.pixels import Pixels
 from pipeline.checkpoints import tiny
 from tests.cli.shell import Shell
-from tests.core.quant.stage import CACHE
+from tests.core.quant.stage import warm
 from tests.evaluation import reward_stand_ins
 
 CLIP = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
@@ -48,7 +48,7 @@ def evaluated(folder: Path, name: str, *words: str) -> Path:
     out = folder / name
     given = ["evaluate", "--prompts", str(table(folder)), "--out", str(out), *words]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DIPTYCH_CACHE_DIR", str(CACHE.parent))
+        patch.setenv("DIPTYCH_CACHE_DIR", str(warm(folder.with_name(f"{folder.name}-cache"))))
         assert cli.main(given) == 0
     return out
 

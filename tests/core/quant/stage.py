@@ -56,10 +56,11 @@ def avx2_kernels() -> ctypes.CDLL:
 
 
 def warm(cache_dir: Path) -> Path:
-    """A new cache of compiled code and variants that has the compiled kernels: compiling takes many seconds."""
+    """A cache of compiled code and variants of its own that has the compiled kernels: compiling takes many seconds."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     CACHE.mkdir(parents=True, exist_ok=True)
-    (cache_dir / CACHE.name).symlink_to(CACHE)
+    if not (cache_dir / CACHE.name).exists():
+        (cache_dir / CACHE.name).symlink_to(CACHE)
     return cache_dir
 
 

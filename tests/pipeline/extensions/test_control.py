@@ -72,7 +72,7 @@ def check_parity(shape: str, nets: dict[str, Any], one: ImageParameters, picture
         used = {named(name): net for name, net in nets.items()}
         expected = stock_controlled(shape, tuple(used[c.model] for c in one.control), one)
     if one.edit is not None and one.edit.mask is not None:
-        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 0
+        mask = np.frombuffer(one.edit.mask, np.uint8).reshape(one.height, one.width, 1) > 127
         own = np.frombuffer(one.edit.image, np.uint8).reshape(one.height, one.width, 3)
         expected = np.where(mask, expected, own)
     assert np.abs(levels(picture) - expected).max() <= 1, one

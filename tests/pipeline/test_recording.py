@@ -14,7 +14,7 @@ import torch
 from core.batching.runner import Lane
 from core.cuda_graphs import GraphCache
 from core.graphs import ExecutableKey
-from pipeline.backends.recording import BackgroundRecorder, GraphSet
+from pipeline.recording import BackgroundRecorder, GraphSet
 from tests.core.tape import Tape
 from tests.starved import no_threads
 
