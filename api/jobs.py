@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,14 +18,14 @@ from api.paging import Pagination, missing, page, query
 from api.presentation import job_object, retrieved
 from api.service import Given, Service
 from contract.card import KINDS
+from core.jobs.broker import JOB_ID
 from core.jobs.record import Job, JobState
 from core.jobs.unreadable import UnreadableRecord
 
 router = APIRouter(tags=["jobs"])
 
-ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_WAIT_S = 60.0
-_PAGES = Pagination(default=20, most=100, id=ID.pattern, what="a job")
+_PAGES = Pagination(default=20, most=100, id=JOB_ID.pattern, what="a job")
 _KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
 
@@ -57,7 +56,7 @@ async def create(request: Request, service: Given, caller: By) -> Response:
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
     """As POST; may be repeated, and makes one job. 422 if the id is that of a job with other fields."""
     caller.check("images")
-    if ID.fullmatch(id) is None:
+    if JOB_ID.fullmatch(id) is None:
         raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
     return await _make(request, service, caller, id)
 
@@ -175,7 +174,7 @@ async def find(service: Service, id: str, caller: Caller) -> Job:
 
 
 def check_id(id: str) -> None:
-    if ID.fullmatch(id) is None:
+    if JOB_ID.fullmatch(id) is None:
         raise no_job()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from cli.arguments import UsageError, wrong_option
+from cli.arguments import UsageError, read_size, wrong_option
 from contract.bodies import declarations
 from contract.control import Control
 from contract.errors import Invalid
@@ -132,8 +132,6 @@ def complete(
 
 def size_of(options: argparse.Namespace, native: int = 0) -> tuple[int, int]:
     """The size of `--size`, by default the model's; 0 until that is known."""
-    from cli.arguments import read_size
-
     return read_size(options.size) or (native, native)
 
 

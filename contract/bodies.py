@@ -44,7 +44,7 @@ def declarations(kind: object) -> Mapping[str, Declaration]:
     return _declared(kind)
 
 
-@cache
+@cache  # whose argument mypy takes for unhashable where it is a type[T]
 def _declared(kind: object) -> dict[str, Declaration]:
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():

@@ -36,6 +36,7 @@ class ModelRunner:
         self.executions = [execution] if guessing.draft is None else [execution, guessing.draft.execution]
         self._guessing = guessing
         self._masks = ThreadPoolExecutor(1, "masks")  # of grammars: computed beside the forward
+        self._masks.submit(_compute, ()).result()  # starts its thread now, not when memory may be short
 
     def close(self) -> None:
         """End the thread that computes masks."""
