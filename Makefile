@@ -1,9 +1,8 @@
 # The project's commands. `.venv` is created on first use, and again when its dependencies change.
 PYTHON ?= python3
-# EXTRA test processes more than cores, at most 8 (each runs torch on one thread, and waits for child processes about half of
+# One test process more than cores, at most 8 (each runs torch on one thread, and waits for child processes about half of
 # the time).
-EXTRA  ?= 1
-JOBS   ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + $(EXTRA))); test $$n -gt 8 && echo 8 || echo $$n)
+JOBS   ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test $$n -gt 7 && echo 8 || echo $$((n + 1)))
 
 # The tests of a file share fixtures, so a file runs in one process. The slowest files start first (tests/costs.json).
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -85,9 +85,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def young() -> None:
+def young() -> Iterator[None]:
     """Puts aside all objects that there are: `gc.collect` then scans what the test made, which is a second less."""
     gc.freeze()
+    yield
+    gc.unfreeze()  # else garbage among them would be kept for good
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+import psutil
 
 from contract.precision import is_quantized, runs, unquantized
 from core.batching.engine import Engine, Tick
@@ -190,7 +191,7 @@ def _free_bytes(device: torch.device) -> int:
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)  # with what caches of files would give back
 
 
 def _loras(settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraBackend | LoraPrompts | None:

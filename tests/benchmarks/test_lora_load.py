@@ -18,7 +18,7 @@ SETTINGS = Settings(device="cpu", threads=1, cache_dir=CACHE.parent)
 
 def test_steps_are_timed_with_a_load_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kernels()
-    result = lora_load.run(SETTINGS, LoraFile(mib=2, rounds=1, steps=2, side=64), widths=models.SMALL, results=tmp_path)
+    result = lora_load.run(SETTINGS, LoraFile(mib=2, rounds=1, steps=4, side=64), widths=models.SMALL, results=tmp_path)
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == json.loads((tmp_path / "lora-load.json").read_text())
     assert result["plain_steps"] >= 2 and len(result["loads_s"]) == 1

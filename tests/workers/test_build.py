@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -188,6 +189,8 @@ def test_what_requests_may_hold_is_set_or_most_of_what_is_free(model: Path, cach
     assert memory_bytes(settings(model, cache, memory_mib=3), loaded) == 3 * 2**20
     free = memory_bytes(settings(model, cache), loaded)
     assert free > 2**26
+    # Others use memory meanwhile. What caches of files hold counts as free: Linux lets them fill nearly all of it.
+    assert free > 0.5 * psutil.virtual_memory().available
 
 
 @pytest.mark.parametrize("free", [2**20, 3 * 2**30, 141 * 2**30])
