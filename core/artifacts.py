@@ -253,12 +253,12 @@ def _write(path: Path, file: IO[bytes]) -> None:
     OSError.
     """
     file.seek(0)
-    beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
+    partial = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
     for _ in range(_WRITES):
-        made = [folder for folder in path.parents[:2] if not folder.exists()]
+        created = [folder for folder in path.parents[:2] if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             break
         except FileNotFoundError:  # the folder was deleted with its last other artifact
             continue
@@ -269,11 +269,11 @@ def _write(path: Path, file: IO[bytes]) -> None:
             shutil.copyfileobj(file, stream, _PART)
             stream.flush()
             os.fsync(stream.fileno())
-        beside.replace(path)
+        partial.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
-    for folder in (path.parent, *(one.parent for one in made)):
+    for folder in (path.parent, *(folder.parent for folder in created)):
         _sync(folder)
 
 
@@ -300,15 +300,15 @@ def _digest(key: re.Match[str]) -> str:
 
 
 @contextmanager
-def _told(what: str, otherwise: type[ArtifactError] = ArtifactError) -> Iterator[None]:
+def _told(operation: str, otherwise: type[ArtifactError] = ArtifactError) -> Iterator[None]:
     """Maps a store's errors to ours, without their addresses and length: to `otherwise` where nothing else fits."""
     try:
         yield
     except FileNotFoundError as error:
         kind = NoArtifact if otherwise is ArtifactError else otherwise
-        raise kind(f"cannot {what}: it does not exist") from error
+        raise kind(f"cannot {operation}: it does not exist") from error
     except (OSError, BaseError, ValueError, NotImplementedError) as error:
-        raise _kind(error, otherwise)(f"cannot {what}: {_reason(error)}") from error
+        raise _kind(error, otherwise)(f"cannot {operation}: {_reason(error)}") from error
 
 
 def _kind(error: Exception, otherwise: type[ArtifactError]) -> type[ArtifactError]:

@@ -74,14 +74,14 @@ class CudaRecorder:
                     self._new_pool()  # the last ended with the last of its graphs, and takes no other
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    made = function()
+                    outputs = function()
                     graph.capture_end()
                 except BaseException:
                     self._give_up(graph)
                     raise
         self._graphs.add(graph)
         current.wait_stream(self._stream)
-        return graph.replay, made
+        return graph.replay, outputs
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -109,8 +109,8 @@ class CapturedGraph:
         self._static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # The last copied tensors, kept alive so that no other tensor can get their address while it is compared.
         self._last: list[Any] = [None] * len(leaves)
-        given, named = tree_unflatten(self._static, self._form)
-        self._replay, self._made = recorder.record(lambda: function(*given, **named))
+        inputs, named = tree_unflatten(self._static, self._form)
+        self._replay, self._made = recorder.record(lambda: function(*inputs, **named))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """The callable's result, in memory that the next replay of any of the recorder's graphs overwrites.
@@ -121,17 +121,16 @@ class CapturedGraph:
         leaves, form = tree_flatten((arguments, options))
         if form != self._form:
             raise ValueError("the arguments differ in structure from the recorded ones")
-        for i, (given, own, last) in enumerate(zip(leaves, self._static, self._last, strict=True)):
-            if not isinstance(own, torch.Tensor):
-                if given != own:
-                    raise ValueError(f"argument {i} is {given!r}, but {own!r} was recorded")
-            elif given is not last:
-                if given.shape != own.shape or given.dtype != own.dtype:
-                    raise ValueError(
-                        f"argument {i} is {given.dtype} {[*given.shape]}, but {own.dtype} {[*own.shape]} was recorded"
-                    )
-                own.copy_(given)
-                self._last[i] = given
+        for i, (value, buffer, last) in enumerate(zip(leaves, self._static, self._last, strict=True)):
+            if not isinstance(buffer, torch.Tensor):
+                if value != buffer:
+                    raise ValueError(f"argument {i} is {value!r}, but {buffer!r} was recorded")
+            elif value is not last:
+                if value.shape != buffer.shape or value.dtype != buffer.dtype:
+                    new, recorded = (f"{t.dtype} {[*t.shape]}" for t in (value, buffer))
+                    raise ValueError(f"argument {i} is {new}, but {recorded} was recorded")
+                buffer.copy_(value)
+                self._last[i] = value
         self._replay()
         return self._made
 

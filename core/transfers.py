@@ -27,9 +27,9 @@ def beside(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     To a GPU in a stream of their own, so that neither waits for the other.
     """
     with _apart(device):
-        made = [tensor.to(device) for tensor in tensors]
-    _complete(made, device)
-    return made
+        copies = [tensor.to(device) for tensor in tensors]
+    _complete(copies, device)
+    return copies
 
 
 def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -54,12 +54,12 @@ def _apart(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _complete(made: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Wait for copies in that stream; `made` are read in the default stream."""
+def _complete(copies: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Wait for copies in that stream; `copies` are read in the default stream."""
     if device.type != "cuda":
         return
     _stream(device).synchronize()
-    for tensor in made:  # its memory is used again only after what reads it in the default stream
+    for tensor in copies:  # its memory is used again only after what reads it in the default stream
         tensor.record_stream(torch.cuda.default_stream(device))
 
 

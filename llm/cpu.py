@@ -69,11 +69,11 @@ class CpuDecoder:
         made.rows.positions.copy_(step.positions)
         made.rows.sequences.copy_(step.sequences)
         made.ops.run(None)
-        count = len(step.picked)
+        count = len(step.output_rows)
         if not count:
             return torch.empty(0, self._vocabulary)
         head = self._heads.get(count) or self._head(count)
-        head.x.x.copy_(torch.index_select(made.x.x, 0, step.picked))
+        head.x.x.copy_(torch.index_select(made.x.x, 0, step.output_rows))
         head.ops.run(None)
         return head.logits.x
 

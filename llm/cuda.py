@@ -45,7 +45,7 @@ class CudaDecoder:
     def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows)
-        x.picked = rows.picked
+        x.output_rows = rows.output_rows
         made: Tensor = self._logits(self.ops, x, out)
         return made
 

@@ -52,7 +52,7 @@ class TextExecution:
         self.cache = KVCache(
             layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=pages, sequences=sequences,
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
-            kind=kv, beside=beside,
+            kind=kv, companion=beside,
         )  # fmt: skip
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context)
@@ -95,14 +95,14 @@ class TextExecution:
             return self._fused(step)
         device = self.model.device
         if device.type != "cpu":
-            columns = (step.tokens, step.positions, step.sequences, step.picked)
+            columns = (step.tokens, step.positions, step.sequences, step.output_rows)
             step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
         with torch.inference_mode():
             made = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
                 use_cache=False,
-                logits_to_keep=step.picked.long(),
+                logits_to_keep=step.output_rows.long(),
                 paged=PagedContext.of(self.cache, step),
             )
             logits: Tensor = made.logits[0].float()
@@ -169,7 +169,7 @@ class FusedTextExecution:
         """As `TextExecution`."""
         self.best = None
         columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
-        picked = step.picked.cpu().numpy()
+        picked = step.output_rows.cpu().numpy()
         rows = columns.shape[1]
         firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
         if len(firsts) == rows == len(picked) and bool((picked == np.arange(rows)).all()):

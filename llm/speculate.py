@@ -140,7 +140,7 @@ class DraftModel:
 
     def read(self, step: TokenBatch) -> None:
         """Prefill the tokens that the model itself prefills."""
-        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.picked[:0]))
+        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.output_rows[:0]))
 
     def guess(self, asks: Sequence[DraftRequest]) -> list[DraftTokens]:
         """Guesses for all sequences at once: as many forwards as the longest has guesses."""

@@ -98,12 +98,12 @@ class Admission:
         name, first = batch.runner.modality, batch.requests[0]
         runner = self._growing.get(name)
         while runner is not None and not runner.reserve(batch.requests):
-            others = [r for r in self.running[name].values() if r is not first and not r.in_flight]
-            if not others:
+            victims = [r for r in self.running[name].values() if r is not first and not r.in_flight]
+            if not victims:
                 if len(self.running[name]) == 1:  # else what is under way will end and can then be preempted
                     first.error = _too_large(first)
                 return False
-            last = max(others, key=self.shares.order)
+            last = max(victims, key=self.shares.order)
             if last in batch.requests:
                 batch.requests.remove(last)
                 batch.rows -= runner.rows(last)
@@ -124,7 +124,7 @@ class Admission:
         if running:
             self.shares.stop(request)
         self.shares.leave(request)
-        request.elder = True
+        request.aged = True
         self.shares.enter(request)
         if running:
             self.shares.begin(request)

@@ -107,9 +107,9 @@ class Engine:
             time.sleep(_POLL_S)
         return unstarted + [r for r in unfinished if r.state is not State.DONE]
 
-    def _ask(self, what: str) -> list[Request]:
+    def _ask(self, operation: str) -> list[Request]:
         answer: Future[list[Request]] = Future()
-        self._inbox.append((what, answer))
+        self._inbox.append((operation, answer))
         self._wake.set()
         while not answer.done() and self.alive:
             time.sleep(_POLL_S)
@@ -193,13 +193,13 @@ class Engine:
     def _take_inbox(self) -> bool:
         came = len(self._inbox)
         for _ in range(came):  # and no more: whoever keeps talking must not keep the engine from working
-            what, value = self._inbox.popleft()
-            if what == "add":
+            message, value = self._inbox.popleft()
+            if message == "add":
                 self._checked = False
                 self._scheduler.add(value, self.clock())
-            elif what == "abort":
+            elif message == "abort":
                 self._scheduler.abort(value, self.clock())
-            elif what == "hand back":
+            elif message == "hand back":
                 handed = self._scheduler.hand_back()
                 for request in handed:
                     self._pending.resolve(request, Closed("handed back: the engine is draining"))

@@ -73,7 +73,7 @@ class Request:
     stop: State | None = field(default=None, repr=False)  # the end that was asked for while it was in flight
     due: float = field(default=math.inf, repr=False)  # deadline, or the one that the runner's patience implies
     sequence: int = field(default=0, repr=False)
-    elder: bool = field(default=False, repr=False)  # its tenant's oldest, and has waited longer than anything should
+    aged: bool = field(default=False, repr=False)  # its tenant's oldest, and has waited longer than anything should
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority <= 9:
@@ -89,4 +89,4 @@ class Request:
     @property
     def turn(self) -> tuple[int, float, int]:
         """Sort key among one tenant's requests: elders first, the older before the younger, then by urgency."""
-        return (-1, 0.0, self.sequence) if self.elder else (self.priority, self.due, self.sequence)
+        return (-1, 0.0, self.sequence) if self.aged else (self.priority, self.due, self.sequence)

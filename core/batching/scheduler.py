@@ -96,15 +96,15 @@ class Scheduler:
     def hand_back(self) -> list[Request]:
         """Take out and forget every request that has not started, most urgent first. It may be added anew."""
         waiting = sorted((r for r in self._live.values() if r.state is State.WAITING), key=lambda r: r.urgency)
-        taken = [request for request in waiting if request.started is None]
-        for request in taken:
+        requests = [request for request in waiting if request.started is None]
+        for request in requests:
             del self._live[request.id]
             request.sequence = 0
         # what was begun and has to wait again stays
-        self._admission.withdraw(taken, [request for request in waiting if request.started is not None])
+        self._admission.withdraw(requests, [request for request in waiting if request.started is not None])
         self._deadlines = [entry for entry in self._deadlines if self._live.get(entry[2].id) is entry[2]]
         heapq.heapify(self._deadlines)
-        return taken
+        return requests
 
     # -- what comes out --------------------------------------------------------------------------------------
 

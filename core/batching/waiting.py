@@ -72,41 +72,41 @@ class _Queue:
 
     def place(self, request: Request) -> None:
         """It waits by the order that it has now."""
-        who, order = account(request), self._shares.order(request)
+        owner, order = account(request), self._shares.order(request)
         self._added += 1
         self._entries += 1
-        heapq.heappush(self._heaps.setdefault(who, []), (request.turn, self._added, request))
-        if who not in self._place or order < self._place[who]:
-            self._place[who] = order
-            heapq.heappush(self._places, (order, who))
+        heapq.heappush(self._heaps.setdefault(owner, []), (request.turn, self._added, request))
+        if owner not in self._place or order < self._place[owner]:
+            self._place[owner] = order
+            heapq.heappush(self._places, (order, owner))
 
     def first(self) -> Request | None:
         """The request to admit next."""
         while self._places:
-            order, who = self._places[0]
-            if self._place.get(who) != order:
+            order, owner = self._places[0]
+            if self._place.get(owner) != order:
                 heapq.heappop(self._places)
                 continue
-            heap = self._heaps[who]
-            while heap and not _waits(heap[0], who):
+            heap = self._heaps[owner]
+            while heap and not _waits(heap[0], owner):
                 heapq.heappop(heap)
                 self._entries -= 1
             if not heap:
                 heapq.heappop(self._places)
-                del self._heaps[who], self._place[who]
+                del self._heaps[owner], self._place[owner]
                 continue
             now = self._shares.order(heap[0][2])
             if now == order:
                 return heap[0][2]
-            self._place[who] = now
-            heapq.heapreplace(self._places, (now, who))
+            self._place[owner] = now
+            heapq.heapreplace(self._places, (now, owner))
         return None
 
     def requests(self) -> list[Request]:
         """Those that wait, each once."""
-        entries = [(entry, who) for who, heap in self._heaps.items() for entry in heap]
-        return [*{entry[2].id: entry[2] for entry, who in entries if _waits(entry, who)}.values()]
+        entries = [(entry, owner) for owner, heap in self._heaps.items() for entry in heap]
+        return [*{entry[2].id: entry[2] for entry, owner in entries if _waits(entry, owner)}.values()]
 
 
-def _waits(entry: _Entry, who: Account) -> bool:
-    return entry[2].state is State.WAITING and entry[0] == entry[2].turn and account(entry[2]) == who
+def _waits(entry: _Entry, owner: Account) -> bool:
+    return entry[2].state is State.WAITING and entry[0] == entry[2].turn and account(entry[2]) == owner

@@ -19,9 +19,9 @@ class Array:
 
     __slots__ = ("_program", "_whole", "reader", "shape", "x")
 
-    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
+    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, parent: Array | None = None) -> None:
         self.x, self.shape = x, shape
-        self._program, self._whole = program, whole  # a program: the buffer is this array's own
+        self._program, self._whole = program, parent  # a program: the buffer is this array's own
         self.reader: PackedLayer | None = None  # of bytes
 
     def __del__(self) -> None:

@@ -97,16 +97,16 @@ def _joined(modules: Sequence[Any], name: str) -> Tensor:
         return tensors[0]
     # E4M3 as bytes: torch does not concatenate it everywhere.
     plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
-    whole = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
+    joined = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
     at = 0
     for module, tensor in zip(modules, tensors, strict=True):
-        part = whole[at : at + len(tensor)]
+        part = joined[at : at + len(tensor)]
         at += len(tensor)
         if name in module._parameters:
             getattr(module, name).data = part
         else:
             module._buffers[name] = part
-    return whole
+    return joined
 
 
 class Linear(FusedLayer):
@@ -131,10 +131,10 @@ class Linear(FusedLayer):
             y = y if out is None or out is residual else out.copy_(y)
             return y if shares is None else shares.add(y)
         assert self.scale is not None
-        given = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
+        arguments = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
         if x.is_cuda:
-            return linears.linear_int8(*given, out=out, tile=tile, shares=shares)
-        y = linears.linear_int8_reference(*given)
+            return linears.linear_int8(*arguments, out=out, tile=tile, shares=shares)
+        y = linears.linear_int8_reference(*arguments)
         y = y if out is None else out.copy_(y)
         return y if shares is None else shares.add(y)
 
@@ -148,11 +148,11 @@ class Gated(Linear):
             hidden, gate = self(x, shares=shares).chunk(2, dim=-1)
             return for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
-        given = (x, self.weight, self.scale, self.bias, then.inverse)
+        arguments = (x, self.weight, self.scale, self.bias, then.inverse)
         if x.is_cuda:
-            return linears.linear_geglu_int8(*given, act=act, shares=shares)
+            return linears.linear_geglu_int8(*arguments, act=act, shares=shares)
         added = None if shares is None else shares.alone(len(self.weight))
-        return linears.linear_geglu_int8_reference(*given, act=act, added=added)
+        return linears.linear_geglu_int8_reference(*arguments, act=act, added=added)
 
 
 class Conv(FusedLayer):
@@ -200,10 +200,10 @@ class Conv(FusedLayer):
             y = y if out is None else out.copy_(y)
             return y if shares is None else shares.add(y)
         assert self.scale is not None
-        given = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
+        arguments = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
         if x.is_cuda:
-            return convs.conv3x3_int8(*given, relu=relu, out=out, shares=shares)
-        y = convs.conv3x3_int8_reference(*given, relu=relu)
+            return convs.conv3x3_int8(*arguments, relu=relu, out=out, shares=shares)
+        y = convs.conv3x3_int8_reference(*arguments, relu=relu)
         y = y if out is None else out.copy_(y)
         return y if shares is None else shares.add(y)
 
@@ -297,8 +297,8 @@ def attend(
     """
     crossed = lengths is not None and q.shape[1] != k.shape[1]
     if q.is_cuda and q.dtype == torch.bfloat16 and not crossed:
-        made = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
-        return made.flatten(0, 1)
+        out = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
+        return out.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
     return for_layer(y.flatten(0, 1), then)
 

@@ -135,12 +135,12 @@ def _inverse(modules: Sequence[nn.Module]) -> Tensor | None:
 
 def _biases(modules: Sequence[nn.Module]) -> Tensor:
     """Concatenated, [n]; zeros for a layer without one."""
-    found = []
+    biases = []
     for module in modules:
         assert isinstance(module, nn.Linear | nn.Conv2d | Int8Layer)
         bias = torch.zeros(module.weight.shape[0]) if module.bias is None else module.bias.detach().float()
-        found.append(bias)
-    return torch.cat(found)
+        biases.append(bias)
+    return torch.cat(biases)
 
 
 def _float_weight(module: nn.Module) -> Tensor:

@@ -35,11 +35,11 @@ class Samples:
         flat = x.detach().flatten(0, -2)
         keys = torch.rand(len(flat), generator=generator, dtype=torch.float64)
         if len(flat) > self.count:
-            keys, found = keys.topk(self.count, largest=False)
-            flat = flat[found.to(flat.device)]
-        known = self.keys.get(layer)
-        if known is not None and len(known) == self.count:
-            near = keys < known[-1]
+            keys, smallest = keys.topk(self.count, largest=False)
+            flat = flat[smallest.to(flat.device)]
+        present = self.keys.get(layer)
+        if present is not None and len(present) == self.count:
+            near = keys < present[-1]
             keys, flat = keys[near], flat[near.to(flat.device)]
         return flat.cpu().clone(), keys
 

@@ -47,8 +47,8 @@ def conv3x3_int8(
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, stride {stride}")
     images, height, width = x_q.shape[:3]
     shape = (images, (height + stride - 1) // stride, (width + stride - 1) // stride, weight_q.shape[0])
-    given = (x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
-    return _conv(*given, shares)
+    arguments = (x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
+    return _conv(*arguments, shares)
 
 
 def upsample_conv3x3_int8(
@@ -99,18 +99,18 @@ def _conv(
         if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
     extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual, shares=folded(shares))
-    if (why := gemm.lacks(x, weight, scale, out, extras)) is None:
+    if (reason := gemm.lacks(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
         if relu:  # which is no part of this kernel's epilogue
             out.relu_()
     else:
-        say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, why))
+        say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, reason))
         phases = 4 if taps == 2 else 1
         portable.conv(
             x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases, relu=relu
         )
-    return add_rest(shares, out, able=why is None)
+    return add_rest(shares, out, able=reason is None)
 
 
 def upsample_weight(weight: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_residual_norm(
     inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
     options = {"gate": gate, "next_scale": scale}
     kept, wanted = residual_norm_reference(x, y, weight, next_weight, 1e-5, inverse, to, **options)
-    found = residual_norm(x, y, weight, next_weight, 1e-5, inverse, to, **options, kept=x)
+    found = residual_norm(x, y, weight, next_weight, 1e-5, inverse, to, **options, sum_out=x)
     assert found[0] is x
     near(found[0], kept)
     near(found[1], wanted)
