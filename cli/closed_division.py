@@ -103,7 +103,7 @@ def _looked_at(options: argparse.Namespace) -> list[Finding]:
         if missing or other:
             asked = mlperf_files.model_of(options.files, model)
             path = stand_ins.make(one.name, whole, model=asked, captions=options.limit or 8)
-            found[number] = one._replace(path=path, wrong="", stand_in=True, told="")
+            found[number] = one._replace(path=path, wrong="", stand_in=True, digest="")
     return found
 
 
@@ -228,7 +228,7 @@ def _verdict(out: Path, found: Iterable[Finding], scores: dict[str, Any], offlin
     write_json(
         out / "verdict.json",
         {
-            "files": [{"name": one.name, "sha256": one.told, "stand_in": one.stand_in} for one in found],
+            "files": [{"name": one.name, "sha256": one.digest, "stand_in": one.stand_in} for one in found],
             "scores": [one._asdict() for one in verdicts], "pictures_per_second": scores["pictures_per_second"],
             "loadgen": offline, "drawn_by": scores["drawn_by"], "verdict": word,
         },

@@ -263,7 +263,7 @@ class _Tuning:
         for one, entry in zip(finalists, found["runs"], strict=True):
             entry["pictures_per_second"] = speeds[one.name]
         write_json(self._options.out / "report.json", found)
-        page = report.page(found, runs, shown=self._options.shown)
+        page = report.page(found, runs, count=self._options.shown)
         (self._options.out / "report.html").write_text(page, "utf-8")
         return tuning.judge(finalists, found["runs"], self._lens)
 

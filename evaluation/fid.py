@@ -74,8 +74,8 @@ def read(path: Path, width: int) -> Gaussian:
     """`mu` [D] and `sigma` [D, D] of an `.npz`, as MLPerf's val2014.npz holds them. Raises `StatisticsError`."""
     try:
         # Opened here: np.load leaves a file that is no archive open.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-            mean, covariance = (torch.from_numpy(np.asarray(found[name], np.float64)) for name in ("mu", "sigma"))
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            mean, covariance = (torch.from_numpy(np.asarray(arrays[name], np.float64)) for name in ("mu", "sigma"))
     except KeyError:
         raise StatisticsError(f"{path}: holds no mu and sigma") from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:

@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
     valid: bool | None  # None in accuracy mode, which is not timed
     summary: Mapping[str, str]
-    told: str
+    message: str
     short: list[str]
 
 
@@ -90,16 +90,16 @@ class SystemUnderTest:
 
     def _answer(self, id: int, done: Future[Any]) -> None:
         try:
-            found = self._task.answer(done.result())
+            answer = self._task.answer(done.result())
         except BaseException as error:
             with self._lock:
                 self.failed += 1
                 self.problem = self.problem or error
-            found = LoggedAnswer(np.zeros(0, np.uint8), 1)
-        data = np.ascontiguousarray(found.data)
+            answer = LoggedAnswer(np.zeros(0, np.uint8), 1)
+        data = np.ascontiguousarray(answer.data)
         # Copied before the call returns, if it is logged at all.
         address = data.ctypes.data if data.size else 0
-        counted = () if found.tokens is None or not self._token_latencies else (found.tokens,)
+        counted = () if answer.tokens is None or not self._token_latencies else (answer.tokens,)
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
 
 
@@ -129,8 +129,8 @@ def run(test: LoadGenSettings, task: LoadGenTask, out: Path, warn: Callable[[str
         raise LoadGenError(f"{answering.failed} samples failed; the first: {answering.problem}")
     if test.mode == ACCURACY:
         return Result(None, {}, "", short)
-    summary, told = read_summary(out / "mlperf_log_summary.txt")
-    return Result(summary.get("Result is") == "VALID", summary, told, short)
+    summary, log_summary = read_summary(out / "mlperf_log_summary.txt")
+    return Result(summary.get("Result is") == "VALID", summary, log_summary, short)
 
 
 def too_few(test: LoadGenSettings, settings: Any) -> str | None:
@@ -208,21 +208,21 @@ def _settings(test: LoadGenSettings, task: LoadGenTask, out: Path) -> tuple[Any,
     ones.
     """
     library = _library()
-    official, chosen = library.TestSettings(), library.TestSettings()
+    official, test_settings = library.TestSettings(), library.TestSettings()
     conf = out / "user.conf"
     conf.write_text(_user_conf(test, task), "utf-8")
-    for settings, kinds in ((official, (_OWN,)), (chosen, (_OWN, _USER))):
+    for settings, kinds in ((official, (_OWN,)), (test_settings, (_OWN, _USER))):
         for kind in kinds:
             if settings.FromConfig(str(conf), task.model, test.scenario, kind):
                 raise LoadGenError(f"LoadGen does not take {conf}")
         settings.scenario = getattr(library.TestScenario, test.scenario)
         settings.mode = library.TestMode.AccuracyOnly if test.mode == ACCURACY else library.TestMode.PerformanceOnly
     short = [
-        f"{name} is {getattr(chosen, name)}, official: {getattr(official, name)}"
+        f"{name} is {getattr(test_settings, name)}, official: {getattr(official, name)}"
         for name in _LENGTHS
-        if getattr(chosen, name) < getattr(official, name)
+        if getattr(test_settings, name) < getattr(official, name)
     ]
-    return chosen, short
+    return test_settings, short
 
 
 def _user_conf(test: LoadGenSettings, task: LoadGenTask) -> str:

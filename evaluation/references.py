@@ -68,22 +68,22 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
 
     Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
     """
-    name, what = path.resolve().name, kind(path)
-    if what == "statistics":
-        return Reference(name, what, statistics=fid.read(path, networks.distance.width))
-    if what == "run":
+    name, identity = path.resolve().name, kind(path)
+    if identity == "statistics":
+        return Reference(name, identity, statistics=fid.read(path, networks.distance.width))
+    if identity == "run":
         run = EvaluationRun.read(path)
-        return Reference(name, what, of_run(run, networks, tick), run=run)
+        return Reference(name, identity, of_run(run, networks, tick), run=run)
     files = pixels.listing(path)
     if len(files) < 2:
         raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
     digest = features.digest_of(files)
 
     def taken(extractor: Extractor) -> Tensor:
-        kept = store / f"{name}-{digest[:12]}-{extractor.name}"
-        return features.of_pictures(files, digest, extractor, kept, tick)
+        cache = store / f"{name}-{digest[:12]}-{extractor.name}"
+        return features.of_pictures(files, digest, extractor, cache, tick)
 
-    return Reference(name, what, _all(networks, taken))
+    return Reference(name, identity, _all(networks, taken))
 
 
 def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:
@@ -93,7 +93,7 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
     def taken(extractor: Extractor) -> Tensor:
         return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
-    found, texts = _all(networks, taken), [caption.text for caption in run.captions]
+    run_features, texts = _all(networks, taken), [caption.text for caption in run.captions]
     scores = {
         judge.figure: features.of_pairs(
             files, texts, digest, judge.scorer, run.folder / "features" / judge.scorer.name, tick
@@ -101,18 +101,18 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
         for judge in networks.judges
         if judge.kind is Kind.PAIR
     }
-    return found._replace(judged={**found.judged, **scores})
+    return run_features._replace(judged={**run_features.judged, **scores})
 
 
 def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
     """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
-    kept = run.folder / "features" / f"{clip.name}-captions"
-    return features.of_captions(texts, clip.read, clip.width, clip.digest, kept)
+    cache = run.folder / "features" / f"{clip.name}-captions"
+    return features.of_captions(texts, clip.read, clip.width, clip.digest, cache)
 
 
-def _all(networks: ScoringNetworks, taken: Callable[[Extractor], Tensor]) -> Features:
-    distance = taken(networks.distance)
-    clip = distance if networks.clip is networks.distance else taken(networks.clip)
-    judged = {judge.figure: taken(judge.extractor) for judge in networks.judges if judge.kind is not Kind.PAIR}
+def _all(networks: ScoringNetworks, extract: Callable[[Extractor], Tensor]) -> Features:
+    distance = extract(networks.distance)
+    clip = distance if networks.clip is networks.distance else extract(networks.clip)
+    judged = {judge.figure: extract(judge.extractor) for judge in networks.judges if judge.kind is not Kind.PAIR}
     return Features(distance, clip, judged)

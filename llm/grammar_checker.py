@@ -130,9 +130,9 @@ class TurnsByTenant:
     def turn(self, tenant: str) -> Iterator[None]:
         with self._books:
             self._waiting[tenant] += 1
-            own = self._locks.setdefault(tenant, threading.Lock())
+            lock = self._locks.setdefault(tenant, threading.Lock())
         try:
-            with own, self._turn:
+            with lock, self._turn:
                 yield
         finally:
             with self._books:

@@ -64,7 +64,7 @@ class SceneExpander:
         draw = random.Random(f"scene chats {seed} {held_out}")
         while True:
             truth = self.composer.draw_truth(draw, held_out=held_out)
-            if len(truth.things) > 1 or truth.things[0].count > 1 or truth.things[0].colour or truth.things[0].size:
+            if len(truth.items) > 1 or truth.items[0].count > 1 or truth.items[0].colour or truth.items[0].size:
                 yield self.chat(truth, draw)
 
     def chat(self, truth: Truth, draw: random.Random) -> SceneChat:
@@ -74,7 +74,7 @@ class SceneExpander:
             asked = replace(truth, relation="and")
         if not truth.background:
             truth = replace(truth, background=(self._background(truth, draw),))
-        named = {thing.subject: self._named(self.composer.by_noun[thing.subject], draw) for thing in truth.things}
+        named = {thing.subject: self._named(self.composer.by_noun[thing.subject], draw) for thing in truth.items}
         wording = draw.getrandbits(32)  # one for both: the answer says it as the prompt does
         prompt = say(asked, named, random.Random(wording))
         if draw.random() < _BARE:
@@ -93,7 +93,7 @@ class SceneExpander:
         return replace(subject, noun=key, plural=subjects.plural(key))
 
     def _background(self, truth: Truth, draw: random.Random) -> str:
-        usual = BACKDROPS.get(self._groups[truth.things[0].subject], BACKDROPS[""])
+        usual = BACKDROPS.get(self._groups[truth.items[0].subject], BACKDROPS[""])
         clear = self.composer.backgrounds(truth)
         odds = [odds if name in clear else 0 for name, odds in zip(usual, (6, 3, 1), strict=True)]
         return draw.choices(usual, odds)[0] if any(odds) else next(iter(clear), "white")
@@ -113,17 +113,17 @@ def keeps(asked: Truth, said: Truth) -> bool:
     """Whether a scene has all that was asked for, with no other things and attributes: background and sticker may be
     added, and two things whose place was left open may stand anywhere.
     """
-    if asked.relation == "and" and len(said.things) == 2:
+    if asked.relation == "and" and len(said.items) == 2:
         said = replace(said, relation="and")
     one, two = _canonical(asked), _canonical(said)
-    same = (one.things, one.relation) == (two.things, two.relation)
+    same = (one.items, one.relation) == (two.items, two.relation)
     return same and asked.background in ((), said.background) and said.sticker >= asked.sticker
 
 
 def _canonical(truth: Truth) -> Truth:
     """One of the truths that mean the same."""
     if truth.relation in _MIRRORED:
-        return replace(truth, things=truth.things[::-1], relation=_MIRRORED[truth.relation])
+        return replace(truth, items=truth.items[::-1], relation=_MIRRORED[truth.relation])
     if truth.relation in ("and", "beside"):
-        return replace(truth, things=tuple(sorted(truth.things, key=lambda thing: thing.subject)))
+        return replace(truth, items=tuple(sorted(truth.items, key=lambda thing: thing.subject)))
     return truth

@@ -113,12 +113,12 @@ class Composer:
     def families(self, truth: Truth) -> list[Family]:
         """The families of the truth's combinations. A subject in its own colour is no combination."""
         found: list[Family] = []
-        for thing in truth.things:
+        for thing in truth.items:
             if thing.colour and thing.colour != self.by_noun[thing.subject].natural:
                 found.append(("colour", thing.subject, thing.colour))
             if thing.count > 1:
                 found.append(("count", thing.subject, str(thing.count)))
-        for one, two in combinations(sorted({thing.subject for thing in truth.things}), 2):
+        for one, two in combinations(sorted({thing.subject for thing in truth.items}), 2):
             found.append(("pair", one, two))
         return found
 
@@ -166,17 +166,17 @@ class Composer:
     def show(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene:
         """One of the pictures that the truth allows, and one of its captions."""
         width, height = size
-        wanted = [(thing.count, thing.size) for thing in truth.things]
+        wanted = [(thing.count, thing.size) for thing in truth.items]
         if truth.relation is None:
             region = layout.Region(0, 0, width, height)
             places = [layout.group(draw, region, *wanted[0], region.short)]
         elif truth.relation == "row":
             places = layout.row(draw, width, height, len(wanted))
         else:
-            things = [self.by_noun[thing.subject] for thing in truth.things]
+            things = [self.by_noun[thing.subject] for thing in truth.items]
             front, back = things if truth.relation == "in front of" else things[::-1]
             places = layout.pair(draw, width, height, truth.relation, wanted, partial(hidden, front, back))
-        order = list(zip(truth.things, places, strict=True))
+        order = list(zip(truth.items, places, strict=True))
         if truth.relation == "in front of":
             order.reverse()
         layers = tuple(
@@ -284,7 +284,7 @@ class Composer:
         return Backdrop(ends[0], ends[-1], angle)
 
     def _stands_out(self, truth: Truth, rgb: tuple[float, float, float]) -> bool:
-        for thing in truth.things:
+        for thing in truth.items:
             mean = _hue_rgb(thing.colour) if thing.colour else self.by_noun[thing.subject].mean
             if sum((a - b) ** 2 for a, b in zip(mean, rgb, strict=True)) < _CONTRAST**2:
                 return False

@@ -132,9 +132,9 @@ class CaptionClient:
         messages = _messages(self.instruction if instructed else "", text)
         return TextRequest(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
 
-    def then(self, asked: TextRequest, answer: str) -> TextRequest | None:
+    def then(self, request: TextRequest, answer: str) -> TextRequest | None:
         """The question after an answer; None if the answer is the caption."""
-        return replace(self._about(answer, asked.seed), subject="") if asked.idea else None
+        return replace(self._about(answer, request.seed), subject="") if request.idea else None
 
     def _about(self, subject: str, seed: int) -> TextRequest:
         system, words = "", self._template
@@ -143,10 +143,10 @@ class CaptionClient:
             if not system:
                 words = _INSTRUCTION if self.chat else _CONTINUED
         text = words.replace(SUBJECT, subject)
-        given = (seed, self.temperature, self.top_p, self.max_tokens)
+        options = (seed, self.temperature, self.top_p, self.max_tokens)
         if self.chat:
-            return TextRequest(*given, _messages(system, text), subject=subject)
-        return TextRequest(*given, prompt=text, subject=subject)
+            return TextRequest(*options, _messages(system, text), subject=subject)
+        return TextRequest(*options, prompt=text, subject=subject)
 
 
 def _messages(system: str, text: str) -> tuple[tuple[str, str], ...]:

@@ -110,10 +110,10 @@ class CaptionGenerator:
 
     def _take(self, future: Future[Any]) -> None:
         row, attempt, question = self._asked.pop(future)
-        said: TextResponse = self._author.answer(future.result())
+        response: TextResponse = self._author.answer(future.result())
         if question.idea:
-            idea = squeeze(said.text.replace("\ufffd", ""))
-            wrong = None if said.whole else UNFINISHED
+            idea = squeeze(response.text.replace("\ufffd", ""))
+            wrong = None if response.complete else UNFINISHED
             wrong = wrong or (None if idea else EMPTY) or (BROKEN if text_error(idea, MAX_PROMPT_CHARACTERS) else None)
             if wrong is None:
                 then = self._asker.then(question, idea)
@@ -122,7 +122,7 @@ class CaptionGenerator:
                 return
             row.made[attempt] = (question, wrong, "")
         else:
-            row.made[attempt] = (question, self._screen.wrong(said.text, said.whole), squeeze(said.text))
+            row.made[attempt] = (question, self._screen.wrong(response.text, response.complete), squeeze(response.text))
         row.under_way -= 1
         self._look(row)
 

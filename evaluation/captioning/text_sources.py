@@ -19,7 +19,7 @@ class TextResponse(NamedTuple):
     """A text. `whole`: it ended by itself, not at the token limit."""
 
     text: str
-    whole: bool
+    complete: bool
 
 
 class TextSource(Protocol):
@@ -75,8 +75,8 @@ class LocalEngine:
         return TextResponse(result.text, result.finish == "stop")
 
     def _wanted(self, question: TextRequest) -> Any:
-        given = {} if question.chat else {"prompts": [question.prompt]}
-        return self._panel.requests(TextJob.read(question.fields() | given))[0]
+        fields = {} if question.chat else {"prompts": [question.prompt]}
+        return self._panel.requests(TextJob.read(question.fields() | fields))[0]
 
 
 class RemoteService:

@@ -99,8 +99,8 @@ def premultiply(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     if image.width != size:
         planes = [plane.resize((size, size), Image.Resampling.BOX) for plane in planes]
     scaled = np.stack([np.asarray(plane) for plane in planes])
-    found: npt.NDArray[np.uint8] = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
-    return found
+    premultiplied: npt.NDArray[np.uint8] = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
+    return premultiplied
 
 
 def composite(pictures: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:

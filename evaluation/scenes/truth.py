@@ -26,7 +26,7 @@ class Truth:
     `sticker` is a white outline around every thing.
     """
 
-    things: tuple[Thing, ...]
+    items: tuple[Thing, ...]
     relation: str | None = None
     background: tuple[str, ...] = ()
     sticker: bool = False

@@ -63,7 +63,7 @@ def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none()
     others = [
         CHECKER.check(drawn[number - 1], truth).right
         for number, truth in enumerate(truths)
-        if {t.subject for t in truth.things} != {t.subject for t in truths[number - 1].things}
+        if {t.subject for t in truth.items} != {t.subject for t in truths[number - 1].items}
     ]
     # These few forms are more alike than the emoji are, of which fewer than one in a hundred passes for another.
     assert len(others) > 15 and sum(others) <= 0.06 * len(others)
@@ -94,7 +94,7 @@ def test_things_that_change_places_stand_wrong() -> None:
     pairs = itertools.combinations(PAINT, 2)
     truths = [Truth((Thing(a), Thing(b)), ("left of", "above")[number % 2]) for number, (a, b) in enumerate(pairs)]
     right = [_check(truth, truth, seed).right for seed, truth in enumerate(truths)]
-    turned = [_check(truth, replace(truth, things=truth.things[::-1]), seed) for seed, truth in enumerate(truths)]
+    turned = [_check(truth, replace(truth, items=truth.items[::-1]), seed) for seed, truth in enumerate(truths)]
     assert sum(right) >= 0.97 * len(right)
     assert sum(found.place is True for found in turned) <= 0.03 * len(right)
 
@@ -104,7 +104,7 @@ def test_which_of_two_is_in_front(relation: str) -> None:
     """Not of all pictures: where the two overlap little, a checker takes neither for right."""
     truth = Truth((Thing("crate"), Thing("ball")), relation)
     right = [_check(truth, truth, seed).right for seed in range(24)]
-    wrong = [_check(truth, replace(truth, things=truth.things[::-1]), seed).place for seed in range(12)]
+    wrong = [_check(truth, replace(truth, items=truth.items[::-1]), seed).place for seed in range(12)]
     assert sum(right) >= 18 and not any(wrong)
 
 
