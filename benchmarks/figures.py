@@ -150,14 +150,14 @@ def sources(names: Sequence[str], results: Results) -> list[str]:
     lines = []
     for name in names:
         result = results(name)
-        about = result["provenance"] if result else {}
+        stamp = result["provenance"] if result else {}
         verb = "simulated" if name.startswith("simulate") else "measured"
-        machine = _machine(about["machine"])
-        command = _command(about["command"])
-        commit = f"at commit `{about['commit']}`" if about["commit"] else "at a commit that was not recorded"
+        machine = _machine(stamp["machine"])
+        command = _command(stamp["command"])
+        commit = f"at commit `{stamp['commit']}`" if stamp["commit"] else "at a commit that was not recorded"
         lines.append(
-            f"<sub>`{results.shown(name)}`: {verb} {commit} on {about['date']}{command}{machine}. "
-            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(about['rooms'])}</sub>"
+            f"<sub>`{results.shown(name)}`: {verb} {commit} on {stamp['date']}{command}{machine}. "
+            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(stamp['rooms'])}</sub>"
         )
     return [line + ("\\" if number < len(lines) else "") for number, line in enumerate(lines, 1)]
 

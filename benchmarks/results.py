@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     begins = tuple((options.only or "").split(","))
     names = [name for name in NAMES if name.startswith(begins)]
-    if any(not name or not any(known.startswith(name) for known in NAMES) for name in begins if options.only):
+    if any(not name or not any(choice.startswith(name) for choice in NAMES) for name in begins if options.only):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
     if options.data is None and "published" in names:
         parser.error("--data: is needed for published; --only leaves it out")
@@ -111,10 +111,10 @@ def agreement(work: Path) -> bool:
     return _stored("agreement", output, [f"{name}.py" for name in names])
 
 
-def _stored(name: str, output: str | None, whole: Sequence[str]) -> bool:
+def _stored(name: str, output: str | None, artifacts: Sequence[str]) -> bool:
     """Store what a child process printed."""
     if output is not None:
-        record.publish(name, json.loads(output), whole=whole, shown=False)
+        record.publish(name, json.loads(output), artifacts=artifacts, verbose=False)
     return output is not None
 
 

@@ -71,7 +71,7 @@ def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "s
                 result["points"].append(point)
     _tabulate(result, plan)
     (folder / f"{name}.svg").write_text(plot(result))
-    return record.publish(name, result, folder, whole=_table_file(costs))
+    return record.publish(name, result, folder, artifacts=_table_file(costs))
 
 
 def about(costs: Costs, plan: Plan) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def notes(costs: Costs, plan: Plan) -> list[str]:
                 continue
             if group.phase in STEPS and widest < plan.device.max_rows:
                 lines.append(f"{name}: not measured over {widest} rows, so no forward is wider")
-            least = min(costs.measured[group.phase, group.size])
-            if rows < least:
-                lines.append(f"{name}: not measured under {least} rows, which are extrapolated")
+            fastest = min(costs.measured[group.phase, group.size])
+            if rows < fastest:
+                lines.append(f"{name}: not measured under {fastest} rows, which are extrapolated")
     if plan.device.memory_bytes is not None and not costs.held:
         lines.append("memory: the table does not tell what a picture holds, so memory bounds nothing")
     return list(dict.fromkeys(lines))
@@ -229,8 +229,8 @@ def _check_picture(costs: Costs, device: Device, parameters: ImageParameters) ->
         widest = costs.widest(*group)
         where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
         if widest is None and group.phase != ENCODE:
-            known = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
-            raise refuse(f"{where}: is not in the table; sizes that can be drawn: {known or 'none'}")
+            sizes = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
+            raise refuse(f"{where}: is not in the table; sizes that can be drawn: {sizes or 'none'}")
         if group.phase in STEPS and (widest or 0) < rows:
             raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
         if group.phase in STEPS and device.max_rows < rows:

@@ -87,7 +87,7 @@ def run(
         "resident_mib": record.resident_mib(),
     }  # fmt: skip
     name = f"text-{bench.model.name.removeprefix('random:')}"
-    return record.publish(name, result, results, whole=provenance.EMOJI_LM)
+    return record.publish(name, result, results, artifacts=provenance.EMOJI_LM)
 
 
 def _take_turns(
@@ -98,19 +98,19 @@ def _take_turns(
     left_out: dict[str, str] = {}
     for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
         for name in [name for name in rungs if name not in left_out]:
-            own = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+            selected = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
             if not turn:
-                own = [replace(job, tokens=_WARM_TOKENS) for job in own[:_ONE_AT_A_TIME]]
+                selected = [replace(job, tokens=_WARM_TOKENS) for job in selected[:_ONE_AT_A_TIME]]
             started = time.perf_counter()
             try:
-                bench.writes[name](own)
+                bench.writes[name](selected)
             except record.BenchError as error:
                 left_out[name] = str(error)
                 continue
             seconds = time.perf_counter() - started
             record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
             if turn:
-                rates[name].append(sum(job.tokens for job in own) / seconds)
+                rates[name].append(sum(job.tokens for job in selected) / seconds)
     return {name: values for name, values in rates.items() if values}, left_out
 
 
@@ -167,13 +167,13 @@ class _Bench:
     def jobs(self, count: int) -> list[Job]:
         """Beginnings of captions of mixed lengths, and mixed numbers of tokens to write."""
         draw = random.Random(0)
-        tokenizer, drawn = self.model.tokenizer, []
+        tokenizer, batch = self.model.tokenizer, []
         for i in range(count):
             text = " . ".join(draw.sample(_OPENINGS, draw.choice((1, 1, 2, 4))))
             ids = tokenizer(f"{text} {i}", add_special_tokens=False)["input_ids"]
-            drawn.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
-        most = self.model.context
-        return [replace(job, prompt=job.prompt[: most - job.tokens]) for job in drawn]
+            batch.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
+        context = self.model.context
+        return [replace(job, prompt=job.prompt[: context - job.tokens]) for job in batch]
 
     def acceptance(self) -> float | None:
         """The share of guesses that were right."""
@@ -285,7 +285,7 @@ class _Bench:
             if not engines:
                 engines.append(start())
             parameters = [TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True) for job in jobs]
-            requests = [Request(f"{turn}-{number}", "text", own) for number, own in enumerate(parameters)]
+            requests = [Request(f"{turn}-{number}", "text", request) for number, request in enumerate(parameters)]
             for future in [engines[0].submit(request) for request in requests]:
                 future.result()
 

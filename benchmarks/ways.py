@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.part == "draw":
             draw(options.work.resolve(), options.threads)
         else:
-            record.publish("ways", collected(options.work.resolve()), whole=WHOLE)
+            record.publish("ways", collected(options.work.resolve()), artifacts=WHOLE)
     except (record.BenchError, subprocess.CalledProcessError) as error:
         record.progress(f"{error}; the same command goes on")
         return 1

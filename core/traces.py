@@ -92,12 +92,12 @@ def span(name: str, kind: str = "internal", parent: str = "", **attributes: str 
     with _tracer.start_as_current_span(
         name, context=context, kind=SpanKind[kind.upper()], record_exception=False, set_status_on_exception=False
     ) as begun:
-        span_ = Span(begun)
-        span_.note(**attributes)
+        recorder = Span(begun)
+        recorder.note(**attributes)
         try:
-            yield span_
+            yield recorder
         except BaseException as error:
-            span_.fail(type(error).__name__)
+            recorder.fail(type(error).__name__)
             raise
 
 

@@ -66,9 +66,9 @@ def runs(
     common = _common(evaluated)
     counts = bootstrap.resamples(len(common[0]), resamples)
     seen = [_see(run, indices, networks, real, counts, look) for run, indices in zip(evaluated, common, strict=True)]
-    base, others_ = seen[0], seen[1:]
+    base, rest = seen[0], seen[1:]
     notes = _notes(seen, real, networks)
-    spread, siblings = _spread(base, others_, networks)
+    spread, siblings = _spread(base, rest, networks)
     entries = []
     for item in seen:
         entry: dict[str, Any] = {
@@ -264,9 +264,9 @@ def _beside(
     }
 
 
-def _spread(base: _Seen, siblings_: Sequence[_Seen], networks: ScoringNetworks) -> tuple[float | None, list[str]]:
+def _spread(base: _Seen, siblings_seen: Sequence[_Seen], networks: ScoringNetworks) -> tuple[float | None, list[str]]:
     """The FID spread of runs that differ from the base only in their seeds, as a share of the base's."""
-    siblings = [item for item in siblings_ if _differs_in_seeds_alone(base.run, item.run)]
+    siblings = [item for item in siblings_seen if _differs_in_seeds_alone(base.run, item.run)]
     if not siblings or networks.fid not in base.figures:
         return None, [item.run.name for item in siblings]
     ratios = [1.0, *(item.figures[networks.fid].value / base.figures[networks.fid].value for item in siblings)]

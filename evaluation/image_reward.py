@@ -93,7 +93,8 @@ def _network(tensors: Mapping[str, Tensor], config: Path, path: Path) -> nn.Modu
         raise WeightsError(f"{config}: is not the config of ImageReward's text encoder ({error})") from None
     vision = BlipVisionConfig(
         hidden_size=width, intermediate_size=hidden_width, num_attention_heads=width // _HEAD_WIDTH,
-        layer_norm_eps=_EPS, num_hidden_layers=sum(name.endswith("attn.qkv.weight") for name in tensors), image_size=_SIDE, patch_size=patch,
+        layer_norm_eps=_EPS, num_hidden_layers=sum(name.endswith("attn.qkv.weight") for name in tensors),
+        image_size=_SIDE, patch_size=patch,
     )  # fmt: skip
     sizes = [text["hidden_size"], *_MLP.values()]
     layers = {name: nn.Linear(*pair) for name, pair in zip(_MLP, pairwise(sizes), strict=True)}

@@ -58,10 +58,10 @@ def inception_weights(seed: int = 0) -> dict[str, Tensor]:
 
 def latent_side(model: str) -> int:
     """Of the square latents that a seeded model's pictures begin from; SDXL's for any other."""
-    model_ = registry.seeded(model)
-    if model_ is None or model == sdxl.NAME:  # which takes a minute to be built on a CPU
+    network = registry.seeded(model)
+    if network is None or model == sdxl.NAME:  # which takes a minute to be built on a CPU
         return int(sdxl.UNET["sample_size"])
-    return int(model_[1].build(torch.device("cpu"))["unet"].config.sample_size)
+    return int(network[1].build(torch.device("cpu"))["unet"].config.sample_size)
 
 
 def _captions(path: Path, count: int) -> None:

@@ -197,25 +197,25 @@ class Search:
 
     def finalists(self, every: Sequence[Candidate], count: int = FINALISTS) -> list[Candidate]:
         """The candidates left after all rounds, which have drawn all captions, the fastest first."""
-        full, candidates_ = every[0], list(every[1:])
+        full, remaining = every[0], list(every[1:])
         whole_s = self.seconds(full)
-        candidates_ = [candidate for candidate in candidates_ if self.seconds(candidate) < whole_s]
+        remaining = [candidate for candidate in remaining if self.seconds(candidate) < whole_s]
         for number, (captions, share) in enumerate(_ROUNDS, 1):
             captions = min(captions, self.captions)
-            candidates_ = self.draw([full, *candidates_], captions, f"round {number}, {len(candidates_)} plans")[1:]
-            room = max(count, round(share * len(candidates_)))
-            candidates_ = [
+            remaining = self.draw([full, *remaining], captions, f"round {number}, {len(remaining)} plans")[1:]
+            room = max(count, round(share * len(remaining)))
+            remaining = [
                 candidate.candidate
-                for candidate in keep([self.rated(candidate, captions) for candidate in candidates_], room)
+                for candidate in keep([self.rated(candidate, captions) for candidate in remaining], room)
             ]
             if captions == self.captions:
                 break
-        candidates_ = [
+        remaining = [
             candidate.candidate
-            for candidate in keep([self.rated(candidate, captions) for candidate in candidates_], count)
+            for candidate in keep([self.rated(candidate, captions) for candidate in remaining], count)
         ]
-        candidates_ = self.draw([full, *candidates_], self.captions, f"the last {len(candidates_)} plans")[1:]
-        return sorted(candidates_, key=self.seconds)
+        remaining = self.draw([full, *remaining], self.captions, f"the last {len(remaining)} plans")[1:]
+        return sorted(remaining, key=self.seconds)
 
     def rated(self, candidate: Candidate, captions: int) -> Rated:
         """The candidate by its first captions."""

@@ -81,10 +81,10 @@ class _Formula:
         parts: list[Node | None] = []
         if isinstance(schema.get("$ref"), str):
             parts.append(self._node(self._target(schema["$ref"])))
-        parts += [self._node(schema_) for schema_ in _list(schema.get("allOf"))]
+        parts += [self._node(part) for part in _list(schema.get("allOf"))]
         for name in ("anyOf", "oneOf"):
             if _list(schema.get(name)):
-                parts.append(self._part(*([self._node(schema_)] for schema_ in schema[name])))
+                parts.append(self._part(*([self._node(part)] for part in schema[name])))
         if "const" not in schema and "enum" not in schema:
             allowed_types = schema.get("type", list(_TYPES))
             types = allowed_types if isinstance(allowed_types, list) else [allowed_types]

@@ -39,17 +39,17 @@ def build(run: TrainingRun, denoiser: Any) -> Any:
     """The network before training, with the weights of the denoiser where both have the same layer."""
     from diffusers import ControlNetModel
 
-    own = run.picture.unet()
-    types = own["down_block_types"]
+    unet = run.picture.unet()
+    types = unet["down_block_types"]
     torch.manual_seed(run.seed)
     net: Any = ControlNetModel(
-        **{name: own[name] for name in _SHARED},
+        **{name: unet[name] for name in _SHARED},
         down_block_types=(*types[:-1], "DownBlock2D"),
         transformer_layers_per_block=(1,) * len(types),
         conditioning_embedding_out_channels=_EMBEDDING,
     )
-    given, wanted = denoiser.state_dict(), net.state_dict()
-    net.load_state_dict({name: given[name] for name in wanted if name in given}, strict=False)
+    trained_state, target_state = denoiser.state_dict(), net.state_dict()
+    net.load_state_dict({name: trained_state[name] for name in target_state if name in trained_state}, strict=False)
     return net.to(run.device)
 
 
@@ -61,15 +61,15 @@ class Controlled(nn.Module):
         self.denoiser, self.net = denoiser, net
 
     def forward(
-        self, noisy: Tensor, step: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, shown: Tensor
+        self, noisy: Tensor, step: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, hint: Tensor
     ) -> Tensor:
-        """The noise in `noisy` [B, 4, h, w] at timesteps [B], of a picture with the edges `shown` [B, 3, H, W]."""
-        told: Any = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}, "return_dict": False}
-        down, middle = self.net(noisy, step, states, controlnet_cond=shown, **told)
-        found: Tensor = self.denoiser(
-            noisy, step, states, down_block_additional_residuals=down, mid_block_additional_residual=middle, **told
+        """The noise in `noisy` [B, 4, h, w] at timesteps [B], of a picture with the edges `hint` [B, 3, H, W]."""
+        residuals: Any = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}, "return_dict": False}
+        down, middle = self.net(noisy, step, states, controlnet_cond=hint, **residuals)
+        prediction: Tensor = self.denoiser(
+            noisy, step, states, down_block_additional_residuals=down, mid_block_additional_residual=middle, **residuals
         )[0]
-        return found
+        return prediction
 
 
 class ControlLoss:
@@ -82,16 +82,16 @@ class ControlLoss:
 
     def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         run = self._run
-        drawn = self._stream.at(iteration)
-        pixels = self._stream.draw(drawn)
-        shown = edges(pixels, ROUNDS)
+        batch = self._stream.at(iteration)
+        pixels = self._stream.draw(batch)
+        hint = edges(pixels, ROUNDS)
         noised = self._frozen.noised(pixels, generator)
         keep = (torch.rand(len(pixels), generator=generator, device=run.device) >= DROP_TEXT).float()
-        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
+        time_ids = batch.scenes.time_ids.to(run.device, non_blocking=True)
         with run.autocast():
-            states, pooled = self._frozen.read_text(drawn.ids, keep)
-            model = self._model.at(drawn.scenes.size)
-            guess = model(noised.latents, noised.step, states, pooled, time_ids, shown)
+            states, pooled = self._frozen.read_text(batch.ids, keep)
+            model = self._model.at(batch.scenes.size)
+            guess = model(noised.latents, noised.step, states, pooled, time_ids, hint)
         return self._frozen.objective.loss(guess, noised)
 
 

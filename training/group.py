@@ -28,10 +28,10 @@ def join(on_gpu: bool) -> tuple[int, int]:
 
 def agree(*values: float) -> list[float]:
     """What the first process gave: clocks differ, and learning rates must not."""
-    told = torch.tensor(values, dtype=torch.float64)
-    distributed.broadcast(told, 0)
-    found: list[float] = told.tolist()
-    return found
+    local = torch.tensor(values, dtype=torch.float64)
+    distributed.broadcast(local, 0)
+    agreed: list[float] = local.tolist()
+    return agreed
 
 
 @torch.no_grad()

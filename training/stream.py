@@ -75,12 +75,12 @@ def buckets(run: TrainingRun) -> dict[tuple[int, int], float]:
     """Sizes (width, height) that training draws, and their shares: all that the model offers, and one larger."""
     multiple = FACTOR * 2 ** (len(run.picture.channels) - 1)
     native, larger = (run.size, run.size), (run.size * 3 // 2,) * 2
-    found = {native: NATIVE}
+    by_size = {native: NATIVE}
     if larger[0] % multiple == 0:
-        found[larger] = LARGER
-    others = [size for size in sizes(run.size, multiple) if size != native]
-    found |= {size: (1 - NATIVE - LARGER) / len(others) for size in others}
-    return found
+        by_size[larger] = LARGER
+    other_sizes = [size for size in sizes(run.size, multiple) if size != native]
+    by_size |= {size: (1 - NATIVE - LARGER) / len(other_sizes) for size in other_sizes}
+    return by_size
 
 
 class _Batches(Dataset[dict[str, Any]]):
@@ -102,11 +102,11 @@ class _Batches(Dataset[dict[str, Any]]):
         area = size[0] * size[1] / (self._native[0] * self._native[1])
         rows = max(1, round(self._rows / area)) if area > 1.5 else self._rows
         first = (iteration * self._processes + self._rank) * self._rows
-        drawn = [self._world.scene(first + number, size) for number in range(rows)]
-        packed = pack([scene for scene, _ in drawn])
-        ids = tokens.encode(self._tokenizer, [scene.caption for scene, _ in drawn])
-        foils = tokens.encode(self._tokenizer, [scene.foil or "" for scene, _ in drawn])
-        label = torch.tensor([row if row >= 0 else -1 - number for number, (_, row) in enumerate(drawn)])
+        samples = [self._world.scene(first + number, size) for number in range(rows)]
+        packed = pack([scene for scene, _ in samples])
+        ids = tokens.encode(self._tokenizer, [scene.caption for scene, _ in samples])
+        foils = tokens.encode(self._tokenizer, [scene.foil or "" for scene, _ in samples])
+        label = torch.tensor([row if row >= 0 else -1 - number for number, (_, row) in enumerate(samples)])
         parts = (packed.layers, packed.backdrops, packed.flags, packed.time_ids)
         return {"ids": ids, "foils": foils, "label": label, "parts": parts, "size": size}
 
@@ -138,12 +138,12 @@ class SceneStream:
         if iteration != self._next:
             self._batches = iter(())  # earlier worker processes end before others are forked
             self._batches = self._from(iteration)
-        found = next(self._batches)
+        batch = next(self._batches)
         self._next = iteration + 1
         device = self._run.device
-        ids, foils, label = (found[key].to(device, non_blocking=True) for key in ("ids", "foils", "label"))
-        layers, backdrops, flags, times = found["parts"]
-        return Batch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(found["size"])))
+        ids, foils, label = (batch[key].to(device, non_blocking=True) for key in ("ids", "foils", "label"))
+        layers, backdrops, flags, times = batch["parts"]
+        return Batch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(batch["size"])))
 
     def draw(self, batch: Batch) -> Tensor:
         """The batch's pixels [B, 3, H, W] in -1..1."""

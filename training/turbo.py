@@ -37,13 +37,13 @@ def train(run: TrainingRun) -> loop.Outcome:
     signal = unet.alphas_bar(run.device)
 
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        index = torch.randint(len(pairs.ids), (batch,), **given)
+        factory: Any = {"generator": generator, "device": run.device}
+        index = torch.randint(len(pairs.ids), (batch,), **factory)
         clean = pairs.latents[index].float()
-        later = (1 + torch.randint(CLOCK - 1, (batch,), **given)) * (TIMESTEPS // CLOCK) - 1
-        first = torch.rand(batch, **given) < FIRST
+        later = (1 + torch.randint(CLOCK - 1, (batch,), **factory)) * (TIMESTEPS // CLOCK) - 1
+        first = torch.rand(batch, **factory) < FIRST
         step = torch.where(first, TIMESTEPS - 1, later)
-        noise = torch.randn(clean.shape, **given)
+        noise = torch.randn(clean.shape, **factory)
         noise = torch.where(first[:, None, None, None], pairs.noise[index].float(), noise)
         alpha, sigma = (share.sqrt()[:, None, None, None] for share in (signal[step], 1 - signal[step]))
         with run.autocast():

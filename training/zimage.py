@@ -94,11 +94,11 @@ class Batches:
         self._per_picture = lengths[0].numel()
         self._table = table.flatten(0, 2)
         self._bounds: list[torch.Tensor] = []
-        least = 0
-        for most in zimage_tokens.BUCKETS:
-            inside = mass * ((lengths > least) & (lengths <= most))
+        lower = 0
+        for upper in zimage_tokens.BUCKETS:
+            inside = mass * ((lengths > lower) & (lengths <= upper))
             self._bounds.append(inside.flatten().double().cumsum(0))
-            least = most
+            lower = upper
         self._any_long = float(self._bounds[1][-1]) > 0
 
     def bucket(self, iteration: int) -> int:
@@ -107,14 +107,14 @@ class Batches:
 
     def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [B, L], their lengths [B], and latents fp32 [B, C, h, w]."""
-        given: Any = {"generator": generator, "device": self._device}
+        factory: Any = {"generator": generator, "device": self._device}
         bounds, count = self._bounds[bucket], self.size
-        chosen = torch.rand(count, dtype=torch.float64, **given) * bounds[-1]
-        number = torch.searchsorted(bounds, chosen, right=True).clamp(max=len(bounds) - 1)
+        positions = torch.rand(count, dtype=torch.float64, **factory) * bounds[-1]
+        number = torch.searchsorted(bounds, positions, right=True).clamp(max=len(bounds) - 1)
         picture, colour = number // self._per_picture, number % self._colours
         ids = self._table[number].long()
         if bucket == 0:
-            ids = torch.where(torch.rand(count, 1, **given) < DROP_TEXT, self._empty, ids)
+            ids = torch.where(torch.rand(count, 1, **factory) < DROP_TEXT, self._empty, ids)
         clean = self._latents[(colour - 1).clamp(min=0), picture].float()
         return ids[:, : zimage_tokens.BUCKETS[bucket]], (ids != self._pad).sum(1), clean
 
@@ -129,14 +129,14 @@ def train(run: TrainingRun) -> loop.Outcome:
     levels, shift = sigmas(run).to(run.device), run.zimage.shift
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
+        factory: Any = {"generator": generator, "device": run.device}
         bucket = batches.bucket(iteration)
         ids, lengths, clean = batches.draw(bucket, generator)
         # One level out of each of `batch` equal intervals: less variance than independent draws.
-        even = (torch.randperm(batch, **given) + torch.rand(batch, **given)) / batch
+        even = (torch.randperm(batch, **factory) + torch.rand(batch, **factory)) / batch
         exact = levels[(even * STEPS).long().clamp(max=STEPS - 1)]
-        sigma = torch.where(torch.rand(batch, **given) < SAMPLED, exact, shifted(even, shift))
-        noise = torch.randn(clean.shape, **given)
+        sigma = torch.where(torch.rand(batch, **factory) < SAMPLED, exact, shifted(even, shift))
+        noise = torch.randn(clean.shape, **factory)
         share = sigma[:, None, None, None]
         noisy = (1 - share) * clean + share * noise
         with run.autocast():

@@ -57,14 +57,14 @@ _DIGITS = 10  # of a commit's id
 _BEGUN_S = time.time()
 
 
-def provenance(whole: Iterable[str] = (), imported: Iterable[str] = ()) -> dict[str, Any]:
+def provenance(artifacts: Iterable[str] = (), imported: Iterable[str] = ()) -> dict[str, Any]:
     """The provenance of this process's measurement.
 
-    `whole` are files and folders below `ROOT` that count whole: data, such as models, and what child processes run.
+    `artifacts` are files and folders below `ROOT` that count whole: data, such as models, and what child processes run.
     Of all others what this process has imported counts, and `imported`, which child processes report by `loaded`.
     """
     head = commit()
-    folders = sorted(set(whole))
+    folders = sorted(set(artifacts))
     parts = {room: digest(files(room)) for room in folders} | _by_folder({*loaded(), *imported}, folders)
     if head is not None and not head.endswith(DIRTY) and _changed_meanwhile(parts):
         head += DIRTY
@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
     """Processor, GPU, memory, load and package versions."""
     import torch
 
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
@@ -92,8 +92,8 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0]
         versions = {"triton": getattr(sys.modules.get("triton"), "__version__", None), "driver": driver.strip() or None}
-        about |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), **versions}
-    return about
+        description |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), **versions}
+    return description
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
             folder, _, file = name.rpartition("/")
             folders.setdefault(folder, []).append(file)
     return {
-        folder: " ".join((digest({f"{folder}/{file}": _blob(ROOT / folder / file) for file in own}), *own))
-        for folder, own in folders.items()
+        folder: " ".join((digest({f"{folder}/{file}": _blob(ROOT / folder / file) for file in names}), *names))
+        for folder, names in folders.items()
     }
 
 
@@ -190,7 +190,7 @@ def files_at(commit: str, room: str) -> dict[str, str]:
     """The same as they were at a commit."""
     listed = _git("ls-tree", "-r", "-z", commit, "--", room) or ""
     entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
-    return {name: about.split()[2] for about, _, name in entries if is_source(name) or name == room}
+    return {name: entry.split()[2] for entry, _, name in entries if is_source(name) or name == room}
 
 
 def is_unchanged(room: str, recorded: str, at: str | None = None) -> bool:

@@ -70,11 +70,11 @@ def _mix(option: str, text: str, read: Callable[[str], T]) -> Choice[T]:
         raise BenchError(f"{option}: {error}") from error
 
 
-def _list(option: str, text: str, read: Callable[[str], T], what: str) -> tuple[T, ...]:
+def _list(option: str, text: str, read: Callable[[str], T], name: str) -> tuple[T, ...]:
     try:
         values = tuple(read(word) for word in text.split(","))
     except ValueError:
-        raise BenchError(f"{option}: must be {what}, with commas between them") from None
+        raise BenchError(f"{option}: must be {name}, with commas between them") from None
     if list(values) != sorted(set(values)):  # type: ignore[type-var]
         raise BenchError(f"{option}: must rise")
     return values
@@ -105,10 +105,10 @@ def _size(word: str) -> Size:
     return int(width), int(height)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     def read(word: str) -> int:
-        if not (re.fullmatch(r"[0-9]{1,6}", word) and least <= int(word) <= most):
-            raise ValueError(f"{word}: must be a whole number between {least} and {most}")
+        if not (re.fullmatch(r"[0-9]{1,6}", word) and minimum <= int(word) <= maximum):
+            raise ValueError(f"{word}: must be a whole number between {minimum} and {maximum}")
         return int(word)
 
     return read

@@ -184,8 +184,8 @@ class SimulatedRunner:
     def left_s(self, request: Request, rows: int) -> float:
         work: _Work = request.work
         to_come = work.life[work.at : work.at + self.iterations(request)]
-        others = rows - self.rows(request)
-        return sum(self.cost(group, others + own if group.phase in STEPS else rows) for group, own in to_come)
+        other_rows = rows - self.rows(request)
+        return sum(self.cost(group, other_rows + steps if group.phase in STEPS else rows) for group, steps in to_come)
 
     def next_group(self, request: Request) -> Group | None:
         work: _Work = request.work
@@ -226,9 +226,9 @@ class SimulatedRunner:
         work.at += 1
         request.phase = work.group.phase
         if work.narrows():  # the second row, and the copy's
-            given = 2 * _row_bytes(self._costs, request.parameters)
-            work.size_bytes -= given
-            self.memory.give(given)
+            size_bytes = 2 * _row_bytes(self._costs, request.parameters)
+            work.size_bytes -= size_bytes
+            self.memory.give(size_bytes)
         return Outcome(progress)
 
 

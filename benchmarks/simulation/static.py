@@ -29,8 +29,8 @@ def draw(costs: Costs, device: Device, parameters: ImageParameters, count: int) 
     for group, rows in phases_of(parameters):
         together = max(1, limit(costs, device, group) // rows)
         for start in range(0, count, together):
-            wide = rows * min(together, count - start)
-            forwards.append((group.phase, wide, costs(*group, wide)))
+            width = rows * min(together, count - start)
+            forwards.append((group.phase, width, costs(*group, width)))
     return forwards
 
 
@@ -146,23 +146,23 @@ class RequestLevel:
 
     def _launch(self, parameters: ImageParameters, now: float) -> None:
         kind = self._kinds[parameters]
-        taken: list[Job] = []
-        while kind.count and len(taken) < self._batch:
+        batch: list[Job] = []
+        while kind.count and len(batch) < self._batch:
             job = kind.first(self._left)[2]
             self._left[job.index] = True
             kind.count -= 1
-            taken.append(job)
-        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(parameters, len(taken))
+            batch.append(job)
+        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(parameters, len(batch))
         ends = now + seconds
         heapq.heappush(self._events, (ends, gpu))
         served = self._served
         served.busy_s += seconds
         served.forwards += forwards
         served.rows += rows
-        for job in taken:
+        for job in batch:
             served.ended[job.index] = ends
             served.missed[job.index] = job.deadline <= ends
-        self._on_batch(gpu, now, ends, taken)
+        self._on_batch(gpu, now, ends, batch)
 
     def _cost(self, parameters: ImageParameters, count: int) -> tuple[float, int, int]:
         """Seconds of a batch, and its denoising forwards with their rows."""

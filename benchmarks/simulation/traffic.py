@@ -129,16 +129,16 @@ def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = N
     clock, rng = np.random.default_rng(seed).spawn(2)
     when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
     columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]
-    known: dict[Any, ImageParameters] = {}
+    parameters_by_key: dict[Any, ImageParameters] = {}
     parameters = []
     for key in zip(*columns, strict=True):
-        if key not in known:
-            known[key] = picture(*key)
-        parameters.append(known[key])
+        if key not in parameters_by_key:
+            parameters_by_key[key] = picture(*key)
+        parameters.append(parameters_by_key[key])
     priorities, deadlines = mix.priority.draw(rng, count), mix.deadline_s.draw(rng, count)
     return [
-        Job(index, arrival, asked, priority, arrival + deadline_s)
-        for index, (arrival, asked, priority, deadline_s) in enumerate(
+        Job(index, arrival, request, priority, arrival + deadline_s)
+        for index, (arrival, request, priority, deadline_s) in enumerate(
             zip(when, parameters, priorities, deadlines, strict=True)
         )
     ]

@@ -54,9 +54,9 @@ def _folder(name: str) -> Path:
     """The tokenizers' folder; if `name` is a hub id and no folder, only they are downloaded first."""
     from pipeline.checkpoints import folder
 
-    folder_ = folder.local(name)  # it reports what is wrong
-    if folder_ is not None:
-        return folder_
+    path = folder.local(name)  # it reports what is wrong
+    if path is not None:
+        return path
     from huggingface_hub import snapshot_download
 
     try:

@@ -130,7 +130,7 @@ def main() -> int:
     print("\n" + "\n".join(tables.TABLES["chaos"].lines(result)))
     if not options.only and options.model == "tiny":
         whole = ("core/batching", "contract", "core/jobs", "api", "workers", "deployment", "tests/faults")
-        record.publish("chaos", result, whole=whole, shown=False)
+        record.publish("chaos", result, artifacts=whole, verbose=False)
     return int(any(row.outcome.problems for row in rows))
 
 

@@ -90,7 +90,7 @@ def test_copies_are_nearer_to_training_than_true_images_are(large: TrainingRun, 
             png = (tmp_path / "copies" / f"{caption.id}.png").read_bytes()
             writer.add(caption, caption.index, f"{caption.index}.png", png, session=0, seconds=0.0)
     drawn = EvaluationRun.read(tmp_path / "run")
-    found = nearest.judge(run, drawn, tmp_path / "true", SCENES, shown=2)
+    found = nearest.judge(run, drawn, tmp_path / "true", SCENES, limit=2)
     assert found["samples"]["distance"][0] == pytest.approx(0, abs=1e-5) and found["training_pictures"] == len(known)
     assert found["samples"]["most_psnr_db"] == 100 > found["true"]["most_psnr_db"]
     assert found["less_than_true"][2] < 0 and found["share_nearer_than_true"][0] == 1
