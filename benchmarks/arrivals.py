@@ -104,7 +104,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:
-    """The same traces for every server, a part to each in turn: a shared machine's speed changes meanwhile."""
+    """Play the same traces on every server, a part to each in turn: a shared machine's speed changes meanwhile."""
     plays: dict[str, list[Played]] = {name: [] for name in servers}
     each = -(-pictures // _ROUNDS)
     for part in range(-(-pictures // each)):

@@ -94,7 +94,7 @@ class Bench:
         self._cuda = runner.model.device.type == "cuda"
 
     def requests(self, name: str, fields: Mapping[str, Any]) -> Make:
-        """Makes requests of a rung, all with different prompts and seeds.
+        """Make requests of a rung, all with different prompts and seeds.
 
         Raises `Invalid` and TypeError for what the model, or a request, does not have.
         """

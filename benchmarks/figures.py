@@ -196,7 +196,7 @@ _is_unchanged = functools.cache(provenance.is_unchanged)
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
-    """Yields every file that contains figures, with its up-to-date content. Raises `FigureError`."""
+    """Yield every file that contains figures, with its up-to-date content. Raises `FigureError`."""
     results = Results(root)
     for name in PAGES:
         try:

@@ -98,7 +98,7 @@ _WEIGHTS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], int, Run, Run]]
 
 
 def _epilogue(product: Product, count: int, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a product's function takes beside operands: scales, bias, residual, and how to write."""
+    """The arguments of a product's function beside operands: scales, bias, residual, and how to write."""
     kernel, n, _, rows, side, stride = product
     scale = torch.full((4, n) if kernel == "upsample" else (n,), 1e-5, device=device)
     bias, inverse = torch.zeros(n, device=device), torch.full((1,), 20.0, device=device)

@@ -160,7 +160,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What all rungs have in common."""
+    """The settings and processes that all rungs share."""
 
     settings: Settings
     steps: int

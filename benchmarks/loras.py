@@ -211,7 +211,7 @@ def factors(unet: Any, options: LoraStep, seed: int) -> dict[str, LowRank]:
 
 
 def _shape(layer: Any) -> tuple[int, ...] | None:
-    """Of a layer's weight, as torch has it, also where the weight itself is gone."""
+    """The shape of a layer's weight, as torch has it, also where the weight itself is gone."""
     if isinstance(layer, nn.Linear | ScaledLinear):
         return layer.out_features, layer.in_features
     if isinstance(layer, nn.Conv2d | ScaledConv2d):

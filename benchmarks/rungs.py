@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rung:
-    """How the engine draws. `compile` is torch's compiler, `kernels` are our own instead.
+    """A configuration of the engine. `compile` is torch's compiler, `kernels` are our own instead.
 
     `plan` is the name of one that `diptych tune` found; `interval` is the steps with guidance, as shares of all. A
     student draws in its own steps.
@@ -83,7 +83,7 @@ Draw = Callable[[Jobs], None]
 
 @dataclass(frozen=True)
 class Variant:
-    """How the stock pipeline draws: images at once, CPU threads, memory format, precision, and torch's compiler."""
+    """A configuration of the stock pipeline: images at once, CPU threads, memory format, precision, compiler."""
 
     batch: int = 1
     threads: int = 1

@@ -33,7 +33,9 @@ _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
 
 @dataclass(frozen=True)
 class Plan:
-    """What to simulate. `loads` are shares of what the fleet could do if every forward were as wide as pays best."""
+    """The parameters of a simulation. `loads` are shares of what the fleet could do if every forward were as wide as
+    pays best.
+    """
 
     mix: Mix
     gpus: tuple[int, ...] = (1,)
@@ -171,7 +173,7 @@ def capacity(costs: Costs, device: Device, mix: Mix) -> float:
 
 
 def notes(costs: Costs, plan: Plan) -> list[str]:
-    """What was not measured, and what is made of that."""
+    """The notes on what was not measured, and what is made of that."""
     lines: list[str] = []
     for parameters, _ in plan.mix.kinds():
         for group, rows in phases_of(parameters):
@@ -293,7 +295,7 @@ def plot(result: dict[str, Any]) -> str:
 
 
 def swept_by(result: dict[str, Any]) -> str:
-    """What the points of a result differ by."""
+    """The parameter that the points of a result differ by."""
     return "gpus" if len({point["gpus"] for point in result["points"]}) > 1 else "load"
 
 

@@ -187,7 +187,7 @@ class _Bench:
     # -- transformers ----------------------------------------------------------------------------------------------
 
     def _generate(self, jobs: Sequence[Job], size: int) -> None:
-        """In batches of so many, padded at the left, each until its longest answer is written."""
+        """Generate in batches of so many, padded at the left, each until its longest answer is written."""
         import torch
 
         def write(batch: Sequence[Job]) -> None:
@@ -258,7 +258,7 @@ class _Bench:
         return quantize(self.model, [job.prompt for job in self.jobs(16)])
 
     def _ours(self, model: Callable[[], Any], guide: Any = None) -> Write:
-        """Submits all jobs at once to an engine, which is built when it is first needed."""
+        """Submit all jobs at once to an engine, which is built when it is first needed."""
         from core.batching.engine import Engine
         from core.batching.request import Request
         from core.kernels.kv_cache import Kind

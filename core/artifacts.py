@@ -155,8 +155,8 @@ class Artifacts:
         return key
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it may be
-        written now.
+        """Store like `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it
+        may be written now.
 
         Errors of `keep` are raised too.
         """
@@ -172,7 +172,7 @@ class Artifacts:
             return Spool(tempfile.TemporaryFile(dir=self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put_kept`, holding at most a few parts in memory."""
+        """Store like `put_kept`, holding at most a few parts in memory."""
         key = spool.key(media_type)
         _wait_for(keep, key)
         self._put(key, spool.file, spool.size, media_type)
@@ -202,7 +202,7 @@ class Artifacts:
             return bytes(obstore.get_range(self._store, key, start=start, length=length))
 
     def size(self, key: str) -> int:
-        """Its size in bytes. Raises `NoArtifact` and `ArtifactError`."""
+        """The artifact's size in bytes. Raises `NoArtifact` and `ArtifactError`."""
         _checked(key)
         with _told("read an artifact"):
             return int(obstore.head(self._store, key)["size"])
@@ -238,7 +238,7 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
 
 
 def _holds(path: Path, size: int, digest: str) -> bool:
-    """Whether the file exists and is intact: after a power cut it may hold other bytes, even of the right length."""
+    """Return whether the file exists and is intact: after a power cut it may hold other bytes of the right length."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

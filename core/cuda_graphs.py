@@ -104,7 +104,7 @@ class CapturedGraph:
     def __init__(
         self, function: Callable[..., Any], arguments: Any, options: Mapping[str, Any], recorder: Recorder
     ) -> None:
-        """Records `function(*arguments, **options)` on copies of the tensors among them."""
+        """Record `function(*arguments, **options)` on copies of the tensors among them."""
         leaves, self._form = tree_flatten((tuple(arguments), dict(options)))
         self._static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # The last copied tensors, kept alive so that no other tensor can get their address while it is compared.
@@ -141,7 +141,7 @@ class GraphCache:
     def __init__(
         self, phases: Mapping[str, Callable[..., Any]], recorder: Recorder | None, *, capacity: int = 128
     ) -> None:
-        """Without a recorder, as on a device without CUDA graphs, callables are called directly."""
+        """Create a cache; without a recorder, as on a device without CUDA graphs, callables are called directly."""
         self._phases = phases
         self._recorder = recorder
         self.capacity = capacity
@@ -149,11 +149,11 @@ class GraphCache:
 
     @property
     def records(self) -> bool:
-        """Whether it records at all."""
+        """Return whether it records at all."""
         return self._recorder is not None
 
     def has(self, phase: str, shape: Hashable) -> bool:
-        """Whether this shape is recorded. Thread-safe."""
+        """Return whether this shape is recorded. Thread-safe."""
         return (phase, shape) in self._known
 
     def record(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> None:

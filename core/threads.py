@@ -89,7 +89,7 @@ class VitalThread(threading.Thread):
 
 
 def end_without_memory() -> None:
-    """From now on end this process over a MemoryError that no code can handle, as of a thread that was about to start.
+    """End this process from now on over a MemoryError that no code can handle, such as that of a starting thread.
 
     What starts that thread would wait for it for ever.
     """
@@ -107,5 +107,5 @@ class UninterruptibleThread(threading.Thread):
 
 
 def uninterruptible() -> bool:
-    """Whether such a thread is running: then the process has to end by `os._exit`."""
+    """Return whether such a thread is running: then the process has to end by `os._exit`."""
     return any(isinstance(thread, UninterruptibleThread) for thread in threading.enumerate())

@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_private(listener: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 

@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def report(findings: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """What to print, a line for each vulnerability and one with their number; and what was not looked up."""
+    """Return the lines to print, one for each vulnerability and one with their number; and what was not looked up."""
     lines = [
         f"{finding['name']} {finding['version']}: {flaw['id']}, "
         f"mended in {', '.join(flaw['fix_versions']) or 'no release'}"

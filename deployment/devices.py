@@ -23,7 +23,7 @@ _UNUSABLE = 2
 
 
 class NoDevices(ValueError):
-    """There is no GPU to start a worker for."""
+    """An error: there is no GPU to start a worker for."""
 
 
 def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
@@ -46,7 +46,7 @@ def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = No
 
 
 def expects_gpu(device: str, environment: Mapping[str, str]) -> bool:
-    """Whether a worker of this device setting will run on a GPU, as far as is known before torch is imported."""
+    """Return whether a worker of this device setting will run on a GPU, as far as is known before torch is imported."""
     if device != "auto":
         return device != "cpu"
     try:

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def pin_packages(root: Path, uv: str, *, upgrade: bool = False) -> int:
-    """Writes `root`'s constraints.txt for its pyproject.toml, all or nothing. uv's exit status."""
+    """Write `root`'s constraints.txt for its pyproject.toml, all or nothing. uv's exit status."""
     constraints = root / "constraints.txt"
     with tempfile.TemporaryDirectory(dir=root, prefix=".pins-") as folder:
         pinned = Path(folder, constraints.name)
@@ -86,7 +86,7 @@ def pin_packages(root: Path, uv: str, *, upgrade: bool = False) -> int:
 
 
 def pin_images(root: Path) -> list[str]:
-    """Writes the digest of each tag beside it, in `FILES`. What could not be: a line for each image, which stays."""
+    """Write the digest of each tag beside it, in `FILES`. What could not be: a line for each image, which stays."""
     digests: dict[str, str] = {}
     failed: dict[str, str] = {}
 

@@ -240,7 +240,7 @@ class RedisServer:
             return f"its log cannot be read ({error.strerror})"
 
     def answers(self) -> bool:
-        """Whether it accepts commands: not while it loads its file."""
+        """Return whether it accepts commands: not while it loads its file."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())

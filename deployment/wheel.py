@@ -132,7 +132,7 @@ def _places(node: ast.AST, modules: set[str], name: str) -> Iterator[tuple[Any, 
 
 
 def _named_words(node: ast.AST, words: list[ast.expr], modules: set[str]) -> Iterator[ast.expr]:
-    """Those of a list's or a call's words that name a module: each after `"-m"`, and `import_module`'s argument."""
+    """The words of a list or a call that name a module: each after `"-m"`, and `import_module`'s argument."""
     yield from (word for before, word in pairwise(words) if _text(before) == "-m" and _text(word) in modules)
     if isinstance(node, ast.Call) and _callee(node) == "import_module":
         yield from (word for word in words[:1] if _top(_text(_first(word))) in modules)

@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
 
 
 def resamples(rows: int, count: int = RESAMPLES, *, seed: int = 0) -> Tensor:
-    """How often each row is drawn, int64 [count, rows]; every row of it sums to `rows`."""
+    """The number of times that each row is drawn, int64 [count, rows]; every row of it sums to `rows`."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(rows, (count, rows), generator=generator)
     return torch.zeros(count, rows, dtype=torch.int64).scatter_add_(1, indices, torch.ones_like(indices))

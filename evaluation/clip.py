@@ -55,7 +55,7 @@ class Clip:
 
     @property
     def scale(self) -> float:
-        """What the model was trained to multiply cosines by."""
+        """The factor for cosines that the model was trained with."""
         return float(self._model.logit_scale.exp())
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ HOLDS, OPEN, FAILS = "holds", "open", "fails"
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """How far figures may differ from the base run's, in per cent. None: the gate of the run's precision."""
+    """The gates: how far figures may differ from the base run's, in per cent. None: the gate of the run's precision."""
 
     fid_rise: float | None = None
     clip_change: float | None = None
@@ -54,7 +54,7 @@ def runs(
     resamples: int,
     look: Look,
 ) -> dict[str, Any]:
-    """What `report.json` holds: every run's figures, and their ratios to the first run's by paired bootstrap.
+    """The content of `report.json`: every run's figures, and their ratios to the first run's by paired bootstrap.
 
     Ratios are taken over captions that all runs have, by one resampling. Raises `RunError` for runs of one name or with
     no two captions in common, and as the figures' own modules do.
@@ -219,7 +219,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _common(evaluated: Sequence[EvaluationRun]) -> list[list[int]]:
-    """For each run, the positions of the shared captions, in the first run's order."""
+    """The positions of the shared captions for each run, in the first run's order."""
     places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in evaluated]
     keys = [key for key in places[0] if all(key in place for place in places)]
     if len(keys) < 2:

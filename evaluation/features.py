@@ -134,7 +134,7 @@ def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], stor
 
 
 def _done(head: Path, of: str) -> int:
-    """How many are computed already, from whole groups."""
+    """The number of are computed already, from whole groups."""
     try:
         head_data = json.loads(head.read_text("utf-8"))
         return int(head_data["done"]) if head_data["of"] == of else 0

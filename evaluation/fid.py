@@ -44,7 +44,7 @@ class FrechetDistance:
             self._metric.real_features_num_samples = torch.tensor(2)
 
     def __call__(self, features: Tensor, counts: Tensor | None = None) -> float:
-        """Of features [N, D], each as often as `counts` [N] says; None: once."""
+        """The distance of features [N, D], each as often as `counts` [N] says; None: once."""
         if features.shape[1] != self._width:
             raise ValueError(f"{features.shape[1]} features cannot be compared with {self._width}")
         self._metric.reset()

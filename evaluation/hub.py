@@ -26,7 +26,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """What a folder's model is called."""
+    """The name of a folder's model."""
     return folder.resolve().name.rpartition("--")[2]
 
 
@@ -85,7 +85,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 
 def fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path, title: str) -> None:
-    """Replaces a network's weights by those of a file, in its types. Raises `WeightsError` if they are not the same."""
+    """Replace a network's weights by those of a file, in its types. Raises `WeightsError` if they are not the same."""
     expected = network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:

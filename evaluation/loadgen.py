@@ -80,7 +80,7 @@ class SystemUnderTest:
             future.add_done_callback(partial(self._answer, id))
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def _begun(self, id: int) -> None:
         if self._token_latencies:
@@ -129,12 +129,12 @@ def run(test: LoadGenSettings, task: LoadGenTask, out: Path, warn: Callable[[str
         raise LoadGenError(f"{answering.failed} samples failed; the first: {answering.problem}")
     if test.mode == ACCURACY:
         return Result(None, {}, "", short)
-    summary, log_summary = read_summary(out / "mlperf_log_summary.txt")
-    return Result(summary.get("Result is") == "VALID", summary, log_summary, short)
+    summary, messages = read_summary(out / "mlperf_log_summary.txt")
+    return Result(summary.get("Result is") == "VALID", summary, messages, short)
 
 
 def too_few(test: LoadGenSettings, settings: Any) -> str | None:
-    """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None if it may be VALID.
+    """Return why a timed test with these settings of LoadGen's issues too few queries to be VALID, or None.
 
     LoadGen's early stopping requires 99% confidence that the target percentile of latencies is met (MLPerf Inference
     Rules, "Early stopping"). Offline is one query, and has no such bound.

@@ -84,7 +84,7 @@ def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
 
 
 def unofficial(scores: Mapping[str, Any]) -> list[str]:
-    """Why a run's scores are not the test's, in words; empty if they are."""
+    """Return why a run's scores are not the test's, in words; empty if they are."""
     settings, reasons = scores["settings"], []
     if scores.get("stand_ins"):
         reasons.append(f"stand-ins for {', '.join(scores['stand_ins'])}")

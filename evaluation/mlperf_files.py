@@ -1,4 +1,4 @@
-"""What MLPerf's text-to-image test reads: each file by its published name and SHA-256, checked before a run begins."""
+"""Files that MLPerf's text-to-image test reads: each by its published name and SHA-256, checked before a run begins."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_all(files: Path, model: str | None, variant: str | None, *, stand_ins:
 
 
 def model_of(files: Path, model: str | None) -> str:
-    """What `--model` is: as given, or else the folder or the file among `files`."""
+    """The path behind `--model`: as given, or else the folder or the file among `files`."""
     named = files / MODEL_FILE
     return model or str(named if named.is_file() and not (files / MODEL_FOLDER).is_dir() else files / MODEL_FOLDER)
 

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
-    """Why images of two runs cannot be paired; None if they can."""
+    """Return why images of two runs cannot be paired; None if they can."""
     if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
         return "since its captions are others"
     if any(run.records[index].seed != other.records[index].seed for index in run.records):
@@ -74,7 +74,7 @@ def distances(
     ids: Sequence[str],
     counts: Tensor,
 ) -> dict[str, Any]:
-    """By figure the mean over captions with its interval, and the worst captions; equal pictures count as 100 dB."""
+    """The mean over captions by figure, with its interval, and the worst captions; equal pictures count as 100 dB."""
     figures = {
         name: torch.tensor([getattr(pair, name) for pair in pairs], dtype=torch.float64)
         for name in IMAGES
@@ -95,8 +95,8 @@ def distances(
 def changes(
     run_scores: Mapping[str, Tensor], base_scores: Mapping[str, Tensor], ids: Sequence[str], counts: Tensor
 ) -> dict[str, Any]:
-    """By figure that each caption has, [N], the mean of ours less theirs with its interval, and the captions that lose
-    most. An interval without 0 is a change that the captions can tell.
+    """The mean change of each figure that captions have, [N], with its interval, and the captions that lose most. An
+    interval without 0 is a change that the captions can tell.
     """
     entry = {}
     for name, values in run_scores.items():

@@ -103,7 +103,7 @@ def whiskers(bars: Sequence[Bar], unit: str) -> Plot:
 
 
 def histogram(values: Sequence[float], across: str, series: int, *, bins: int = 24) -> Plot:
-    """How many values fall where."""
+    """The number of values fall where."""
     plot, bottom = Plot(420, 170), 130
     low, high = min(values), max(values)
     if high - low < 1e-9:

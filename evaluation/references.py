@@ -32,14 +32,14 @@ class Features(NamedTuple):
     judged: Mapping[str, Tensor]
 
     def of(self, indices: Sequence[int]) -> Features:
-        """Those of some of the images."""
+        """The features of some of the images."""
         judged = {figure: rows[indices] for figure, rows in self.judged.items()}
         return Features(self.distance[indices], self.clip[indices], judged)
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What a run's images are compared with: either `features` of images, or `statistics`, which have no images."""
+    """The reference of a run's images: either `features` of images, or `statistics`, which have no images."""
 
     name: str
     kind: str  # "folder", "statistics", "run"

@@ -83,7 +83,9 @@ def _speed(result: Mapping[str, Any], name: str) -> plots.Plot | None:
 
 
 def _differences(result: Mapping[str, Any], runs: Sequence[EvaluationRun]) -> Iterator[dict[str, Any]]:
-    """Of each run that is paired with the base: the distribution of PSNR, its changes, and titled lists of cases."""
+    """The section of each run that is paired with the base: the distribution of PSNR, its changes, and titled lists of
+    cases.
+    """
     for number, (entry, run) in enumerate(zip(result["runs"], runs, strict=True)):
         if every := entry.get("differences"):
             template = "{base:.4g} → {run:.4g} ({value:+.4g})"

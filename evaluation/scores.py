@@ -61,7 +61,7 @@ def of_run(
 
 
 def of_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -> dict[str, Tensor]:
-    """By figure the score of each caption's image, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
+    """The scores of each caption's image by figure, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
     rewards.
     """
     scores = {networks.score: 100 * _cosines(seen.clip, references.captions_of(run, networks.clip))}
@@ -108,7 +108,7 @@ def _frechet(name: str, features: Tensor, reference: Tensor | Gaussian, counts: 
 
 
 def _walked(values: Tensor) -> Estimate:
-    """Of a figure over all captions, and then over each resample."""
+    """The value of a figure over all captions, and then over each resample."""
     return Estimate(float(values[0]), values[1:])
 
 

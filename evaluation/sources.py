@@ -45,7 +45,7 @@ class ImageSource(Protocol):
         ...
 
     def pixels(self, result: Any) -> Pixels:
-        """The same, uint8 [H, W, 3]."""
+        """The pixels of an image, uint8 [H, W, 3]."""
         ...
 
 

@@ -57,7 +57,7 @@ def inception_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def latent_side(model: str) -> int:
-    """Of the square latents that a seeded model's pictures begin from; SDXL's for any other."""
+    """The side of the square latents that a seeded model's pictures begin from; SDXL's for any other."""
     network = registry.seeded(model)
     if network is None or model == sdxl.NAME:  # which takes a minute to be built on a CPU
         return int(sdxl.UNET["sample_size"])

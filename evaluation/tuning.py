@@ -87,7 +87,7 @@ Bounds = tuple[float, float, float]  # a figure, and its 95% interval
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a named plan may cost: per cent of the captions' score, either way, and the least mean PSNR in dB.
+    """The limits of a named plan: per cent of the captions' score, either way, and the least mean PSNR in dB.
 
     `others` has limits by name: the least mean SSIM, the most of the other figures of `PAIRED`, and by how many per
     cent those of `REAL` may rise.
@@ -130,7 +130,7 @@ def _meaning(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _name(candidate: Candidate) -> str:
-    """Such as `12-dpm++2m-2resnet-0.5`: steps, sampler, DeepCache, and where guidance ends."""
+    """A name such as `12-dpm++2m-2resnet-0.5`: steps, sampler, DeepCache, and where guidance ends."""
     parts = [str(candidate.steps)]
     parts += [] if candidate.scheduler is None else [candidate.scheduler]
     parts += [] if candidate.cached is None else [f"{candidate.cached.interval}{candidate.cached.depth}"]
@@ -152,7 +152,7 @@ class Rated(NamedTuple):
 
 
 def front(rated: Iterable[Rated]) -> list[Rated]:
-    """Those that no other beats in both, the fastest first."""
+    """The plans that no other beats in both, the fastest first."""
     frontier: list[Rated] = []
     for entry in sorted(rated, key=lambda entry: (entry.seconds, -entry.psnr, entry.candidate.name)):
         if not frontier or entry.psnr > frontier[-1].psnr:
@@ -224,7 +224,7 @@ class Search:
         )
 
     def psnr(self, candidate: Candidate, index: int) -> float:
-        """Of a caption's image to the full plan's."""
+        """The PSNR of a caption's image to the full plan's."""
         key = (candidate.name, index)
         if key not in self._psnr:
             picture, reference = (self._picture(name, index) for name in (candidate.name, FULL))
@@ -286,7 +286,7 @@ def _per_second(
     source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float,
     clock: Callable[[], float], limit: int | None = None,
 ) -> float:  # fmt: skip
-    """Of a closed loop that keeps the engine full, from its first to its last image.
+    """The rate of a closed loop that keeps the engine full, from its first to its last image.
 
     `limit` limits the images to so many times those in flight.
     """
@@ -311,7 +311,7 @@ class Judged(NamedTuple):
     bounds: Mapping[str, Bounds] = MappingProxyType({})
 
     def passes(self, gate: Gate) -> bool:
-        """Whether it costs no more than the gate allows. A figure that is not known passes no limit."""
+        """Return whether it costs no more than the gate allows. A figure that is not known passes no limit."""
         usual = abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
         return usual and all(self._keeps(name, limit) for name, limit in gate.bounds.items())
 
@@ -354,7 +354,7 @@ def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> 
 
 
 def best_front(judged: Sequence[Judged], full: Judged) -> list[Judged]:
-    """Of the finalists and the full plan those that no other beats in measured speed and PSNR, the fastest first."""
+    """The finalists and the full plan that no other beats in measured speed and PSNR, the fastest first."""
     by_name = {entry.candidate.name: entry for entry in (*judged, full)}
     rated = [Rated(entry.candidate, 1 / entry.images_per_s, entry.psnr) for entry in by_name.values()]
     return [by_name[entry.candidate.name] for entry in front(rated)]

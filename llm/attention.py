@@ -21,7 +21,7 @@ NAME = "diptych"
 
 @dataclass(frozen=True, eq=False)
 class PagedContext:
-    """What a model's layers receive beside their input: the cache, and each row's position."""
+    """The input of a model's layers beside their hidden states: the cache, and each row's position."""
 
     cache: KVCache
     step: TokenBatch
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: visibility follows from positions."""
+    """Return no mask: visibility follows from positions."""
 
 
 def attention(

@@ -30,7 +30,7 @@ class SampleRequest:
 
     @property
     def plain(self) -> bool:
-        """Whether greedy decoding without adjustments suffices."""
+        """Return whether greedy decoding without adjustments suffices."""
         work = self.work
         return work.settings is None and not (work.adjusted or self.guess.tokens) and work.parameters.logprobs is None
 

@@ -46,7 +46,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: CudaDecoder, sequences: int, context: int, device: torch.device) -> None:
-        """For at most so many sequences, of at most `context` tokens."""
+        """Set up graphs for at most so many sequences, of at most `context` tokens."""
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]
         self.rungs = [size for size in REACHES if size <= rung(reach(context))]

@@ -53,7 +53,7 @@ class Detokenizer:
         return self._tell(len(self._text) - self._pending())
 
     def _pending(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """The number of characters at the end may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._text)), 0, -1):
             end = self._text[-length:]
             if any(stop.startswith(end) for stop in self._stop):

@@ -154,7 +154,7 @@ class FusedTextExecution:
 
     @torch.inference_mode()
     def prepare(self, sequences: int, rows: int) -> None:
-        """As `TextExecution`. Padding rows stand in for later ones: they write nothing."""
+        """Prepare like `TextExecution`. Padding rows stand in for later ones: they write nothing."""
         self.graphs.prepare(sequences)
         nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
         zeros = torch.zeros_like(nobody)
@@ -166,7 +166,7 @@ class FusedTextExecution:
 
     @torch.inference_mode()
     def __call__(self, step: TokenBatch) -> Tensor:
-        """As `TextExecution`."""
+        """Compute one step; see `TextExecution`."""
         self.best = None
         columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
         output_rows = step.output_rows.cpu().numpy()

@@ -53,7 +53,7 @@ class GrammarChecker:
             self._end()
 
     def _ask(self, schema: str) -> str | None:
-        """Why the schema is refused; None if it is not."""
+        """Return why the schema is refused; None if it is not."""
         for _ in range(_TRIES):
             try:
                 error: str | None = self._exchange(self._process or self._start(), schema, _ANSWER_S)["error"]

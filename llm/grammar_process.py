@@ -91,7 +91,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _error(tokenizer: Any, schema: str) -> str | None:
-    """Why a schema is refused; None if it is not. Compiles it in a fork of this process, which has no other thread."""
+    """Return why a schema is refused, or None. Compile it in a fork of this process, which has no other thread."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:

@@ -92,7 +92,7 @@ class _Formula:
         self._rule(id(schema), parts)
 
     def _contents(self, schema: dict[str, Any], type: Any) -> list[Node | None]:
-        """What an instance of this type must contain."""
+        """The contents that an instance of this type must have."""
         if type == "object":
             properties = schema.get("properties")
             declared = properties if isinstance(properties, dict) else {}

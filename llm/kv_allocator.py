@@ -18,7 +18,7 @@ class KVAllocator:
 
     @property
     def full(self) -> bool:
-        """Whether all rows are taken."""
+        """Return whether all rows are taken."""
         return self._rows.free == 0
 
     @property

@@ -20,7 +20,7 @@ from llm.speculator import Speculator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What an iteration computed, by part: next tokens, None where none was wanted, or an error."""
+    """The results of an iteration, by part: next tokens, None where none was wanted, or an error."""
 
     outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]

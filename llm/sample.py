@@ -26,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SamplingSettings:
-    """Of n rows that are not greedy, each field [n], on the host."""
+    """The settings of n rows that are not greedy, each field [n], on the host."""
 
     temperature: Tensor
     top_k: Tensor  # int64; 0: all
@@ -118,7 +118,9 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Of n rows, [n]; `seen` bool [n, V]: tokens in prompt and answer, `counts` [n, V]: occurrences in the answer."""
+    """The penalties of n rows, [n]; `seen` bool [n, V]: tokens in prompt and answer, `counts` [n, V]: occurrences in
+    the answer.
+    """
 
     repetition: Tensor
     presence: Tensor

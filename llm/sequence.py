@@ -66,7 +66,7 @@ class SequenceState:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the last token is left to process."""
+        """Return whether only the last token is left to process."""
         return self.answered > 0 and self.computed >= len(self.tokens) - 1
 
     @property
@@ -86,7 +86,7 @@ class SequenceState:
 
     @property
     def adjusted(self) -> bool:
-        """Whether the model's logits are modified before a token is chosen."""
+        """Return whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property

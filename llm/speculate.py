@@ -55,7 +55,7 @@ class AcceptanceRate:
         self.acceptance = 0.7
 
     def learn(self, guessed: int, accepted: int) -> None:
-        """Of so many guesses the first `accepted` were right; those after a wrong one tell nothing."""
+        """Observe that the first `accepted` of so many guesses were right; those after a wrong one tell nothing."""
         for _ in range(accepted):
             self.acceptance += _RATE * (1 - self.acceptance)
         if accepted < guessed:
@@ -93,7 +93,7 @@ class LinearCost:
 
 
 class DraftLengths:
-    """How many guesses pay off, by acceptance: the number that maximizes tokens per second.
+    """The number of guesses that maximizes tokens per second, by acceptance.
 
     With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
     forward and the time of k guesses.

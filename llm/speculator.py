@@ -13,7 +13,7 @@ from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, Draft
 
 
 class Speculator:
-    """With a draft model, prompt lookup, or off."""
+    """A source of draft tokens: a draft model, prompt lookup, or off."""
 
     def __init__(self, draft: DraftModel | None = None, *, lookup: bool = False) -> None:
         self.draft = draft

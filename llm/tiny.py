@@ -42,7 +42,7 @@ class LlamaShape:
 
     @property
     def large(self) -> bool:
-        """Whether weights are drawn directly on the target device and in the target dtype."""
+        """Return whether weights are drawn directly on the target device and in the target dtype."""
         return self.parameters > 10**9
 
 

@@ -77,12 +77,12 @@ def split_tone(name: str) -> tuple[str, str | None]:
 
 
 def has_tone(name: str) -> bool:
-    """Whether the name carries any skin tone (the five bare tone swatches do not count)."""
+    """Return whether the name carries any skin tone (the five bare tone swatches do not count)."""
     return split_tone(name)[0] != name
 
 
 def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
-    """Chooses `count` rows whose base comes in all five tones, at most one a base: they are never trained on.
+    """Choose `count` rows whose base comes in all five tones, at most one a base: they are never trained on.
 
     Held-out variants show whether tone and subject compose. Returns row numbers.
     """
@@ -98,7 +98,7 @@ def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
 
 
 def wordings(rows: list[PictureRow], count: int, seed: int) -> Iterator[list[str]]:
-    """For each picture the `count` ways to name it that training draws from."""
+    """The `count` ways to name each picture that training draws from."""
     draw = random.Random(seed)
     for row in rows:
         yield subjects(row, count, draw)

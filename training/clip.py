@@ -88,7 +88,7 @@ def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> to
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the towers, from `start/` where that has some."""
+    """Train the towers, from `start/` where that has some."""
     batch = run.batch or (1024 if run.on_gpu else 128)
     stream = SceneStream(run, batch, native=True)
     towers = CLIPLoss(run).to(run.device)

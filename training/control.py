@@ -96,7 +96,7 @@ class ControlLoss:
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the network on the trained denoiser (or the one that the stage `adopt` took)."""
+    """Train the network on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     net = build(run, parts.unet)
     average = 0.9995 if run.on_gpu else 0.99
@@ -112,7 +112,7 @@ def load(run: TrainingRun) -> Any:
 
 
 def export(run: TrainingRun) -> Path:
-    """Writes the network in diffusers' format, in float16. Raises ValueError for one of more than `MOST_BYTES`."""
+    """Write the network in diffusers' format, in float16. Raises ValueError for one of more than `MOST_BYTES`."""
     folder = run.models / FOLDER / NAME
     net = load(run).half()
     size = sum(parameter.nbytes for parameter in net.parameters())

@@ -31,7 +31,7 @@ def edges(pixels: Tensor, rounds: int | None = None) -> Tensor:
 
 
 def _peaks(dx: Tensor, dy: Tensor, norm: Tensor) -> Tensor:
-    """Where the norm [B, H, W] is largest along the gradient; beyond the picture it is 0."""
+    """The mask of where the norm [B, H, W] is largest along the gradient; beyond the picture it is 0."""
     padded = F.pad(norm, (1, 1, 1, 1))
     height, width = norm.shape[1:]
 

@@ -174,7 +174,7 @@ def write_weights(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 
 def rewrite_cards(run: TrainingRun) -> None:
-    """Writes the cards of the exported models again, now with what the judge has measured."""
+    """Write the cards of the exported models again, now with what the judge has measured."""
     for name in MODELS:
         if (run.models / name / "README.md").exists():
             cards.write(run.models / name, run)

@@ -40,7 +40,7 @@ def compose(
     variants: int = VARIANTS,
     seed: int = SEED,
 ) -> list[HeldOutCaption]:
-    """The same captions for the same rows.
+    """Compose the same captions for the same rows.
 
     First the skin-tone variants whose pictures are never trained on, each plain and on `coloured` backgrounds; then so
     many wordings of other pictures, at most one for each subject, that training with `variants` and `seed` draws for no
@@ -90,7 +90,7 @@ def _new_wordings(
 
 
 def _plain(text: str) -> str:
-    """Without case and spacing, which the tokenizers ignore."""
+    """The text without case and spacing, which the tokenizers ignore."""
     return " ".join(text.lower().split())
 
 

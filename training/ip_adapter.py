@@ -45,14 +45,14 @@ MOST_BYTES = 6_000_000
 
 
 class Adapter(nn.Module):
-    """What is trained: the projection of an embedding to tokens, and each cross-attention layer's keys and values."""
+    """The trained part: the projection of an embedding to tokens, and each cross-attention layer's keys and values."""
 
     def __init__(self, projection: Any, layers: list[nn.Module]) -> None:
         super().__init__()
         self.projection, self.layers = projection, nn.ModuleList(layers)
 
     def exported(self) -> dict[str, Tensor]:
-        """By the keys of the authors' files, in float16."""
+        """The tensors by the keys of the authors' files, in float16."""
         state = self.projection.state_dict().items()
         tensors = {f"image_proj.{key.replace('image_embeds.', 'proj.')}": tensor for key, tensor in state}
         for number, layer in enumerate(self.layers):
@@ -125,7 +125,7 @@ class Encoder:
 
 
 class ImagePromptLoss:
-    """How far the adapted denoiser is from the teacher, which reads the caption, and from the noise."""
+    """The distance of the adapted denoiser from the teacher, which reads the caption, and from the noise."""
 
     def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: Encoder) -> None:
         self._run, self._frozen, self._encoder = run, unet.Frozen.load(run, parts), encoder
@@ -137,7 +137,9 @@ class ImagePromptLoss:
         self._weight = unet.weights(signal) * ((1 - signal) / signal) ** 0.25
 
     def __call__(self, iteration: int, generator: torch.Generator, shift: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        """With `shift` each row sees the picture of the scene so many before: to tell what seeing its own brings."""
+        """The loss; with `shift` each row sees the picture of the scene so many before: to tell what seeing its own
+        brings.
+        """
         run = self._run
         batch = self._stream.at(iteration)
         pixels = self._stream.draw(batch)
@@ -199,7 +201,7 @@ def begun(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
+    """Train the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
     adapter, loss = begun(run)
     if not (run.folder("ip_adapter") / "state.pt").exists():
         start_(adapter.projection, *loss.examples(STARTS))

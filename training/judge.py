@@ -35,7 +35,7 @@ Draw = Callable[[Sequence[str]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class SampleSizes:
-    """How much is drawn and written; less is a quick look. `steps` and `guidance` are emoji-xl's."""
+    """The sizes of the samples; less is a quick look. `steps` and `guidance` are emoji-xl's."""
 
     prompts: int = 150
     expansions: int = 200

@@ -32,7 +32,7 @@ _SHOWN = 8  # prompts on the sheet
 
 
 class Source(NamedTuple):
-    """What images are drawn from: captions or the plain text, and which image prompt (so many further) how strongly."""
+    """A source of images: captions or the plain text, and which image prompt (so many further) how strongly."""
 
     captions: bool
     shift: int = 0

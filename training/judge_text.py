@@ -138,7 +138,7 @@ def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
 
 
 def _keeps(scene: SceneChat, answer: str, reader: Reader) -> bool:
-    """Whether the answer is a caption of the grammar of scenes that keeps what was asked."""
+    """Return whether the answer is a caption of the grammar of scenes that keeps what was asked."""
     try:
         return keeps(scene.truth, reader.read(answer))
     except ValueError:
@@ -155,7 +155,7 @@ def _written(
 
 
 def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """How often the draft's greedy token is the target's along the target's greedy answers, about emoji and scenes."""
+    """The share of the draft's greedy tokens that are the target's along its greedy answers, about emoji and scenes."""
     target, draft = CaptionModel(run, "emoji-lm"), CaptionModel(run, "emoji-lm-draft")
     figures: dict[str, Any] = {}
     scenes, _ = scene_chats(run, expansions, held_out=False)

@@ -139,7 +139,7 @@ def row(draw: random.Random, width: float, height: float, count: int) -> list[li
 
 
 def visible(square: Square, size: tuple[int, int]) -> float:
-    """Which share of a square lies within a picture of `size` (width, height)."""
+    """The share of a square that lies within a picture of `size` (width, height)."""
     shares = [
         max(0.0, min(middle + square.side / 2, length) - max(middle - square.side / 2, 0.0)) / square.side
         for middle, length in zip((square.x, square.y), size, strict=True)
@@ -223,7 +223,7 @@ def _fit(draw: random.Random, length: float, low: float, high: float) -> float:
 
 
 def hidden(front: Subject, back: Subject, ahead: Square, aback: Square) -> float:
-    """Which share of `back`, drawn in the square `aback`, is hidden by `front` in the square `ahead`."""
+    """The share of `back`, drawn in the square `aback`, that is hidden by `front` in the square `ahead`."""
     near, far = front.cover or ((1.0,),), back.cover or ((1.0,) * COARSE,) * COARSE
     step = aback.side / len(far)
     apart = (aback.side - ahead.side) / 2

@@ -51,7 +51,7 @@ def build(run: TrainingRun, draft: bool = False) -> Any:
 
 
 def corpus(run: TrainingRun, count: int) -> Corpus:
-    """Draws `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
+    """Draw `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
     rows = emoji.read_rows(run.data)
     tokenizer = tokens.lm_tokenizer(run)
     expander, draw = phrases.Expander(rows), random.Random(run.seed)
@@ -80,7 +80,7 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Te
 
 
 def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
-    """Trains the target on the corpus, or the draft on the target's distributions over the same rows."""
+    """Train the target on the corpus, or the draft on the target's distributions over the same rows."""
     data = corpus(run, run.shapes.chats)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
     coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)

@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: `done` is False when the run's `until` came before the end of the stage's budget."""
+    """The end of a command: `done` is False when the run's `until` came before the end of the stage's budget."""
 
     iteration: int
     minutes: float
@@ -99,7 +99,7 @@ def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> 
 
 
 class _Trainer:
-    """What a checkpoint holds: weights, averages, optimizers, randomness, and how far the run is.
+    """The state of training in a checkpoint: weights, averages, optimizers, randomness, and how far the run is.
 
     Of several processes the first writes curves and checkpoints.
     """
@@ -164,7 +164,7 @@ class _Trainer:
         return self.iteration / run.iterations if run.iterations is not None else self.seconds / 60 / (run.minutes or 1)
 
     def _goes_on(self) -> bool:
-        """Whether another step is within the budget and before the command's end, by the first process's clock."""
+        """Return whether the budget and the command's end allow another step, by the first process's clock."""
         now = time.time()
         if self.run.world > 1:
             self.seconds, now = agree(self.seconds, now)

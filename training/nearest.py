@@ -39,7 +39,7 @@ _NEAR = 0.05  # quantile of the distances that tells of copies among few
 
 @dataclass(frozen=True)
 class Nearest:
-    """Of each of N images the nearest training image: its number, 1 - cosine of features, and PSNR in dB."""
+    """The nearest training image of each of N images: its number, 1 - cosine of features, and PSNR in dB."""
 
     rows: list[int]
     distance: Tensor
@@ -77,7 +77,7 @@ def nearest(images: Sequence[Pixels], training: Sequence[Pixels], clip: Clip) ->
 
 
 def judge(run: TrainingRun, evaluated: EvaluationRun, real: Path, count: int, *, limit: int = SHOWN) -> dict[str, Any]:
-    """How near a run's images, and true images of its captions, are to `count` training scenes and all single emoji.
+    """Compare a run's images, and true images of its captions, with `count` training scenes and all single emoji.
 
     `less_than_true` is the mean of samples' distances less those of true images, by caption: where it is below 0 with
     its interval, samples are nearer to training than true images are. The first `limit` pairs are put on the sheet.

@@ -128,7 +128,7 @@ def corpus(data: Path, rows: list[PictureRow]) -> list[str]:
 
 
 def names_the_subject(prompt: str, answer: str, rows: Iterable[PictureRow]) -> bool:
-    """Whether `answer` parses into the caption language and its subject is a picture that `prompt` may mean.
+    """Return whether `answer` parses into the caption language and its subject is a picture that `prompt` may mean.
 
     Every content word of the prompt, colours aside, must belong to the named picture's words.
     """

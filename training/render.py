@@ -34,7 +34,7 @@ class PackedScenes:
     size: tuple[int, int]
 
     def to(self, device: torch.device) -> PackedScenes:
-        """The same on `device`."""
+        """Return the scenes on `device`."""
         parts = (self.layers, self.backdrops, self.flags, self.time_ids)
         layers, backdrops, flags, times = (part.to(device, non_blocking=True) for part in parts)
         return PackedScenes(layers, backdrops, flags, times, self.size)
@@ -86,7 +86,7 @@ class Renderer:
             return _enlarge(canvas, scenes.flags[:, 1]) * 2 - 1
 
     def _lay(self, canvas: Tensor, layer: Tensor, sticker: Tensor) -> Tensor:
-        """Lays one sprite on each of `canvas` [n, 3, H, W] in 0..1."""
+        """Lay one sprite on each of `canvas` [n, 3, H, W] in 0..1."""
         row = layer[:, 0].long()
         sprite = self._sprites[row].float() / 255
         painted = hues.tint(sprite, self._mean[row], self._palette[layer[:, 4].long().clamp(min=0)])
@@ -106,7 +106,7 @@ def images_of(renderer: Renderer, scenes: Sequence[Scene], chunk: int = 256) -> 
 
 
 def over(canvas: Tensor, layer: Tensor, sticker: Tensor) -> Tensor:
-    """Lays premultiplied `layer` [n, 4, H, W] on `canvas` [n, 3, H, W], with a white outline where `sticker` [n] is."""
+    """Lay premultiplied `layer` [n, 4, H, W] on `canvas` [n, 3, H, W], with a white outline where `sticker` [n] is."""
     outline = halo(layer[:, 3:]) * sticker[:, None, None, None]
     canvas = canvas + (1 - canvas) * outline
     return layer[:, :3] + (1 - layer[:, 3:]) * canvas

@@ -66,7 +66,7 @@ class TrainingRun:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run uses CUDA."""
+        """Return whether the run uses CUDA."""
         return self.device.type == "cuda"
 
     def folder(self, stage: str) -> Path:

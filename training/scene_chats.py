@@ -55,7 +55,7 @@ class SceneExpander:
 
     @classmethod
     def read(cls, data: Path, size: int) -> SceneExpander:
-        """Of the subjects that training with pictures of this side composes scenes of."""
+        """Read the subjects that training with pictures of this side composes scenes of."""
         rows = emoji.read_rows(data)
         return cls(rows, Composer(subjects.choose(rows, emoji.read_pictures(data, rows, size))))
 
@@ -110,13 +110,13 @@ def _bare(caption: str, draw: random.Random) -> str:
 
 
 def keeps(requested: Truth, answered: Truth) -> bool:
-    """Whether a scene has all that was asked for, with no other things and attributes: background and sticker may be
-    added, and two things whose place was left open may stand anywhere.
+    """Return whether a scene has all that was asked for, and no other things and attributes: background and sticker may
+    be added, and two things whose place was left open may stand anywhere.
     """
     if requested.relation == "and" and len(answered.items) == 2:
         answered = replace(answered, relation="and")
-    canonical, two = _canonical(requested), _canonical(answered)
-    same = (canonical.items, canonical.relation) == (two.items, two.relation)
+    first, second = _canonical(requested), _canonical(answered)
+    same = (first.items, first.relation) == (second.items, second.relation)
     return same and requested.background in ((), answered.background) and answered.sticker >= requested.sticker
 
 

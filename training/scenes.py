@@ -90,7 +90,7 @@ class Prompt:
 
 
 def held(family: Family) -> bool:
-    """Whether training never sees this family."""
+    """Return whether training never sees this family."""
     digest = hashlib.blake2b("|".join(family).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < HELD_SHARES[family[0]] * 2**64
 
@@ -135,7 +135,7 @@ class Composer:
         return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
 
     def draw_truth(self, draw: random.Random, size: tuple[int, int] = (128, 128), *, held_out: bool = False) -> Truth:
-        """What is true of a scene of no held-out family, or (`held_out`) of at least one."""
+        """Draw the truth of a scene of no held-out family, or (`held_out`) of at least one."""
         while True:
             truth = self._truth(draw, size)
             if any(map(held, self.families(truth))) is held_out:
@@ -186,7 +186,7 @@ class Composer:
         return Scene(caption, layers, self._backdrop(truth, draw), size, truth, sticker=truth.sticker)
 
     def prompts(self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)) -> list[Prompt]:
-        """At most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
+        """Return at most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
 
         Nothing else in them is held out.
         """

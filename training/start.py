@@ -49,7 +49,7 @@ def train(run: TrainingRun, *, denoiser: bool = False) -> None:
 
 
 def train_text(run: TrainingRun) -> None:
-    """Writes `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
+    """Write `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     for stage, name in (("lm", "emoji-lm"), ("draft", "emoji-lm-draft")):

@@ -42,7 +42,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class World:
-    """What scenes are made from: rows, their pictures uint8 [N, 4, S, S], a composer, and single emoji's wordings."""
+    """The parts that scenes are made from: rows, their pictures uint8 [N, 4, S, S], a composer, and single emoji's
+    wordings.
+    """
 
     rows: list[PictureRow]
     images: Tensor
@@ -52,7 +54,7 @@ class World:
 
     @classmethod
     def read(cls, run: TrainingRun) -> World:
-        """Of the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
+        """Read the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
         rows = emoji.read_rows(run.data)
         images = emoji.read_pictures(run.data, rows, run.size)
         hidden = captions.held_out(rows, run.held_out)
@@ -171,5 +173,5 @@ class PerSize:
         self._fast: Any = torch.compile(module, dynamic=False) if run.compile else module
 
     def at(self, size: tuple[int, int]) -> Any:
-        """What to call for pictures of `size`."""
+        """The callable for pictures of `size`."""
         return self._fast if size == self._native else self._plain

@@ -22,7 +22,7 @@ CHUNK = 1024  # pictures drawn together on a GPU
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the teacher made of which noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
+    """The teacher's images and their noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
 
     ids: torch.Tensor
     noise: torch.Tensor
@@ -66,7 +66,7 @@ class Teacher(nn.Module):
 
 @torch.no_grad()
 def train(run: TrainingRun) -> None:
-    """Draws for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
+    """Draw for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
     stream = SceneStream(run, CHUNK if run.on_gpu else (run.batch or 32), native=True)
     teacher = Teacher(run)
     denoise: Any = torch.compile(teacher) if run.compile else teacher
@@ -100,7 +100,7 @@ def train(run: TrainingRun) -> None:
 
 
 def load(run: TrainingRun) -> Pairs:
-    """What the stage wrote, on the run's device; raises `FileNotFoundError` before it has run."""
+    """Load the stage's output on the run's device; raises `FileNotFoundError` before it has run."""
     state = checkpoint.need(run.work / "teacher" / "pairs.pt", "teacher")
     return Pairs(**{name: tensor.to(run.device) for name, tensor in state.items()})
 

@@ -46,7 +46,7 @@ class TinyLoss(nn.Module):
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains on the latents of scenes and on what the codec decodes of them."""
+    """Train on the latents of scenes and on what the codec decodes of them."""
     codec = latents.load_codec(run).to(run.device, memory_format=torch.channels_last)
     batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
     stream = SceneStream(run, batch, native=True)

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def train(run: TrainingRun) -> None:
-    """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
+    """Write `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
     rows = emoji.read_rows(run.data)
     folder = run.folder("tokens")
     composer = scenes.Composer(subjects.choose(rows, emoji.read_pictures(run.data, rows, run.size)), run.seed)
@@ -83,7 +83,7 @@ def _trained(run: TrainingRun, name: str) -> Path:
 
 
 def picture_text(rows: list[emoji.PictureRow]) -> list[str]:
-    """What a tokenizer of prompts learns its merges from: captions as they will be drawn, names, and keywords."""
+    """The text from which a tokenizer of prompts learns merges: captions as they will be drawn, names, keywords."""
     draw = random.Random(0)
     names = list(captions.COLOURS)
     text = [captions.with_background(row.name, draw.choice(names)) for row in rows]

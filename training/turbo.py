@@ -29,7 +29,7 @@ def build(run: TrainingRun) -> Any:
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
+    """Train the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
     pairs, source = teacher.load(run), teacher.Teacher(run)
     student = build(run)
     predict: Any = torch.compile(student) if run.compile else student

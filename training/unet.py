@@ -51,7 +51,7 @@ def build(run: TrainingRun) -> TrainedModules:
 
 
 def adopt_(parts: TrainedModules, towers: clip.CLIPLoss) -> None:
-    """Starts the text towers from the ones that `clip` trained."""
+    """Start the text towers from the ones that `clip` trained."""
     parts.text.load_state_dict(towers.text.state_dict())
     state = parts.text_2.state_dict()
     trained = {key.removeprefix("clip."): value for key, value in towers.state_dict().items()}
@@ -84,7 +84,7 @@ class Noised(NamedTuple):
 
 
 class EpsilonObjective:
-    """What a network must find in noised latents, and how its errors count, by `weights`."""
+    """The objective of a network on noised latents: its target, and how its errors count, by `weights`."""
 
     def __init__(self, device: torch.device) -> None:
         self._signal = alphas_bar(device)
@@ -131,7 +131,7 @@ class Frozen:
 
     @classmethod
     def load(cls, run: TrainingRun, parts: TrainedModules) -> Frozen:
-        """With the run's codec and tokenizers."""
+        """Load the frozen parts with the run's codec and tokenizers."""
         end = int(tokens.clip_tokenizer(run).eos_token_id)
         return cls(run, parts, latents.load_codec(run), EpsilonObjective(run.device), end, tokens.pad_ids(run))
 

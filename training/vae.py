@@ -73,7 +73,7 @@ def backgrounds(palette: torch.Tensor, count: int, factory: dict[str, Any]) -> t
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the codec, from `start/` where that has one."""
+    """Train the codec, from `start/` where that has one."""
     batch = run.batch or (96 if run.on_gpu else 8)
     stream = SceneStream(run, batch)
     vae = build(run)

@@ -102,7 +102,7 @@ class Batches:
         self._any_long = float(self._bounds[1][-1]) > 0
 
     def bucket(self, iteration: int) -> int:
-        """Which bucket a step reads: the second one now and then, where there is anything in it."""
+        """The bucket that a step reads: the second one now and then, where there is anything in it."""
         return int(iteration % LONG_EVERY == LONG_EVERY - 1 and self._any_long)
 
     def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ class Batches:
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the transformer and the text encoder."""
+    """Train the transformer and the text encoder."""
     batches = Batches(run)
     parts = build(run)
     module = ZImageBatch(parts.transformer, parts.text)

@@ -22,7 +22,7 @@ RECASED = 0.2  # share of the wordings that start with a capital letter, or are 
 
 
 def train(run: TrainingRun) -> None:
-    """Writes `zimage_tokens/tokenizer` and the caption table."""
+    """Write `zimage_tokens/tokenizer` and the caption table."""
     rows = emoji.read_rows(run.data)
     blank = byte_tokenizer()
     letters = [token for token in blank.get_vocab() if token not in SPECIAL]
@@ -71,7 +71,7 @@ def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> torch.Tenso
 
 
 def wordings(rows: list[emoji.PictureRow], count: int, seed: int) -> Iterator[list[str]]:
-    """As `captions.wordings`, some of them recased."""
+    """The wordings of `captions.wordings`, some of them recased."""
     draw = random.Random(seed)
     for row in rows:
         plain, *subjects = captions.subjects(row, count, draw)

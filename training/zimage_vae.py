@@ -34,7 +34,7 @@ def build(run: TrainingRun) -> Any:
 
 
 def adopt_(codec: Any, run: TrainingRun) -> None:
-    """Starts every layer but the two at the latents from the stage `vae`, or from the emoji-xl that was exported.
+    """Start every layer but the two at the latents from the stage `vae`, or from the emoji-xl that was exported.
 
     Raises `FileNotFoundError` when there is neither.
     """
@@ -79,7 +79,7 @@ class CodecLoss(nn.Module):
 
 
 def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
+    """Train the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
     rows = emoji.read_rows(run.data)
     images = emoji.read_pictures(run.data, rows, run.size)
     on_device = images.to(run.device)
@@ -111,7 +111,7 @@ def train(run: TrainingRun) -> loop.Outcome:
 
 @torch.no_grad()
 def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
-    """Gives the fresh latents mean 0 and deviation 1 per channel."""
+    """Give the fresh latents mean 0 and deviation 1 per channel."""
     last = codec.encoder.conv_out
     probe = encode_pictures(run, codec, *_probe(images))
     mean, deviation = (x.to(run.device) for x in (probe.mean(dim=(0, 2, 3)), probe.std(dim=(0, 2, 3))))

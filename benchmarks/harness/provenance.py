@@ -116,12 +116,12 @@ def commit() -> str | None:
 
 
 def knows(commit: str) -> bool:
-    """Whether this repository has the commit."""
+    """Return whether this repository has the commit."""
     return _is_repository() and _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
 
 
 def is_whole() -> bool:
-    """Whether this is a repository with all of its history."""
+    """Return whether this is a repository with all of its history."""
     return _is_repository() and (_git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
 
 
@@ -154,7 +154,7 @@ def _beside(folder: Path) -> Iterator[str]:
 
 
 def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
-    """By folder the digest and the names of the files of it that lie in none of the rooms."""
+    """The digest and the names by folder of the files that lie in none of the rooms."""
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         if not any(name == room or name.startswith(f"{room}/") for room in rooms):
@@ -170,7 +170,7 @@ def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
 
 
 def is_source(path: str) -> bool:
-    """Whether figures may depend on a file, named relative to `ROOT`."""
+    """Return whether figures may depend on a file, named relative to `ROOT`."""
     below = any(path == folder or path.startswith(f"{folder}/") for folder in _NOT_MEASURED)
     return Path(path).suffix in _SOURCE and not below
 
@@ -187,14 +187,14 @@ def files(room: str) -> dict[str, str]:
 
 
 def files_at(commit: str, room: str) -> dict[str, str]:
-    """The same as they were at a commit."""
+    """The files as they were at a commit."""
     listed = _git("ls-tree", "-r", "-z", commit, "--", room) or ""
     entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
     return {name: entry.split()[2] for entry, _, name in entries if is_source(name) or name == room}
 
 
 def is_unchanged(room: str, recorded: str, at: str | None = None) -> bool:
-    """Whether a recorded room is the same now, or at a commit: all of it, or the files that the record names."""
+    """Return whether a recorded room is the same now, or at a commit: all of it, or the files that the record names."""
     was, *named = recorded.split(" ")
     blobs = files(room) if at is None else files_at(at, room)
     if named:
@@ -219,7 +219,7 @@ def _blob(path: Path) -> str:
 
 
 def _changed_meanwhile(rooms: Mapping[str, str]) -> bool:
-    """Whether a file was written after this process began, so that it may differ from the measured code."""
+    """Return whether a file was written after this process began, so that it may differ from the measured code."""
     for room, recorded in rooms.items():
         _, *named = recorded.split(" ")
         for name in (f"{room}/{file}" for file in named) if named else files(room):
@@ -259,7 +259,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it fails, or does not exist."""
+    """The output of a command; None where it fails, or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

@@ -70,7 +70,7 @@ def publish(
 ) -> dict[str, Any]:  # fmt: skip
     """Store the result with its provenance as `name`.json, return both, and print them as the last line of stdout.
 
-    `artifacts` and `imported` are as in `provenance.provenance`. Not `verbose`: a result so far, the last of which is printed.
+    `artifacts` and `imported` are as in `provenance.provenance`. Not `verbose`: a result so far; the last is printed.
     Where the tree has uncommitted changes the file says so, and stderr too: docs cannot cite it.
     """
     measured = provenance.provenance(artifacts, imported)

@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool = False, log_y: bool = False) -> str:
-    """Renders the SVG. Logarithmic axes omit values that are not positive."""
+    """Render the SVG. Logarithmic axes omit values that are not positive."""
     lines = [
         line._replace(dots=[(x, y) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)])
         for line in lines

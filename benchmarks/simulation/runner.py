@@ -76,7 +76,7 @@ def held_bytes(costs: Costs, parameters: ImageParameters) -> int:
 
 
 def _row_bytes(costs: Costs, parameters: ImageParameters) -> int:
-    """What each row of it holds."""
+    """The memory of each row of it."""
     parts = costs.held.get((parameters.width, parameters.height), {})
     cached = parameters.deepcache
     features = 0 if cached is None or all(cached.plan(parameters.steps)) else parts.get(SHALLOW[cached.depth], 0)
@@ -95,7 +95,7 @@ class _Work:
         return self.life[self.at][0]
 
     def narrows(self) -> bool:
-        """Whether no step from here on has two rows, but the one before had."""
+        """Return whether no step from here on has two rows, but the one before had."""
         before, left = self.life[self.at - 1], self.life[self.at : -1]
         return bool(left) and before[0].phase in STEPS and before[1] == 2 and max(rows for _, rows in left) == 1
 

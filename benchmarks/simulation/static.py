@@ -141,7 +141,7 @@ class RequestLevel:
         return min(ripe, key=lambda entry: entry[0], default=(None, None))[1]
 
     def _until(self, kind: _Kind) -> float:
-        """When the window of a kind's oldest job ends."""
+        """The time at which the window of a kind's oldest job ends."""
         return kind.oldest(self._left).arrival + self._window_s
 
     def _launch(self, parameters: ImageParameters, now: float) -> None:

@@ -110,7 +110,7 @@ class Bursts:
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts | None = None) -> Floats:
-    """That many arrival times at this mean rate; without bursts a Poisson process."""
+    """Return `count` arrival times at this mean rate; without bursts a Poisson process."""
     if bursts is None:
         return rng.exponential(1 / rate, count).cumsum()
     share = bursts.on_s / (bursts.on_s + bursts.off_s)
@@ -125,7 +125,7 @@ def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts |
 
 
 def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = None) -> list[Job]:
-    """That many jobs in the order of their arrival. Equal arguments give equal jobs; the rate affects only times."""
+    """Return `count` jobs in order of arrival. Equal arguments give equal jobs; the rate affects only times."""
     clock, rng = np.random.default_rng(seed).spawn(2)
     when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
     columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]

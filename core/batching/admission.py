@@ -30,7 +30,7 @@ class Admission:
         self.waiting[request.modality].add(request)
 
     def withdraw(self, requests: Sequence[Request], left: Sequence[Request]) -> None:
-        """Of all that wait these are taken out, and the others are `left`."""
+        """Take these out of all that wait; the others are `left`."""
         for request in requests:
             self.shares.leave(request)
             self.elders.remove(request)
@@ -111,7 +111,7 @@ class Admission:
         return True
 
     def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
-        """It waits again."""
+        """Preempt the request: it waits again."""
         runner.preempt(request)
         self.shares.stop(request)
         del self.running[request.modality][request.id]
@@ -119,7 +119,7 @@ class Admission:
         self.waiting[request.modality].add(request)
 
     def _promote(self, request: Request) -> None:
-        """It is an elder from now on."""
+        """Mark the request as aged."""
         running = request.state is State.RUNNING
         if running:
             self.shares.stop(request)

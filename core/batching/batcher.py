@@ -43,7 +43,7 @@ class Batcher:
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
 
     def ready(self, running: Mapping[str, Mapping[str, Request]]) -> dict[str, dict[Key, list[Request]]]:
-        """Of running requests, by modality, those that are not in flight: by lane and by who may share a forward."""
+        """The running requests that are not in flight, by modality: by lane and by who may share a forward."""
         lanes: dict[str, dict[Key, list[Request]]] = {}
         for name, requests in running.items():
             runner = self._runners[name]
@@ -95,7 +95,7 @@ class Batcher:
         return Batch(runner, group, lane, requests, sum(runner.rows(r) for r in requests))
 
     def _joins_later(self, batch: Batch, flying: Batch, aged: bool) -> bool:
-        """Whether the batch should not queue behind one that is in flight, but wait for that one's end."""
+        """Return whether the batch should not queue behind one that is in flight, but wait for that one's end."""
         first, runner, group = batch.requests[0], batch.runner, batch.group
         if not aged and any(r.tenant == first.tenant and r.priority < first.priority for r in flying.requests):
             return True

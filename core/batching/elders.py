@@ -26,7 +26,7 @@ class Elders:
         self._young[request.id] = request
 
     def remove(self, request: Request) -> None:
-        """It is not live any more: the next oldest takes its place if it is old."""
+        """Remove a request that is no longer live; the next oldest takes its place if it is old."""
         key = request.modality, request.tenant
         self._young.pop(request.id, None)
         del self._oldest[key][request.id]

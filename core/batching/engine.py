@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def busy_since(self) -> float | None:
-        """When the oldest iteration under way was launched, on the engine's clock. None: nothing is under way."""
+        """The launch time of the oldest iteration under way, on the engine's clock. None: nothing is under way."""
         return min((started for _, _, started in tuple(self._executor.flying)), default=None)
 
     # -- the engine's thread ---------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Engine:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Until there is something to do: a ticket is ready, a request has come, a deadline passes."""
+        """Wait until there is something to do: a ticket is ready, a request has come, a deadline passes."""
         if not self._executor.flying:
             if self._scheduler.idle and not self._checked:
                 self._scheduler.check_idle()

@@ -1,4 +1,5 @@
-"""What runs next where several groups of requests could: whether the leader waits for others, and how wide a batch is.
+"""The scheduling policy: which group of requests runs next, whether its leader waits for others, and how wide a batch
+is.
 
 Rules of thumb from the cost curves alone, each with the reason for it; batcher.py says when they are asked.
 """
@@ -143,7 +144,7 @@ class Policy:
         return requests[:best]
 
     def _room_s(self) -> float:
-        """How long a batch may hold up those whose requests stream; infinite where none do or none can keep pace."""
+        """The time that a batch may hold up streaming requests; infinite where none stream or none can keep pace."""
         left_s = math.inf
         for name, runner in self._growing.items():
             streaming = self._running[name]
@@ -170,11 +171,11 @@ def _paced(runner: PreemptibleRunner, group: Hashable, requests: list[Request], 
 
 
 def _joins(runner: Runner, requests: Sequence[Request], group: Hashable) -> bool:
-    """Whether one iteration takes any of these requests into the group."""
+    """Return whether one iteration takes any of these requests into the group."""
     return any(runner.next_group(request) == group for request in requests)
 
 
 def _spare_s(runner: Runner, delayed: Sequence[Request], now: float) -> float:
-    """How long they may be held: a deadline that someone set is not spent on others."""
+    """The time that they may be held: a deadline that someone set is not spent on others."""
     rows = sum(runner.rows(request) for request in delayed)
     return min(r.deadline - now - (runner.left_s(r, rows) if r.deadline < math.inf else 0.0) for r in delayed)

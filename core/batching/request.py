@@ -10,7 +10,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """Where a request stands. The last four are final: a request reaches exactly one of them, once."""
+    """The state of a request. The last four are final: a request reaches exactly one of them, once."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +26,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """What one iteration brought one request. Listeners receive it, too.
+    """The result of one iteration for one request. Listeners receive it, too.
 
     `progress` is (steps done, steps in all) as a person counts them. `result` is set on the iteration
     that finishes the request; `error` on one that fails it alone.

@@ -1,4 +1,4 @@
-"""Which requests share the next forward, on each lane of the device.
+"""Selects the requests that share the next forward, on each lane of the device.
 
 Pure Python with no clock and no threads: time is handed in, so that the same code runs under a virtual clock
 in tests and in the simulator.
@@ -224,7 +224,7 @@ class Scheduler:
                 request.alone = True
 
     def _end(self, request: Request, state: State, now: float) -> None:
-        """At once, or when its iteration ends: until then its slots are in use."""
+        """End the request at once, or when its iteration ends: until then its slots are in use."""
         if request.in_flight:
             request.stop = request.stop or state
             return

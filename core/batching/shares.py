@@ -73,18 +73,18 @@ class Shares:
         device.live[key] += 1
 
     def leave(self, request: Request) -> None:
-        """It has ended, or was taken out; it no longer runs."""
+        """Record that a request has ended, or was taken out; it no longer runs."""
         _decrement(self._devices[request.modality].live, account(request))
 
     def begin(self, request: Request) -> None:
-        """It was admitted."""
+        """Record that a request was admitted."""
         device, key = self._devices[request.modality], account(request)
         if key not in device.running:
             device.lift(key)
         device.running[key] += 1
 
     def stop(self, request: Request) -> None:
-        """It ends, or waits again."""
+        """Record that a request ends, or waits again."""
         _decrement(self._devices[request.modality].running, account(request))
 
     def charge(self, runner: Runner, group: Hashable, requests: Sequence[Request], rows: int) -> None:
@@ -115,7 +115,7 @@ class Shares:
         return key[1], self._devices[request.modality].charged[key], request.turn
 
     def behind(self, request: Request, leader: Request) -> bool:
-        """Whether a request may not be put before the leader."""
+        """Return whether a request may not be put before the leader."""
         if request.priority > leader.priority:
             return True
         return request.tenant != leader.tenant and self.order(request)[:2] > self.order(leader)[:2]
@@ -128,13 +128,13 @@ class Shares:
         return max(more, key=lambda r: (counts[r.tenant], self.order(r)), default=None)
 
     def yields(self, request: Request) -> bool:
-        """Whether another tenant's request that runs on the device, on whatever lane, is to have it first."""
+        """Return whether another tenant's request that runs on the device, on whatever lane, is to have it first."""
         device, key = self._devices[request.modality], account(request)
         charged = key[1], device.charged[key]
         return any(other[0] != key[0] and (other[1], device.charged[other]) < charged for other in device.running)
 
     def joining(self, runner: Runner, group: Hashable, requests: Sequence[Request]) -> list[Request]:
-        """Of requests that could share an iteration: the first one's tenant's, then those of others that may join.
+        """The requests that could share an iteration: the first one's tenant's, then those of others that may join.
 
         With others of as many tenants, each of which would have its turn otherwise, it takes at most that many times as
         long as without them; and nobody joins who is further ahead of the first one than that. Where they make next to

@@ -24,12 +24,12 @@ class Waiting:
         self.count = 0
 
     def add(self, request: Request) -> None:
-        """It waits from now on."""
+        """Add a request to those that wait."""
         self.count += 1
         self.place(request)
 
     def place(self, request: Request) -> None:
-        """It waits, and from now on by the order that it has now."""
+        """Put a waiting request into the order that it has now."""
         needed = self._resources(request)
         if needed not in self._queues:
             self._queues[needed] = _Queue(self._shares)
@@ -46,7 +46,7 @@ class Waiting:
             self.reset([request for queue in self._queues.values() for request in queue.requests()])
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """These wait, and no others."""
+        """Replace all waiting requests by these."""
         self._queues, self.count = {}, 0
         for request in requests:
             self.add(request)
@@ -67,11 +67,11 @@ class _Queue:
 
     @property
     def size(self) -> int:
-        """How many entries there are, outdated ones too."""
+        """The number of entries there are, outdated ones too."""
         return max(self._entries, len(self._places))
 
     def place(self, request: Request) -> None:
-        """It waits by the order that it has now."""
+        """Put a waiting request into the order that it has now."""
         owner, order = account(request), self._shares.order(request)
         self._added += 1
         self._entries += 1
@@ -103,7 +103,7 @@ class _Queue:
         return None
 
     def requests(self) -> list[Request]:
-        """Those that wait, each once."""
+        """The waiting requests, each once."""
         entries = [(entry, owner) for owner, heap in self._heaps.items() for entry in heap]
         return [*{entry[2].id: entry[2] for entry, owner in entries if _waits(entry, owner)}.values()]
 

@@ -65,7 +65,7 @@ class KernelChoice:
 
 
 def lacks(device: DeviceInfo, precision: str) -> str | None:
-    """Why our kernels cannot run a model of this precision on the device, or None if they can."""
+    """Return why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
         if (reason := cpu_kernels_lack(precision)) is not None:
             return reason
@@ -95,7 +95,7 @@ def instead(device: DeviceInfo, precision: str) -> str:
 
 
 def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) -> str | None:
-    """Why the Hopper kernels cannot run, or None if they can."""
+    """Return why the Hopper kernels cannot run, or None if they can."""
     if capability is None:
         return "no CUDA device"
     if capability != _HOPPER:

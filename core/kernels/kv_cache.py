@@ -68,7 +68,7 @@ class KVCache:
         companion: KVCache | None = None,
         turned: bool | None = None,
     ) -> None:
-        """At most `sequences` of at most `context` tokens are in the cache at once.
+        """Allocate room for `sequences` sequences of at most `context` tokens at once.
 
         `companion`: the cache whose table it shares. `turned`: the GPU layout; default: by device.
         """

@@ -51,7 +51,7 @@ class PackedAdapter(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of the memory for adapters."""
+        """The memory that the adapter takes."""
         ...
 
 
@@ -71,7 +71,7 @@ class PackedBranches:
                 self._packed[layer.weights] = _pack(library, layer, factors)
 
     def of(self, layer: PackedLayer) -> PackedBranch | None:
-        """Its share in this layer, if it has one."""
+        """The adapter's branch of this layer, or None."""
         return self._packed.get(layer.weights)
 
     @property

@@ -334,12 +334,13 @@ class CpuLowering:
         self._last: RowBranches | None = None
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """As `core.ops.ops.Lowering`: writes a program of these shapes, and drops it."""
+        """Write a program of these shapes, and drop it; see `core.ops.ops.Lowering`."""
         with self._lock:
             _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported.
+        """Return the walk as a program; see `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one
+        that is unsupported.
 
         Calls take `lengths` [B]: how many of each image's tokens of the bound input count; default: all.
         """

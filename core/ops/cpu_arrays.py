@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """So many channels from `start` on of the bound input, which is known when the program runs."""
+    """A range of channels, from `start` on, of the bound input, which is known when the program runs."""
 
     images: int
     channels: int

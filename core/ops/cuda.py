@@ -170,8 +170,8 @@ class CudaOps:
         return tuple(x.shape)
 
     def joint(self, target: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
-        """In memory that calls of all widths and of like sizes share, so that a shallow step finds no more to copy than
-        its features.
+        """Join both in memory that calls of all widths and of like sizes share, so that a shallow step copies no more
+        than its features.
 
         Recorded graphs keep its address: it is never given back, and so made for the next power of two of pixels.
         """
@@ -255,7 +255,7 @@ class CudaLowering:
         self._lock = threading.Lock()  # adapters are packed on any thread
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """As `core.ops.ops.Lowering`: joined weights exist before anything is recorded."""
+        """Join weights before anything is recorded; see `core.ops.ops.Lowering`."""
         for call in trace(walk, *shapes).calls:
             self._ops.pack(call.operation, call.layers)
 
@@ -292,7 +292,7 @@ class CudaLowering:
 
     @property
     def folds(self) -> bool:
-        """Whether products that can add adapters' shares themselves, instead of a kernel behind them."""
+        """Return whether products that can add adapters' shares themselves, instead of a kernel behind them."""
         return self._ops.branches.folds
 
     @folds.setter
@@ -301,7 +301,7 @@ class CudaLowering:
 
     @property
     def branch_shape(self) -> BranchShape | None:
-        """What fixes the launches of calls now, beside their own shapes; None for rows without adapters."""
+        """The key that, beside their own shapes, fixes the launches of calls now; None for rows without adapters."""
         return self._ops.branches.shape
 
     @property

@@ -29,8 +29,8 @@ _ALIGNED = 16  # bytes
 
 
 class BranchShape(NamedTuple):
-    """What fixes the launches of a batch's branches: adapters of a row, ranks of one in a layer, at most; and the
-    layers, as a set of bits by their numbers, that have any.
+    """The key that fixes the launches of a batch's branches: adapters of a row, ranks of one in a layer, at most; and
+    the layers, as a set of bits by their numbers, that have any.
     """
 
     uses: int
@@ -110,7 +110,7 @@ class AdaptableLayers:
 
 
 class RowBranches:
-    """Which rows of a lowering's calls get which adapters. Filled and read on the thread that computes."""
+    """The adapters of each row of a lowering's calls. Filled and read on the thread that computes."""
 
     def __init__(self, rows: int) -> None:
         """`rows` is the most images of a call."""
@@ -123,7 +123,7 @@ class RowBranches:
 
     @property
     def shape(self) -> BranchShape | None:
-        """That of the calls inside `adapted` or `like`; None outside, and for rows without any."""
+        """The shape of the calls inside `adapted` or `like`; None outside, and for rows without any."""
         return None if self._now is None else self._now[0]
 
     @contextmanager
@@ -183,11 +183,11 @@ class RowBranches:
             table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
     def has(self, layer: FusedLayer) -> bool:
-        """Whether rows may have a share in this layer now."""
+        """Return whether rows may have a share in this layer now."""
         return self._now is not None and bool(self._now[0].layers >> layer.number & 1)
 
     def shares(self, layer: FusedLayer, x: Tensor, window: Window, row_scale: Tensor | None = None) -> Shares | None:
-        """What is added to the layer's result of x [B, H, W, C]; None if no row has a share in it."""
+        """The shares that are added to the layer's result of x [B, H, W, C]; None if no row has one."""
         if not self.has(layer):
             return None
         assert self._now is not None

@@ -30,14 +30,14 @@ from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
 class Reader(NamedTuple):
-    """What a layer reads: the 8-bit type, or None for the base type, and what multiplies the input [K] before."""
+    """The input type of a layer: the 8-bit type, or None for the base type, and the factor [K] applied before."""
 
     kind: torch.dtype | None
     inverse: Tensor | None
 
     @classmethod
     def of(cls, modules: Sequence[Any]) -> Reader:
-        """Of layers that read one input. Raises ValueError for layers that cannot share it."""
+        """The reader of layers with one input. Raises ValueError for layers that cannot share it."""
         first = modules[0]
         quantized = isinstance(first, ScaledWeights)
         if quantized and not first.STATIC:
@@ -70,12 +70,12 @@ class FusedLayer:
 
     @property
     def plain_bias(self) -> Tensor | None:
-        """In the base type, for torch's own products."""
+        """The bias in the base type, for torch's own products."""
         return None if self.bias is None else self.bias.to(self.base)
 
     @property
     def channels(self) -> int:
-        """Of the input."""
+        """The number of channels of the input."""
         return int(self.weight.shape[1])
 
 
@@ -178,7 +178,7 @@ class Conv(FusedLayer):
         return int(self.weight.shape[1 if self.kind is None else 3])
 
     def window(self, x: Tensor) -> Window:
-        """What the result's pixels read of x [B, H, W, C]."""
+        """The window of x [B, H, W, C] that the result's pixels read."""
         ends = 2 * self.padding if self.padding else 1
         height, width = ((side + ends - self.taps) // self.stride + 1 for side in x.shape[1:3])
         return Window(height, width, (x.shape[1], x.shape[2]), self.taps, self.stride, self.padding)
@@ -209,7 +209,7 @@ class Conv(FusedLayer):
 
 
 class UpConv(Conv):
-    """The same after a nearest-neighbour upsampling by two; in 8 bits the larger image is never materialized.
+    """A convolution after a nearest-neighbour upsampling by two; in 8 bits the larger image is never materialized.
 
     Taps that read the same pixel are summed, and the sums are quantized again.
     """
@@ -282,7 +282,7 @@ class RmsNorm:
 
 
 def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same for one head of hundreds of channels: the scores of one image at a time, since they take 2·T² bytes."""
+    """Compute `attend` for one head of hundreds of channels: one image at a time, since scores take 2·T² bytes."""
     scale = 1.0 / math.sqrt(q.shape[-1])
     images = zip(q.squeeze(2), k.squeeze(2), v.squeeze(2), strict=True)
     return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])

@@ -63,11 +63,11 @@ class PackedLayers:
         return self._once([module], (first, count, bias), make)
 
     def embedding(self, module: nn.Embedding) -> Tensor:
-        """Its weight [n, channels], which a layer may share that `release` drops."""
+        """The layer's weight [n, channels], which may be shared with a layer that `release` drops."""
         return self._embeddings.setdefault(module, module.weight.detach())
 
     def inverse(self, *modules: nn.Module) -> Tensor | None:
-        """What the input of these layers, which read it side by side, is quantized with; None for floats."""
+        """The factor that quantizes the input of these layers, which read it side by side; None for floats."""
         if not modules:
             return None
         try:

@@ -140,7 +140,8 @@ class TorchOps:
 
 
 def excess(x: Tensor, layer: ScaledWeights, within: Tensor) -> Tensor:
-    """By how much each token of x [B, …, K] exceeds the range of a layer's static scales, [B, …, 1]; at least 1.
+    """The factor by which each token of x [B, …, K] exceeds the range of a layer's static scales, [B, …, 1]; at least
+    1.
 
     Also 1 for images that `within` [B] is 0 for.
     """
@@ -162,7 +163,7 @@ def _is_conv(layer: Any) -> bool:
 
 
 def _padding(layer: Any) -> int:
-    """Of a convolution, plain or quantized."""
+    """The padding of a convolution, plain or quantized."""
     return int(layer.padding if isinstance(layer.padding, int) else layer.padding[0])
 
 
@@ -182,7 +183,7 @@ class TorchLowering:
         self._ops = TorchOps()
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """Nothing: torch packs no weights."""
+        """Do nothing: torch packs no weights."""
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
         def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:

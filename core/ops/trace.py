@@ -20,7 +20,7 @@ class Call(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What was asked for, in order, and the shapes of what the walk returned."""
+    """The calls of a walk in order, and the shapes that it returned."""
 
     calls: list[Call]
     outputs: tuple[Shape, ...]

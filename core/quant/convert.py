@@ -87,7 +87,7 @@ class Recipe:
 
 @dataclass
 class QuantizationReport:
-    """What `quantize_` changed, what it left unquantized, with the reason, and which weights GPTQ rounded."""
+    """The layers that `quantize_` changed and left, with reasons, and those whose weights GPTQ rounded."""
 
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def _compensate(
 def inverse_of(
     largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics, rule: Rule | None = None
 ) -> Tensor:
-    """What multiplies the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
+    """The factor for the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
 
     `rule` overrides that of the recipe. Raises `StatisticsError`, and `RecipeError` for layers that cannot share it.
     """

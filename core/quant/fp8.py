@@ -24,7 +24,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def available(device: torch.device) -> bool:
-    """Whether this device multiplies FP8."""
+    """Return whether this device multiplies FP8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -71,7 +71,7 @@ class ScaledWeights(FixedDtypeModule):
 
 
 class ScaledLinear(ScaledWeights):
-    """Of a linear layer; weight [N, K]."""
+    """A quantized linear layer; weight [N, K]."""
 
     def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None) -> None:
         super().__init__(weight, scale, inverse, bias)
@@ -100,7 +100,7 @@ class ScaledLinear(ScaledWeights):
 
 
 class ScaledConv2d(ScaledWeights):
-    """Of a convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
+    """A quantized convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
 
     def __init__(
         self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None, *, stride: int, padding: int
@@ -112,12 +112,12 @@ class ScaledConv2d(ScaledWeights):
 
     @classmethod
     def of(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
-        """As `ScaledLinear.of`; `inverse` is [C]. Raises ValueError for what `steps` rejects."""
+        """Build it like `ScaledLinear.of`; `inverse` is [C]. Raises ValueError for what `steps` rejects."""
         return cls.scaled(layer, _stretched(inverse, cls.TOP))
 
     @classmethod
     def scaled(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
-        """As `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
+        """Scale like `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
         stride, padding = steps(layer)
         folded = _folded(layer.weight.detach().float().permute(0, 2, 3, 1), inverse)
         weight, scale = cls.rounded(folded.contiguous())
@@ -125,7 +125,7 @@ class ScaledConv2d(ScaledWeights):
 
     @classmethod
     def restored(cls, layer: nn.Conv2d, tensors: Mapping[str, Tensor]) -> Self:
-        """As `ScaledLinear.restored`. Raises ValueError for what `steps` rejects."""
+        """Restore like `ScaledLinear.restored`. Raises ValueError for what `steps` rejects."""
         if "weight" not in tensors:
             return cls.scaled(layer, tensors.get("inverse"))
         stride, padding = steps(layer)

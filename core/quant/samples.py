@@ -26,7 +26,7 @@ class Samples:
     keys: dict[str, Tensor] = field(default_factory=dict)  # fp64 [n], ascending
 
     def pick(self, layer: str, x: Tensor, place: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """Of an input x [..., K] the rows [n, K], and their keys [n], that `add` may keep.
+        """Select the rows [n, K] of an input x [..., K], and their keys [n], that `add` may keep.
 
         `place` is the number of the batch, the step, and the call within both.
         """
@@ -51,7 +51,7 @@ class Samples:
         self.rows[layer], self.keys[layer] = rows[order], keys[order]
 
     def fit(self, ranges: Mapping[str, Tensor]) -> bool:
-        """Whether rows and keys fit one another, and layers whose inputs have these ranges [steps, K]."""
+        """Return whether rows and keys fit one another, and layers whose inputs have these ranges [steps, K]."""
         return self.rows.keys() == self.keys.keys() <= ranges.keys() and all(
             rows.shape == (len(self.keys[name]), ranges[name].shape[-1]) for name, rows in self.rows.items()
         )

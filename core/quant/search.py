@@ -29,7 +29,7 @@ ALPHAS: tuple[float | None, ...] = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found for layers that read one input, and the errors by it and by the recipe's rule (`usual`)."""
+    """The best rule for layers that read one input, its error, and the error of the recipe's rule (`usual`)."""
 
     alpha: float | None
     error: float
@@ -48,7 +48,7 @@ class Choice:
 def search(
     model: nn.Module, recipe: Recipe, statistics: Statistics, *, scheme: Scheme = "int8"
 ) -> dict[str, Choice]:  # fmt: skip
-    """What has the least error for each layer that `recipe` quantizes; never a larger one than the recipe's own rule.
+    """Search the rule of least error for each layer that `recipe` quantizes; never worse than the recipe's own rule.
 
     Layers with one input get the same. Raises `StatisticsError` without samples of a layer, and as `quantize_` does.
     """
@@ -105,7 +105,7 @@ class LayerErrors:
 
     @torch.inference_mode()
     def __call__(self, inverse: Tensor) -> float:
-        """With inputs scaled by `inverse` [K]."""
+        """The error with inputs scaled by `inverse` [K]."""
         kind = self._kinds.linear
         inverse = inverse * (kind.TOP / 127)
         total = 0.0

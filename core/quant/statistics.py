@@ -98,7 +98,7 @@ class Statistics:
 
     @contextmanager
     def batch(self, step: int) -> Iterator[See]:
-        """Yields a function that records layers' inputs, all of them one batch of this step.
+        """Yield a function that records layers' inputs, all of them one batch of this step.
 
         Nothing is added if the body raises.
         """

@@ -215,7 +215,7 @@ def _rest(
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory with an earlier one: a file cannot hold two names for one memory."""
+    """Copy of tensors that share memory with an earlier one: a file cannot hold two names for one memory."""
     seen: set[int] = set()
     copies = {}
     for name, tensor in tensors.items():

@@ -88,7 +88,7 @@ class CaptionFilter:
         return max(len(tokenizer(caption, verbose=False).input_ids) for tokenizer in self._tokenizers)
 
     def wrong(self, text: str, complete: bool) -> str | None:
-        """Returns why an answer is no valid caption, duplicates aside, or None. `complete`: it ended by itself."""
+        """Return why an answer is no valid caption, duplicates aside, or None. `complete`: it ended by itself."""
         if not complete:
             return UNFINISHED
         if "\ufffd" in text or text_error(text, MAX_PROMPT_CHARACTERS) is not None:

@@ -44,7 +44,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is right; None where the prompt does not ask. `score` is the lowest of the things' best cosines."""
+    """The parts that are right; None where the prompt does not ask. `score` is the lowest of the best cosines."""
 
     subject: bool
     count: bool | None
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether all that is asked is right."""
+        """Return whether all that is asked is right."""
         return all(part is not False for part in (self.subject, self.count, self.colour, self.place))
 
 
@@ -108,7 +108,7 @@ class Checker:
 
     @staticmethod
     def _counted(truth: Truth, matches_of: list[list[Match]]) -> bool | None:
-        """Whether there are as many of each thing as asked; None where one of each is."""
+        """Return whether there are as many of each thing as asked; None where one of each is."""
         if all(item.count == 1 for item in truth.items):
             return None
         return all(len(matches) == item.count for matches, item in zip(matches_of, truth.items, strict=True))
@@ -150,7 +150,7 @@ class Checker:
         return torch.cat([sprite, painted])
 
     def _alpha(self, seen: _Seen, item: Thing, match: Match) -> Tensor:
-        """Where a match covers the picture, [H, W]."""
+        """The area of the picture that a match covers, [H, W]."""
         return self._placed_sprite(seen, item, match)[3]
 
     def _placed_sprite(self, seen: _Seen, item: Thing, match: Match) -> Tensor:
@@ -163,7 +163,7 @@ class Checker:
         return canvas
 
     def _cover(self, seen: _Seen, truth: Truth, matches_of: list[list[Match]], behind: int) -> Tensor | None:
-        """What stays visible beside the thing in front, [H, W] of 0 and 1."""
+        """The area that stays visible beside the thing in front, [H, W] of 0 and 1."""
         other = 1 - behind
         if not matches_of[other] or matches_of[other][0].score < FOUND:
             return None
@@ -184,7 +184,7 @@ class Checker:
         ]
 
     def _coloured(self, seen: _Seen, item: Thing, matches: list[Match]) -> bool:
-        """Whether most of what is coloured in the sprite has the asked hue, in as many of the best matches as asked."""
+        """Return whether most of the sprite's coloured part has the hue asked for, in enough of the best matches."""
         for match in matches[: item.count]:
             plain = self._placed_sprite(seen, Thing(item.subject), match._replace(variant=0))
             straight = plain[:3] / plain[3:].clamp(min=1e-3)
@@ -196,7 +196,7 @@ class Checker:
 
     @staticmethod
     def _placed(truth: Truth, matches_of: list[list[Match]]) -> bool:
-        """Whether the centres of the things' matches stand as the relation says."""
+        """Return whether the centres of the things' matches stand as the relation says."""
         best = [part[: item.count] for part, item in zip(matches_of, truth.items, strict=True)]
         centres = [(sum(m.x for m in part) / len(part), sum(m.y for m in part) / len(part)) for part in best]
         if truth.relation == "row":
@@ -218,7 +218,7 @@ class Checker:
         return math.hypot(across, down) < reach
 
     def _ordered(self, seen: _Seen, truth: Truth, matches_of: list[list[Match]], behind: int) -> bool:
-        """Whether the picture shows the front thing where both would be."""
+        """Return whether the picture shows the front thing where both would be."""
         layers = [self._placed_sprite(seen, item, m[0]) for item, m in zip(truth.items, matches_of, strict=True)]
         both = (layers[0][3] > 0.9) & (layers[1][3] > 0.9)
         if not bool(both.any()):
@@ -278,7 +278,7 @@ class _Seen:
         return self._of(out), self._of(out.square().sum(0))
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        """Those of the whole picture, which sizes share."""
+        """The sums of the whole picture, which sizes share."""
         if self._padded not in self._spectra:
             self._spectra[self._padded] = self._both(self.stands_out)
         return self._spectra[self._padded]

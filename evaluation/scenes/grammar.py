@@ -153,7 +153,7 @@ class Foils:
         self._paintable = [subject for subject in subjects if subject.colours]
 
     def captions(self, truth: Truth, count: int, draw: random.Random) -> list[str]:
-        """At most `count` different captions with one thing wrong."""
+        """Return at most `count` different captions with one thing wrong."""
         wrong = dict.fromkeys(self.wrong(truth, draw) for _ in range(count))
         return [say(wrong_truth, self._by_noun, draw) for wrong_truth in wrong if wrong_truth != truth]
 

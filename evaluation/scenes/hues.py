@@ -31,7 +31,7 @@ def chroma(rgb: Tensor) -> Tensor:
 
 
 def coloured(rgb: Tensor) -> Tensor:
-    """How far each pixel of [..., 3, H, W] is coloured and not grey, 0..1."""
+    """The degree to which each pixel of [..., 3, H, W] is coloured and not grey, 0..1."""
     return ((chroma(rgb) - _PALE) / (_VIVID - _PALE)).clamp(0, 1)
 
 

@@ -46,11 +46,11 @@ class SceneJudge:
         self._reader, self._foils, self._clip = Reader(nouns), Foils(nouns), clip
 
     def score(self, picture: Pixels, caption: str) -> float:
-        """Whether all that the caption says is right. Raises `Unscorable`."""
+        """Return whether all that the caption says is right. Raises `Unscorable`."""
         return float(self.verdict(picture, caption).right)
 
     def verdict(self, picture: Pixels, caption: str) -> Verdict:
-        """What is right of a uint8 [H, W, 3] picture. Raises `Unscorable` for a caption of another grammar."""
+        """Judge a uint8 [H, W, 3] picture. Raises `Unscorable` for a caption of another grammar."""
         try:
             truth = self._reader.read(caption)
         except ValueError as error:
@@ -75,7 +75,7 @@ class SceneJudge:
         return {**summary(verdicts), **clip, "right": [verdict.right for verdict in verdicts]}
 
     def difference(self, left: Sequence[Pixels], right: Sequence[Pixels]) -> dict[str, Any]:
-        """How much two pictures of one caption differ: means with intervals, PSNR in dB."""
+        """The difference between two pictures of one caption: means with intervals, PSNR in dB."""
         if not left:
             return {"pairs": 0}
         counts = bootstrap.resamples(len(left))

@@ -1,4 +1,4 @@
-"""What scenes are composed of: the emoji with a plain countable noun, told apart by their pictures."""
+"""Subjects that scenes are composed of: the emoji with a plain countable noun, told apart by their pictures."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def article(phrase: str) -> str:
 
 
 def named(row: PictureRow) -> bool:
-    """Whether the row's name is a noun that captions can count, colour and place."""
+    """Return whether the row's name is a noun that captions can count, colour and place."""
     name = row.name.lower()
     words = name.replace("-", " ").split()
     if row.group not in GROUPS and row.subgroup not in ALSO:

@@ -1,4 +1,4 @@
-"""What a prompt asks to be true of its picture: things, their counts, colours and sizes, and where they stand."""
+"""The content that a prompt asks of its picture: things, their counts, colours and sizes, and where they stand."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def check(
 
 
 def modulation(name: str, x: Tensor, row_scale: Tensor | None, residual: Tensor | None) -> dict[str, int | None]:
-    """What follows a normalization of x [rows, channels]: `row_scale` [images, channels], `residual` [rows, channels].
+    """The steps after a normalization of x [rows, channels]: `row_scale` [images, channels], `residual` [rows,
+    channels].
 
     Raises ValueError for shapes that the kernels do not support.
     """

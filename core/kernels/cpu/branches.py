@@ -96,7 +96,7 @@ def _packed_up(weights: Weights, parts: Sequence[BranchPart]) -> tuple[Tensor, T
 
 
 class BranchTable:
-    """Which adapters, by number, and with which scales, the rows of each image of a batch get."""
+    """The adapters, by number, and their scales for the rows of each image of a batch."""
 
     def __init__(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         self.images = len(rows)

@@ -36,7 +36,7 @@ _PARTIAL = ".part"  # folders left behind by a killed compiler
 
 
 class KernelsUnavailable(RuntimeError):
-    """There are no INT8 kernels for this machine. The message says why."""
+    """An error: INT8 kernels cannot run on this machine. The message says why."""
 
 
 class LibraryIdentity(NamedTuple):

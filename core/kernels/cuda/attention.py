@@ -66,7 +66,7 @@ def variant_for(queries: int, keys: int, output: str, head: int = 64, *, lengths
 
 
 def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Hopper kernel does not support this attention, or None."""
+    """Return why the Hopper kernel does not support this attention, or None."""
     if (reason := driver.lacks(q.device)) is not None:
         return reason
     for x in (q, k, v):

@@ -20,7 +20,7 @@ _ROWS = 128  # of a tile: tokens times query heads
 
 
 def tokens_of(group: int) -> int:
-    """How many tokens a tile holds, of `group` query heads each."""
+    """The number of tokens a tile holds, of `group` query heads each."""
     return max(16, _ROWS // power(group))
 
 
@@ -97,7 +97,7 @@ def chunks(
     *,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """As `decode_kernel.decode`, of the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`."""
+    """Run `decode_kernel.decode` for the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`."""
     _, heads, d = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

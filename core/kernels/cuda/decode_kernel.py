@@ -27,7 +27,7 @@ shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 
 def lacks(cache: KVCache) -> str | None:
-    """Why the kernel does not support this cache, or None."""
+    """Return why the kernel does not support this cache, or None."""
     if (reason := language.lacks()) is not None:
         return reason
     if not cache.turned:
@@ -37,7 +37,7 @@ def lacks(cache: KVCache) -> str | None:
 
 
 def reach(tokens: int) -> int:
-    """Into how many parts a sequence of so many tokens is split."""
+    """The number of parts that a sequence of so many tokens is split into."""
     part = max(PART, -(-tokens // (PARTS * _UNIT)) * _UNIT)
     return max(1, -(-tokens // part))
 
@@ -216,7 +216,7 @@ def decode_reference(
     inverse: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same, row by row in fp32, as `dtype` or q's."""
+    """The reference of `decode`: row by row in fp32, as `dtype` or q's."""
     keys, values = keys.float(), values.float()
     if key_scales is not None and value_scales is not None:
         keys, values = keys * key_scales[..., None], values * value_scales[:, :, None]

@@ -85,7 +85,7 @@ def keep_in(folder: Path) -> None:
 
 @functools.cache
 def lacks(device: torch.device) -> str | None:
-    """Why programs for Hopper cannot be built and run on this device, or None if they can."""
+    """Return why programs for Hopper cannot be built and run on this device, or None if they can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return hopper_lacks(None)
     return hopper_lacks(torch.cuda.get_device_capability(device), nvrtc_lacks())
@@ -93,7 +93,7 @@ def lacks(device: torch.device) -> str | None:
 
 @functools.cache
 def nvrtc_lacks() -> str | None:
-    """Why programs cannot be compiled and loaded in this process, or None if they can."""
+    """Return why programs cannot be compiled and loaded in this process, or None if they can."""
     try:
         _nvrtc()
         _cuda()

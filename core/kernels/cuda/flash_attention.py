@@ -102,7 +102,7 @@ def _flash(  # type: ignore[no-untyped-def]
 def flash(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, inverse: Tensor | None, out: Tensor, *, causal: bool
 ) -> None:
-    """As `attention.attention`, into `out` [B, Sq, H · d], contiguous."""
+    """Compute `attention.attention` into `out` [B, Sq, H · d], contiguous."""
     images, queries, heads, d = q.shape
     width = max(LEAST, power(d))
     rows, block, warps, stages = shapes[max(128, min(512, width * q.element_size()))]

@@ -66,7 +66,7 @@ class EpilogueInputs:
     shares: Shares | None = None  # of adapters
 
     def arguments(self, *, linear: bool) -> dict[str, int | None]:
-        """These operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""
+        """The operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""
         return {
             "residual": _pointer(self.residual),
             "bias": _pointer(self.bias),
@@ -80,7 +80,7 @@ class EpilogueInputs:
         }
 
     def lacks(self) -> str | None:
-        """Why the Hopper kernel does not support them, or None."""
+        """Return why the Hopper kernel does not support them, or None."""
         if self.shares is not None and (self.shares.low is None or self.shares.dtype == torch.float32):
             return "what adapters add is fp32"
         if self.row_bias is not None and self.row_bias.stride(0) % 4:
@@ -213,7 +213,7 @@ def _variant(tile: Tile, x: Tensor, out: Tensor, extras: EpilogueInputs, *, gate
 
 
 def _activation_map(x: Tensor, height: int, width: int, stride: int) -> driver.TensorMap:
-    """Fetches x [B, H, W, C] in boxes of so many pixels, `stride` apart, and 128 channels."""
+    """Fetch x [B, H, W, C] in boxes of so many pixels, `stride` apart, and 128 channels."""
     images, rows, columns, channels = x.shape
     return driver.tensor_map(
         x,
@@ -225,7 +225,7 @@ def _activation_map(x: Tensor, height: int, width: int, stride: int) -> driver.T
 
 
 def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool) -> driver.TensorMap:
-    """Fetches the rows of a tile's columns in the order in which the accumulators of one thread are neighbours.
+    """Fetch the rows of a tile's columns in the order in which the accumulators of one thread are neighbours.
 
     `columns` are those of one phase.
     """
@@ -241,7 +241,7 @@ def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool)
 
 
 def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:
-    """Why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
+    """Return why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
     if (reason := driver.lacks(x.device)) is not None:
         return reason
     if out.shape[-1] % 32 or x.shape[-1] % 16:

@@ -85,7 +85,7 @@ def _kernel(variant: LayerNormVariant, device: int) -> driver.Kernel:
 def lacks(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, inv_scale: Tensor | None, row_scale: Tensor | None = None
 ) -> str | None:
-    """Why the Hopper kernel does not support these rows, or None."""
+    """Return why the Hopper kernel does not support these rows, or None."""
     if (reason := driver.lacks(x.device)) is not None:
         return reason
     if weight is None or bias is None or inv_scale is None or row_scale is not None:

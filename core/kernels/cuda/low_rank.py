@@ -29,8 +29,8 @@ _STAGES = 3  # of these that are in flight
 
 
 class Window(NamedTuple):
-    """What pixels of the input a layer's outputs [height, width] read: taps × taps of a map of `sides`, from -padding
-    on. `doubled`: that map is the input, doubled by nearest neighbours.
+    """The pixels of the input that a layer's outputs [height, width] read: taps × taps of a map of `sides`, from
+    -padding on. `doubled`: that map is the input, doubled by nearest neighbours.
     """
 
     height: int
@@ -231,7 +231,7 @@ def _up(  # type: ignore[no-untyped-def]
 
 
 class Shares(NamedTuple):
-    """What a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
+    """The sum that a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
 
     x [B, H, W, C] in the type of `up` or in 8 bits; `layer` is its number in the adapters' tables; row_scale
     [B · height · width]: fp32. `dtype`: that of `up` and the result. `folds`: a product that can adds them itself.
@@ -249,11 +249,11 @@ class Shares(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of an image."""
+        """The number of pixels of an image."""
         return self.window.height * self.window.width
 
     def computed(self) -> Shares:
-        """With `low`, if it is on a GPU."""
+        """The shares with `low` computed, if it is on a GPU."""
         return self._replace(low=down(self)) if self.x.is_cuda else self
 
     def add(self, out: Tensor, *, alone: bool = False) -> Tensor:
@@ -278,7 +278,7 @@ class Shares(NamedTuple):
 
 
 def folded(shares: Shares | None) -> Shares | None:
-    """Those that a product is to add itself."""
+    """The shares that a product is to add itself."""
     return shares if shares is not None and shares.folds else None
 
 
@@ -371,7 +371,7 @@ def _factors(address: int, layer: int, taps: int, x: Tensor, out: Tensor) -> tup
 
 
 def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers at an address of this process."""
+    """A view of so many numbers at an address of this process."""
     memory: Any = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 

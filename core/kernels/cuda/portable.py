@@ -178,7 +178,7 @@ def linear(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `linear.linear_int8`, into `out` [M, N]."""
+    """Compute `linear.linear_int8` into `out` [M, N]."""
     (rows, depth), columns = x.shape, weight.shape[0]
     bm, bn = _rows(rows), 128
     stride = 0 if residual is None else residual.stride(0)
@@ -200,7 +200,7 @@ def geglu(
     *,
     silu: bool = False,
 ) -> None:
-    """As `linear.linear_geglu_int8`, into `out` [M, N]."""
+    """Compute `linear.linear_geglu_int8` into `out` [M, N]."""
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     bm, bn = _rows(rows), 64
     _geglu[((rows + bm - 1) // bm * ((columns + bn - 1) // bn),)](
@@ -223,7 +223,7 @@ def conv(
     phases: int,
     relu: bool = False,
 ) -> None:
-    """As `conv.conv3x3_int8` (taps 3, phases 1) or `conv.upsample_conv3x3_int8` (taps 2, phases 4), into `out`."""
+    """Compute `conv.conv3x3_int8` (taps 3, phases 1) or `conv.upsample_conv3x3_int8` (taps 2, phases 4) into `out`."""
     images, height, width, channels = x.shape
     up = 2 if phases == 4 else 1
     out_height, out_width, columns = out.shape[1] // up, out.shape[2] // up, out.shape[3]

@@ -77,7 +77,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 def _images(rows: int, channels: int, *scales: Tensor | None) -> int:
-    """How many images the rows belong to. Raises `ValueError` if the scales disagree with the rows or each other."""
+    """The number of images of the rows. Raises `ValueError` if the scales disagree with the rows or each other."""
     present = [scale for scale in scales if scale is not None]
     images = len(present[0]) if present else 1
     if any(scale.shape != (images, channels) or scale.stride(1) != 1 for scale in present) or rows % images:
