@@ -166,7 +166,7 @@ def runner_of(model: ImageModel, rows: int, measure_s: float) -> tuple[ImageRunn
     }  # fmt: skip
 
 
-class Ladder:
+class EngineLadder:
     """The run: its options, and its results, which are saved as they come."""
 
     def __init__(self, options: argparse.Namespace, names: Sequence[str]) -> None:
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = command.names(options.rungs, (*STOCK, *RUNGS), "--rungs")
     if options.tiny:
         options.model = tiny.TINY
-    Ladder(options, names).run()
+    EngineLadder(options, names).run()
     return 0
 
 

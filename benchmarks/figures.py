@@ -40,7 +40,7 @@ class FigureError(ValueError):
     """A mark is invalid. The message names the mark and the error."""
 
 
-class Plot(NamedTuple):
+class PlotFile(NamedTuple):
     """A plot in docs/ and the result that it shows."""
 
     file: str
@@ -48,8 +48,8 @@ class Plot(NamedTuple):
 
 
 PLOTS = {
-    "docs/planning-h200.svg": Plot("simulate-h200", simulate.plot),
-    "docs/planning-fleet.svg": Plot("simulate-fleet", simulate.plot),
+    "docs/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
+    "docs/planning-fleet.svg": PlotFile("simulate-fleet", simulate.plot),
 }
 
 

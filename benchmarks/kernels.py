@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import command, record
 from benchmarks.harness.timing import Clocks, milliseconds, window_ms
-from benchmarks.kernel_shapes import ATTENTION, DECODE, MEMORY, PRODUCTS, SMALL, VARIANTS, Product
+from benchmarks.kernel_shapes import ATTENTION, DECODE, MEMORY, PRODUCTS, SMALL, VARIANTS, ProductShape
 from core.kernels.cuda import (
     attention_source,
     conv,
@@ -97,7 +97,7 @@ _WEIGHTS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], int, Run, Run]]
 }  # fmt: skip
 
 
-def _epilogue(product: Product, count: int, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _epilogue(product: ProductShape, count: int, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a product's function beside operands: scales, bias, residual, and how to write."""
     kernel, n, _, rows, side, stride = product
     scale = torch.full((4, n) if kernel == "upsample" else (n,), 1e-5, device=device)
@@ -112,7 +112,7 @@ def _epilogue(product: Product, count: int, device: str) -> tuple[tuple[Any, ...
     return epilogues[kernel], {"act": "silu"} if kernel == "swiglu" else {}
 
 
-def _product(product: Product, count: int, device: str) -> Case:
+def _product(product: ProductShape, count: int, device: str) -> Case:
     kernel, n, k, rows, side, stride = product
     shape_of, taps, function, reference = _WEIGHTS[kernel]
     out, cuda = 2 * side if kernel == "upsample" else side // stride, device == "cuda"
@@ -135,7 +135,7 @@ def _product(product: Product, count: int, device: str) -> Case:
     return Case(f"{kernel} {m}x{n}x{k * taps}", 2.0 * m * n * k * taps, runs, copies, tile_table)
 
 
-def _tiles(product: Product, rows: int) -> list[Any]:
+def _tiles(product: ProductShape, rows: int) -> list[Any]:
     kernel, n, k, _, side, _ = product
     if kernel in ("stream", "gated"):
         return _stream_tiles(choose(rows, n // (1 + (kernel == "gated")), k, 1, gated=kernel == "gated"), product)
@@ -146,7 +146,7 @@ def _tiles(product: Product, rows: int) -> list[Any]:
     return [replace(tile, group=group) for tile in plain for group in (1, 8, 16)]
 
 
-def _stream_tiles(usual: StreamTile, product: Product) -> list[StreamTile]:
+def _stream_tiles(usual: StreamTile, product: ProductShape) -> list[StreamTile]:
     """Valid tiles around the default one, with enough loads in flight."""
     fused, valid = product.kernel == "gated", []
     for columns, (deep, stages), splits in itertools.product(

@@ -77,13 +77,13 @@ def _measured(name: str, data: Path, work: Path) -> bool:
     """Run one benchmark, which prints its progress; returns whether it succeeded."""
     record.progress(f"== {name}")
     if name == "agreement":
-        return agreement(work / "agreement")
+        return run_agreement(work / "agreement")
     if name == "published":
-        return published(data, work / "results")
+        return run_published(data, work / "results")
     return _run(*RUNS[name]) is not None
 
 
-def published(data: Path, work: Path) -> bool:
+def run_published(data: Path, work: Path) -> bool:
     """Draw some captions by the engine's plans and by the published helpers that are installed."""
     from pipeline.text.prompts import read
 
@@ -97,7 +97,7 @@ def published(data: Path, work: Path) -> bool:
     return _stored("published", output, (*parts, "models/emoji-clip"))
 
 
-def agreement(work: Path) -> bool:
+def run_agreement(work: Path) -> bool:
     """Hold the figures of images against other packages', by a Python that has these: see docs/evaluation.md."""
     python, mlperf, run = work / "venv" / "bin" / "python", work / "inference", work / "run"
     if missing := [path for path in (python, mlperf, run) if not path.exists()]:

@@ -20,8 +20,8 @@ from benchmarks.simulation.costs import ENCODE, SHIPPED, STEPS, Costs, read
 from benchmarks.simulation.fleet import Served, StepLevel
 from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
-from benchmarks.simulation.static import RequestLevel
-from benchmarks.simulation.traffic import Bursts, Guidance, Job, Mix
+from benchmarks.simulation.static import SimulatedRequestLevel
+from benchmarks.simulation.traffic import Bursts, Guidance, Mix, SimulatedJob
 from contract.image import ImageParameters
 from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
 
@@ -118,15 +118,15 @@ def points(costs: Costs, plan: Plan) -> Iterator[tuple[dict[str, Any] | None, st
             yield {"gpus": gpus, "load": load, "rate_per_s": round(rate, 4), "policies": measured}, ""
 
 
-def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[Job]) -> Served:
+def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[SimulatedJob]) -> Served:
     """Play the jobs to one way of batching."""
     if policy == "step_level":
         return StepLevel(costs, plan.device, gpus=gpus, image_jobs=plan.image_jobs).run(jobs)
     window_s = plan.window_s if policy == "window" else 0.0
-    return RequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
+    return SimulatedRequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
 
 
-def figures(served: Served, jobs: Sequence[Job], gpus: int) -> dict[str, Any]:
+def figures(served: Served, jobs: Sequence[SimulatedJob], gpus: int) -> dict[str, Any]:
     """Throughput, utilisation and width over the whole run; latencies and misses of those that came after its start.
 
     Latencies are of the pictures that were in time. `rows` is the mean width of a denoising forward.
@@ -187,7 +187,7 @@ def notes(costs: Costs, plan: Plan) -> list[str]:
             fastest = min(costs.measured[group.phase, group.size])
             if rows < fastest:
                 lines.append(f"{name}: not measured under {fastest} rows, which are extrapolated")
-    if plan.device.memory_bytes is not None and not costs.held:
+    if plan.device.memory_bytes is not None and not costs.held_bytes:
         lines.append("memory: the table does not tell what a picture holds, so memory bounds nothing")
     return list(dict.fromkeys(lines))
 
@@ -306,7 +306,7 @@ def _table_file(costs: Costs) -> tuple[str, ...]:
     return (path.relative_to(provenance.ROOT).as_posix(),) if shipped else ()
 
 
-def _shares(choice: traffic.Choice[Any], word: Any) -> dict[str, float]:
+def _shares(choice: traffic.WeightedChoice[Any], word: Any) -> dict[str, float]:
     return {word(value): round(share, 6) for value, share in zip(choice.values, choice.shares(), strict=True)}
 
 

@@ -38,14 +38,14 @@ _OPENINGS = (
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """A prompt's tokens, and how many are to be written."""
 
     prompt: tuple[int, ...]
     tokens: int
 
 
-Write = Callable[[Sequence[Job]], None]
+Write = Callable[[Sequence[BenchmarkJob]], None]
 """Writes the answers of all jobs."""
 
 
@@ -91,7 +91,7 @@ def run(
 
 
 def _take_turns(
-    bench: _Bench, jobs: Sequence[Job], rungs: Sequence[str], turns: int
+    bench: _Bench, jobs: Sequence[BenchmarkJob], rungs: Sequence[str], turns: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason."""
     rates: dict[str, list[float]] = {name: [] for name in rungs}
@@ -164,14 +164,14 @@ class _Bench:
             logging.getLogger(__name__).warning("without our own kernels: %s", error)
             return None
 
-    def jobs(self, count: int) -> list[Job]:
+    def jobs(self, count: int) -> list[BenchmarkJob]:
         """Beginnings of captions of mixed lengths, and mixed numbers of tokens to write."""
         draw = random.Random(0)
         tokenizer, batch = self.model.tokenizer, []
         for i in range(count):
             text = " . ".join(draw.sample(_OPENINGS, draw.choice((1, 1, 2, 4))))
             ids = tokenizer(f"{text} {i}", add_special_tokens=False)["input_ids"]
-            batch.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
+            batch.append(BenchmarkJob((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
         context = self.model.context
         return [replace(job, prompt=job.prompt[: context - job.tokens]) for job in batch]
 
@@ -186,11 +186,11 @@ class _Bench:
 
     # -- transformers ----------------------------------------------------------------------------------------------
 
-    def _generate(self, jobs: Sequence[Job], size: int) -> None:
+    def _generate(self, jobs: Sequence[BenchmarkJob], size: int) -> None:
         """Generate in batches of so many, padded at the left, each until its longest answer is written."""
         import torch
 
-        def write(batch: Sequence[Job]) -> None:
+        def write(batch: Sequence[BenchmarkJob]) -> None:
             width = max(len(job.prompt) for job in batch)
             ids = torch.zeros(len(batch), width, dtype=torch.long)
             mask = torch.zeros_like(ids)
@@ -208,7 +208,7 @@ class _Bench:
             batch = jobs[start : start + size]
             self._lane.call(lambda batch=batch: write(batch))  # type: ignore[misc]
 
-    def _generate_batch(self, jobs: Sequence[Job]) -> None:
+    def _generate_batch(self, jobs: Sequence[BenchmarkJob]) -> None:
         """transformers' own continuous batching, by the manager behind `generate_batch`.
 
         That takes one length for all; the manager takes each request's own, as ours does, so that nothing is written
@@ -279,7 +279,7 @@ class _Bench:
                 self._speculating = runner
             return self._stack.enter_context(Engine([runner]))
 
-        def write(jobs: Sequence[Job]) -> None:
+        def write(jobs: Sequence[BenchmarkJob]) -> None:
             nonlocal turn
             turn += 1
             if not engines:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
-    from evaluation.references import Reference
+    from evaluation.references import ReferenceImages
     from evaluation.run import EvaluationRun
     from evaluation.scoring_networks import ScoringNetworks
     from evaluation.tuning import Candidate, Judged
@@ -267,7 +267,7 @@ class _Tuning:
         (self._options.out / "report.html").write_text(page, "utf-8")
         return tuning.judge(finalists, found["runs"], self._lens)
 
-    def _reference(self, look: Any) -> Reference | None:
+    def _reference(self, look: Any) -> ReferenceImages | None:
         """What FID and CMMD are taken from, if it is given."""
         from evaluation import references
 

@@ -21,7 +21,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def beside(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy on the device, to be read in its default stream; complete when this returns. On any thread.
 
     To a GPU in a stream of their own, so that neither waits for the other.
@@ -39,7 +39,7 @@ def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def filled(memory: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """Fill the tensors that `allocated` returned with these contents, as `beside` does."""
+    """Fill the tensors that `allocated` returned with these contents, as `copy_to_device` does."""
     if not memory.is_cuda:
         return memory.copy_(host)
     with _apart(memory.device):

@@ -58,7 +58,7 @@ def build_wheel(
             return str(build_meta.build_wheel(target, config_settings))
 
 
-def rooms(root: Path) -> frozenset[str]:
+def packages_of(root: Path) -> frozenset[str]:
     """The top-level packages of a checkout that are installed: all but the tests, the training and `diptych` itself."""
     return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", "training", TOP}
 
@@ -70,7 +70,7 @@ def stage(root: Path, folder: Path) -> None:
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
-    packages = rooms(root)
+    packages = packages_of(root)
     modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}
     for top in (*sorted(packages), "models", TOP):
         for path in sorted((root / top).rglob("*")):

@@ -13,7 +13,7 @@ from torch import Tensor
 from evaluation import bootstrap, paired, references, scores
 from evaluation.bootstrap import Estimate, Interval, said
 from evaluation.features import Look
-from evaluation.references import Features, Reference
+from evaluation.references import Features, ReferenceImages
 from evaluation.run import SAME, EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
 
@@ -35,7 +35,7 @@ class Gates:
         return rise, usual[1] if self.clip_change is None else self.clip_change
 
 
-class _Seen(NamedTuple):
+class _ScoredRun(NamedTuple):
     """One run's figures, over the captions that all runs have."""
 
     run: EvaluationRun
@@ -48,7 +48,7 @@ class _Seen(NamedTuple):
 def runs(
     evaluated: Sequence[EvaluationRun],
     networks: ScoringNetworks,
-    real: Reference | None,
+    real: ReferenceImages | None,
     *,
     gates: Gates,
     resamples: int,
@@ -89,7 +89,7 @@ def runs(
             if item.run.name in siblings:
                 entry["gates"] = []
             else:
-                entry["gates"] = judged(ratios, networks, gates.of(item.run.settings), spread)
+                entry["gates"] = check_gates(ratios, networks, gates.of(item.run.settings), spread)
         entries.append(entry)
     return {
         "captions": len(common[0]),
@@ -153,7 +153,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def judged(
+def check_gates(
     ratios: Mapping[str, Estimate], networks: ScoringNetworks, limits: tuple[float, float], spread: float | None
 ) -> list[dict[str, Any]]:
     """The gates: FID at most so much above the base run's, or the spread between seeds where that is more; the
@@ -231,10 +231,10 @@ def _see(
     run: EvaluationRun,
     indices: list[int],
     networks: ScoringNetworks,
-    real: Reference | None,
+    real: ReferenceImages | None,
     counts: Tensor,
     look: Look,
-) -> _Seen:
+) -> _ScoredRun:
     features = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     log: Look = lambda label, done, total: look(f"{run.name}: {label}", done, total)  # noqa: E731
     captions = {name: values[indices] for name, values in scores.of_captions(run, networks, features).items()}
@@ -242,11 +242,11 @@ def _see(
     features = features.of(indices)
     if real is not None:
         figures |= scores.distances(features, networks, real, counts, look=log)
-    return _Seen(run, indices, features, captions, figures)
+    return _ScoredRun(run, indices, features, captions, figures)
 
 
 def _beside(
-    item: _Seen, base: _Seen, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
+    item: _ScoredRun, base: _ScoredRun, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
 ) -> dict[str, Any]:
     """The paired tests, if the runs share their noise."""
     seeds = zip(item.indices, base.indices, strict=True)
@@ -264,7 +264,9 @@ def _beside(
     }
 
 
-def _spread(base: _Seen, siblings_seen: Sequence[_Seen], networks: ScoringNetworks) -> tuple[float | None, list[str]]:
+def _spread(
+    base: _ScoredRun, siblings_seen: Sequence[_ScoredRun], networks: ScoringNetworks
+) -> tuple[float | None, list[str]]:
     """The FID spread of runs that differ from the base only in their seeds, as a share of the base's."""
     siblings = [item for item in siblings_seen if _differs_in_seeds_alone(base.run, item.run)]
     if not siblings or networks.fid not in base.figures:
@@ -284,7 +286,7 @@ def _differs_in_seeds_alone(a: EvaluationRun, b: EvaluationRun) -> bool:
     return a.settings["seed_offset"] != b.settings["seed_offset"] and rest(a) == rest(b)
 
 
-def _notes(seen: Sequence[_Seen], real: Reference | None, networks: ScoringNetworks) -> list[str]:
+def _notes(seen: Sequence[_ScoredRun], real: ReferenceImages | None, networks: ScoringNetworks) -> list[str]:
     notes = [
         f"{item.run.name}: {len(item.indices)} of {len(item.run.captions)} captions, those that all runs have"
         for item in seen

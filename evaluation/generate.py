@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
-from evaluation.sources import GeneratedImage, ImageSource
+from evaluation.sources import ImageSource, SourceImage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def draw_jobs(
             failed += 1
             _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
             continue
-        image: GeneratedImage = source.take(future.result())
+        image: SourceImage = source.take(future.result())
         for warning in image.warnings:
             _say(console, f"{caption.id}: {warning}", "yellow")
         notes |= dict.fromkeys(writer.confirm(printed(image.png)))

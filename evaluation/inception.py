@@ -146,7 +146,7 @@ class _E(nn.Module):
         )  # fmt: skip
 
 
-class Network(nn.Sequential):
+class InceptionNetwork(nn.Sequential):
     """[B, 3, 299, 299] in -1..1 to [B, 2048]. Parameters are called as in the published file."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Inception:
         path = weights or _fetch()
         tensors = read_weights(path)
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        network = Network()
+        network = InceptionNetwork()
         try:
             wrong = network.load_state_dict(
                 {name: value for name, value in tensors.items() if not name.startswith("fc.")}, strict=False

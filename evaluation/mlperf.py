@@ -28,7 +28,7 @@ class ProtocolError(ValueError):
     """A file that the protocol needs cannot be used. The message names it."""
 
 
-class Verdict(NamedTuple):
+class FigureVerdict(NamedTuple):
     """The verdict on one figure. `within` is None if the figure is not the test's own: another network, model or
     number.
     """
@@ -65,7 +65,7 @@ def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.T
     return torch.from_numpy(latent.copy()), hashlib.sha256(data).hexdigest()
 
 
-def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
+def verdicts(scores: Mapping[str, Any]) -> list[FigureVerdict]:
     """Compare `scores.json` with the closed division's windows.
 
     A figure is compared only if all 5,000 captions were generated at 1024×1024 by the protocol.
@@ -79,7 +79,7 @@ def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
     for name, (low, high) in WINDOWS.items():
         value = values.get(name)
         within = low <= value <= high if official and value is not None else None
-        lines.append(Verdict(name, value, low, high, within))
+        lines.append(FigureVerdict(name, value, low, high, within))
     return lines
 
 

@@ -45,7 +45,7 @@ _DIGESTS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Finding(NamedTuple):
+class FileCheck(NamedTuple):
     """A file that was looked at. `wrong` says why it cannot be used, "" that it can; `stand_in` that it can, although
     it is not the published one; `told` is its SHA-256, as far as it is known.
     """
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
         return f"{self.name}: {state}" + (f" (SHA-256 {self.digest[:16]}…)" if self.digest else "")
 
 
-def check_all(files: Path, model: str | None, variant: str | None, *, stand_ins: bool = False) -> list[Finding]:
+def check_all(files: Path, model: str | None, variant: str | None, *, stand_ins: bool = False) -> list[FileCheck]:
     """Look at everything that a run needs: `files` holds it under the published names, but for a `model` elsewhere.
 
     Other files than the published ones are wrong, or with `stand_ins` stand-ins. A missing file is always wrong.
@@ -88,7 +88,7 @@ def model_of(files: Path, model: str | None) -> str:
     return model or str(named if named.is_file() and not (files / MODEL_FOLDER).is_dir() else files / MODEL_FOLDER)
 
 
-def _refused(finding: Finding) -> Finding:
+def _refused(finding: FileCheck) -> FileCheck:
     if not finding.stand_in:
         return finding
     reason = (
@@ -97,17 +97,17 @@ def _refused(finding: Finding) -> Finding:
     return finding._replace(wrong=reason, stand_in=False)
 
 
-def _checked(name: str, path: Path, read: Callable[[Path], str | None]) -> Finding:
+def _checked(name: str, path: Path, read: Callable[[Path], str | None]) -> FileCheck:
     """`read` returns a file's digest, None where none is published, and raises the errors of unusable ones."""
     if not path.exists():
-        return Finding(name, path, MISSING)
+        return FileCheck(name, path, MISSING)
     try:
         digest = read(path)
-    except (captions.PromptsError, ProtocolError, fid.StatisticsError, WeightsError, OSError) as error:
-        return Finding(name, path, str(error).removeprefix(f"{path}: "))
+    except (captions.PromptsError, ProtocolError, fid.FidStatisticsError, WeightsError, OSError) as error:
+        return FileCheck(name, path, str(error).removeprefix(f"{path}: "))
     if digest is None:
-        return Finding(name, path)
-    return Finding(name, path, stand_in=not digest.startswith(_DIGESTS[name]), digest=digest)
+        return FileCheck(name, path)
+    return FileCheck(name, path, stand_in=not digest.startswith(_DIGESTS[name]), digest=digest)
 
 
 def _captions(path: Path) -> str:
@@ -135,24 +135,24 @@ def _clip(folder: Path) -> str:
     )
 
 
-def _model(files: Path, model: str | None, variant: str | None) -> Finding:
+def _model(files: Path, model: str | None, variant: str | None) -> FileCheck:
     name = model_of(files, model)
     path = Path(name)
     if seeded(name):
-        return Finding(MODEL_FOLDER, path, stand_in=True)
+        return FileCheck(MODEL_FOLDER, path, stand_in=True)
     if path.is_file():
         digest = sha256(path)
-        return Finding(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS[MODEL_FILE], digest=digest)
+        return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS[MODEL_FILE], digest=digest)
     if not path.is_dir():
-        return Finding(MODEL_FOLDER, path, MISSING)
+        return FileCheck(MODEL_FOLDER, path, MISSING)
     try:
         family = registry.read(path)
         _, weights = folders.check(path, variant, family.parts, family.label)
         unet = weights.get("unet", [])
     except ModelError as error:
-        return Finding(MODEL_FOLDER, path, str(error))
+        return FileCheck(MODEL_FOLDER, path, str(error))
     digest = sha256(unet[0]) if len(unet) == 1 else ""
-    return Finding(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS["unet"], digest=digest)
+    return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS["unet"], digest=digest)
 
 
 def sha256(path: Path) -> str:

@@ -38,7 +38,7 @@ class Features(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class ReferenceImages:
     """The reference of a run's images: either `features` of images, or `statistics`, which have no images."""
 
     name: str
@@ -63,17 +63,17 @@ def kind(path: Path) -> str:
     raise UnusableReference(f"{path}: is neither a run, nor a folder of pictures, nor an .npz with mu and sigma")
 
 
-def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Reference:
+def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> ReferenceImages:
     """Compute a reference's features; those of a run are cached in the run's folder, those of a folder in `store`.
 
     Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
     """
     name, identity = path.resolve().name, kind(path)
     if identity == "statistics":
-        return Reference(name, identity, statistics=fid.read(path, networks.distance.width))
+        return ReferenceImages(name, identity, statistics=fid.read(path, networks.distance.width))
     if identity == "run":
         run = EvaluationRun.read(path)
-        return Reference(name, identity, of_run(run, networks, tick), run=run)
+        return ReferenceImages(name, identity, of_run(run, networks, tick), run=run)
     files = pixels.listing(path)
     if len(files) < 2:
         raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
@@ -83,7 +83,7 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
         cache = store / f"{name}-{digest[:12]}-{extractor.name}"
         return features.of_pictures(files, digest, extractor, cache, tick)
 
-    return Reference(name, identity, _all(networks, taken))
+    return ReferenceImages(name, identity, _all(networks, taken))
 
 
 def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:

@@ -13,13 +13,18 @@ from evaluation.bootstrap import Estimate, said
 from evaluation.features import Look
 from evaluation.fid import FrechetDistance, Gaussian
 from evaluation.judges import Kind
-from evaluation.references import Features, Reference
+from evaluation.references import Features, ReferenceImages
 from evaluation.run import EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
 
 
 def of_run(
-    run: EvaluationRun, networks: ScoringNetworks, held_against: Sequence[Reference], *, resamples: int, look: Look
+    run: EvaluationRun,
+    networks: ScoringNetworks,
+    held_against: Sequence[ReferenceImages],
+    *,
+    resamples: int,
+    look: Look,
 ) -> dict[str, Any]:
     """The content of `scores.json`.
 
@@ -79,7 +84,7 @@ def _cosines(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def distances(
-    seen: Features, networks: ScoringNetworks, reference: Reference, counts: Tensor, *, look: Look
+    seen: Features, networks: ScoringNetworks, reference: ReferenceImages, counts: Tensor, *, look: Look
 ) -> dict[str, Estimate]:
     """FID, and if the reference has images KID, CMMD and those of judges. The reference itself is not resampled."""
     reference_features = reference.features

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workers.build import Runtime
 
 
-class GeneratedImage(NamedTuple):
+class SourceImage(NamedTuple):
     """An image's PNG, and notes for its user."""
 
     png: bytes
@@ -40,7 +40,7 @@ class ImageSource(Protocol):
         """Start an image; `tick` is called from any thread for each step, if steps are reported."""
         ...
 
-    def take(self, result: Any) -> GeneratedImage:
+    def take(self, result: Any) -> SourceImage:
         """The image from a future's result."""
         ...
 
@@ -65,8 +65,8 @@ class LocalEngine:
 
         return self._engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen))
 
-    def take(self, result: Any) -> GeneratedImage:
-        return GeneratedImage(result.png(), result.warnings)
+    def take(self, result: Any) -> SourceImage:
+        return SourceImage(result.png(), result.warnings)
 
     def pixels(self, result: Any) -> Pixels:
         return np.asarray(result.image)
@@ -94,8 +94,8 @@ class RemoteService:
         body = {name: value for name, value in fields.items() if value is not None}
         return self._service.submit(self._draw, body, parameters.steps, tick)
 
-    def take(self, result: Any) -> GeneratedImage:
-        return GeneratedImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
+    def take(self, result: Any) -> SourceImage:
+        return SourceImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
 
     def pixels(self, result: Any) -> Pixels:
         with Image.open(io.BytesIO(self.take(result).png)) as image:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evaluation.captions import render
 from evaluation.clip import EMBEDDED
-from evaluation.inception import WEIGHTS, Network
+from evaluation.inception import WEIGHTS, InceptionNetwork
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, STATISTICS
 from evaluation.run import write
 from pipeline.checkpoints import sdxl
@@ -46,7 +46,7 @@ def inception_weights(seed: int = 0) -> dict[str, Tensor]:
     """Random weights in the published file's layout, scaled so that no layer dies or overflows."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, value in Network().state_dict().items():
+    for name, value in InceptionNetwork().state_dict().items():
         if name.endswith("conv.weight"):
             tensors[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
         elif name.endswith(("running_var", "bn.weight")):

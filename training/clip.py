@@ -87,7 +87,7 @@ def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> to
     return (rough + 0.1 * kind[:, None, None, None] * noise).clamp(-1, 1)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the towers, from `start/` where that has some."""
     batch = run.batch or (1024 if run.on_gpu else 128)
     stream = SceneStream(run, batch, native=True)

@@ -53,7 +53,7 @@ def build(run: TrainingRun, denoiser: Any) -> Any:
     return net.to(run.device)
 
 
-class Controlled(nn.Module):
+class ControlledDenoiser(nn.Module):
     """The denoiser, which reads what the network adds."""
 
     def __init__(self, denoiser: Any, net: Any) -> None:
@@ -77,7 +77,7 @@ class ControlLoss:
 
     def __init__(self, run: TrainingRun, net: Any, parts: unet.TrainedModules) -> None:
         self._run, self._frozen = run, unet.Frozen.load(run, parts)
-        self._model = PerSize(run, Controlled(parts.unet, net))
+        self._model = PerSize(run, ControlledDenoiser(parts.unet, net))
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32))
 
     def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,7 +95,7 @@ class ControlLoss:
         return self._frozen.objective.loss(guess, noised)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the network on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     net = build(run, parts.unet)

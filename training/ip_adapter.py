@@ -104,7 +104,7 @@ def start_(projection: Any, seen: Tensor, states: Tensor) -> None:
     projection.norm.bias.copy_(shift)
 
 
-class Encoder:
+class ImageEncoder:
     """The exported emoji-clip's vision tower."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -127,7 +127,7 @@ class Encoder:
 class ImagePromptLoss:
     """The distance of the adapted denoiser from the teacher, which reads the caption, and from the noise."""
 
-    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: Encoder) -> None:
+    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: ImageEncoder) -> None:
         self._run, self._frozen, self._encoder = run, unet.Frozen.load(run, parts), encoder
         self._model, self._teacher = PerSize(run, parts.unet), PerSize(run, teacher)
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32), native=True)
@@ -194,13 +194,13 @@ class ImagePromptLoss:
 
 def begun(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
     """A fresh adapter beside a denoiser, and its loss."""
-    parts, encoder = unet.load(run), Encoder(run)
+    parts, encoder = unet.load(run), ImageEncoder(run)
     teacher = copy.deepcopy(parts.unet)
     adapter = adapt_(parts.unet, encoder.config.projection_dim, run.seed)
     return adapter, ImagePromptLoss(run, parts, teacher, encoder)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
     adapter, loss = begun(run)
     if not (run.folder("ip_adapter") / "state.pt").exists():
@@ -236,7 +236,7 @@ def export(run: TrainingRun) -> Path:
 
 def _write_encoder(run: TrainingRun, where: Path) -> None:
     """A folder of emoji-clip's vision tower, whose weights are those of emoji-clip beside the folder of adapters."""
-    config = Encoder(run).config
+    config = ImageEncoder(run).config
     config.architectures = ["CLIPVisionModelWithProjection"]
     where.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(where)

@@ -66,7 +66,9 @@ def scene_judge(run: TrainingRun) -> SceneJudge:
     return SceneJudge(run.data, clip, device=run.device)
 
 
-def judged(prompts: Mapping[str, Mapping[str, str]], draw: Draw, scorer: SceneJudge, folder: Path) -> dict[str, Any]:
+def judge_images(
+    prompts: Mapping[str, Mapping[str, str]], draw: Draw, scorer: SceneJudge, folder: Path
+) -> dict[str, Any]:
     """Shares by group with 95% intervals; `prompts` has texts to draw and the captions that they are judged by.
 
     A contact sheet of each group goes into `folder`.
@@ -85,7 +87,7 @@ def _scenes(run: TrainingRun, sizes: SampleSizes, name: str, steps: int, guidanc
     every = groups(run, World.read(run).composer, sizes.prompts)
     prompts = {kind: {prompt.caption: prompt.caption for prompt in group} for kind, group in every.items()}
     draw = StockPipeline(run, name, steps, guidance).draw
-    figures = judged(prompts, draw, scene_judge(run), run.folder("judge") / name)
+    figures = judge_images(prompts, draw, scene_judge(run), run.folder("judge") / name)
     return {"prompts": sizes.prompts, "steps": steps, "guidance_scale": guidance, **figures}
 
 
@@ -96,7 +98,7 @@ def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
     texts = [captions.with_background(noun, draw.choice(captions.COLOUR_NAMES)) for noun in sampled]
     prompts = {"single": {text: f"{article(text)} {text}" for text in texts}}
     render = StockPipeline(run, "emoji-z", STEPS, 0.0).draw
-    figures = judged(prompts, render, scene_judge(run), run.folder("judge") / "emoji-z")
+    figures = judge_images(prompts, render, scene_judge(run), run.folder("judge") / "emoji-z")
     return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
 
 

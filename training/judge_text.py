@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
-from evaluation.scenes.grammar import Reader
+from evaluation.scenes.grammar import CaptionParser
 from training import phrases
 from training.phrases import Chat
 from training.run import TrainingRun
@@ -100,7 +100,7 @@ def held_out_chats(run: TrainingRun, count: int) -> list[Chat]:
     return _new(((chat.prompt, chat) for chat in chats), seen, count)
 
 
-def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], Reader]:
+def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], CaptionParser]:
     """Scene chats with prompts that training has not drawn, of families that it draws or never does; and the reader of
     their captions.
     """
@@ -137,7 +137,7 @@ def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
     return figures
 
 
-def _keeps(scene: SceneChat, answer: str, reader: Reader) -> bool:
+def _keeps(scene: SceneChat, answer: str, reader: CaptionParser) -> bool:
     """Return whether the answer is a caption of the grammar of scenes that keeps what was asked."""
     try:
         return keeps(scene.truth, reader.read(answer))

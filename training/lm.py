@@ -79,7 +79,7 @@ def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Te
     return ids, answer_mask
 
 
-def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
+def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
     """Train the target on the corpus, or the draft on the target's distributions over the same rows."""
     data = corpus(run, run.shapes.chats)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)

@@ -51,7 +51,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """The end of a command: `done` is False when the run's `until` came before the end of the stage's budget."""
 
     iteration: int
@@ -60,7 +60,7 @@ class Outcome:
     done: bool
 
 
-def train(stage: Stage, run: TrainingRun) -> Outcome:
+def train(stage: Stage, run: TrainingRun) -> StageOutcome:
     """Train from the last checkpoint to the end of the budget, and leave averaged weights in the modules.
 
     Matrices are stepped by Muon, the rest by AdamW: in a trial on the codec (64 px, 150 steps of 8 pictures) the
@@ -132,7 +132,7 @@ class _Trainer:
         self.curve, self.file = folder / "curve.jsonl", folder / "state.pt"
         self._restore(checkpoint.load(self.file))
 
-    def train(self) -> Outcome:
+    def train(self) -> StageOutcome:
         run, began, saved = self.run, self.seconds, time.monotonic()
         if run.rank == 0 and self.curve.exists():  # what a killed run wrote after its last checkpoint is done again
             lines = self.curve.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -153,7 +153,7 @@ class _Trainer:
             checkpoint.save(self.file, self._packed())
         for name, module in self.stage.modules.items():
             module.load_state_dict(self.averaged[name].state_dict())
-        return Outcome(self.iteration, self.seconds / 60, self.smooth, self._progress() >= 1)
+        return StageOutcome(self.iteration, self.seconds / 60, self.smooth, self._progress() >= 1)
 
     def _clock(self) -> float:
         # On a CPU that others use too, wall time says little about how far training is; its own processor time does.

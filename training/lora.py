@@ -73,7 +73,7 @@ class StyleLoss:
         return self._frozen.objective.loss(guess, noised)
 
 
-def train(run: TrainingRun, style: str) -> loop.Outcome:
+def train(run: TrainingRun, style: str) -> loop.StageOutcome:
     """Train a style's pairs on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     modules: dict[str, nn.Module] = {"lora": adapt_(parts.unet, run.seed)}

@@ -18,13 +18,13 @@ from evaluation.clip import Clip
 from evaluation.fid import FrechetDistance
 from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
-from training.scenes import HELD_SHARES, Composer, Prompt
+from training.scenes import HELD_SHARES, Composer, ScenePrompt
 from training.stream import World
 
 HALVES = ("own", "other")
 
 
-def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[Prompt]]:
+def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[ScenePrompt]]:
     """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names.
 
     A group has fewer where there are no more families.
@@ -36,7 +36,7 @@ def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = F
     }
 
 
-def table(prompt_groups: dict[str, list[Prompt]], *, in_turns: bool = False) -> str:
+def table(prompt_groups: dict[str, list[ScenePrompt]], *, in_turns: bool = False) -> str:
     """Columns id (NAME-NUMBER) and caption; group by group, or `in_turns` the first of each, then the second ones."""
     rows = [
         [f"{name}-{number}\t{prompt.caption}\n" for number, prompt in enumerate(group)]
@@ -46,7 +46,9 @@ def table(prompt_groups: dict[str, list[Prompt]], *, in_turns: bool = False) -> 
     return "id\tcaption\n" + "".join(ordered)
 
 
-def write_real(run: TrainingRun, world: World, prompt_groups: dict[str, list[Prompt]], folder: Path) -> float | None:
+def write_real(
+    run: TrainingRun, world: World, prompt_groups: dict[str, list[ScenePrompt]], folder: Path
+) -> float | None:
     """Write two true images of each prompt, of the scene that it comes from and of another one.
 
     Returns FID by emoji-clip between both sets; None without an emoji-clip.

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.scenes.grammar import Foils, Reader, say
+from evaluation.scenes.grammar import CaptionParser, Foils, say
 from evaluation.scenes.subjects import Subject
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 from training import captions, layout
 from training.layout import Square, hidden
 
@@ -80,7 +80,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ScenePrompt:
     """A caption for a judge, its truth, and a scene that shows it; `kind` is that of its family."""
 
     kind: str
@@ -108,7 +108,7 @@ class Composer:
         self._paintable = [subject for subject in self.subjects if subject.colours]
         if len(self.subjects) < 4 or not self._paintable:
             raise ValueError(f"scenes need four subjects and one that takes colours, not {len(self.subjects)}")
-        self.reader, self.foils = Reader(self.subjects), Foils(self.subjects)
+        self.reader, self.foils = CaptionParser(self.subjects), Foils(self.subjects)
 
     def families(self, truth: Truth) -> list[Family]:
         """The families of the truth's combinations. A subject in its own colour is no combination."""
@@ -185,7 +185,9 @@ class Composer:
         caption = say(truth, self.by_noun, draw)
         return Scene(caption, layers, self._backdrop(truth, draw), size, truth, sticker=truth.sticker)
 
-    def prompts(self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)) -> list[Prompt]:
+    def prompts(
+        self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)
+    ) -> list[ScenePrompt]:
         """Return at most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
 
         Nothing else in them is held out.
@@ -193,24 +195,24 @@ class Composer:
         draw = random.Random(f"prompts {self.seed} {kind} {seen}")
         return list(islice(self._prompts(kind, draw, seen, size), count))
 
-    def _prompts(self, kind: str, draw: random.Random, seen: bool, size: tuple[int, int]) -> Iterator[Prompt]:
+    def _prompts(self, kind: str, draw: random.Random, seen: bool, size: tuple[int, int]) -> Iterator[ScenePrompt]:
         families = self._every(kind)
         draw.shuffle(families)
         for family in families:
             if held(family) == seen:
                 continue
             if kind == "colour":
-                truth = Truth((Thing(family[1], colour=family[2]),))
+                truth = Truth((SceneItem(family[1], colour=family[2]),))
             elif kind == "count":
-                truth = Truth((Thing(family[1], count=int(family[2])),))
+                truth = Truth((SceneItem(family[1], count=int(family[2])),))
             else:
                 nouns = [family[1], family[2]]
                 draw.shuffle(nouns)
                 relation = draw.choice(("left of", "right of", "above", "below"))
-                truth = Truth(tuple(map(Thing, nouns)), relation)
+                truth = Truth(tuple(map(SceneItem, nouns)), relation)
             truth = replace(truth, background=self._background(truth, draw, 0.4))
             scene = self.show(truth, draw, size)
-            yield Prompt(kind, scene.caption, truth, scene)
+            yield ScenePrompt(kind, scene.caption, truth, scene)
 
     def _every(self, kind: str) -> list[Family]:
         if kind == "colour":
@@ -225,17 +227,17 @@ class Composer:
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         pick = self._paintable if kind == "colour" else self.subjects
         if kind in ("colour", "one"):
-            items = [Thing(draw.choice(pick).noun)]
+            items = [SceneItem(draw.choice(pick).noun)]
         elif kind == "count":
-            items = [Thing(draw.choice(pick).noun, draw.randint(2, 5))]
+            items = [SceneItem(draw.choice(pick).noun, draw.randint(2, 5))]
         elif kind == "groups":
             first = draw.randint(2, 4)
             counts = [first, draw.randint(1, min(3, layout.MOST - first))]
             draw.shuffle(counts)
-            items = [Thing(s.noun, n) for s, n in zip(draw.sample(pick, 2), counts, strict=True)]
+            items = [SceneItem(s.noun, n) for s, n in zip(draw.sample(pick, 2), counts, strict=True)]
         else:
             many = 2 if kind == "pair" else 3 if size[0] < size[1] else draw.choice((3, 3, 4))
-            items = [Thing(subject.noun) for subject in draw.sample(pick, many)]
+            items = [SceneItem(subject.noun) for subject in draw.sample(pick, many)]
         relation = None
         if kind in ("pair", "groups"):
             relations = ("left of", "right of", "above", "below", "beside", "and")
@@ -247,7 +249,7 @@ class Composer:
         background = self._background(truth, draw, 0.4)
         return replace(truth, background=background, sticker=background not in ((), ("white",)) and draw.random() < 0.2)
 
-    def _attributes(self, item: Thing, kind: str, draw: random.Random) -> Thing:
+    def _attributes(self, item: SceneItem, kind: str, draw: random.Random) -> SceneItem:
         colours = self.by_noun[item.subject].colours
         chance = {"colour": 1.0, "one": 0.0, "row": 0.15}.get(kind, 0.3)
         colour = draw.choice(colours) if colours and draw.random() < chance else None

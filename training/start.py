@@ -25,7 +25,7 @@ from training.run import TrainingRun, from_options, parser
 _EMBEDDINGS = "token_embedding.weight"
 
 
-def train(run: TrainingRun, *, denoiser: bool = False) -> None:
+def convert(run: TrainingRun, *, denoiser: bool = False) -> None:
     """Write `start/unet.pt`, `start/vae.pt` and `start/clip.pt`; for the denoiser alone `start/unet.pt` and
     `latents/latents.pt`. The stage `tokens` comes before it.
     """
@@ -48,7 +48,7 @@ def train(run: TrainingRun, *, denoiser: bool = False) -> None:
     checkpoint.save(folder / "unet.pt", {name: parts[name] for name in ("unet", "text", "text_2")})
 
 
-def train_text(run: TrainingRun) -> None:
+def convert_text(run: TrainingRun) -> None:
     """Write `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -134,9 +134,9 @@ def main() -> None:
     if arguments.keep:
         print(f"{arguments.keep}: {', '.join(keep(run, arguments.keep)) or 'nothing is trained'}")
     elif arguments.text:
-        train_text(run)
+        convert_text(run)
     else:
-        train(run, denoiser=arguments.denoiser)
+        convert(run, denoiser=arguments.denoiser)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ NATIVE, LARGER = 0.68, 0.20
 
 
 @dataclass(frozen=True)
-class Batch:
+class SceneBatch:
     """`ids` and `foils`, END-padded [B, L]; a missing foil is the empty caption. `label` [B] is equal where rows
     show one emoji.
     """
@@ -135,7 +135,7 @@ class SceneStream:
         self._next = -1
         self._batches: Iterator[dict[str, Any]] = iter(())
 
-    def at(self, iteration: int) -> Batch:
+    def at(self, iteration: int) -> SceneBatch:
         """The batch of an iteration, on the device; fast where iterations follow one another."""
         if iteration != self._next:
             self._batches = iter(())  # earlier worker processes end before others are forked
@@ -145,9 +145,9 @@ class SceneStream:
         device = self._run.device
         ids, foils, label = (batch[key].to(device, non_blocking=True) for key in ("ids", "foils", "label"))
         layers, backdrops, flags, times = batch["parts"]
-        return Batch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(batch["size"])))
+        return SceneBatch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(batch["size"])))
 
-    def draw(self, batch: Batch) -> Tensor:
+    def draw(self, batch: SceneBatch) -> Tensor:
         """The batch's pixels [B, 3, H, W] in -1..1."""
         return self.renderer.draw(batch.scenes)
 

@@ -45,7 +45,7 @@ class TinyLoss(nn.Module):
         return vae.reconstruction_loss(reconstruction, true) + 0.1 * loss, loss, F.mse_loss(reconstruction, true)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train on the latents of scenes and on what the codec decodes of them."""
     codec = latents.load_codec(run).to(run.device, memory_format=torch.channels_last)
     batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)

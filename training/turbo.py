@@ -28,7 +28,7 @@ def build(run: TrainingRun) -> Any:
     return model.to(run.device)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
     pairs, source = teacher.load(run), teacher.Teacher(run)
     student = build(run)

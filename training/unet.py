@@ -150,7 +150,7 @@ class Frozen:
         return states * keep[:, None, None], pooled * keep[:, None]
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the denoiser and both text towers, from `start/` where that has them."""
     # On a CPU reading a caption costs as much as a denoising, so it is read once and used often.
     repeats = 1 if run.on_gpu else 4

@@ -72,7 +72,7 @@ def backgrounds(palette: torch.Tensor, count: int, factory: dict[str, Any]) -> t
     return torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the codec, from `start/` where that has one."""
     batch = run.batch or (96 if run.on_gpu else 8)
     stream = SceneStream(run, batch)

@@ -25,7 +25,7 @@ SAMPLED = 0.5  # share of rows at the sampler's own noise levels; the others are
 
 
 @dataclass
-class TrainedModules:
+class ZImageModules:
     """The picture model's trained parts."""
 
     transformer: Any
@@ -36,7 +36,7 @@ class TrainedModules:
         return {"transformer": self.transformer, "text": self.text}
 
 
-def build(run: TrainingRun) -> TrainedModules:
+def build(run: TrainingRun) -> ZImageModules:
     """Fresh parts on the run's device.
 
     The text encoder's last layer and norm stay untrained: Z-Image reads what enters them.
@@ -54,7 +54,7 @@ def build(run: TrainingRun) -> TrainedModules:
         nn.init.zeros_(transformer.all_final_layer["2-1"].linear.weight)
     text.layers[-1].requires_grad_(False)
     text.norm.requires_grad_(False)
-    return TrainedModules(transformer.to(run.device), text.to(run.device))
+    return ZImageModules(transformer.to(run.device), text.to(run.device))
 
 
 def sigmas(run: TrainingRun) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Batches:
         return ids[:, : zimage_tokens.BUCKETS[bucket]], (ids != self._pad).sum(1), clean
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the transformer and the text encoder."""
     batches = Batches(run)
     parts = build(run)
@@ -149,7 +149,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     return loop.train(loop.Stage("zimage", parts.modules(), loss, rate=2e-3, average=average, rates={"text": 0.7}), run)
 
 
-def load(run: TrainingRun) -> TrainedModules:
+def load(run: TrainingRun) -> ZImageModules:
     """The trained parts with averaged weights; raises `FileNotFoundError` when they are not trained."""
     parts = build(run)
     loop.load_average("zimage", parts.modules(), run)

@@ -78,7 +78,7 @@ class CodecLoss(nn.Module):
         return vae.reconstruction_loss(output, true) + NORMAL_WEIGHT * departure, departure, square
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
     rows = emoji.read_rows(run.data)
     images = emoji.read_pictures(run.data, rows, run.size)

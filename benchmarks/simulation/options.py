@@ -13,7 +13,7 @@ from benchmarks.simulate import Plan
 from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
-from benchmarks.simulation.traffic import Bursts, Choice, Guidance, Mix
+from benchmarks.simulation.traffic import Bursts, Guidance, Mix, WeightedChoice
 from contract.card import MAX_STEPS
 from contract.plan import GuidanceSchedule, parse
 from core.config import Settings
@@ -63,7 +63,7 @@ def sizes(text: str | None) -> tuple[Size, ...]:
     return _mix("--sizes", text, _size).values if text else ()
 
 
-def _mix(option: str, text: str, read: Callable[[str], T]) -> Choice[T]:
+def _mix(option: str, text: str, read: Callable[[str], T]) -> WeightedChoice[T]:
     try:
         return traffic.parse(text, read)
     except ValueError as error:

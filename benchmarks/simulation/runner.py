@@ -37,7 +37,7 @@ class Group(NamedTuple):
     size: Size
 
 
-class Span(NamedTuple):
+class IterationSpan(NamedTuple):
     """A finished iteration: lane, times, phase, width."""
 
     lane: str
@@ -69,7 +69,7 @@ def limit(costs: Costs, device: Device, group: Group) -> int:
 
 def held_bytes(costs: Costs, parameters: ImageParameters) -> int:
     """An image's memory from its admission to its last guided step; 0 if the table does not contain it."""
-    parts = costs.held.get((parameters.width, parameters.height), {})
+    parts = costs.held_bytes.get((parameters.width, parameters.height), {})
     widths = [rows for rows, _ in steps_of(parameters)]
     narrows = max(widths) > widths[-1]  # what is kept is copied while both rows are still there
     return parts.get("request", 0) + (max(widths) + narrows) * _row_bytes(costs, parameters)
@@ -77,7 +77,7 @@ def held_bytes(costs: Costs, parameters: ImageParameters) -> int:
 
 def _row_bytes(costs: Costs, parameters: ImageParameters) -> int:
     """The memory of each row of it."""
-    parts = costs.held.get((parameters.width, parameters.height), {})
+    parts = costs.held_bytes.get((parameters.width, parameters.height), {})
     cached = parameters.deepcache
     features = 0 if cached is None or all(cached.plan(parameters.steps)) else parts.get(SHALLOW[cached.depth], 0)
     return parts.get("row", 0) + features
@@ -128,7 +128,7 @@ class SimulatedRunner:
         costs: Costs,
         device: Device,
         clock: Callable[[], float],
-        on_launch: Callable[[Span], None] = lambda span: None,
+        on_launch: Callable[[IterationSpan], None] = lambda span: None,
     ) -> None:
         self.clock = clock
         self.patience_s = device.patience_s
@@ -213,7 +213,7 @@ class SimulatedRunner:
         lane = self.lane(group)
         begins = max(self.clock(), self._free_at.get(lane, 0.0))
         ends = self._free_at[lane] = begins + self.cost(group, rows)
-        self._on_launch(Span(lane, begins, ends, group.phase, rows))
+        self._on_launch(IterationSpan(lane, begins, ends, group.phase, rows))
         return SimulatedTicket(self, requests, ends)
 
     def commit(self, request: Request) -> Outcome:

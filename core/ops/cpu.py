@@ -22,7 +22,7 @@ from core.kernels.cpu.arguments import pointer
 from core.kernels.cpu.program import HEAD_MULTIPLE
 from core.kernels.cpu.token_program import TokenProgram
 from core.ops.branches import LowRank, PackedBranches, RowBranches
-from core.ops.cpu_arrays import Array, Bound, Pair
+from core.ops.cpu_arrays import Array, ArrayPair, Bound
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
@@ -45,14 +45,14 @@ class CpuOps:
 
     def linear(
         self,
-        x: Array | Pair,
+        x: Array | ArrayPair,
         *layers: Layer,
         act: Activation | None = None,
         residual: Array | None = None,
         out: Array | None = None,
         within: Array | None = None,
     ) -> Array:
-        if isinstance(x, Pair):
+        if isinstance(x, ArrayPair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
         return self._product(x, packed, x.shape[:-1], residual=residual, within=within, act=act)
@@ -82,8 +82,8 @@ class CpuOps:
         cut = 2 * height - sides[0], 2 * width - sides[1]
         return self._product(x, packed, (x.images, *sides), (x.images, height, width), upsample=True, cut=cut)
 
-    def group_norm(self, x: Array | Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
-        first, second = x if isinstance(x, Pair) else (x, None)
+    def group_norm(self, x: Array | ArrayPair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
+        first, second = x if isinstance(x, ArrayPair) else (x, None)
         out = self.program.group_norm(
             first.x, None if second is None else second.x, norm, images=first.images, silu=silu,
             inverse=self._layers.inverse(*to),
@@ -139,8 +139,8 @@ class CpuOps:
             return Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
 
-    def cat(self, x: Array, y: Array) -> Pair:
-        return Pair(x, y)
+    def cat(self, x: Array, y: Array) -> ArrayPair:
+        return ArrayPair(x, y)
 
     def join(self, x: Array, y: Array) -> Array:
         images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
@@ -206,7 +206,7 @@ class CpuOps:
         self.products.append((self.program.last, layer))
         return self._own(out, shape)
 
-    def _linear_of_pair(self, pair: Pair, *layers: Layer) -> Array:
+    def _linear_of_pair(self, pair: ArrayPair, *layers: Layer) -> Array:
         """A layer in floats over two arrays: the share of the second is added onto that of the first."""
         (layer,) = layers
         width = pair.x.x.shape[-1]

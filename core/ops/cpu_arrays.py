@@ -39,7 +39,7 @@ class Array:
         return height, width
 
 
-class Pair(NamedTuple):
+class ArrayPair(NamedTuple):
     """Two arrays read as one, x's channels first."""
 
     x: Array

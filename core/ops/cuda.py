@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from core.kernels.cuda import rotary
 from core.kernels.cuda.low_rank import Window
 from core.ops.branches import LowRank
-from core.ops.cuda_branches import AdaptableLayers, BranchShape, CudaBranches, RowBranches, Uses
+from core.ops.cuda_branches import AdaptableLayers, BranchShape, CudaBranches, CudaRowBranches, Uses
 from core.ops.fused import (
     Conv,
     FusedLayer,
+    FusedRmsNorm,
     Gated,
     Linear,
     Norm,
     Reader,
-    RmsNorm,
     UpConv,
     attend,
     attend_wide,
-    for_layer,
+    cast_for_layer,
 )
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.reference import ACTIVATIONS, excess
@@ -52,7 +52,7 @@ class CudaOps:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
         self.layers: list[FusedLayer] = []
-        self.branches = RowBranches(rows)
+        self.branches = CudaRowBranches(rows)
         self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
@@ -118,7 +118,7 @@ class CudaOps:
         self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
-        layer = self._made(lambda: RmsNorm(norm, self._base), RmsNorm, norm)
+        layer = self._made(lambda: FusedRmsNorm(norm, self._base), FusedRmsNorm, norm)
         y = layer(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
         return y.view(x.shape)
 
@@ -145,7 +145,7 @@ class CudaOps:
         q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
         reader = self._reader(to)
         if heads == 1 and width > _WIDEST_HEAD:
-            return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
+            return cast_for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
         return attend(q_, k_, v_, reader, lengths, causal).view(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
@@ -199,7 +199,7 @@ class CudaOps:
 
     def _for(self, x: Tensor, layer: FusedLayer) -> Tensor:
         """x in the type that the layer reads."""
-        return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
+        return x if layer.kind is None or x.dtype == layer.kind else cast_for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
         """Made once: it compares the layers' scales, for which the host waits."""

@@ -17,7 +17,7 @@ from core import transfers
 from core.kernels.branches import BranchPart
 from core.kernels.cuda import low_rank
 from core.kernels.cuda.language import power
-from core.kernels.cuda.low_rank import ENTRY, RowAdapters, Shares, Window
+from core.kernels.cuda.low_rank import ENTRY, BranchShares, RowAdapters, Window
 from core.ops.branches import LowRank, as_part
 from core.ops.fused import FusedLayer
 
@@ -109,7 +109,7 @@ class AdaptableLayers:
         return low_rank.pack(parts, start, layer.base, eight=layer.kind == torch.int8)
 
 
-class RowBranches:
+class CudaRowBranches:
     """The adapters of each row of a lowering's calls. Filled and read on the thread that computes."""
 
     def __init__(self, rows: int) -> None:
@@ -186,13 +186,15 @@ class RowBranches:
         """Return whether rows may have a share in this layer now."""
         return self._now is not None and bool(self._now[0].layers >> layer.number & 1)
 
-    def shares(self, layer: FusedLayer, x: Tensor, window: Window, row_scale: Tensor | None = None) -> Shares | None:
+    def shares(
+        self, layer: FusedLayer, x: Tensor, window: Window, row_scale: Tensor | None = None
+    ) -> BranchShares | None:
         """The shares that are added to the layer's result of x [B, H, W, C]; None if no row has one."""
         if not self.has(layer):
             return None
         assert self._now is not None
         self._check(x)
-        return Shares(x, self._now[1], layer.number, window, row_scale, layer.base, self.folds).computed()
+        return BranchShares(x, self._now[1], layer.number, window, row_scale, layer.base, self.folds).computed()
 
     def _check(self, x: Tensor) -> None:
         if len(x) > self._rows:

@@ -21,7 +21,7 @@ from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention
-from core.kernels.cuda.low_rank import Shares, Window
+from core.kernels.cuda.low_rank import BranchShares, Window
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
@@ -119,7 +119,7 @@ class Linear(FusedLayer):
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None, *,
-        row_scale: Tensor | None = None, shares: Shares | None = None,
+        row_scale: Tensor | None = None, shares: BranchShares | None = None,
     ) -> Tensor:  # fmt: skip
         """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`. `row_scale` [M]
         multiplies the products of 8-bit rows. `shares` of adapters are added.
@@ -142,11 +142,11 @@ class Linear(FusedLayer):
 class Gated(Linear):
     """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: Reader, act: Activation, shares: Shares | None = None) -> Tensor:
+    def gate(self, x: Tensor, then: Reader, act: Activation, shares: BranchShares | None = None) -> Tensor:
         """`shares` of adapters are added to hidden and gate."""
         if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x, shares=shares).chunk(2, dim=-1)
-            return for_layer(hidden * ACTIVATIONS[act](gate), then)
+            return cast_for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
         arguments = (x, self.weight, self.scale, self.bias, then.inverse)
         if x.is_cuda:
@@ -185,7 +185,7 @@ class Conv(FusedLayer):
 
     def __call__(
         self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None, *,
-        relu: bool = False, shares: Shares | None = None,
+        relu: bool = False, shares: BranchShares | None = None,
     ) -> Tensor:  # fmt: skip
         """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image. `relu` acts last, and not together
         with `shares`, which are added.
@@ -226,7 +226,7 @@ class UpConv(Conv):
             self.steps = step.contiguous()
 
     def double(
-        self, x: Tensor, height: int, width: int, out: Tensor | None = None, shares: Shares | None = None
+        self, x: Tensor, height: int, width: int, out: Tensor | None = None, shares: BranchShares | None = None
     ) -> Tensor:
         """x [B, H, W, C] → [B, height, width, N]: twice H and W, or one less.
 
@@ -268,7 +268,7 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind or self.base, row_scale=scale)
 
 
-class RmsNorm:
+class FusedRmsNorm:
     """RMSNorm, in the type that the next layer reads."""
 
     def __init__(self, norm: Any, base: torch.dtype) -> None:
@@ -300,10 +300,10 @@ def attend(
         out = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
         return out.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
-    return for_layer(y.flatten(0, 1), then)
+    return cast_for_layer(y.flatten(0, 1), then)
 
 
-def for_layer(x: Tensor, then: Reader) -> Tensor:
+def cast_for_layer(x: Tensor, then: Reader) -> Tensor:
     """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x

@@ -10,7 +10,7 @@ from core.ops.ops import Activation, Layer, Walk, doubled
 Shape = tuple[int, ...]  # of an array, channels last
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """An operation that a walk asks for."""
 
     operation: str  # the method of `Ops`
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 class Trace(NamedTuple):
     """The calls of a walk in order, and the shapes that it returned."""
 
-    calls: list[Call]
+    calls: list[TracedCall]
     outputs: tuple[Shape, ...]
 
 
@@ -38,7 +38,7 @@ class TraceOps:
     """`core.ops.ops.Ops` on shapes."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
 
     def linear(
         self,
@@ -132,7 +132,7 @@ class TraceOps:
         return x
 
     def _call(self, operation: str, layers: tuple[Layer, ...], inputs: Shape, output: Shape) -> Shape:
-        self.calls.append(Call(operation, layers, inputs, output))
+        self.calls.append(TracedCall(operation, layers, inputs, output))
         return output
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
-from evaluation.captioning.caption_client import CaptionClient, TextRequest
+from evaluation.captioning.caption_client import CaptionClient, CaptionRequest
 from evaluation.captioning.caption_file import CaptionFile, CaptionRow
 from evaluation.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
 from evaluation.captioning.text_sources import TextResponse, TextSource
@@ -42,7 +42,7 @@ class _Open:
     index: int
     begun: int = 0
     under_way: int = 0
-    made: dict[int, tuple[TextRequest, str | None, str]] = field(default_factory=dict)  # question, reason, caption
+    made: dict[int, tuple[CaptionRequest, str | None, str]] = field(default_factory=dict)  # question, reason, caption
     again: Counter[str] = field(default_factory=Counter)
     looked: int = 0  # so many attempts are known to be invalid
 
@@ -56,7 +56,7 @@ class CaptionGenerator:
         self._file, self._asker, self._author, self._screen = file, asker, author, screen
         self._attempts = attempts
         self._rows: list[_Open] = []
-        self._asked: dict[Future[Any], tuple[_Open, int, TextRequest]] = {}
+        self._asked: dict[Future[Any], tuple[_Open, int, CaptionRequest]] = {}
         for row in file.rows:
             if row.caption is not None:
                 screen.keep(row.caption)

@@ -21,7 +21,7 @@ from evaluation import bootstrap
 from evaluation.bootstrap import Interval
 from evaluation.scenes import hues
 from evaluation.scenes.gallery import Gallery
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 
 FOUND = 0.70  # cosine from which a sprite is there
 _HIDDEN = 0.60  # the same for what stands behind another, over what is seen of it
@@ -113,7 +113,7 @@ class Checker:
             return None
         return all(len(matches) == item.count for matches, item in zip(matches_of, truth.items, strict=True))
 
-    def _find(self, seen: _Seen, item: Thing, sticker: bool, cover: Tensor | None) -> list[Match]:
+    def _find(self, seen: _Seen, item: SceneItem, sticker: bool, cover: Tensor | None) -> list[Match]:
         """All matches of a thing, best first; where a colour is asked it may have any."""
         variants = self._variants(item)
         best: Tensor | None = None
@@ -125,7 +125,7 @@ class Checker:
         assert best is not None
         return _peaks(best)
 
-    def _its_own(self, seen: _Seen, item: Thing, matches: list[Match]) -> list[Match]:
+    def _its_own(self, seen: _Seen, item: SceneItem, matches: list[Match]) -> list[Match]:
         """The matches above `FOUND` that look like no other subject more."""
         own_matches = []
         for match in matches:
@@ -136,7 +136,7 @@ class Checker:
                 own_matches.append(match)
         return own_matches
 
-    def _variants(self, item: Thing) -> Tensor:
+    def _variants(self, item: SceneItem) -> Tensor:
         """Sprites [V, 4, S, S] in 0..1: as it is, and in all eight colours where one is asked."""
         sprites = self._sprites[item.subject]
         sprite = sprites.pixels.to(self._device).float()[None] / 255
@@ -149,11 +149,11 @@ class Checker:
         )
         return torch.cat([sprite, painted])
 
-    def _alpha(self, seen: _Seen, item: Thing, match: Match) -> Tensor:
+    def _alpha(self, seen: _Seen, item: SceneItem, match: Match) -> Tensor:
         """The area of the picture that a match covers, [H, W]."""
         return self._placed_sprite(seen, item, match)[3]
 
-    def _placed_sprite(self, seen: _Seen, item: Thing, match: Match) -> Tensor:
+    def _placed_sprite(self, seen: _Seen, item: SceneItem, match: Match) -> Tensor:
         sprite = _resized(self._variants(item)[match.variant][None], round(match.side))[0]
         canvas = torch.zeros(4, seen.height, seen.width, device=self._device)
         side = sprite.shape[-1]
@@ -183,10 +183,10 @@ class Checker:
             and max(match.side, best.side) <= _SAME_SIDE * min(match.side, best.side)
         ]
 
-    def _coloured(self, seen: _Seen, item: Thing, matches: list[Match]) -> bool:
+    def _coloured(self, seen: _Seen, item: SceneItem, matches: list[Match]) -> bool:
         """Return whether most of the sprite's coloured part has the hue asked for, in enough of the best matches."""
         for match in matches[: item.count]:
-            plain = self._placed_sprite(seen, Thing(item.subject), match._replace(variant=0))
+            plain = self._placed_sprite(seen, SceneItem(item.subject), match._replace(variant=0))
             straight = plain[:3] / plain[3:].clamp(min=1e-3)
             weight = (plain[3] > 0.9).float() * hues.coloured(straight)
             shares = hues.shares(seen.picture.flatten(1).T, weight.flatten())

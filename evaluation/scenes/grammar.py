@@ -14,7 +14,7 @@ from dataclasses import replace
 from evaluation.scenes import hues
 from evaluation.scenes.emoji import COLOURS
 from evaluation.scenes.subjects import Subject, article
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 
 NUMBERS = ("a", "two", "three", "four", "five")
 _SIZES = {"tiny": ("tiny", "very small"), "small": ("small", "little"), "big": ("big", "large", "huge")}
@@ -63,7 +63,7 @@ def say(truth: Truth, subjects: dict[str, Subject], draw: random.Random) -> str:
     return prefix + body + ends
 
 
-def _phrase(item: Thing, subject: Subject, draw: random.Random) -> str:
+def _phrase(item: SceneItem, subject: Subject, draw: random.Random) -> str:
     words = [draw.choice(_SIZES[item.size])] if item.size else []
     words += [item.colour] if item.colour else []
     words.append(subject.noun if item.count == 1 else subject.plural)
@@ -73,7 +73,7 @@ def _phrase(item: Thing, subject: Subject, draw: random.Random) -> str:
     return f"{NUMBERS[item.count - 1]} {rest}"
 
 
-class Reader:
+class CaptionParser:
     """Reads captions of `say` back."""
 
     def __init__(self, subjects: Iterable[Subject]) -> None:
@@ -114,7 +114,7 @@ class Reader:
                 return Truth(items, relation, background, bool(sticker))
         raise ValueError(f"caption {caption!r} is not of the grammar of scenes")
 
-    def _body(self, body: str) -> tuple[tuple[Thing, ...], str | None]:
+    def _body(self, body: str) -> tuple[tuple[SceneItem, ...], str | None]:
         single = self._thing(body)
         if single is not None:
             return (single,), None
@@ -132,7 +132,7 @@ class Reader:
                     return items, relation
         return (), None
 
-    def _thing(self, phrase: str) -> Thing | None:
+    def _thing(self, phrase: str) -> SceneItem | None:
         match = self._head.fullmatch(phrase)
         if match is None:
             return None
@@ -141,7 +141,7 @@ class Reader:
         subject = (self._singular if count == 1 else self._plural).get(match["noun"])
         if subject is None:
             return None
-        return Thing(subject.noun, count, match["colour"], self._sizes.get(match["size"] or ""))
+        return SceneItem(subject.noun, count, match["colour"], self._sizes.get(match["size"] or ""))
 
 
 class Foils:

@@ -23,7 +23,7 @@ from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun, RunError
 from evaluation.scenes import emoji, subjects
 from evaluation.scenes.checker import Checker, Sprite, Verdict, summary
-from evaluation.scenes.grammar import Foils, Reader
+from evaluation.scenes.grammar import CaptionParser, Foils
 
 SIDE = 128  # of sprites, in pixels
 _FOILS = 8  # captions with one thing wrong for each caption
@@ -43,7 +43,7 @@ class SceneJudge:
         nouns = subjects.choose(rows, images)
         self.checker = Checker({noun.noun: Sprite(images[noun.row], bool(noun.colours)) for noun in nouns}, device)
         self.digest = hashlib.sha256((data / "emoji" / "captions.tsv").read_bytes() + images.numpy().data).hexdigest()
-        self._reader, self._foils, self._clip = Reader(nouns), Foils(nouns), clip
+        self._reader, self._foils, self._clip = CaptionParser(nouns), Foils(nouns), clip
 
     def score(self, picture: Pixels, caption: str) -> float:
         """Return whether all that the caption says is right. Raises `Unscorable`."""

@@ -10,7 +10,7 @@ SIZES = ("tiny", "small", "big")
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneItem:
     """`count` pictures of one subject, by its noun; `colour` is one of `hues.WORDS`, `size` one of `SIZES`."""
 
     subject: str
@@ -26,7 +26,7 @@ class Truth:
     `sticker` is a white outline around every thing.
     """
 
-    items: tuple[Thing, ...]
+    items: tuple[SceneItem, ...]
     relation: str | None = None
     background: tuple[str, ...] = ()
     sticker: bool = False

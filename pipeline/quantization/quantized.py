@@ -131,7 +131,7 @@ def calibrated(
     if how.search:
         for part, recipe in recipes.items():
             choices[part] = search.search(model.parts[part], recipe, found[part], scheme=scheme)
-            recipes[part] = search.rules(recipe, choices[part])
+            recipes[part] = search.chosen(recipe, choices[part])
     return Calibrated(recipes, found, choices, settings, checkpoints)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.harness.record import RESULTS
-from evaluation.inception import Network
+from evaluation.inception import InceptionNetwork
 from tests.evaluation import agreement
 
 FOUND = json.loads((RESULTS / "agreement.json").read_text("utf-8"))
@@ -47,7 +47,7 @@ def test_open_clip_is_handed_every_weight_once() -> None:
 
 def test_seeded_weights_are_of_the_published_layout_and_let_no_layer_die() -> None:
     made = agreement.inception_weights()
-    network = Network().eval()
+    network = InceptionNetwork().eval()
     told = network.load_state_dict(
         {name: value for name, value in made.items() if not name.startswith("fc.")}, strict=False
     )

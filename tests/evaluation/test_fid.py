@@ -132,7 +132,7 @@ def test_statistics_come_back(tmp_path: Path) -> None:
 )
 def test_either_half_of_statistics_is_looked_at(mu: np.ndarray, sigma: np.ndarray, said: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "s.npz", mu=mu, sigma=sigma)
-    with pytest.raises(fid.StatisticsError, match=said):
+    with pytest.raises(fid.FidStatisticsError, match=said):
         fid.read(tmp_path / "s.npz", 4)
 
 
@@ -165,6 +165,6 @@ def test_statistics_that_are_none_are_refused(name: str, said: str, tmp_path: Pa
         save(path, made)
     if name == "short":
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(fid.StatisticsError, match=said) as refused:
+    with pytest.raises(fid.FidStatisticsError, match=said) as refused:
         fid.read(path, 2048)
     assert str(path) in str(refused.value)

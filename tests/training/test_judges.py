@@ -36,10 +36,12 @@ def test_shares_are_of_what_is_drawn_and_go_into_the_card(large: TrainingRun) ->
     true = shown(large, {})
     known, folder = judge.scene_judge(large), large.folder("judge") / "emoji-xl"
     prompts = {"right": {text: text for text in true}, "nothing": {}}
-    right = judge.judged(prompts, lambda texts: [true[text] for text in texts], known, folder)
+    right = judge.judge_images(prompts, lambda texts: [true[text] for text in texts], known, folder)
     assert set(right) == {"right"} and set(right["right"]) == {"subject", "colour", "all"}
     assert right["right"]["all"].value == 1 and (folder / "right.png").stat().st_size > 0
-    blank = judge.judged(prompts, lambda texts: [np.full((128, 128, 3), 255, np.uint8)] * len(texts), known, folder)
+    blank = judge.judge_images(
+        prompts, lambda texts: [np.full((128, 128, 3), 255, np.uint8)] * len(texts), known, folder
+    )
     assert blank["right"]["all"].value == 0
     figures = {"emoji-xl": {"steps": 4, **right}, "emoji-lm": {"expansions": 3, "expansions_good": 0.5}}
     (large.folder("judge") / "figures.json").write_text(json.dumps(figures))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.kernels.cuda import gemm, portable
 from core.kernels.cuda.language import evenly_spaced
-from core.kernels.cuda.low_rank import Shares, add_rest, folded
+from core.kernels.cuda.low_rank import BranchShares, add_rest, folded
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import CONV, TRITON, UPSAMPLE, KernelChoice, say
 
@@ -31,7 +31,7 @@ def conv3x3_int8(
     relu: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout]; `relu` of it.
 
@@ -60,7 +60,7 @@ def upsample_conv3x3_int8(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """The 3×3 convolution of the image at twice its height and width (nearest neighbour): [B, 2H, 2W, Cout].
 
@@ -89,7 +89,7 @@ def _conv(
     stride: int,
     tile: Tile | None,
     relu: bool,
-    shares: Shares | None,
+    shares: BranchShares | None,
 ) -> Tensor:
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, the output {dtype} {shape}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from core.kernels.cuda import driver, tiles
 from core.kernels.cuda.gemm_source import GemmVariant, share_bytes, source
 from core.kernels.cuda.language import pixel_stride
-from core.kernels.cuda.low_rank import Shares
+from core.kernels.cuda.low_rank import BranchShares
 from core.kernels.cuda.tiles import Tile
 
 _SHARED_BYTES = 227 * 1024  # per block on Hopper
@@ -63,7 +63,7 @@ class EpilogueInputs:
     residual: Tensor | None = None  # as the output; of one that is gated bf16, to hidden and gate
     inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
     silu: bool = False  # it is gated with silu instead of gelu
-    shares: Shares | None = None  # of adapters
+    shares: BranchShares | None = None  # of adapters
 
     def arguments(self, *, linear: bool) -> dict[str, int | None]:
         """The operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""

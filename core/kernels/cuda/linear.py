@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda import gemm, portable
-from core.kernels.cuda.low_rank import Shares, add_rest, folded
+from core.kernels.cuda.low_rank import BranchShares, add_rest, folded
 from core.kernels.cuda.quantize import per_channel, to_levels
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import GEGLU, LINEAR, TRITON, KernelChoice, say
@@ -36,7 +36,7 @@ def linear_int8(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """y[m,n] = row_scale[m] · scale[n] · Σ_k x_q[m,k] · weight_q[n,k] + bias[n] + residual[m,n], as `dtype` [M, N].
 
@@ -95,7 +95,7 @@ def linear_geglu_int8(
     act: Activation = "gelu",
     added: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """q(hidden · act(gate) · out_inv_scale), [hidden, gate] = x · Wᵀ + bias + added, in the operands' 8-bit type.
 

@@ -230,7 +230,7 @@ def _up(  # type: ignore[no-untyped-def]
     tl.store(to, acc.to(out.dtype.element_ty), inside)
 
 
-class Shares(NamedTuple):
+class BranchShares(NamedTuple):
     """The sum that a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
 
     x [B, H, W, C] in the type of `up` or in 8 bits; `layer` is its number in the adapters' tables; row_scale
@@ -252,7 +252,7 @@ class Shares(NamedTuple):
         """The number of pixels of an image."""
         return self.window.height * self.window.width
 
-    def computed(self) -> Shares:
+    def computed(self) -> BranchShares:
         """The shares with `low` computed, if it is on a GPU."""
         return self._replace(low=down(self)) if self.x.is_cuda else self
 
@@ -277,12 +277,12 @@ class Shares(NamedTuple):
         return self.add(out, alone=True)
 
 
-def folded(shares: Shares | None) -> Shares | None:
+def folded(shares: BranchShares | None) -> BranchShares | None:
     """The shares that a product is to add itself."""
     return shares if shares is not None and shares.folds else None
 
 
-def add_rest(shares: Shares | None, out: Tensor, *, able: bool) -> Tensor:
+def add_rest(shares: BranchShares | None, out: Tensor, *, able: bool) -> Tensor:
     """`out` with the shares that its product did not add; `able`: it adds those that fold."""
     return out if shares is None or (able and shares.folds) else shares.add(out)
 
@@ -294,8 +294,8 @@ def _together(pixels: int) -> int:
     return max(16, min(_ROWS, power(pixels)))
 
 
-def down(shares: Shares) -> Tensor:
-    """`Shares.low`, undefined in ranks that an adapter does not have in the layer."""
+def down(shares: BranchShares) -> Tensor:
+    """`BranchShares.low`, undefined in ranks that an adapter does not have in the layer."""
     x, (addresses, scales, ranks), layer, window, row_scale = shares[:5]
     images, _, width, channels = x.shape
     x = x if evenly_spaced(x) else x.contiguous()
@@ -309,7 +309,7 @@ def down(shares: Shares) -> Tensor:
     return low
 
 
-def up(shares: Shares, low: Tensor, out: Tensor, *, alone: bool = False) -> None:
+def up(shares: BranchShares, low: Tensor, out: Tensor, *, alone: bool = False) -> None:
     """out += up(low), or instead of what `out` [M, N] holds; its rows may be apart."""
     pixels, uses, together = shares.pixels, shares.rows.addresses.shape[1], _together(shares.pixels)
     columns = out.shape[1]
@@ -323,7 +323,7 @@ def add_reference(
     x: Tensor, out: Tensor, rows: RowAdapters, layer: int, window: Window, row_scale: Tensor | None = None, *,
     alone: bool = False,
 ) -> None:  # fmt: skip
-    """`Shares.add` on a CPU, by the adapters' own tables."""
+    """`BranchShares.add` on a CPU, by the adapters' own tables."""
     maps, height, width = x.float().permute(0, 3, 1, 2), window.height, window.width
     if window.doubled:
         maps = F.interpolate(maps, size=window.sides, mode="nearest")
