@@ -34,7 +34,7 @@ class CostError(BenchError):
 
 
 class Costs:
-    """The costs of one device. `held_bytes` are by size and part ("request", "row", a shallow phase's features a row)."""
+    """The costs of one device. `held_bytes`: by size and part ("request", "row", a shallow phase's features a row)."""
 
     def __init__(
         self,
