@@ -105,7 +105,7 @@ def _padded(part: BranchPart) -> BranchPart:
 
 @kernel()
 def _ranks(  # type: ignore[no-untyped-def]
-    x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, high, columns, width,
+    x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width, width,
     image_pixels, stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     DOUBLED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def _ranks(  # type: ignore[no-untyped-def]
         acc = tl.zeros((m.shape[0], BR), tl.float32)
     for tap in range(0, TAPS * TAPS):
         row, column = m // out_width * STRIDE + tap // TAPS - PADDING, m % out_width * STRIDE + tap % TAPS - PADDING
-        visible = valid & (row >= 0) & (row < high) & (column >= 0) & (column < columns)
+        visible = valid & (row >= 0) & (row < map_height) & (column >= 0) & (column < map_width)
         if DOUBLED:
             row, column = row >> 1, column >> 1
         pixel = image.to(tl.int64) * image_pixels + row * width + column
@@ -153,9 +153,9 @@ def _ranks(  # type: ignore[no-untyped-def]
 
 @kernel("layer")
 def _down(  # type: ignore[no-untyped-def]
-    x, addresses, scales, row_scale, low, layer, pixels, out_width, high, columns, width, image_pixels, stride, uses,
-    ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DOUBLED: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    x, addresses, scales, row_scale, low, layer, pixels, out_width, map_height, map_width, width, image_pixels,
+    stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    DOUBLED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program for some pixels of an image, some ranks of one of its adapters."""
     chunks = tl.cdiv(ranks, BR)
@@ -174,18 +174,18 @@ def _down(  # type: ignore[no-untyped-def]
     # As wide as the adapter's own ranks ask for, not as those beside it: bits must not depend on these.
     if rank - first <= BR // 4:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, high, columns, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
         )  # fmt: skip
     elif rank - first <= BR // 2:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, high, columns, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
         )  # fmt: skip
     else:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, high, columns, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
         )  # fmt: skip
 
 

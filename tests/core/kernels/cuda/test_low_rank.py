@@ -266,8 +266,8 @@ def test_a_small_adapter_is_small_in_memory() -> None:
 COMPILE = """
 from core.kernels.cuda.low_rank import _down, _up  # 16 bytes at a time: "cp.async.cg" of the factors
 
-counts = dict.fromkeys(["layer", "pixels", "out_width", "high", "wide", "width", "image_pixels", "stride", "uses",
-                        "ranks", "columns"], "i32")
+counts = dict.fromkeys(["layer", "pixels", "out_width", "map_height", "map_width", "width", "image_pixels",
+                        "stride", "uses", "ranks", "columns"], "i32")
 counts |= dict.fromkeys(["width", "image_pixels", "pixels", "stride", "columns", "ranks"], "i32:16")  # as in an SDXL
 both = {"addresses": "*i64", "low": "*bf16"} | counts
 for kind in ("*i8", "*fp8e4nv", "*bf16"):
@@ -280,7 +280,7 @@ for kind in ("*i8", "*fp8e4nv", "*bf16"):
 shape = dict(C=1280, TAPS=1, STRIDE=1, PADDING=0, DOUBLED=False, BM=16, BR=64, BK=64)
 made(_down, types | {"row_scale": "*fp32"}, shape, "cp.async.cg", num_warps=4, num_stages=3)
 # As Triton specializes the vectors of a batch with one adapter a row: ones are constants.
-ones = dict.fromkeys(["pixels", "out_width", "high", "wide", "width", "image_pixels", "uses"], 1)
+ones = dict.fromkeys(["pixels", "out_width", "map_height", "map_width", "width", "image_pixels", "uses"], 1)
 rest = {name: kind for name, kind in types.items() if name not in ones}
 made(_down, rest, shape | ones, "cp.async.cg", num_warps=4, num_stages=3)
 types = {name: kind for name, kind in both.items() if name in ("addresses", "low", "layer", "pixels", "columns",

@@ -155,7 +155,7 @@ types |= dict.fromkeys(strides, "i32")
 shape = dict(C=3840, STEP=1, INT8=True, ROWS=4, BLOCK=4096)
 made(rms_norm._rms_norm, types | {"inverse": "*fp32", "out": "*i8"}, shape, num_warps=8)
 made(rms_norm._rms_norm, types | {"residual": "*bf16", "out": "*bf16"}, shape, num_warps=8)
-types |= {"residual": "*bf16", "kept": "*bf16", "next_weight": "*bf16", "next_scale": "*fp32", "inverse": "*fp32"}
+types |= {"residual": "*bf16", "sum_out": "*bf16", "next_weight": "*bf16", "next_scale": "*fp32", "inverse": "*fp32"}
 for kind in ("i8", "fp8e4nv"):
     made(rms_norm._rms_norm, types | {"out": f"*{kind}"}, shape | {"INT8": kind == "i8"}, num_warps=8)
 counts = dict.fromkeys(["rows", "stride", "per_image", "scale_stride"], "i32")
