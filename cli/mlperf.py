@@ -145,7 +145,7 @@ def _driven(
     drawn = [source.take(future.result()) for future in warm]
     with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
         result = loadgen.run(test, ImageTask(source, drafts), options.out, partial(_warn, console))
-    return result, draft, dict(generate.printed(drawn[0].png))
+    return result, draft, dict(generate.read_fingerprint(drawn[0].png))
 
 
 def _written(

@@ -136,7 +136,7 @@ def score(run: EvaluationRun, options: argparse.Namespace, lens: ScoringNetworks
         look = looking(progress)
         kept = run.folder / "references"
         held = [references.look(path, lens, kept, partial(look, f"looking at {path.name}")) for path in options.against]
-        found = scores.of_run(run, lens, held, resamples=options.resamples, look=look)
+        found = scores.score_run(run, lens, held, resamples=options.resamples, look=look)
     speed = run.speed()
     whole = {
         "lens": lens.name, "pictures": len(run.captions), "side": min(pixels.read(run.files()[0]).shape[:2]), **found,

@@ -116,7 +116,7 @@ scorer = open_judge("brightness", Path()).scorer
 files = [Path(f"{level}.png") for level in (0, 255)]
 for file, level in zip(files, (0, 255)):
     Image.fromarray(np.full((8, 8, 3), level, np.uint8)).save(file)
-scores = features.of_pairs(files, ["a", "b"], "files", scorer, Path("store"), lambda *_: None)
+scores = features.pair_scores(files, ["a", "b"], "files", scorer, Path("store"), lambda *_: None)
 assert scores.flatten().tolist() == [0, 1]
 """,
 )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from core.config import Settings
-from deployment.devices import NoDevices, visible
+from deployment.devices import NoDevices, visible_gpus
 from tests.deployment.served import ROOT, environment
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
@@ -120,9 +120,9 @@ def test_every_setting_can_be_given_to_containers() -> None:
 def test_the_gpus_that_may_be_used(variables: dict[str, str], listed: str, found: list[str] | None) -> None:
     if found is None:
         with pytest.raises(NoDevices):
-            visible(variables, lambda: listed)
+            visible_gpus(variables, lambda: listed)
     else:
-        assert visible(variables, lambda: listed) == found
+        assert visible_gpus(variables, lambda: listed) == found
 
 
 WORKERS = """

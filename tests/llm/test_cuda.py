@@ -13,7 +13,7 @@ from tests.interpreted import CUDA
 
 # isort: split
 from core.kernels.cuda.chunk_kernel import chunks, tiles
-from core.kernels.cuda.decode_kernel import decode, decode_reference, reach
+from core.kernels.cuda.decode_kernel import decode, decode_reference, part_count
 from core.kernels.cuda.fused_kernels import (
     SplitSums,
     add_norm,
@@ -207,7 +207,7 @@ def test_chunks(kind: Kind, heads: int, kv_heads: int, d: int) -> None:
 
 
 def test_reach_grows_with_the_sequence_alone() -> None:
-    assert [reach(n) for n in (1, 256, 257, 1024, 1025, 4096, 4097, 131_072)] == [1, 1, 2, 4, 5, 16, 11, 16]
+    assert [part_count(n) for n in (1, 256, 257, 1024, 1025, 4096, 4097, 131_072)] == [1, 1, 2, 4, 5, 16, 11, 16]
 
 
 # -- the whole decoder ------------------------------------------------------------------------------------------------

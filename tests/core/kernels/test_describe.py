@@ -41,7 +41,7 @@ def test_a_gpu_that_is_not_there_has_no_capability(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_on_a_gpu_is_never_for_hopper() -> None:
-    assert driver.lacks(torch.device("cpu")) == "no CUDA device"
+    assert driver.unsupported_reason(torch.device("cpu")) == "no CUDA device"
 
 
 def test_a_fall_back_says_its_reason(caplog: pytest.LogCaptureFixture) -> None:
