@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.batching.elders import Elders
+from core.batching.aging import AgedRequests
 from core.batching.request import Request, State
 from core.batching.shares import Shares
 from core.batching.waiting import Waiting
@@ -36,7 +36,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
         else:
             waiting.place(request)
 
-    elders = Elders(5.0, promote)
+    elders = AgedRequests(5.0, promote)
     asks = [Ask(files=tuple((name, 1) for name in names)) for names in ("", "x", "y", "xy")]
     live: list[Request] = []
     now = 0.0
