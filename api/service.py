@@ -77,7 +77,7 @@ class Service:
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = CardCache(self.registry, self.store, self.keyring, AccessReader(self.redis), _beside(settings))
-        self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
+        self.reaper = Reaper(self.store.upkeep, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)

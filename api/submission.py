@@ -226,7 +226,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
     async def put(identity: Hashable, decode: Callable[[], Awaitable[bytes]]) -> str:
         if identity not in keys:
             data = await decode()
-            keep = lambda key: service.store.keep(key, _INPUT_S, hold=True)  # noqa: E731
+            keep = lambda key: service.store.upkeep.keep(key, _INPUT_S, hold=True)  # noqa: E731
             keys[identity] = await service.stored(lambda: service.artifacts.put_kept(data, "image/png", keep))
         return keys[identity]
 

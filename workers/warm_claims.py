@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.jobs.broker import Envelope
+from core.jobs.leases import JobLeases
 from core.jobs.registry import Registry
-from core.jobs.store import JobStore
 from workers.metrics import METER
 from workers.store_retry import StoreRetry
 
@@ -34,7 +34,7 @@ class WarmClaims:
     def __init__(
         self,
         worker: str,
-        store: JobStore,
+        leases: JobLeases,
         registry: Registry,
         store_retry: StoreRetry,
         message: Callable[[Envelope], str],
@@ -48,7 +48,7 @@ class WarmClaims:
         `message` writes one to a worker.
         """
         self._worker = worker
-        self._store = store
+        self._leases = leases
         self._registry = registry
         self._store_retry = store_retry
         self._message = message
@@ -68,7 +68,7 @@ class WarmClaims:
         if not self._wait_s or not handler.reads_files:
             return False
         unknown: tuple[dict[str, Any], bool] = {}, True
-        parameters, urgent = self._store_retry.once(lambda: self._store.asked(envelope.id), unknown)
+        parameters, urgent = self._store_retry.once(lambda: self._leases.asked(envelope.id), unknown)
         files = self._wanted(handler, parameters)
         if urgent or not files or files <= self._held():
             return False
@@ -81,7 +81,7 @@ class WarmClaims:
             return False
         while others and not stop() and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
-            if not self._store_retry.once(lambda: self._store.glance(envelope.id)[0], True):
+            if not self._store_retry.once(lambda: self._leases.glance(envelope.id)[0], True):
                 return True
             others = [*{*others} & {*self._others(files)}]
         return False
@@ -102,7 +102,7 @@ class WarmClaims:
 
     def _offer(self, envelopes: list[Envelope]) -> bool:
         messages = {envelope: self._message(envelope) for envelope in envelopes}
-        return self._store_retry.once(lambda: self._store.offer(messages, self._wait_s), False)
+        return self._store_retry.once(lambda: self._leases.offer(messages, self._wait_s), False)
 
     @contextmanager
     def reading(self, job: Any, handler: JobHandler) -> Iterator[None]:

@@ -86,12 +86,12 @@ class Worker:
         self._equipment: ServingRuntime | None = None
         self._publisher: ProgressPublisher | None = None
         self._heartbeat = Heartbeat(
-            self._store, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self._beaten,
+            self._store.leases, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self._beaten,
             lease_s=settings.lease_s, stuck_s=settings.stuck_s,
         )  # fmt: skip
         self._warm_claims: WarmClaims | None = None
         self._control = ControlListener(self._registry, self.store_retry, self.id, self._cancelled)
-        self._reaper = Reaper(self._store, send)
+        self._reaper = Reaper(self._store.upkeep, send)
 
     def open(self) -> None:
         """Announce the card with state "starting", and start sweeping. Everything else needs an engine.
@@ -131,10 +131,11 @@ class Worker:
         engine, settings = equipment.engine, self.settings
         self._equipment = equipment
         self._publisher = ProgressPublisher(
-            self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
+            self._store.leases, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
         )
         self._warm_claims = WarmClaims(
-            self.id, self._store, self._registry, self.store_retry, self._message_to, equipment.handlers.values(),
+            self.id, self._store.leases, self._registry, self.store_retry, self._message_to,
+            equipment.handlers.values(),
             wait_s=settings.warm_wait_s, known_s=settings.lease_s,
         )  # fmt: skip
         self.tasks = WorkerTasks(

@@ -149,7 +149,7 @@ class Job:
     @property
     def fence(self) -> str:
         """The fencing token of its current attempt."""
-        return _fence(self.attempt, self.incarnation)
+        return fence(self.attempt, self.incarnation)
 
     def same(self, other: Job | None) -> bool:
         """Whether the other record is this very job, and not another with the same id."""
@@ -203,7 +203,8 @@ def _flag(value: str | None) -> bool | None:
     return value == "1" if value else None
 
 
-def _fence(attempt: int, incarnation: str) -> str:
+def fence(attempt: int | str, incarnation: str | None) -> str:
+    """The fencing token of an attempt; its bare number in records of versions without incarnations."""
     return f"{attempt}@{incarnation}" if incarnation else str(attempt)
 
 
@@ -244,7 +245,7 @@ class Claim:
     @property
     def fence(self) -> str:
         """The fencing token that every write for this claim carries."""
-        return _fence(self.attempt, self.incarnation)
+        return fence(self.attempt, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

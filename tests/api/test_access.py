@@ -307,7 +307,7 @@ def picture_of(client: httpx2.Client, worker: Worker, id: str, prompt: str) -> t
     data = f"{id}: {prompt}, for {worker.job(id).owner}".encode()
     image = {"key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 8, "height": 8,
              "media_type": "image/png", "size_bytes": len(data)}  # fmt: skip
-    assert worker.store.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
+    assert worker.store.leases.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
     return path_of(client, id), data
 
 

@@ -150,7 +150,7 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
 
 def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
-    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)  # a message that is late is lost sooner
+    monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)  # a message that is late is lost sooner
     worker.redis.set("image:3", "no list")  # so that nothing can be pushed onto it
     id = api.order()
     assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
@@ -161,7 +161,7 @@ def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], mo
 
 def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
-    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)
+    monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)
     ids = [api.order() for _ in range(3)]
     assert worker.messages() == [(id, 3) for id in ids]
     worker.redis.lrem("image:3", 1, worker.redis.lindex("image:3", 1))  # the second's

@@ -113,7 +113,7 @@ def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> No
             "key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 64, "height": 64,
             "media_type": "image/png", "size_bytes": len(data),
         }  # fmt: skip
-        assert worker.store.succeed("large", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        assert worker.store.leases.succeed("large", claim.attempt, {"images": [picture], "engine_s": 0.1})
     ask = b"GET /v1/jobs/large/images/0 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with connected(api, small=True) as stalled, connected(api, small=True) as slow:
         for client in (stalled, slow):

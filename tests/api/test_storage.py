@@ -75,7 +75,7 @@ def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings
         worker.store.create(JobDraft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         claim = worker.take("drawn")
         picture = {"key": KEY, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": 1}
-        assert worker.store.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        assert worker.store.leases.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
         worker.redis.zadd("diptych:kept", {KEY: 1})  # its time is over: each API's sweep has it to delete
         eventually(lambda: len(hung) >= 1, "nobody deletes it")
         with httpx2.Client(base_url=api.url, timeout=MUCH_S) as client, ThreadPoolExecutor(CROWD) as crowd:

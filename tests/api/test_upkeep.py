@@ -112,7 +112,7 @@ def test_lists(redis_url: str, folder: Path) -> None:
         for _ in range(5):
             ids.append(api.order())
             time.sleep(0.002)  # by Redis's clock one after the other
-        worker.store.fail(worker.take(ids[1]).id, 1, "engine_error", "it broke")
+        worker.store.leases.fail(worker.take(ids[1]).id, 1, "engine_error", "it broke")
         newest = ids[::-1]
         first = api.client.get("/v1/jobs?limit=2").json()
         assert [job["id"] for job in first["data"]] == newest[:2] and first["has_more"]
@@ -128,7 +128,7 @@ def test_lists(redis_url: str, folder: Path) -> None:
 def test_what_failed_is_tried_again(shared: Api, worker: Worker) -> None:
     id = shared.order(seed=7, n=2)
     check_error(shared.client.post(f"/v1/jobs/{id}/requeue"), 409, code="job_not_failed")
-    worker.store.fail(worker.take(id).id, 1, "engine_error", "it broke")
+    worker.store.leases.fail(worker.take(id).id, 1, "engine_error", "it broke")
     again = shared.client.post(f"/v1/jobs/{id}/requeue")
     assert again.status_code == 202
     new = worker.job(again.json()["id"])
@@ -158,7 +158,7 @@ def test_previews_and_formats(shared: Api, worker: Worker) -> None:
         "preview_every": 2, "output_format": "webp", "output_compression": 80,
     }  # fmt: skip
     assert shared.client.get(f"/v1/jobs/{id}/preview").status_code == 204
-    worker.store.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
+    worker.store.leases.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
     look = shared.client.get(f"/v1/jobs/{id}/preview")
     assert look.content == b"PNG" and look.headers["content-type"] == "image/png"
     assert shared.client.get(f"/v1/jobs/{id}/preview?image=1").status_code == 204

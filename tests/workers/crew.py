@@ -148,7 +148,7 @@ class Crew:
         """A message of an image job to one worker, for a minute."""
         card = eventually(lambda: self.card(to), "a worker's card")
         envelope = Envelope(id, "image", 5, card.id)
-        assert self.store.offer({envelope: self.sender.message(envelope)}, 60)
+        assert self.store.leases.offer({envelope: self.sender.message(envelope)}, 60)
 
     def ask(self, modality: str = "image", **asked: Any) -> str:
         """A job with its message."""

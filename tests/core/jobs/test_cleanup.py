@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
 from core.jobs.record import JobDraft, new_id
 from core.jobs.store import _LOOKS, JobStore
@@ -16,7 +17,7 @@ from tests.core.jobs import books
 @pytest.fixture
 def store(redis_url: str) -> Iterator[JobStore]:
     """Room for thousands, and no wait that a slow machine comes near."""
-    store = JobStore(redis_url, lease_s=1000, resend_s=1000, overtime_s=1000, max_queued=100_000)
+    store = JobStore(redis_url, JobLimits(lease_s=1000, resend_s=1000, overtime_s=1000, max_queued=100_000))
     yield store
     store.close()
 
@@ -59,7 +60,7 @@ def test_one_wake_of_the_reaper_clears_all_that_is_over(store: JobStore, client:
     make_dead(store, client, 1499)
     (kept,) = make(store, 1)
     store.cancel(kept)
-    reaper, passes = Reaper(store, lambda envelope: None), 0
+    reaper, passes = Reaper(store.upkeep, lambda envelope: None), 0
     while reaper._pass():
         passes += 1
         assert passes < 100
@@ -71,14 +72,14 @@ def test_a_record_that_is_still_there_stays_listed(store: JobStore, client: redi
     (id,) = make(store, 1)
     store.cancel(id)
     client.zadd("diptych:ended", {f"eve|{id}": 1})
-    store.sweep()
+    store.upkeep.sweep()
     assert client.zscore("diptych:jobs", f"eve|{id}") and (client.zscore("diptych:ended", f"eve|{id}") or 0) > 1
     client.pexpire(f"diptych:job:{id}", 1)
     while client.exists(f"diptych:job:{id}"):
         pass
     books.age(client, 0)
     client.zadd("diptych:ended", {f"eve|{id}": 1})
-    store.sweep()
+    store.upkeep.sweep()
     assert not client.zcard("diptych:jobs") and not client.zcard("diptych:ended")
 
 
@@ -125,7 +126,7 @@ def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client:
     id = store.create(JobDraft(new_id(), "image", "of another", {}, priority=9)).id
     for _ in range(4):
         books.age(client, 1100)
-        assert [(envelope.id, envelope.priority) for envelope in store.sweep().send] == [(id, 9)]
+        assert [(envelope.id, envelope.priority) for envelope in store.upkeep.sweep().send] == [(id, 9)]
     urgent = store.create(JobDraft(new_id(), "image", "emoji-xl", {}, priority=5)).id
     standing = store.standing(urgent)
     assert standing is not None and standing.ahead == 0
@@ -133,12 +134,12 @@ def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client:
 
 def test_a_clock_that_is_set_back_delays_no_lease(store: JobStore, client: redis.Redis) -> None:
     running, waiting = make(store, 2)
-    assert store.claim(running, "ada") is not None
-    store.sweep()
+    assert store.leases.claim(running, "ada") is not None
+    store.upkeep.sweep()
     books.age(client, -100_000)  # all that is noted lies a day ahead now
-    store.sweep()
+    store.upkeep.sweep()
     books.age(client, 1100)  # a lease later
-    store.sweep()  # nobody swept meanwhile, which gives each lease its time once more
+    store.upkeep.sweep()  # nobody swept meanwhile, which gives each lease its time once more
     books.age(client, 1100)
-    assert running in {envelope.id for envelope in store.sweep().send}
+    assert running in {envelope.id for envelope in store.upkeep.sweep().send}
     assert waiting not in client.zrange("diptych:leases", 0, -1)

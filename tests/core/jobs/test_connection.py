@@ -85,18 +85,18 @@ def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobSto
     """It is no result: who tries again later succeeds."""
     hinder, reason = refusals.WAYS[way]
     job = store.create(JobDraft(new_id(), "image", "emoji-xl", {}))
-    claim = store.claim(job.id, "ada")
+    claim = store.leases.claim(job.id, "ada")
     assert claim is not None
     with hinder(client):
         for call in (
             lambda: store.create(JobDraft(new_id(), "image", "emoji-xl", {})),
-            lambda: store.succeed(job.id, claim.attempt, {}),
-            lambda: store.renew("ada", {job.id: claim.attempt}),
-            lambda: store.sweep(),
+            lambda: store.leases.succeed(job.id, claim.attempt, {}),
+            lambda: store.leases.renew("ada", {job.id: claim.attempt}),
+            lambda: store.upkeep.sweep(),
         ):
             with pytest.raises(StoreDown, match=reason):
                 call()
-    assert store.succeed(job.id, claim.attempt, {})
+    assert store.leases.succeed(job.id, claim.attempt, {})
 
 
 def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:

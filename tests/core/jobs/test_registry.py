@@ -133,7 +133,7 @@ def test_control(registry: Registry, store: JobStore) -> None:
     ids = []
     for _ in range(2):
         ids.append(store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id)
-        store.claim(ids[-1], "ada")
+        store.leases.claim(ids[-1], "ada")
         store.cancel(ids[-1])
     messages = registry.control("ada", "0", 60)
     assert [(message["cancel"], message["attempt"]) for _, message in messages] == [(id, "1") for id in ids]
@@ -144,7 +144,7 @@ def test_control(registry: Registry, store: JobStore) -> None:
 
 def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis) -> None:
     job = store.create(JobDraft(new_id(), "image", "emoji-xl", {}))
-    store.claim(job.id, "ada")
+    store.leases.claim(job.id, "ada")
     got: list[tuple[str, dict[str, str]]] = []
     thread = threading.Thread(target=lambda: got.extend(registry.control("ada", "0", 120)))
     thread.start()

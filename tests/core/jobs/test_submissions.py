@@ -166,7 +166,7 @@ def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: Job
     async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             first = await submissions.make(wanted, "m", charges, 1)
-            store.claim(wanted.id, "ada")
+            store.leases.claim(wanted.id, "ada")
             return [
                 first,
                 await submissions.make(wanted, "m", charges, 1),
@@ -338,7 +338,7 @@ def test_an_owners_share_is_held_exactly_and_what_others_left_behind_in_it_is_cl
             assert (await submissions.make(draft(owner="you"), most=20)).job is not None
             assert client.scard("diptych:waiting:image:me") == 20
             for one in made[:20]:
-                assert one.job is not None and store.claim(one.job.id, "worker") is not None
+                assert one.job is not None and store.leases.claim(one.job.id, "worker") is not None
             assert client.exists("diptych:waiting:image:me") == 0
             client.sadd("diptych:waiting:image:me", *(f"gone-{k}" for k in range(40)))
             refused = 0

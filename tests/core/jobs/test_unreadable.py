@@ -123,27 +123,31 @@ def test_sweeps_go_on_past_it(store: JobStore, client: redis.Redis, fields: dict
     ids = three()
     if running:
         for id in ids:
-            assert store.claim(id, "ada") is not None
+            assert store.leases.claim(id, "ada") is not None
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     books.age(client, 5000)
-    swept = [store.sweep() for _ in range(3)]
+    swept = [store.upkeep.sweep() for _ in range(3)]
     assert sorted(id for one in swept for id in one.expired) == sorted((ids[0], ids[2]))
     later = store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
     books.age(client, 5000)
-    assert [envelope.id for envelope in store.sweep().send] == [later]
+    assert [envelope.id for envelope in store.upkeep.sweep().send] == [later]
     assert store.empty("image") >= 1
 
 
 def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) -> None:
     damaged, newer = (store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id for _ in range(2))
     client.hset(f"diptych:job:{damaged}", "parameters", "[")
-    assert store.claim(damaged, "ada") is None
+    assert store.leases.claim(damaged, "ada") is None
     client.hset(f"diptych:job:{damaged}", "parameters", "{}")
     job = store.get(damaged)
     assert job is not None and job.state is JobState.FAILED and job.error is not None
     assert job.error["code"] == "record_unreadable"
     client.hset(f"diptych:job:{newer}", "v", "2")
-    assert store.glance(newer) == (True, False, "")  # of no model that is served here: workers of its version take it
+    assert store.leases.glance(newer) == (
+        True,
+        False,
+        "",
+    )  # of no model that is served here: workers of its version take it
 
 
 def test_records_of_before_there_were_versions(store: JobStore, client: redis.Redis) -> None:
@@ -151,7 +155,7 @@ def test_records_of_before_there_were_versions(store: JobStore, client: redis.Re
     assert client.hget(f"diptych:job:{job.id}", "v") == "1"
     client.hdel(f"diptych:job:{job.id}", "v")
     assert store.get(job.id) == job
-    assert store.claim(job.id, "ada") is not None
+    assert store.leases.claim(job.id, "ada") is not None
 
 
 FIELDS = (

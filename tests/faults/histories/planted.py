@@ -103,10 +103,9 @@ def plant() -> None:
 
     connection.Script = Planted  # type: ignore[misc]
 
-    from core.jobs.store import JobStore
-    from core.jobs.upkeep import SweepResult
+    from core.jobs.upkeep import JobUpkeep, SweepResult
 
-    _when(JobStore, "sweep", SWEEP, lambda store, *_: SweepResult([], [], []))
+    _when(JobUpkeep, "sweep", SWEEP, lambda upkeep, *_: SweepResult([], [], []))
 
 
 def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> None:
