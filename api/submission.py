@@ -88,7 +88,7 @@ async def submit(
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        drawn = picture_costs(caller, draft.job.n)
+        drawn = picture_costs(caller, draft.request.n)
         job, standing = await _create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
@@ -103,9 +103,9 @@ async def submit(
         draft = draft_for(pictures, card)
     draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
     await _check_deadline(service, draft, card)
-    charges = picture_costs(caller, draft.job.n)
+    charges = picture_costs(caller, draft.request.n)
     if pictured:
-        await count_pictures(request, service, caller, draft.job.n)  # before anything is decoded
+        await count_pictures(request, service, caller, draft.request.n)  # before anything is decoded
         charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
     job, standing = await _create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
@@ -123,7 +123,12 @@ def _draft(
 
 
 async def _measured(
-    service: Service, caller: Caller, draft: ImageDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
+    service: Service,
+    caller: Caller,
+    draft: ImageDraft,
+    draft_for: DraftFor,
+    pictures: PictureUploads,
+    card: ImageCard,
 ) -> tuple[ImageDraft, PictureUploads]:
     """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
     if pictures.measured:
@@ -174,14 +179,14 @@ async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) 
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
-async def make(service: Service, draft: JobDraft) -> Job:
+async def make(service: Service, draft: JobDraft[Any]) -> Job:
     """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
     return (await _create(service, draft, keyless=not draft.owner))[0]
 
 
 async def _create(
     service: Service,
-    draft: JobDraft,
+    draft: JobDraft[Any],
     request: Request | None = None,
     charges: Sequence[RateLimitCost] = (),
     always: int = 0,
@@ -220,7 +225,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
 
     Raises `ApiError`, naming the field, and `ArtifactError`.
     """
-    job, picture = draft.job, draft.job.picture
+    job, picture = draft.request, draft.request.picture
     keys: dict[Hashable, str] = {}
 
     async def put(identity: Hashable, decode: Callable[[], Awaitable[bytes]]) -> str:
@@ -251,7 +256,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
             entries.append(replace(entry, image=await fitted(upload, size)))
         inputs[name] = tuple(entries)
     picture = replace(picture, edit=edit, **inputs)
-    return draft.with_inputs(replace(job, picture=picture), list(dict.fromkeys(keys.values())))
+    return replace(draft, request=replace(job, picture=picture), inputs=tuple(dict.fromkeys(keys.values())))
 
 
 def _webhook(service: Service, request: Request, fields: ImageRequest) -> dict[str, str] | None:

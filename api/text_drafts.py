@@ -49,7 +49,7 @@ READ: dict[str, Callable[[dict[str, Any]], TextRequest]] = {CHAT: chat, COMPLETI
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
-def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft:
+def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
     """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
     offer, job = card.limits, ask.job
     with invalid_as_api_error():
@@ -59,7 +59,7 @@ def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft:
         id=new_id(),
         modality="text",
         model=card.name,
-        parameters=job.to_dict(),
+        request=job,
         priority=PRIORITY if ask.fields.priority is None else ask.fields.priority,
         deadline_s=ask.fields.deadline_s,
         work_ms=round(1000 * tokens * card.costs.token_s),

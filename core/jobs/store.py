@@ -69,7 +69,7 @@ class JobStore(RedisStore):
     def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
         return cls(redis or settings.redis_url, JobLimits.of(settings))
 
-    def create(self, draft: JobDraft, message: str = "") -> Job:
+    def create(self, draft: JobDraft[Any], message: str = "") -> Job:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
         Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and

@@ -65,7 +65,7 @@ class Submissions:
 
     async def make(
         self,
-        draft: JobDraft,
+        draft: JobDraft[Any],
         message: str = "",
         charges: Sequence[RateLimitCost] = (),
         always: int = 0,

@@ -31,7 +31,7 @@ def batch_of(batches: BatchStore) -> BatchRecord:
 
 
 def drafted(jobs: JobStore, digest: str, **more: Any) -> str:
-    fields: dict[str, Any] = {"modality": "text", "model": "m", "parameters": {}, "owner": "ann", **more}
+    fields: dict[str, Any] = {"modality": "text", "model": "m", "request": {}, "owner": "ann", **more}
     return jobs.create(JobDraft(id=new_id(), digest=digest, **fields)).id
 
 

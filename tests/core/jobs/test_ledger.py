@@ -26,7 +26,7 @@ def store(redis_url: str) -> Iterator[JobStore]:
 
 
 def draft(owner: str = "", **more: object) -> JobDraft:
-    return JobDraft(**{"id": new_id(), "modality": "image", "model": "m", "parameters": {}, "owner": owner, **more})  # type: ignore[arg-type]
+    return JobDraft(**{"id": new_id(), "modality": "image", "model": "m", "request": {}, "owner": owner, **more})  # type: ignore[arg-type]
 
 
 def end(store: JobStore, id: str, *artifacts: str) -> None:

@@ -26,7 +26,7 @@ from tests.core.jobs.severed import Severed
 
 
 def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "request": {"n": 1}} | given))
 
 
 def check(client: redis.Redis) -> None:
@@ -42,9 +42,7 @@ def told(client: redis.Redis, worker: str) -> list[dict[str, str]]:
 
 
 def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
-    wanted = draft(
-        parameters={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25, work_ms=1234
-    )
+    wanted = draft(request={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25, work_ms=1234)
     job = store.create(wanted)
     assert job == store.get(job.id)
     assert (job.id, job.modality, job.model, job.parameters) == (wanted.id, "image", "emoji-xl", wanted.parameters)
@@ -588,5 +586,5 @@ def test_of_settings() -> None:
 
 def test_values_that_are_no_json(store: JobStore, client: redis.Redis) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        store.create(draft(parameters={"guidance": float("nan")}))
+        store.create(draft(request={"guidance": float("nan")}))
     assert client.keys() == []

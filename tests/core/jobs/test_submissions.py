@@ -40,7 +40,7 @@ async def submitting(url: str, max_queued: int = 100_000) -> AsyncIterator[Submi
 
 
 def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
+    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "request": {"n": 1}} | given))
 
 
 async def crowd(
@@ -55,7 +55,7 @@ DRAFTS = st.builds(
     id=st.builds(new_id),
     modality=st.sampled_from(("image", "text")),
     model=st.text("abc-/é", max_size=9),
-    parameters=st.dictionaries(
+    request=st.dictionaries(
         st.text(max_size=4),
         st.integers() | st.text() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
     ),
