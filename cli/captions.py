@@ -10,7 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_settings, model_errors, read_settings, wrong_option
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_settings,
+    check_range,
+    model_errors,
+    read_settings,
+    wrong_option,
+)
 from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -113,9 +122,7 @@ def _check(options: argparse.Namespace) -> None:
         ("count", 1, _MOST), ("attempts", 1, _MOST_ATTEMPTS), ("max_tokens", 1, MAX_SEED), ("seed", 0, MAX_SEED),
         ("temperature", 0, MAX_TEMPERATURE), ("top_p", 0, 1),
     ):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise UsageError(f"--{name.replace('_', '-')}: must be between {low:g} and {high:g}, not {value:g}")
+        check_range(options, name, low, high)
     if options.top_p == 0:
         raise UsageError("--top-p: must be more than 0")
     if options.out.suffix.lower() != ".tsv":

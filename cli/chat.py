@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_settings, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_settings, check_range, read_settings
 from contract.precision import PRECISIONS
 from contract.printable import printable_lines
 
@@ -48,10 +48,8 @@ def add(commands: Commands) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    if not 0 <= options.temperature <= 2:
-        raise UsageError(f"--temperature: must be between 0 and 2, not {options.temperature:g}")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise UsageError(f"--max-tokens: must be at least 1, not {options.max_tokens}")
+    check_range(options, "temperature", 0, 2)
+    check_range(options, "max_tokens", 1)
     settings = read_settings(options)
     if options.url is not None:
         _talk(options, _through(options))

@@ -18,6 +18,7 @@ from cli.arguments import (
     UsageError,
     add_model,
     add_plan,
+    check_range,
     read_settings,
 )
 from cli.request import SHARED, add_request
@@ -171,8 +172,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Eval
 
     if options.prompts is None or options.out is None:
         raise UsageError(f"{'--prompts' if options.prompts is None else '--out'}: must be given")
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    check_range(options, "limit", 1)
     # Everything that can be rejected without a model is rejected before one is loaded.
     try:
         wanted = captions.read(options.prompts, options.limit)

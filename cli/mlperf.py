@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli import drawing
 from cli.arguments import CommandFailed, Commands, UsageError, add_model, model_errors, read_settings
+from cli.request import SHARED, destination
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 
 if TYPE_CHECKING:
@@ -78,9 +79,8 @@ def add_arguments(mlperf: argparse.ArgumentParser) -> None:
         "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
     )
     mlperf.set_defaults(
-        run=run, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
-        deterministic=False, protocol="mlperf", guidance_interval=None, guided_steps=None, schedule_type=None,
-        timesteps=None, sigmas=None, eta=None, vae=None, plan=None,
+        run=run, compile=None, size=None, protocol="mlperf", plan=None,
+        **dict.fromkeys(map(destination, SHARED)) | {"deterministic": False},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import quantize
-from cli.arguments import CommandFailed, Commands, StartupProgress, UsageError, model_errors, read_settings
+from cli.arguments import CommandFailed, Commands, StartupProgress, UsageError, check_range, model_errors, read_settings
 from cli.convert import add_checkpoint, checkpoint_options
 from contract.precision import SCHEMES
 from contract.printable import printable
@@ -90,8 +90,7 @@ def _add(options: argparse.Namespace) -> int:
     settings = read_settings(argparse.Namespace(threads=options.threads))
     if not 0 < options.max_gib < 1024:
         raise UsageError(f"--max-gib: must be more than 0 and less than 1024, not {options.max_gib:g}")
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    check_range(options, "limit", 1)
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from pipeline.checkpoints import model_store
 

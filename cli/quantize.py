@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, StartupProgress, UsageError, add_settings, model_errors, read_settings
+from cli.arguments import Commands, StartupProgress, UsageError, add_settings, check_range, model_errors, read_settings
 from contract.precision import SCHEMES, is_calibrated
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ def add(commands: Commands) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
-    if options.alpha is not None and not 0 <= options.alpha <= 1:
-        raise UsageError(f"--alpha: must be between 0 and 1, not {options.alpha:g}")
+    check_range(options, "limit", 1)
+    check_range(options, "alpha", 0, 1)
     given = _given(options, _CALIBRATION)
     if given and not is_calibrated(options.scheme):
         raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")

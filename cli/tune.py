@@ -17,6 +17,7 @@ from cli.arguments import (
     Commands,
     UsageError,
     add_model,
+    check_range,
     make_cache,
     model_errors,
     open_runtime,
@@ -90,8 +91,7 @@ def _tune(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     # Everything that can be rejected without a model is rejected before one is loaded.
     gates = read_gates(options)
-    if options.limit < 2:
-        raise UsageError(f"--limit: must be at least 2, not {options.limit}")
+    check_range(options, "limit", 2)
     try:
         texts = tuning.shuffled(captions.read(options.prompts), options.limit)
     except captions.PromptsError as error:
