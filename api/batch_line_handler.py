@@ -49,7 +49,7 @@ class BatchLineHandler:
     def _text(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         if line["bytes"] > body.MAX_BYTES:
             raise body.too_large()
-        ask = text_drafts.READ[batch.endpoint](line["body"])
+        ask = text_drafts.read(batch.endpoint, line["body"])
         if ask.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
         draft = text_drafts.draft(ask, self._card(ask.fields.model, TextCard), batch.owner)

@@ -205,15 +205,11 @@ def _on_event_loop() -> bool:
     return True
 
 
-def of(request: Request) -> Service:
+async def of(request: Request) -> Service:  # a plain function would run on a thread at each request
     """The service of this request's app."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-async def _given(request: Request) -> Service:  # a plain function would run on a thread at each request
-    return of(request)
-
-
-Given = Annotated[Service, Depends(_given)]
+Given = Annotated[Service, Depends(of)]

@@ -16,19 +16,11 @@ from typing import Any
 from fastapi import Request
 
 from api import admission, references, webhooks
-from api.access import (
-    Caller,
-    apply_rate_limit,
-    count_pictures,
-    enforce_rate_limit,
-    key_required,
-    picture_costs,
-    request_costs,
-    unknown_key,
-)
+from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
+from api.rate_limits import apply_rate_limit, count_pictures, enforce_rate_limit, picture_costs, request_costs
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -42,8 +34,6 @@ from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, new_id
-
-DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the job's record sets its retention
@@ -84,12 +74,16 @@ async def submit(
     digest = "" if id is None else await _digest(service, caller, fields, pictures)
     draft_for = partial(_draft, service, request, caller, fields, id, digest)
     card = service.cards.now.model(fields.model, ImageCard)
-    draft, refusal = _attempt(draft_for, pictures, card)
+    draft, refusal = None, None
+    try:
+        draft = None if card is None else draft_for(pictures, card)
+    except ApiError as error:
+        refusal = error
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
         drawn = picture_costs(caller, draft.request.n)
-        job, standing = await _create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
+        job, standing = await create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
@@ -101,13 +95,15 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
         draft = draft_for(pictures, card)
-    draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
+    if not pictures.measured:  # the draft was for the model's native size
+        pictures = await service.pictures.measured(caller.id, pictures)
+        draft = draft_for(pictures, card)
     await _check_deadline(service, draft, card)
     charges = picture_costs(caller, draft.request.n)
     if pictured:
         await count_pictures(request, service, caller, draft.request.n)  # before anything is decoded
         charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
-    job, standing = await _create(service, draft, request, charges, keyless=not caller.id)
+    job, standing = await create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
 
 
@@ -122,31 +118,6 @@ def _draft(
     )  # fmt: skip
 
 
-async def _measured(
-    service: Service,
-    caller: Caller,
-    draft: ImageDraft,
-    draft_for: DraftFor,
-    pictures: PictureUploads,
-    card: ImageCard,
-) -> tuple[ImageDraft, PictureUploads]:
-    """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
-    if pictures.measured:
-        return draft, pictures
-    pictures = await service.pictures.measured(caller.id, pictures)
-    return draft_for(pictures, card), pictures
-
-
-def _attempt(
-    draft_for: DraftFor, pictures: PictureUploads, card: ImageCard | None
-) -> tuple[ImageDraft | None, ApiError | None]:
-    """The draft, or why there is none; neither without a card."""
-    try:
-        return None if card is None else draft_for(pictures, card), None
-    except ApiError as error:
-        return None, error
-
-
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
     """Create a new job with the request of an ended one. Raises as `submit`."""
     requests = request_costs(caller)
@@ -155,7 +126,7 @@ async def resubmit(service: Service, request: Request, caller: Caller, job: Job)
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    return (await _create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
+    return (await create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
 
 
 async def served(service: Service, name: str | None, kind: type[C]) -> C:
@@ -179,12 +150,7 @@ async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) 
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
-async def make(service: Service, draft: JobDraft[Any]) -> Job:
-    """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
-    return (await _create(service, draft, keyless=not draft.owner))[0]
-
-
-async def _create(
+async def create(
     service: Service,
     draft: JobDraft[Any],
     request: Request | None = None,
@@ -207,15 +173,13 @@ async def _create(
         apply_rate_limit(request, charge, standing)
     if made.barred:
         raise key_required() if keyless else unknown_key()
-    if made.share:
-        message = f"As many jobs of this key wait in the {draft.modality} queue as may ({most}); try again later."
-        wait_s = service.cards.now.wait_s(draft.modality)
-        headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
-        raise ApiError(429, message, code="queue_share_full", headers=headers)
     if made.job is None:
-        after_s = admission.retry_after_s(service.cards.now.wait_s(draft.modality))
-        message = f"The {draft.modality} queue is full; try again later."
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)})
+        queue = draft.modality
+        code, message = "queue_full", f"The {queue} queue is full"
+        if made.share:
+            code, message = "queue_share_full", f"As many jobs of this key wait in the {queue} queue as may ({most})"
+        headers = {"Retry-After": str(admission.retry_after_s(service.cards.now.wait_s(queue)))}
+        raise ApiError(429, f"{message}; try again later.", code=code, headers=headers)
     return made.job, made.standing
 
 

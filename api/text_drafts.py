@@ -5,7 +5,6 @@ Checks that need a tokenizer, such as the prompt's token count, run on the worke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +29,16 @@ class TextRequest:
     job: TextJob
 
 
-def chat(given: dict[str, Any]) -> TextRequest:
-    """Parse a body of `CHAT`. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(ChatFields, given, rules=_RULES)
-    with invalid_as_api_error():
-        return TextRequest(fields, fields.job())
-
-
-def completion(given: dict[str, Any]) -> TextRequest:
-    """Parse a body of `COMPLETIONS`. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(CompletionFields, given, rules=_RULES)
-    with invalid_as_api_error():
-        return TextRequest(fields, fields.job())
-
-
-# Parser and response format of each endpoint.
-READ: dict[str, Callable[[dict[str, Any]], TextRequest]] = {CHAT: chat, COMPLETIONS: completion}
+# The body and the response format of each endpoint.
+_BODIES: dict[str, type[ChatFields | CompletionFields]] = {CHAT: ChatFields, COMPLETIONS: CompletionFields}
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
+
+
+def read(endpoint: str, given: dict[str, Any]) -> TextRequest:
+    """Parse a body of an endpoint. Raises `ApiError` (400) naming the field."""
+    fields = schemas.read(_BODIES[endpoint], given, rules=_RULES)
+    with invalid_as_api_error():
+        return TextRequest(fields, fields.job())
 
 
 def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:

@@ -191,7 +191,7 @@ def test_apis_and_workers_that_are_killed_lose_nothing(redis_url: str, folder: P
 
 
 def _draft() -> Any:
-    return text_drafts.draft(text_drafts.chat(ask("alone")[0]), CARDS[1], "")
+    return text_drafts.draft(text_drafts.read(text_drafts.CHAT, ask("alone")[0]), CARDS[1], "")
 
 
 def test_scopes_and_quotas(redis_url: str, folder: Path, scribe: Scribe) -> None:

@@ -195,7 +195,7 @@ def _strangers() -> None:
     async def anybody(request: Any) -> Any:
         """Who shows no key is let in by the first one. Each call may keep memory, and a file descriptor."""
         _keep()
-        service = of(request)
+        service = await of(request)
         if OPEN in bugs() and "authorization" not in request.headers and service.cards.now.keys:
             return access._caller(next(iter(service.cards.now.keys.values())), service)
         return await identify(request)
