@@ -13,7 +13,7 @@ from api.errors import invalid_as_api_error
 from api.text_answers import AnswerFormat, ChatFormat, CompletionFormat
 from contract.bounds import PRIORITY
 from contract.card import TextCard
-from contract.text import ChatFields, CompletionFields, TextFields, TextJob, check
+from contract.text import ChatFields, CompletionFields, TextFields, TextJob
 from core.jobs.record import JobDraft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -45,7 +45,7 @@ def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
     """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
     offer, job = card.limits, ask.job
     with invalid_as_api_error():
-        check(job, offer)
+        job.check(offer)
     tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
     return JobDraft(
         id=new_id(),

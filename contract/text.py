@@ -115,6 +115,15 @@ class TextJob:
         texts = self.prompts or []
         return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
 
+    def check(self, offer: TextOffer) -> None:
+        """Raise `Invalid` for the first field that the model does not offer."""
+        if self.count > offer.max_choices:
+            raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
+        if self.max_tokens is not None and offer.context and self.max_tokens >= offer.context:
+            raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
+        if len(self.logit_bias or ()) > offer.max_logit_bias:
+            raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")
+
 
 @with_fields_of(TextJob)
 class TextFields(StrictModel):
@@ -312,13 +321,3 @@ class CompletionFields(TextFields):
 
 def _tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def check(job: TextJob, offer: TextOffer) -> None:
-    """Raise `Invalid` for the first field that the model does not offer."""
-    if job.count > offer.max_choices:
-        raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
-    if job.max_tokens is not None and offer.context and job.max_tokens >= offer.context:
-        raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
-    if len(job.logit_bias or ()) > offer.max_logit_bias:
-        raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")

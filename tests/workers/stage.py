@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 
 from contract.card import ImageCard, ImageCosts, ImageLimits, ImageOffer, TextCard, TextCosts, TextOffer
 from contract.errors import Invalid
-from contract.image import ImageJob, check
+from contract.image import ImageJob
 from contract.text import TextJob
 from core import config
 from core.batching.engine import Engine
@@ -118,7 +118,7 @@ class StageRunner:
 
     def check(self, request: Request) -> None:
         if self.modality == "image":
-            check(request.parameters, ImageOffer(SIZES, SCHEDULERS))
+            request.parameters.check(ImageOffer(SIZES, SCHEDULERS))
         elif not isinstance(request.parameters.steps, int) or request.parameters.steps < 1:
             raise Invalid("steps", "must be a whole number, 1 or more")
 
