@@ -18,6 +18,5 @@ def check_offered(field: str, name: object, offered: Collection[str] | None, *, 
     if offered is None or name in offered:
         return
     others = f"it has {', '.join(sorted(offered))}" if listed else "GET /v1/models lists those there are"
-    raise Invalid(
-        field, f"is not offered by this model: {f'there is no {name}; {others}' if offered else 'it has none'}"
-    )
+    known = f"there is no {name}; {others}" if offered else "it has none"
+    raise Invalid(field, f"is not offered by this model: {known}")
