@@ -172,7 +172,11 @@ class WorkerTasks:
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
                 model=claim.model, worker=self._worker, **asked,
             ) as span:  # fmt: skip
-                outcome = self._end(work, self._executor.run(work))
+                try:
+                    made: dict[str, Any] | Exception = self._executor.run(work)
+                except Exception as error:
+                    made = error
+                outcome = self._end(work, made)
                 span.note(outcome=outcome)
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
