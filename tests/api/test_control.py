@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,12 @@ from PIL import Image
 
 from contract.image import ImageJob
 from core.jobs.record import Claim
-from tests.api.conftest import RedisServer
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, settings_of
+from tests.api.world import CARD, Api, Worker, check_error
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OFFERED = replace(CARD, controls=("edges", "pose"))
-
-
-@pytest.fixture(scope="module")
-def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker:
-        worker.announce(card=OFFERED)
-        with Api(settings) as api:
-            yield api
 
 
 def inline(array: np.ndarray) -> dict[str, str]:

@@ -13,16 +13,14 @@ import pytest
 from api import cards, job_follower
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 
 @pytest.fixture
 def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
     settings = settings_of(redis_url, folder, max_queued=3)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api:
-            yield api, worker
+    with opened(settings, CARD) as (api, worker):
+        yield api, worker
 
 
 def test_a_full_queue(world: tuple[Api, Worker]) -> None:
@@ -117,7 +115,7 @@ def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder:
     settings = settings_of(redis_url, folder)
     redis_server.stop()
     try:
-        with Worker(settings) as worker, Api(settings) as api:
+        with opened(settings) as (api, worker):
             assert api.client.get("/healthz").status_code == 200
             assert api.client.get("/readyz").json()["error"]["message"] == "Redis does not answer."
             check_error(api.draw(), 503, code="store_down")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,22 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.api.conftest import RedisServer
 from tests.api.easel import Easel
 from tests.api.test_control import EDITS, GENERATIONS, body, handed_on, inline
 from tests.api.test_edits import as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, settings_of
+from tests.api.world import CARD, Api, Worker, check_error
 
 OFFERED = replace(CARD, controls=("edges",), image_prompts=("base", "plus"))
-
-
-@pytest.fixture(scope="module")
-def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker:
-        worker.announce(card=OFFERED)
-        with Api(settings) as api:
-            yield api
 
 
 def test_a_body_hands_on_pictures_of_any_shape(shared: Api, easel: Easel, worker: Worker) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from api.app import Server
 from core.jobs.record import JobState
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_who_leaves_cancels_and_nobody_else_is_touched(shared: Api, worker: Work
 
 def test_a_server_that_stops_lets_those_who_wait_go(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api, ThreadPoolExecutor(4) as pool:
+    with opened(settings) as (api, worker), ThreadPoolExecutor(4) as pool:
         worker.announce()
         ordered = api.order()
         follows = pool.submit(api.all_events, ordered)

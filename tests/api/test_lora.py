@@ -13,7 +13,7 @@ import pytest
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 OFFER = dataclasses.replace(CARD, loras=("emoji-v1.2", "ink"))
@@ -23,7 +23,7 @@ TEXT = "ink:0.8, emoji-v1.2"
 @pytest.fixture(scope="module")
 def world(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, Worker, Easel]]:
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("lora"))
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce(card=OFFER)
         eventually(lambda: any(model["diptych"]["loras"] for model in api.client.get("/v1/models").json()["data"]))
         with Easel(worker) as easel:
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_refused_by_name(world: tuple[Api, Worker, Easel], lora
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_model_without_any_says_why(precision: str, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce(card=dataclasses.replace(CARD, name=f"bare-{precision}", precision=precision))
         eventually(lambda: len(api.client.get("/v1/models").json()["data"]) >= 1)
         answer = api.post(DRAW, prompt="a fox", lora="ink", model=f"bare-{precision}")

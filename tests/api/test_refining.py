@@ -14,7 +14,7 @@ from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from tests.api.test_edits import EDITS, as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 DRAW = "/v1/images/generations"
 REFINES = dataclasses.replace(CARD, name="refines", refiners=("xl-refiner",), controls=("edges",))
@@ -35,7 +35,7 @@ def test_what_no_refiner_does_is_refused_by_name(
     fields: dict[str, Any], param: str, said: str, redis_url: str, folder: Path
 ) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce(card=REFINES)
         answer = api.post(DRAW, prompt="a fox", **fields)
         check_error(answer, 400, param, None)

@@ -31,7 +31,7 @@ from tests.api.test_batches import ended, told
 from tests.api.test_text_batches import lines
 from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, client_of, content
 from tests.api.test_webhooks import Receiver
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, eventually, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, eventually, opened, process, settings_of
 
 URL = test_batches.URL
 
@@ -330,7 +330,7 @@ def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> No
 
 def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         data = lines(CHAT, *ask("a"))

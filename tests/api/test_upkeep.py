@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.jobs.record import JobState, new_id
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 JOB = {"type": "image", "prompt": "a cat"}
 
@@ -79,7 +79,7 @@ def test_waiting_for_the_end(shared: Api, worker: Worker) -> None:
 
 def test_places_and_estimates(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         ids = [api.order(steps=20, priority=priority) for priority in (5, 5, 0)]
@@ -103,7 +103,7 @@ def test_places_and_estimates(redis_url: str, folder: Path) -> None:
 
 def test_lists(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         empty = api.client.get("/v1/jobs").json()
@@ -181,7 +181,7 @@ def test_pausing_is_told_to_workers(shared: Api, worker: Worker) -> None:
 def test_one_call_empties_a_queue(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.queues._PORTION", 3)
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         waiting = [api.order(priority=priority) for priority in (0, 5, 9, 5, 2, 7, 5)]

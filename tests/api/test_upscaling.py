@@ -15,7 +15,7 @@ from contract.image_request import ImageRequest
 from contract.upscale import Upscale
 from core.jobs.record import Job, JobState
 from tests.api.test_edits import EDITS, as_file, pixels
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 DRAW = "/v1/images/generations"
 ENLARGES = dataclasses.replace(
@@ -39,7 +39,7 @@ def test_what_no_network_does_is_refused_by_name(
     upscale: Any, param: str, said: str, redis_url: str, folder: Path
 ) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce(card=ENLARGES)
         answer = api.post(DRAW, prompt="a fox", upscale=upscale)
         check_error(answer, 400, param, None)

@@ -196,6 +196,18 @@ def parsed(lines: Iterator[str]) -> Iterator[Sent]:
             fields[name] = value.removeprefix(" ")
 
 
+@contextmanager
+def opened(settings: Settings, card: ModelCard | None = None) -> Iterator[tuple[Api, Worker]]:
+    """An API and a worker; with a card the worker has announced it, and the API knows it."""
+    with Worker(settings) as worker:
+        if card is not None:
+            worker.announce(card=card)
+        with Api(settings) as api:
+            if card is not None:
+                eventually(lambda: api.client.get("/readyz").status_code == 200)
+            yield api, worker
+
+
 class Worker:
     """A worker without an engine: takes, reports and ends what it is told to."""
 

@@ -18,6 +18,7 @@ from core.jobs.events import Event, EventReader
 from core.jobs.record import JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
+from tests.core.jobs.drafts import make
 from tests.core.jobs.loops import PATIENCE_S, followed, run
 
 
@@ -33,10 +34,6 @@ async def reading(url: str) -> AsyncIterator[EventReader]:
 
 async def collect(reader: EventReader, job_id: str, after: str = "0") -> list[Event]:
     return [event async for event in reader.subscribe(job_id, after)]
-
-
-def make(store: JobStore) -> str:
-    return store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
 
 
 def live_through(store: JobStore, id: str, reports: int, dice: random.Random) -> None:

@@ -9,8 +9,8 @@ import redis
 
 from core.jobs.batches import BatchStore
 from core.jobs.files import KEPT_S, File, FilesFull, FileStore, new_file_id
-from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
+from tests.core.jobs.drafts import make
 from tests.core.jobs.test_ledger import end
 
 ARTIFACT = "sha256/00/" + 62 * "0" + ".jsonl"
@@ -80,7 +80,7 @@ def test_who_makes_the_same_meanwhile_finds_it(files: FileStore, store: JobStore
 
 def test_jobs_and_files_of_one_artifact(files: FileStore, store: JobStore, client: redis.Redis) -> None:
     file = add(files)
-    job = store.create(JobDraft(new_id(), "image", "m", {}, owner="bob")).id
+    job = make(store, owner="bob")
     end(store, job, ARTIFACT)
     files.forget(file)
     seconds = client.time()[0]

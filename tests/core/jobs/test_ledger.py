@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from core.artifacts import Artifacts, NoArtifact
 from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
-from core.jobs.record import JobDraft, JobState, ProgressReport, new_id
+from core.jobs.record import JobState, ProgressReport
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
+from tests.core.jobs.drafts import draft
 
 
 @pytest.fixture
@@ -23,10 +24,6 @@ def store(redis_url: str) -> Iterator[JobStore]:
     store = JobStore(redis_url)
     yield store
     store.close()
-
-
-def draft(owner: str = "", **more: object) -> JobDraft:
-    return JobDraft(**{"id": new_id(), "modality": "image", "model": "m", "request": {}, "owner": owner, **more})  # type: ignore[arg-type]
 
 
 def end(store: JobStore, id: str, *artifacts: str) -> None:
@@ -59,7 +56,7 @@ def test_pages_hold_every_job_once_and_newest_first(redis_url: str, made: list[t
     store = JobStore(redis_url)
     ids = []
     for owner, cancelled in made:
-        ids.append((store.create(draft(owner)).id, owner, cancelled))
+        ids.append((store.create(draft(owner=owner)).id, owner, cancelled))
         if cancelled:
             store.cancel(ids[-1][0])
     for owner in (None, "ann", "bob", "", "eve"):
@@ -80,7 +77,7 @@ def test_pages_hold_every_job_once_and_newest_first(redis_url: str, made: list[t
 
 
 def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
-    mine, other = store.create(draft("ann")), store.create(draft("bob"))
+    mine, other = store.create(draft(owner="ann")), store.create(draft(owner="bob"))
     assert store.page("ann", after="nothing") is None
     assert store.page("ann", after=other.id) is None, "it is in another's list"
     page = store.page("ann", after=mine.id)
@@ -91,7 +88,7 @@ def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
 
 def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        waits, runs, done = (store.create(draft("ann")).id for _ in range(3))
+        waits, runs, done = (store.create(draft(owner="ann")).id for _ in range(3))
         claim = store.leases.claim(runs, "ada")
         assert claim is not None
         end(store, done, "a")
@@ -169,7 +166,7 @@ def pass_time(client: redis.Redis, minutes: int = 11) -> None:
 def test_lists_forget_what_has_gone(redis_url: str) -> None:
     store = JobStore(redis_url, JobLimits(retention_s=0.05))
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        id, lives = store.create(draft("ann")).id, store.create(draft("ann")).id
+        id, lives = store.create(draft(owner="ann")).id, store.create(draft(owner="ann")).id
         end(store, id)
         while client.exists(f"diptych:job:{id}"):
             pass
@@ -204,7 +201,7 @@ def test_what_a_job_begins_with_is_kept_as_long_as_it_lives_and_then_as_its_reco
         assert store.upkeep.keep(key, 1)
         deadline_s = 3600.0 if way == "expired" else None
         job, other = (
-            store.create(draft("ann", inputs=(key,), deadline_s=deadline_s)),
+            store.create(draft(owner="ann", inputs=(key,), deadline_s=deadline_s)),
             store.create(draft(inputs=(key,))),
         )
         assert job.inputs == (key,) and store.get(job.id) == job

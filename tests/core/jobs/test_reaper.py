@@ -12,17 +12,14 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.reaper import Reaper
-from core.jobs.record import JobDraft, JobState, new_id
+from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
+from tests.core.jobs.drafts import make
 
 PATIENCE_S = 60.0  # no test is decided by it
-
-
-def make(store: JobStore, **given: float) -> str:
-    return store.create(JobDraft(new_id(), "image", "emoji-xl", {}, **given)).id  # type: ignore[arg-type]
 
 
 def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> None:

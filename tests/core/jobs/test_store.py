@@ -17,16 +17,13 @@ from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.limits import JobLimits
-from core.jobs.record import JobDraft, JobState, ProgressReport, QueueBacklog, new_id
+from core.jobs.record import JobState, ProgressReport, QueueBacklog, new_id
 from core.jobs.store import JobStore, QueueFull
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft
 from tests.core.jobs.severed import Severed
-
-
-def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "request": {"n": 1}} | given))
 
 
 def check(client: redis.Redis) -> None:

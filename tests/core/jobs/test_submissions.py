@@ -24,6 +24,7 @@ from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
 from tests.core import refusals
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft
 from tests.core.jobs.loops import PATIENCE_S, run
 from tests.core.jobs.severed import Severed
 
@@ -37,10 +38,6 @@ async def submitting(url: str, max_queued: int = 100_000) -> AsyncIterator[Submi
         yield submissions
     finally:
         await submissions.close()
-
-
-def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "request": {"n": 1}} | given))
 
 
 async def crowd(
