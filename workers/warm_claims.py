@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.jobs.broker import Envelope
+from core.jobs.holders import FileHolders
 from core.jobs.leases import JobLeases
-from core.jobs.registry import Registry
 from workers.metrics import METER
 from workers.store_retry import StoreRetry
 
@@ -35,7 +35,7 @@ class WarmClaims:
         self,
         worker: str,
         leases: JobLeases,
-        registry: Registry,
+        holders: FileHolders,
         store_retry: StoreRetry,
         message: Callable[[Envelope], str],
         handlers: Collection[JobHandler],
@@ -49,7 +49,7 @@ class WarmClaims:
         """
         self._worker = worker
         self._leases = leases
-        self._registry = registry
+        self._holders = holders
         self._store_retry = store_retry
         self._message = message
         self._handlers = handlers
@@ -97,7 +97,7 @@ class WarmClaims:
     def _others(self, files: Collection[str]) -> list[str]:
         """Workers that have these files; none while Redis is down."""
         nobody: list[str] = []
-        holders = self._store_retry.once(lambda: self._registry.holders(files), nobody)
+        holders = self._store_retry.once(lambda: self._holders.holders(files), nobody)
         return [holder for holder in holders if holder != self._worker]
 
     def _offer(self, envelopes: list[Envelope]) -> bool:
@@ -130,7 +130,7 @@ class WarmClaims:
             held = set() if none else self._held()
             with self._lock:
                 gone, self._announced = self._announced - held, held
-            self._registry.hold(self._worker, held, self._known_s, gone)
+            self._holders.hold(self._worker, held, self._known_s, gone)
 
     def _held(self) -> set[str]:
         """Those in memory, and those of this worker's jobs."""

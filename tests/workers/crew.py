@@ -21,6 +21,7 @@ from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
+from core.jobs.holders import FileHolders
 from core.jobs.record import Job, JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -78,6 +79,7 @@ class Crew:
         self.folder = folder
         self.store = JobStore(url)
         self.registry = Registry(url)
+        self.holders = FileHolders(url)
         self.redis = redis.Redis.from_url(url, decode_responses=True)
         self.artifacts_url = (folder / "artifacts").as_uri()
         self.artifacts = Artifacts(self.artifacts_url)
@@ -185,4 +187,5 @@ class Crew:
             kombu.pools.reset()  # type: ignore[no-untyped-call]
         self.redis.close()
         self.registry.close()
+        self.holders.close()
         self.store.close()
