@@ -37,6 +37,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
+_Ignored = Annotated[str | None, Field(max_length=MAX_IGNORED, description=_IGNORED)]
 
 
 def _kind(value: Any) -> str:
@@ -193,8 +194,8 @@ class Message(StrictModel):
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)],
         Discriminator(_kind),
     ]
-    name: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    refusal: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    name: _Ignored = None
+    refusal: _Ignored = None
 
     @property
     def text(self) -> str:
@@ -203,7 +204,7 @@ class Message(StrictModel):
 
 class JsonSchema(StrictModel):
     name: str = Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
-    description: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    description: _Ignored = None
     strict: bool | None = Field(default=None, description="accepted and ignored: answers always fit the schema")
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema", max_length=MAX_KEYWORDS)
 
@@ -225,10 +226,10 @@ class ChatFields(TextFields):
     response_format: ResponseFormat | None = None
     metadata: Metadata | None = Field(default=None, description=_IGNORED)
     store: bool | None = Field(default=None, description=_IGNORED)
-    service_tier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    reasoning_effort: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    verbosity: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    safety_identifier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    service_tier: _Ignored = None
+    reasoning_effort: _Ignored = None
+    verbosity: _Ignored = None
+    safety_identifier: _Ignored = None
     prompt_cache_key: str | None = Field(
         default=None, max_length=MAX_IGNORED, description="accepted and ignored: equal beginnings are found"
     )
