@@ -30,6 +30,14 @@ class CommandFailed(RuntimeError):
     """A command failed although its input was valid. The message says why."""
 
 
+def add_command(commands: Commands, name: str, text: str, description: str, about: str) -> argparse.ArgumentParser:
+    """Add a command: `text` is its line in the list of all, `about` stands below its options as it is written."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description, epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out"), metavar="DIR", help="for the pictures; default: %(default)s"

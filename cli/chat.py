@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_settings, check_range, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_command, add_settings, check_range, read_settings
 from contract.precision import PRECISIONS
 from contract.printable import printable_lines
 
@@ -26,13 +26,7 @@ Reply = Callable[[Messages], Iterator[str]]
 
 
 def add(commands: Commands) -> None:
-    chat = commands.add_parser(
-        "chat",
-        help="talk with the text model",
-        description="Talk with the text model.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    chat = add_command(commands, "chat", "talk with the text model", "Talk with the text model.", _ABOUT)
     chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
     add_settings(chat, "text_model", "text_draft", "threads")
     chat.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of the computation")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cli.arguments import (
     Commands,
     UsageError,
+    add_command,
     add_model,
     add_out,
     add_plan,
@@ -61,12 +62,12 @@ exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, 
 
 
 def add(commands: Commands) -> None:
-    generate = commands.add_parser(
+    generate = add_command(
+        commands,
         "generate",
-        help="draw pictures",
-        description="Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "draw pictures",
+        "Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
+        _EXAMPLES,
     )
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; quote each one")
     generate.add_argument(
