@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from contract import control, plan, prompts
+from contract import control, loras, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds, declarations
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
@@ -351,6 +351,14 @@ class ImageJob:
             raise Invalid("n", "is missing")
         beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
         return cls(ImageParameters.read(told), told["n"], **beside)
+
+    def files(self) -> set[str]:
+        """The worker's files that it names, each as its field and its name. Raises `Invalid`."""
+        try:
+            named = loras.read(self.picture.lora)
+        except ValueError as error:
+            raise Invalid("lora", str(error)) from error
+        return {f"lora {one.name}" for one in named} | {f"{one.FIELD} {one.model}" for one in self.picture.pictures}
 
     def redraw(self, model: str, deepcache: Any) -> dict[str, Any] | None:
         """Fields for `POST /v1/jobs` that leave nothing to chance or to defaults; None for a job that reads pictures.

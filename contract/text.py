@@ -103,6 +103,10 @@ class TextJob:
         """Parse what `told` wrote; values are checked where tokens are counted."""
         return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
 
+    def files(self) -> set[str]:
+        """The worker's files that it names, as of images: none."""
+        return set()
+
     @property
     def count(self) -> int:
         """The number of answers over all prompts."""

@@ -141,4 +141,4 @@ class WarmClaims:
 
 def _files(handler: JobHandler, job: Any) -> set[str]:
     """Those that a job names."""
-    return {f"{handler.name}:{file}" for file in handler.files(job)}
+    return {f"{handler.name}:{file}" for file in job.files()}
