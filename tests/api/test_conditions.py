@@ -308,7 +308,7 @@ def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
     assert "refiner" not in admission.image_draft(ImageRequest(prompt="a fox"), OFFERED).parameters
 
 
-# -- at the end: another API on the same Redis, which begins anew -------------------------------------------------------
+# -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
