@@ -35,6 +35,8 @@ from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
 from core.jobs.record import Job, JobDraft, QueuePosition, new_id
 
+DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
+
 _KEY = re.compile(r"[!-~]{1,255}")
 _INPUT_S = 3600.0  # until the job's record sets its retention
 
@@ -74,11 +76,7 @@ async def submit(
     digest = "" if id is None else await _digest(service, caller, fields, pictures)
     draft_for = partial(_draft, service, request, caller, fields, id, digest)
     card = service.cards.now.model(fields.model, ImageCard)
-    draft, refusal = None, None
-    try:
-        draft = None if card is None else draft_for(pictures, card)
-    except ApiError as error:
-        refusal = error
+    draft, refusal = _attempt(draft_for, pictures, card)
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
@@ -95,9 +93,7 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
         draft = draft_for(pictures, card)
-    if not pictures.measured:  # the draft was for the model's native size
-        pictures = await service.pictures.measured(caller.id, pictures)
-        draft = draft_for(pictures, card)
+    draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
     await _check_deadline(service, draft, card)
     charges = picture_costs(caller, draft.request.n)
     if pictured:
@@ -116,6 +112,26 @@ def _draft(
         admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
         webhook=_webhook(service, request, fields),
     )  # fmt: skip
+
+
+async def _measured(
+    service: Service, caller: Caller, draft: ImageDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
+) -> tuple[ImageDraft, PictureUploads]:
+    """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
+    if pictures.measured:
+        return draft, pictures
+    pictures = await service.pictures.measured(caller.id, pictures)
+    return draft_for(pictures, card), pictures
+
+
+def _attempt(
+    draft_for: DraftFor, pictures: PictureUploads, card: ImageCard | None
+) -> tuple[ImageDraft | None, ApiError | None]:
+    """The draft, or why there is none; neither without a card."""
+    try:
+        return None if card is None else draft_for(pictures, card), None
+    except ApiError as error:
+        return None, error
 
 
 async def resubmit(service: Service, request: Request, caller: Caller, job: Job) -> Job:
