@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
 from core.jobs.record import JobState
 from core.jobs.store import JobStore
@@ -23,8 +24,10 @@ LONG = 1000
 @pytest.fixture
 def reaper(crew: Crew) -> Iterator[None]:
     """Sweeps as the API does: also where no worker lives."""
-    store = JobStore(crew.url, lease_s=LEASE_S, max_attempts=2)
-    reaper = Reaper(store, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1)
+    store = JobStore(crew.url, JobLimits(lease_s=LEASE_S, max_attempts=2))
+    reaper = Reaper(
+        store.upkeep, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1
+    )
     reaper.start()
     yield
     reaper.stop()
