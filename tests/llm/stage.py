@@ -21,38 +21,11 @@ from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
 LM, DRAFT = ROOT / "models" / "emoji-lm", ROOT / "models" / "emoji-lm-draft"
-WORDS = [
-    "cat",
-    "dog",
-    "house",
-    "tree",
-    "red",
-    "blue",
-    "happy",
-    "sad",
-    "flag",
-    "moon",
-    "star",
-    "car",
-    "train",
-    "fish",
-    "bird",
-    "flower",
-    "rain",
-    "sun",
-    "pizza",
-    "heart",
-    "ball",
-    "robot",
-    "wizard",
-    "crown",
-    "ghost",
-    "bread",
-    "guitar",
-    "rocket",
-    "turtle",
-    "key",
-]
+WORDS = (
+    "cat", "dog", "house", "tree", "red", "blue", "happy", "sad", "flag", "moon", "star", "car", "train", "fish",
+    "bird", "flower", "rain", "sun", "pizza", "heart", "ball", "robot", "wizard", "crown", "ghost", "bread", "guitar", "rocket",
+    "turtle", "key",
+)  # fmt: skip
 BEGINNINGS = (
     "A man riding a", "Two dogs play with", "A plate of food", "A woman holding an umbrella", "A large white airplane",
     "Several boats are tied", "A train is pulling into the", "Three zebras graze", "The kitchen has", "A vase filled",
@@ -108,7 +81,7 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int, **options: Any) -> list[tuple[int, ...]]:
     """What transformers' `generate` answers greedily, up to and with the end token."""
     answers: dict[int, tuple[int, ...]] = {}
     model.network.set_attn_implementation("sdpa")
@@ -118,7 +91,7 @@ def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int) -> 
             ids = torch.tensor([given[i] for i in group])
             made = model.network.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
-                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id,
+                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
             )  # fmt: skip
             for i, row in zip(group, made[:, length:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))

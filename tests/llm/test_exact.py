@@ -19,8 +19,8 @@ CLOSE = 1e-4  # between the two likeliest: closer than this, either may be writt
 
 @functools.cache
 def asked() -> list[tuple[int, ...]]:
-    made = stage.prompts(stage.emoji(), 200)
-    assert len(set(made)) > 150
+    made = stage.prompts(stage.emoji(), 80)
+    assert len(set(made)) > 60
     return made
 
 
@@ -64,8 +64,8 @@ def answered(engine: Engine, given: list[tuple[int, ...]], *, on: bool) -> list[
 @pytest.mark.parametrize(
     ("count", "options", "guessing"),
     [
-        (40, {"max_requests": 1}, False),
-        (200, {"max_requests": 48}, False),
+        (16, {"max_requests": 1}, False),
+        (80, {"max_requests": 48}, False),
         (60, {"max_requests": 24, "pages": 48, "chunk": 5}, False),  # too few pages for all: many are sent away
         (60, {"max_requests": 16, "draft": "model"}, True),
         (40, {"max_requests": 24, "pages": 48, "chunk": 7, "draft": "model"}, True),

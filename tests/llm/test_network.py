@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,15 +101,6 @@ def test_qwen3_is_transformers(precision: str) -> None:
     assert execution.kind == KERNELS
     for found, expected in zip(run(execution, TEXTS, [20, 1, 7]), theirs, strict=True):
         assert (found - expected).norm() <= slack * expected.norm()
-
-
-def test_qwen3s_norms_of_heads_matter() -> None:
-    model = model_of(tiny.QWEN3_TINY)
-    before = run(TextExecution(model, kernels=stage.kernels(), **SIZE), TEXTS, [20, 1, 7])
-    for layer in model.network.model.layers:
-        layer.self_attn.k_norm.weight.mul_(2)
-    after = run(TextExecution(replace(model), kernels=stage.kernels(), **SIZE), TEXTS, [20, 1, 7])
-    assert (before[0][1:] - after[0][1:]).norm() > 0.01 * before[0].norm()
 
 
 def test_qwen3s_rows_keep_their_bits_in_any_step() -> None:

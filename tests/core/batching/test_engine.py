@@ -96,9 +96,6 @@ def ask(id: str, *, modality: str = "image", **how: Any) -> Request:
     return Request(id, modality, Ask(**how), **of_request)
 
 
-# -- results -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_futures_get_results(house: House, depth: int) -> None:
     engine, runner = house.one(depth=depth, lanes_of={"vae": "vae"}, slots=8)
@@ -174,9 +171,6 @@ def run_threads(targets: list[Callable[[], None]]) -> None:
     assert not errors, errors
 
 
-# -- early ends ----------------------------------------------------------------------------------------------
-
-
 def test_abort_in_flight_and_waiting(house: House) -> None:
     engine, runner = house.one(slots=1, lanes_of={"vae": "vae"})
     runner.gate.clear()
@@ -206,9 +200,6 @@ def test_a_deadline_wakes_the_engine(house: House) -> None:
         assert isinstance(error, Expired)
     runner.gate.set()
     assert results([flying])
-
-
-# -- failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_launch", [False, True])
@@ -334,9 +325,6 @@ def test_an_idle_engine_notices_a_leak(house: House, caplog: pytest.LogCaptureFi
         engine.submit(ask("after"))
 
 
-# -- listeners -----------------------------------------------------------------------------------------------
-
-
 def test_listeners_hear_every_iteration_before_the_end(house: House) -> None:
     engine, _ = house.one()
     heard: list[Outcome] = []
@@ -402,9 +390,6 @@ def test_nobody_is_told_of_progress_after_an_abort(house: House) -> None:
     runner.gate.set()
     assert isinstance(results([future])[0], Aborted)
     assert len(heard) <= 1  # the abort may come after the first iteration, never two iterations later
-
-
-# -- drain and close -----------------------------------------------------------------------------------------
 
 
 def test_drain_finishes_what_has_started_and_hands_back_the_rest(house: House) -> None:
@@ -537,9 +522,6 @@ def test_the_end_is_not_lost_to_those_who_still_talk(house: House) -> None:
     assert isinstance(results([future])[0], ZeroDivisionError)
 
 
-# -- waking and sleeping -------------------------------------------------------------------------------------
-
-
 def test_an_idle_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(time.monotonic)
     with Engine([runner]) as engine:
@@ -599,9 +581,6 @@ def test_since_when_the_oldest_iteration_runs() -> None:
         results(futures)
         eventually(lambda: engine.busy_since is None)
     lane.close()
-
-
-# -- the lane ------------------------------------------------------------------------------------------------
 
 
 def test_a_lane_runs_in_order_and_hands_over_errors() -> None:

@@ -78,9 +78,6 @@ def in_turn(error: type[BaseException], every: int) -> Fault:
     return fault
 
 
-# -- whatever happens ----------------------------------------------------------------------------------------
-
-
 class AnyHistory(RuleBasedStateMachine):
     """Arrivals, aborts, deadlines, failures and time in any order: nobody ends twice, or wrongly, or not at
     all.
@@ -228,8 +225,6 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(FIXED, max_examples=120, stateful_step_count=40)
 
 
-# -- order and hunger ----------------------------------------------------------------------------------------
-
 HOW_URGENT = st.tuples(st.integers(0, 2), st.sampled_from([math.inf, 1e6, 2e6, 2e6 + 1]), st.integers(0, 12))
 
 
@@ -336,9 +331,6 @@ def test_one_shots_still_go_between_the_steps_of_an_elder() -> None:
     assert runner.log[2].ids == ["old", "new"]
 
 
-# -- abort and expiry ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("first", [State.ABORTED, State.EXPIRED])
 @pytest.mark.parametrize("seen", [False, True])
@@ -402,9 +394,6 @@ def test_what_ended_is_let_go() -> None:
     gc.collect()
     assert "old" in driven.scheduler.live
     assert sum(ref() is not None for ref in asks) < 40
-
-
-# -- failures ------------------------------------------------------------------------------------------------
 
 
 @FIXED
@@ -544,9 +533,6 @@ def test_a_lost_device_is_not_one_requests_trouble() -> None:
         driven.launch()
 
 
-# -- admission -----------------------------------------------------------------------------------------------
-
-
 def test_what_never_fits_fails_with_a_clear_message_and_holds_nobody_up() -> None:
     driven, _ = drive(slots=8)
     driven.add("first", Ask(slots=4))
@@ -627,9 +613,6 @@ def test_an_idle_check_sees_a_leak() -> None:
         driven.scheduler.check_idle()
 
 
-# -- width ---------------------------------------------------------------------------------------------------
-
-
 def first_width(cost: Cost, queue: int, limit: int = 16, slots: int = 10_000) -> int:
     driven, _ = drive(slots=slots, limit=limit, costs={"": cost})
     for number in range(queue):
@@ -691,9 +674,6 @@ def test_a_strange_cost_stops_nobody(strange: float) -> None:
     assert (request.state, other.state) == (State.DONE, State.DONE)
 
 
-# -- one shot first ------------------------------------------------------------------------------------------
-
-
 def one_shots_against_a_cohort(
     left: int, step_s: float, cohort: int, shot_s: float, shots: int, **of_leader: Any
 ) -> str:
@@ -725,8 +705,6 @@ def test_one_shots_do_not_spend_a_deadline_that_someone_set(cohort: int) -> None
     for deadline, phase in ((10.0, "step"), (10.4, "step"), (10.6, "once"), (math.inf, "once")):
         assert one_shots_against_a_cohort(10, 1.0, cohort, 0.5, 4, deadline=deadline) == phase
 
-
-# -- cohorts: deep and shallow steps -------------------------------------------------------------------------
 
 CACHED = {"step": affine(2.0, 1.0), "shallow": affine(0.5, 0.1)}
 
@@ -835,9 +813,6 @@ def test_cohorts_come_together_and_stay(interval: int) -> None:
     steps = 10 * 60
     assert steps / len(wide) > 5, "on average more than half of them share a forward"
     driven.verify_idle()
-
-
-# -- joining, lanes, second places ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -952,9 +927,6 @@ def test_a_second_place_is_not_for_less_urgent_priorities() -> None:
     assert [launch.ids for launch in runner.log] == [["urgent"]] * 4
     driven.run()
     driven.verify_idle()
-
-
-# -- price ---------------------------------------------------------------------------------------------------
 
 
 def test_a_decision_asks_the_runner_as_often_whatever_the_queue() -> None:

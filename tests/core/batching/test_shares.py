@@ -146,8 +146,6 @@ def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
     assert len(charged) <= 1
 
 
-# -- for any load ------------------------------------------------------------------------------------------------------
-
 LONG = Ask(steps=300, encode=False, vae=False)
 asks = st.builds(
     Ask, steps=st.integers(1, 12), size=st.sampled_from("sml"), rows=st.integers(1, 2), encode=st.booleans(),

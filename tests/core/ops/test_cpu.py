@@ -28,9 +28,6 @@ def buffers(lowering: CpuLowering) -> int:
     return size
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
-
-
 def twice(layer: nn.Module) -> Walk:
     return lambda ops, x: ops.conv(ops.conv(x, layer), layer)
 
@@ -180,9 +177,6 @@ def test_calls_in_and_out_of_inference_mode_take_turns() -> None:
         assert torch.equal(call(x)[0], wanted)
 
 
-# -- bound inputs --------------------------------------------------------------------------------------------------
-
-
 def attends(int8: bool = False) -> tuple[tuple[nn.Module, ...], Any]:
     """Attention of the first input, through two layers, to the second: keys and then values; and the layers."""
     q, out = linear(0, 8, 32), linear(1, 32, 6)
@@ -283,9 +277,6 @@ WIDE = linear(0, 8, 32)
 def test_columns_and_keys_that_an_array_has_not_are_refused(walk: Walk, shapes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lowering_of(WIDE).prepare(walk, *shapes, bound=len(shapes) - 1 or None)
-
-
-# -- runs ----------------------------------------------------------------------------------------------------------
 
 
 def block(int8: bool) -> tuple[tuple[nn.Module, ...], Any]:

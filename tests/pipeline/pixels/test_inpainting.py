@@ -151,9 +151,6 @@ def test_a_request_that_is_no_inpainting_is_refused() -> None:
     assert fields.complete(offer, (32, 32), masked=True).picture.edit is not None
 
 
-# -- in INT8, and from one file ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, kernels: ctypes.CDLL) -> Path:
     """An inpainting checkpoint of one file, converted with a base that does not inpaint, and its INT8 variant."""

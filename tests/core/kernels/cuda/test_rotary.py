@@ -84,25 +84,6 @@ def test_z_images_heads() -> None:
     torch.testing.assert_close(made[:, :192].view(2, 5, 6, 32), seen["qk"], rtol=1e-4, atol=1e-5)
 
 
-def test_qwen3s_heads() -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    heads, kv_heads, d, rows = 4, 2, 32, 6
-    x, angle = normal(0, rows, (heads + 2 * kv_heads) * d), 10 * normal(1, rows, d // 2)
-    norms = [Qwen3RMSNorm(d, 1e-6).to(DEVICE) for _ in range(2)]
-    for i, norm in enumerate(norms):
-        norm.weight.data = 1 + 0.3 * normal(2 + i, d)
-    q, k, _ = x.unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], dim=1)
-    both = torch.cat([angle, angle], dim=1)[None]
-    with torch.no_grad():
-        q, k = norms[0](q).transpose(0, 1)[None], norms[1](k).transpose(0, 1)[None]
-    wanted = torch.cat(apply_rotary_pos_emb(q, k, both.cos(), both.sin()), dim=1)[0].transpose(0, 1).flatten(1)
-    angles = torch.cat([angle.cos(), angle.sin()], dim=1)
-    weights = torch.stack([norm.weight.detach() for norm in norms])
-    made = rotate_heads(x, angles, heads, kv_heads, norms=weights, eps=1e-6)
-    torch.testing.assert_close(made[:, : (heads + kv_heads) * d], wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_shapes_that_disagree_are_refused() -> None:
     x, angles = torch.zeros(4, 6 * 16, device=DEVICE), turns(0, 4, 16)
     for rows, heads, some in ((4, 6, angles), (4, 3, angles[:3]), (3, 3, angles)):
