@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, EIGHT, draw, normal
 
 # isort: split
 from core.kernels.cuda.chunk_kernel import chunks, tiles
@@ -33,19 +33,7 @@ from llm.load import TextModel, load
 from llm.quantized import quantize
 from tests.llm.test_load import FAMILY, saved
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
 SLACK = 2e-2 if CUDA else 2e-5
-# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
-EIGHT = [torch.int8, torch.float8_e4m3fn] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [torch.int8]
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device=DEVICE)
 
 
 def operand(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:

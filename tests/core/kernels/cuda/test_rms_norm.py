@@ -8,26 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8, draw, normal
 
 # isort: split
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
-INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
-EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
 KINDS = [*EIGHT, DTYPE]
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device=DEVICE)
 
 
 def near(found: Tensor, wanted: Tensor) -> None:

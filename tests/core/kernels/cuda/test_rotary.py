@@ -8,22 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, seeded
 
 # isort: split
 from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
 SLACK = 2e-2 if CUDA else 2e-5
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
-
-
 def turns(seed: int, rows: int, d: int) -> Tensor:
-    angle = 10 * normal(seed, rows, d // 2)
+    angle = 10 * seeded(seed, rows, d // 2)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
@@ -36,12 +30,12 @@ def turns(seed: int, rows: int, d: int) -> Tensor:
 def test_rotate_heads(
     rows: int, heads: int, kv_heads: int, d: int, interleaved: bool, normed: bool, placed: bool, seed: int
 ) -> None:
-    x = (3 * normal(seed, rows, (heads + 2 * kv_heads) * d + 32)).to(DTYPE)
+    x = (3 * seeded(seed, rows, (heads + 2 * kv_heads) * d + 32)).to(DTYPE)
     before, columns = x.clone(), (heads + kv_heads) * d
     positions = torch.arange(rows, dtype=torch.int32, device=DEVICE).flip(0) * 2 if placed else None
     angles = turns(seed, 2 * rows if placed else rows, d)
     given = {
-        "norms": (1 + 0.3 * normal(seed + 1, 2, d)).to(DTYPE) if normed else None,
+        "norms": (1 + 0.3 * seeded(seed + 1, 2, d)).to(DTYPE) if normed else None,
         "eps": 1e-5,
         "positions": positions,
     }
@@ -63,7 +57,7 @@ def test_z_images_heads() -> None:
     attention, seen = block.attention, {}
     for norm in (attention.norm_q, attention.norm_k):
         norm.weight.data = (1 + 0.3 * torch.randn(32)).to(DEVICE)
-    x = normal(1, 2, 5, 96)
+    x = seeded(1, 2, 5, 96)
     embed = z.RopeEmbedder(256.0, [8, 12, 12], [16, 16, 16])
     turned = embed(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 2], [3, 3, 3], [15, 14, 1]], device=DEVICE))
 
