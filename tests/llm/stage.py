@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.batching.engine import Engine
 from core.batching.request import Request
@@ -80,24 +81,38 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
     return made
 
 
-@torch.inference_mode()
+@contextmanager
+def by_transformers(model: TextModel) -> Iterator[Any]:
+    """The network with transformers' own attention."""
+    model.network.set_attn_implementation("sdpa")
+    try:
+        with torch.inference_mode():
+            yield model.network
+    finally:
+        model.network.set_attn_implementation("diptych")
+
+
+def logits(model: TextModel, tokens: Sequence[int]) -> Tensor:
+    """What transformers computes after each of these tokens, [T, V]."""
+    with by_transformers(model) as network:
+        found: Tensor = network(torch.tensor([[*tokens]], device=model.device), use_cache=False).logits[0].float()
+    return found
+
+
 def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int, **options: Any) -> list[tuple[int, ...]]:
     """What transformers' `generate` answers greedily, up to and with the end token."""
     answers: dict[int, tuple[int, ...]] = {}
-    model.network.set_attn_implementation("sdpa")
-    try:
+    with by_transformers(model) as network:
         for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
             group = [i for i, prompt in enumerate(given) if len(prompt) == length]
             ids = torch.tensor([given[i] for i in group])
-            made = model.network.generate(
+            made = network.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
                 eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
             )  # fmt: skip
             for i, row in zip(group, made[:, length:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
                 answers[i] = tuple(row[:end])
-    finally:
-        model.network.set_attn_implementation("diptych")
     return [answers[i] for i in range(len(given))]
 
 

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
 from core.batching.engine import Engine
 from llm.load import TextModel
@@ -29,14 +28,9 @@ def wanted() -> list[tuple[int, ...]]:
     return stage.generated(stage.emoji(), asked(), MOST)
 
 
-@torch.inference_mode()
 def gap(model: TextModel, tokens: tuple[int, ...]) -> float:
     """Between the logits of the two likeliest next tokens."""
-    model.network.set_attn_implementation("sdpa")
-    try:
-        top = model.network(torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2).values
-    finally:
-        model.network.set_attn_implementation("diptych")
+    top = stage.logits(model, tokens)[-1].topk(2).values
     return float(top[0] - top[1])
 
 

@@ -84,18 +84,14 @@ def test_logprobs_are_the_models() -> None:
               for t, r in ((0, 1.0), (1.0, 1.0), (0.7, 1.3))]  # fmt: skip
     with stage.serving(model, kernels=stage.kernels()) as (engine, _):
         made = stage.answers(engine, wanted)
-    model.network.set_attn_implementation("sdpa")
     for text in made:
-        with torch.inference_mode():
-            logits = model.network(torch.tensor([prompt + text.tokens]), use_cache=False).logits[0]
-        logs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        logs = stage.logits(model, prompt + text.tokens)[len(prompt) - 1 : -1].log_softmax(-1)
         assert [p.token for p in text.logprobs] == list(text.tokens)
         for row, known in zip(logs, text.logprobs, strict=True):
             assert known.logprob == pytest.approx(float(row[known.token]), abs=1e-4)
             best = row.topk(2)
             assert [t for t, _ in known.top] == best.indices.tolist()
             assert [p for _, p in known.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-    model.network.set_attn_implementation("diptych")
 
 
 def test_stop_strings_end_the_text_and_are_left_out() -> None:

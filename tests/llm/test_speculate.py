@@ -106,22 +106,16 @@ def test_the_engine_draws_from_the_model() -> None:
     fits(torch.tensor([found[pair] for pair in probabilities]), torch.tensor(list(probabilities.values())) * count)
 
 
-@torch.inference_mode()
 def joint(
     model: stage.TextModel, prompt: tuple[int, ...], *, temperature: float, top_k: int
 ) -> dict[tuple[int, ...], float]:
     """Of the next two tokens, by transformers."""
-    model.network.set_attn_implementation("sdpa")
 
     def after(tokens: tuple[int, ...]) -> dict[int, float]:
-        logits = model.network(torch.tensor([tokens]), use_cache=False).logits[0, -1] / temperature
-        top = logits.topk(top_k)
+        top = (stage.logits(model, tokens)[-1] / temperature).topk(top_k)
         return dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
 
-    try:
-        return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
-    finally:
-        model.network.set_attn_implementation("diptych")
+    return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
 
 
 def test_lookup_is_what_a_search_from_the_end_finds() -> None:

@@ -555,7 +555,7 @@ def test_hand_back_returns_what_has_not_started_and_forgets_it() -> None:
     urgent = driven.add("urgent", priority=1, deadline=9.0)
     gone = driven.add("gone")
     driven.abort("gone")
-    assert driven.scheduler.hand_back() == [urgent, late]
+    assert driven.scheduler.hand_back() == [urgent, late] and urgent.sequence == late.sequence == 0
     assert driven.scheduler.hand_back() == []
     assert set(driven.scheduler.live) == {"s0", "s1"}
     assert driven.scheduler.counts() == {"image": (0, 2)}
