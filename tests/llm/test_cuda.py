@@ -283,9 +283,8 @@ def test_weights_are_held_once() -> None:
     run = fused(model)
     attention = model.network.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
-    assert torch.equal(
-        stage.logits(model, TEXTS[0]), before
-    )  # transformers' own forward still runs, on the same weights
+    # transformers' own forward still runs, on the same weights
+    assert torch.equal(stage.logits(model, TEXTS[0]), before)
     held = run.model.ops.weight_bytes
     config: Any = model.config
     width, inner, kv = config.hidden_size, config.intermediate_size, 2 * model.kv_heads * model.head_dim
