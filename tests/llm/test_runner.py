@@ -20,7 +20,6 @@ from core.batching.request import Outcome, Request, State
 from core.batching.runner import Lane, NotYet
 from core.batching.scheduler import Scheduler
 from llm.load import TextModelError
-from llm.pages import PAGE
 from llm.parameters import TextDelta, TextParameters
 from llm.runner import TextRunner
 from tests.llm import stage
@@ -147,21 +146,6 @@ def test_schemas_that_are_none_are_refused_at_once(schema: str) -> None:
     model = stage.small()
     with stage.serving(model) as (engine, _), pytest.raises(Invalid, match="json_schema: "):
         engine.submit(Request("a", "text", TextParameters((1, 7), 5, json_schema=schema)))
-
-
-def test_equal_beginnings_are_computed_once() -> None:
-    model = stage.emoji()
-    system = "You expand a short prompt into a caption for an emoji. " * 4
-    given = [stage.plain(model, system + word) for word in stage.WORDS[:6]]
-    with stage.serving(model, kernels=stage.kernels(), max_requests=2) as (engine, _):
-        made = stage.answers(engine, [stage.greedy(prompt, 8) for prompt in given])
-    fresh = []
-    for prompt in given:
-        with stage.serving(model, kernels=stage.kernels()) as (engine, _):
-            fresh += stage.answers(engine, [stage.greedy(prompt, 8)])
-    assert [text.tokens for text in made] == [text.tokens for text in fresh]
-    beginning = len(stage.plain(model, system)) // PAGE * PAGE
-    assert made[0].cached == 0 and all(text.cached >= beginning - PAGE for text in made[2:])
 
 
 def test_a_model_that_makes_nan_fails_the_request_alone() -> None:

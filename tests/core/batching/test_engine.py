@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 import threading
 import time
 from collections import deque
@@ -27,12 +26,10 @@ from core.batching.runner import DeviceLost, Lane, OutOfMemory
 from tests.core.batching.fake import (
     Ask,
     FakeRunner,
-    Poisoned,
     at_launches,
     expected,
     linear,
     memory_for,
-    poison,
     results,
 )
 
@@ -125,33 +122,6 @@ def test_submit_says_what_it_cannot_take(house: House) -> None:
     assert isinstance(results([future])[0], int)
 
 
-def test_many_threads_submit_and_abort(house: House) -> None:
-    engine, runner = house.one(slots=6, lanes_of={"vae": "vae"}, depth=2)
-    futures: dict[str, tuple[Request, Future[Any]]] = {}
-    lock = threading.Lock()
-
-    def client(number: int) -> None:
-        rng = random.Random(number)
-        for turn in range(25):
-            request = ask(f"{number}-{turn}", steps=rng.randint(1, 4), priority=rng.randint(0, 3))
-            future = engine.submit(request)
-            with lock:
-                futures[request.id] = (request, future)
-            if rng.random() < 0.3:
-                engine.abort(f"{number}-{rng.randint(0, turn)}")
-
-    run_threads([lambda n=n: client(n) for n in range(8)])  # type: ignore[misc]
-    for request, future in futures.values():
-        error = future.exception(PATIENCE_S)
-        if error is None:
-            assert (request.state, future.result()) == (State.DONE, expected(request))
-        else:
-            assert isinstance(error, Aborted)
-            assert request.state is State.ABORTED
-    assert len(futures) == 200
-    eventually(lambda: runner.held() == 0)
-
-
 def run_threads(targets: list[Callable[[], None]]) -> None:
     """Run all at once; what one of them raises fails the test."""
     errors: list[BaseException] = []
@@ -200,20 +170,6 @@ def test_a_deadline_wakes_the_engine(house: House) -> None:
         assert isinstance(error, Expired)
     runner.gate.set()
     assert results([flying])
-
-
-@pytest.mark.parametrize("at_launch", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_only_the_poisoned_fail(house: House, at_launch: bool, depth: int) -> None:
-    engine, runner = house.one(depth=depth, faults=[poison("r3", "r7", phase="step")], fail_at_launch=at_launch)
-    requests = [ask(f"r{n}") for n in range(12)]
-    found = results([engine.submit(r) for r in requests])
-    for request, result in zip(requests, found, strict=True):
-        if request.id in ("r3", "r7"):
-            assert isinstance(result, Poisoned)
-        else:
-            assert result == expected(request)
-            assert runner.committed[request.id] == request.parameters.trace
 
 
 @pytest.mark.parametrize("at_launch", [False, True])

@@ -167,20 +167,6 @@ def test_what_is_alone_and_still_too_large_fails() -> None:
     assert request.state is State.FAILED and isinstance(request.error, OutOfMemory)
 
 
-def test_an_abort_while_it_waits_again() -> None:
-    runner = Growing(6)
-    scheduler = Scheduler([runner])
-    for name in "ab":
-        scheduler.add(text(name, 5), 0.0)
-    while not runner.preempted:
-        tick(scheduler, 1.0)
-    assert scheduler.abort("b", 2.0)
-    while not scheduler.idle:
-        tick(scheduler, 3.0)
-    assert [(r.id, r.state) for r in scheduler.take_ended()] == [("b", State.ABORTED), ("a", State.DONE)]
-    scheduler.check_idle()
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mix_ends_and_leaves_nothing(seed: int) -> None:
     draw = random.Random(seed)

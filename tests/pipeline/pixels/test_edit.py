@@ -19,7 +19,6 @@ from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from core.batching.runner import Lane
 from pipeline.backends.phases import IMAGE
-from pipeline.pixels.vae import encode
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
@@ -232,33 +231,6 @@ def test_deepcache_counts_the_steps_that_are_made() -> None:
     ]
     with pytest.raises(Invalid, match=r"deepcache"):
         crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
-
-
-def test_what_the_mask_leaves_is_kept_to_the_pixel_and_the_rest_is_drawn() -> None:
-    one = wanted(masked=True, strength=1.0)
-    picture = levels(solo(Watching(model("plain"), lane=LANE), one))
-    own = np.asarray(photograph(32)).astype(int)
-    mask = hole(32) > 0
-    assert np.array_equal(picture[~mask], own[~mask])
-    assert np.abs(picture[mask] - own[mask]).mean() > 10
-
-
-def test_little_strength_stays_near_the_picture_and_much_does_not() -> None:
-    runner = Watching(model("plain"), lane=LANE)
-
-    def latents(strength: float) -> torch.Tensor:
-        crank = Crank(runner)
-        request = crank.submit("it", wanted(steps=20, strength=strength, guidance_scale=1.0))
-        while request.phase != "vae":
-            crank.turn()
-        found = request.work.trajectory.x
-        crank.run()
-        return torch.as_tensor(found)
-
-    pixels = torch.tensor(np.asarray(photograph(32)))[None]
-    own = encode(model("plain"), pixels, torch.zeros(1, 4, 4, 4))
-    far = [float((latents(strength) - own).abs().mean()) for strength in (0.05, 0.5, 1.0)]
-    assert far == sorted(far) and far[0] < far[2] / 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -48,36 +48,6 @@ def test_rotate_heads(
     assert torch.equal(x[:, :columns], apart[:, :columns]) and torch.equal(x[:, columns:], before[:, columns:])
 
 
-def test_z_images_heads() -> None:
-    """Against the processor of diffusers' attention, up to its product of queries with keys."""
-    from diffusers.models.transformers import transformer_z_image as z
-
-    torch.manual_seed(0)
-    block = z.ZImageTransformerBlock(0, 96, 3, 3, 1e-5, qk_norm=True, modulation=False).to(DEVICE)
-    attention, seen = block.attention, {}
-    for norm in (attention.norm_q, attention.norm_k):
-        norm.weight.data = (1 + 0.3 * torch.randn(32)).to(DEVICE)
-    x = seeded(1, 2, 5, 96)
-    embed = z.RopeEmbedder(256.0, [8, 12, 12], [16, 16, 16])
-    turned = embed(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 2], [3, 3, 3], [15, 14, 1]], device=DEVICE))
-
-    def catch(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        seen["qk"] = torch.cat([q, k], dim=2)
-        return v
-
-    original, z.dispatch_attention_fn = z.dispatch_attention_fn, catch
-    try:
-        with torch.no_grad():
-            attention(x, freqs_cis=turned.expand(2, -1, -1))
-    finally:
-        z.dispatch_attention_fn = original
-    qkv = torch.cat([layer(x) for layer in (attention.to_q, attention.to_k, attention.to_v)], dim=-1).flatten(0, 1)
-    angles = torch.cat([turned.real, turned.imag], dim=1).repeat(2, 1)
-    norms = torch.stack([attention.norm_q.weight.detach(), attention.norm_k.weight.detach()])
-    made = rotate_heads(qkv.detach(), angles, 3, 3, norms=norms, eps=1e-5, interleaved=True)
-    torch.testing.assert_close(made[:, :192].view(2, 5, 6, 32), seen["qk"], rtol=1e-4, atol=1e-5)
-
-
 def test_shapes_that_disagree_are_refused() -> None:
     x, angles = torch.zeros(4, 6 * 16, device=DEVICE), turns(0, 4, 16)
     for rows, heads, some in ((4, 6, angles), (4, 3, angles[:3]), (3, 3, angles)):
