@@ -514,6 +514,26 @@ def test_a_request_that_does_not_fit_alone_fails_with_the_reason() -> None:
     assert isinstance(driven.asked["wide"].error, OutOfMemory)
 
 
+def test_a_limit_lowered_by_one_bad_moment_recovers() -> None:
+    driven, runner = drive(faults=[at_launches(0, 1, 2, 3, error=OutOfMemory)])
+    for number in range(16):
+        driven.add(f"r{number}", Ask(steps=1, encode=False, vae=False))
+    driven.fill()
+    for _ in range(4):
+        driven.forward()
+        driven.fill()
+    assert driven.scheduler.caps == {("image", ("step", "s")): 1}
+    extra = itertools.count()
+    while driven.scheduler.caps:
+        assert len(runner.log) < 5000, "the limit never recovers"
+        while len(driven.scheduler.live) < 16:
+            driven.add(f"x{next(extra)}", Ask(steps=1, encode=False, vae=False))
+        driven.fill()
+        driven.forward()
+    assert runner.log[-1].rows >= 8
+    assert sum(launch.failed for launch in runner.log) == 4
+
+
 @pytest.mark.parametrize("error", [RuntimeError("broken"), OutOfMemory("full")])
 def test_a_failing_admission_fails_its_request_only(error: Exception) -> None:
     driven, runner = drive()
@@ -531,6 +551,19 @@ def test_a_lost_device_is_not_one_requests_trouble() -> None:
     driven.add("r")
     with pytest.raises(DeviceLost):
         driven.launch()
+
+
+def test_nobody_overtakes_whoever_needs_more_room() -> None:
+    driven, runner = drive(slots=8)
+    driven.add("first", Ask(steps=3, slots=4))
+    driven.launch()
+    driven.add("large", Ask(slots=8))
+    for number in range(5):
+        driven.add(f"small{number}", Ask(slots=1))
+    driven.run()
+    assert runner.admitted[:2] == ["first", "large"]
+    assert runner.refused[0] == "large"
+    assert {r.state for r in driven.ended} == {State.DONE}
 
 
 def test_what_never_fits_fails_with_a_clear_message_and_holds_nobody_up() -> None:
@@ -706,6 +739,24 @@ def test_one_shots_do_not_spend_a_deadline_that_someone_set(cohort: int) -> None
         assert one_shots_against_a_cohort(10, 1.0, cohort, 0.5, 4, deadline=deadline) == phase
 
 
+def test_a_hurry_behind_a_leader_without_one_counts_as_well() -> None:
+    driven, runner = drive(costs={"step": flat(), "once": flat(0.5)}, patience_s=5.0)
+    driven.add("leader", Ask(steps=10, encode=False, vae=False))
+    hurried = driven.add("hurried", Ask(steps=10, encode=False, vae=False), deadline=10.25)
+    driven.add("shot", Ask(once=True, size="o"))
+    driven.run()
+    assert runner.log[0].phase == "step"
+    assert hurried.state is State.DONE
+
+
+def test_one_shots_of_less_urgent_priority_wait() -> None:
+    driven, runner = drive(costs={"": flat(), "once": flat(0.01)})
+    driven.add("leader", Ask(steps=10, encode=False), priority=1)
+    driven.add("later", Ask(once=True, size="o"), priority=2)
+    driven.launch()
+    assert runner.log[0].phase == "step"
+
+
 CACHED = {"step": affine(2.0, 1.0), "shallow": affine(0.5, 0.1)}
 
 
@@ -749,6 +800,13 @@ def test_the_order_of_two_cohorts_is_the_one_that_saves_more(
     driven.fill()
     if abs(hold - go) > 1e-6:
         assert runner.log[-1].phase == ("shallow" if hold > go else "step")
+
+
+def test_where_cost_is_linear_nothing_is_saved_and_the_more_urgent_goes() -> None:
+    for hurried, phase in ((500.0, "step"), (math.inf, "shallow")):
+        driven, runner = two_cohorts(1, 1, {"step": linear(2.0), "shallow": linear(0.25)}, deadline=hurried)
+        driven.fill()
+        assert runner.log[-1].phase == phase
 
 
 def test_newcomers_are_held_for_one_shallow_iteration_and_then_ride_along() -> None:
@@ -915,6 +973,17 @@ def test_a_second_place_is_used_where_cost_is_linear() -> None:
     driven.run()
     driven.verify_idle()
     assert driven.clock.now == 16.0
+
+
+def test_a_second_place_is_used_by_another_group_and_not_before_the_first() -> None:
+    driven, runner = drive(depth=2)
+    driven.add("steps", Ask(steps=4, encode=False))
+    driven.add("encode", Ask(steps=1, size="l"))
+    driven.fill()
+    assert [launch.ids for launch in runner.log] in ([["encode"], ["steps"]], [["steps"], ["encode"]])
+    assert driven.forward()
+    driven.run()
+    driven.verify_idle()
 
 
 def test_a_second_place_is_not_for_less_urgent_priorities() -> None:

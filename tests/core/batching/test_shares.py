@@ -41,6 +41,14 @@ def two_lanes() -> tuple[Drive, FakeRunner, FakeRunner]:
     return Drive([images, texts], clock), images, texts
 
 
+def test_what_may_wait_waits_for_other_tenants() -> None:
+    drive, runner = pictures()
+    for k in range(30):
+        drive.add(f"a{k}", STEPS, tenant="a", priority=9)
+    drive.add("b", STEPS, tenant="b")
+    assert iterations_before(drive, runner, "b", "a") == 0
+
+
 def test_what_may_wait_waits_on_another_lane_of_the_same_device() -> None:
     drive, images, texts = two_lanes()
     drive.add("a", STEPS, tenant="a", priority=9)
