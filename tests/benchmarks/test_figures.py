@@ -37,9 +37,6 @@ def about(name: str) -> dict[str, Any]:
     return dict(found["provenance"])
 
 
-# -- pages and files ---------------------------------------------------------------------------------------------------
-
-
 def test_pages_say_what_their_files_say() -> None:
     differing = [path.name for path, text in figures.written() if path.read_text("utf-8") != text]
     assert not differing, (
@@ -103,9 +100,6 @@ def test_every_command_can_be_given(name: str) -> None:
 def test_cost_tables_that_are_cited_are_shipped() -> None:
     used = {room for name in stored() for room in about(name)["rooms"] if room.startswith("benchmarks/costs/")}
     assert {Path(room).stem for room in used} <= {path.stem for path in SHIPPED.glob("*.json")}
-
-
-# -- the marks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -53,9 +53,6 @@ def test_a_fall_back_says_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == ["attention: torch: no CUDA device"]
 
 
-# -- digests of sources --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the GPU kernels' sources."""
@@ -92,9 +89,6 @@ def test_one_byte_of_any_source_changes_the_digest(tree: Path, data: st.DataObje
 def test_a_source_that_is_not_there_is_an_error(tree: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fresh(tree, ("cuda/no_such.py",))
-
-
-# -- where what is compiled for a GPU is kept ----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE
 
 # isort: split
 from core.kernels.cuda.decode_kernel import decode, decode_reference, unsupported_reason
 from core.kernels.kv_cache import KVCache, TokenBatch
-
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: Any, context: int) -> KVCache:
