@@ -46,7 +46,6 @@ RUNS: dict[str, list[str]] = {
     **{name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
        for name, words in _BENCHES.items()},
     "scheduling": ["-m", "benchmarks.scheduling"],
-    "chaos": ["-m", "tests.faults.chaos"],
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
 }  # fmt: skip

@@ -139,7 +139,8 @@ class Line:
                     if line and name:
                         fields[name] = value
                     elif not line and fields.get("event"):
-                        told.append(_event(fields))
+                        data = json.loads(fields.get("data") or "{}")
+                        told.append(Told.of(fields.get("id", ""), fields["event"], data))
                         fields = {}
                         if slow_s:
                             time.sleep(slow_s)
@@ -218,10 +219,3 @@ def bytes_of(response: httpx2.Response) -> dict[str, Any]:
 
 def _named(response: httpx2.Response) -> dict[str, Any]:
     return {"ids": (response.json()["id"],)}
-
-
-def _event(fields: dict[str, str]) -> Told:
-    data = json.loads(fields.get("data") or "{}")
-    job = Seen.of(data) if fields["event"] in FINAL and "created_at" in data else None
-    value = data.get("attempt", 0) if fields["event"] == "running" else data.get("steps_done", 0)
-    return Told(fields.get("id", ""), fields["event"], value if isinstance(value, int) else 0, job)
