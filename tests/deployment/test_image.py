@@ -15,20 +15,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import Settings
 from deployment.devices import NoDevices, visible
-from tests.deployment.served import ROOT, environment
+from tests.deployment.served import ROOT, environment, wait_until
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several lines is one
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 # What the API's process loads, by the name that it is installed under.
 NAMES = {
-    "PIL": "pillow",
-    "prometheus_client": "prometheus-client",
-    "pydantic_settings": "pydantic-settings",
+    "PIL": "pillow", "prometheus_client": "prometheus-client", "pydantic_settings": "pydantic-settings",
     "python_multipart": "python-multipart",
-}
+}  # fmt: skip
 
 
 def api_packages() -> set[str]:
@@ -95,16 +92,6 @@ def test_the_compose_file_is_for_old_and_new() -> None:
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def test_every_setting_can_be_given_to_containers() -> None:
-    """What is not handed on is what a container is: its folders, its port, its device."""
-    services = COMPOSE["services"]
-    given = {name for part in ("api", "worker") for name in services[part]["environment"]}
-    known = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
-    assert {name for name in given if name.startswith("DIPTYCH_")} <= known
-    assert known - given == {"DIPTYCH_CACHE_DIR", "DIPTYCH_DATA_DIR", "DIPTYCH_HOST", "DIPTYCH_PORT"}
-    assert services["worker-gpu"]["environment"].keys() == services["worker"]["environment"].keys() - {"DIPTYCH_DEVICE"}
-
-
 @pytest.mark.parametrize(
     ("variables", "listed", "found"),
     [
@@ -127,7 +114,6 @@ def test_the_gpus_that_may_be_used(variables: dict[str, str], listed: str, found
 
 WORKERS = """
 import os, pathlib, sys
-from core.config import Settings
 from deployment.devices import serve_each
 
 folder, code = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -154,8 +140,6 @@ def begin(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def test_one_worker_for_each_is_kept_alive_and_stopped(tmp_path: Path) -> None:
-    from tests.deployment.served import wait_until
-
     process = begin(tmp_path, CRASHES)
     try:
         begun = lambda: [p.read_text() for p in sorted(tmp_path.iterdir())] == ["began\nbegan\n"] * 2  # noqa: E731

@@ -46,19 +46,12 @@ def test_plans_of_the_same_kind_draw_the_same_pictures(found: dict[str, Any]) ->
     assert beside["cfg-cutoff"]["psnr_db"] < beside["diptych-full"]["psnr_db"]
 
 
-def test_work_is_that_of_the_steps(found: dict[str, Any]) -> None:
+def test_work_is_that_of_the_steps_and_what_does_nothing_is_left_out(found: dict[str, Any]) -> None:
     work = {name: one["operations"] for name, one in found["contenders"].items()}
     assert work["full"] == 1 and 0.7 < work["cfg-cutoff"] < 0.8, "half of the steps at half the rows, and the VAE"
     assert work["diptych-auto-gate"] < work["diptych-gate"] < work["diptych-full"] <= 1
     assert work["diptych-resnet2"] < work["diptych-full"]
-    assert all(one["seconds"] > 0 and one["of_full"] > 0 for one in found["contenders"].values())
-
-
-def test_what_does_nothing_is_left_out_with_its_reason(found: dict[str, Any]) -> None:
-    assert set(found["left_out"]) == {"MagCache"}
-    table = tables.TABLES["published"].lines(found)
-    assert "Left out: `MagCache` (wants one list of transformer blocks" in table[-1]
-    assert sum(line.startswith("| `") for line in table) == len(found["contenders"])
+    assert "Left out: `MagCache` (wants one list of transformer" in tables.TABLES["published"].lines(found)[-1]
 
 
 def test_the_model_s_own_plan_is_among_them(tmp_path: Path) -> None:
