@@ -63,7 +63,7 @@ eval: .venv/.installed  ## generates and scores images of PROMPTS=captions.tsv i
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
 results: .venv/.installed  ## repeats the measurements that the docs cite: DATA=folder with emoji/, ARGS="--only simulate"; takes hours on an idle machine
-	$(BIN)/python -m benchmarks.results $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/python -m benchmarks.results $(ARGS)
 	$(if $(DATA),bash training/ways.sh $(DATA))
 
 figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under benchmarks/

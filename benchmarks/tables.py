@@ -235,7 +235,7 @@ TABLES = {
         ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
         ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),
         _plans),
-    "published": Table(("published",), (
+    "published": Table(("history/published",), (
         ("fp32, {captions} captions", "`{name}`"), ("FLOPs", "{operations:.0%}"), ("an image", "{seconds:1000*.0f} ms"),
         ("of its full plan", "{of_full:.2f}"), ("PSNR", "{psnr:.1f} dB"), ("SSIM", "{ssim:.3f}"),
         ("CLIP score", interval("clip_ratio", ".2%"))),
