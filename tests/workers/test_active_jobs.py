@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 import pytest
@@ -63,15 +64,15 @@ def test_all_requests_of_a_job_are_made(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("error", "last", "deadline_s"),
-    [(RuntimeError, {"prompt": "FAIL"}, None), (Invalid, {"steps": 0}, None), (Expired, {"steps": 1000}, 0.05)],
+    [(RuntimeError, {"prompt": "FAIL"}, inf), (Invalid, {"steps": 0}, inf), (Expired, {"steps": 1000}, 0.05)],
     ids=["failed", "refused", "expired"],
 )
 def test_one_that_ends_stops_the_rest(
-    engine: Engine, runner: StageRunner, error: type[Exception], last: dict[str, Any], deadline_s: float | None
+    engine: Engine, runner: StageRunner, error: type[Exception], last: dict[str, Any], deadline_s: float
 ) -> None:
-    deadline = None if deadline_s is None else engine.clock() + deadline_s
+    requests = [ask(0, steps=1000), ask(1, **last, deadline=engine.clock() + deadline_s)]
     with pytest.raises(error):
-        ActiveJob(claim(), engine).make([ask(0, steps=1000), ask(1, **last, deadline=deadline)])
+        ActiveJob(claim(), engine).make(requests)
     eventually(lambda: runner.held() == 0)
 
 
