@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract import control, image_prompt
@@ -119,6 +119,7 @@ def test_pixels_of_another_size_are_refused(wrong: dict[str, Any]) -> None:
     assert caught.value.field == "image_prompts.image"
 
 
+@example(MAX_SIDE - 1, MAX_SIDE + 1)
 @given(st.integers(1, 8192), st.integers(1, 8192))
 def test_pictures_are_kept_in_their_shape_and_within_bounds(width: int, height: int) -> None:
     w, h = fitted(width, height)

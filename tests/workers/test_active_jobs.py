@@ -73,6 +73,7 @@ def test_one_that_ends_stops_the_rest(
     requests = [ask(0, steps=1000), ask(1, **last, deadline=engine.clock() + deadline_s)]
     with pytest.raises(error):
         ActiveJob(claim(), engine).make(requests)
+    assert requests[0].work is None or requests[0].work.step < requests[0].parameters.steps
     eventually(lambda: runner.held() == 0)
 
 
