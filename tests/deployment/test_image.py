@@ -23,9 +23,11 @@ LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 # What the API's process loads, by the name that it is installed under.
 NAMES = {
-    "PIL": "pillow", "prometheus_client": "prometheus-client", "pydantic_settings": "pydantic-settings",
+    "PIL": "pillow",
+    "prometheus_client": "prometheus-client",
+    "pydantic_settings": "pydantic-settings",
     "python_multipart": "python-multipart",
-}  # fmt: skip
+}
 
 
 def api_packages() -> set[str]:
@@ -114,6 +116,7 @@ def test_the_gpus_that_may_be_used(variables: dict[str, str], listed: str, found
 
 WORKERS = """
 import os, pathlib, sys
+from core.config import Settings
 from deployment.devices import serve_each
 
 folder, code = pathlib.Path(sys.argv[1]), sys.argv[2]
