@@ -100,11 +100,11 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
         f"(the engine's with a full queue: {saturated:.2f}/s; diffusers': {stock_capacity:.2f}/s)",
         ("batching", "p50", "p99", "engine's p50 against it", "engine's p99 against it"), rows,
     )  # fmt: skip
-    return record.publish("arrivals", result, results, whole=provenance.EMOJI_XL)
+    return record.publish("arrivals", result, results, artifacts=provenance.EMOJI_XL)
 
 
 def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: int) -> dict[str, dict[str, float]]:
-    """The same traces for every server, a part to each in turn: a shared machine's speed changes meanwhile."""
+    """Play the same traces on every server, a part to each in turn: a shared machine's speed changes meanwhile."""
     plays: dict[str, list[Played]] = {name: [] for name in servers}
     each = -(-pictures // _ROUNDS)
     for part in range(-(-pictures // each)):

@@ -69,7 +69,7 @@ def run(
         "objectives": objectives, "in_flight": in_flight, "steps": steps, "model": model, "text_model": text_model,
     }  # fmt: skip
     _print(result)
-    return record.publish("cohost", result, results, whole=(*provenance.EMOJI_XL, *provenance.EMOJI_LM))
+    return record.publish("cohost", result, results, artifacts=(*provenance.EMOJI_XL, *provenance.EMOJI_LM))
 
 
 def _turns(runtime: Runtime, makes: Mapping[str, Make], turns: int, seconds: float) -> dict[str, list[dict[str, Loop]]]:
@@ -77,8 +77,8 @@ def _turns(runtime: Runtime, makes: Mapping[str, Make], turns: int, seconds: flo
     in_flight = IN_FLIGHT[runtime.images.model.device.type]
     turned: dict[str, list[dict[str, Loop]]] = {"image": [], "text": [], "both": []}
     for _ in range(turns):
-        for what, measured in turned.items():
-            names = [what] if what in makes else list(makes)
+        for modality, measured in turned.items():
+            names = [modality] if modality in makes else list(makes)
             measured.append({name: Loop(runtime.engine, makes[name], in_flight[name]) for name in names})
             together(measured[-1], min(_WARM_S, seconds), seconds)
     return turned
@@ -87,10 +87,10 @@ def _turns(runtime: Runtime, makes: Mapping[str, Make], turns: int, seconds: flo
 def _figures(turned: Mapping[str, Sequence[Mapping[str, Loop]]], steps: int, total_s: float) -> dict[str, Any]:
     """Rates alone and together, shares, and latencies."""
     # By steps: images end in bursts, and a share of few of them would be chance.
-    images_s = [sum(turn["image"].steps for turn in turned[what]) / total_s / steps for what in ("image", "both")]
-    tokens_s = [sum(turn["text"].tokens for turn in turned[what]) / total_s for what in ("text", "both")]
+    images_s = [sum(turn["image"].steps for turn in turned[mode]) / total_s / steps for mode in ("image", "both")]
+    tokens_s = [sum(turn["text"].tokens for turn in turned[mode]) / total_s for mode in ("text", "both")]
     shares = [both / alone if alone else math.nan for alone, both in (images_s, tokens_s)]
-    gaps = {what: [gap for turn in turned[what] for gap in turn["text"].gaps] for what in ("text", "both")}
+    gaps = {mode: [gap for turn in turned[mode] for gap in turn["text"].gaps] for mode in ("text", "both")}
     took = [latency for turn in turned["both"] for latency in turn["image"].ended]
     return {
         "image_share": round(shares[0], 4), "text_share": round(shares[1], 4), "sum": round(sum(shares), 4),
@@ -103,9 +103,9 @@ def _figures(turned: Mapping[str, Sequence[Mapping[str, Loop]]], steps: int, tot
 
 def _print(result: Mapping[str, Any]) -> None:
     rows = [
-        (panel, *(f"{rate:{form}}" for rate in result[rates].values()), f"{result[share]:.2f}",
+        (columns, *(f"{rate:{form}}" for rate in result[rates].values()), f"{result[share]:.2f}",
          *(_seconds(value) for value in (result[p99], result["objectives"][objective])))
-        for panel, form, rates, share, p99, objective in (
+        for columns, form, rates, share, p99, objective in (
             ("pictures/s", ".2f", "images_per_s", "image_share", "image_p99_s", "image_s"),
             ("tokens/s", ".0f", "tokens_per_s", "text_share", "tpot_p99_s", "tpot_s"),
         )

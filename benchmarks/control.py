@@ -76,16 +76,16 @@ def run(
         lane = Lane("control")
         try:
             networks = lane.call(lambda: _random(settings, widths) if sdxl else _named(settings, options.control))
-            times, about = _measure(settings, networks, lane, options, side)
+            times, description = _measure(settings, networks, lane, options, side)
             threads = lane.call(torch.get_num_threads)
         finally:
             lane.close()
-    result = _figures(networks, times) | about | {
+    result = _figures(networks, times) | description | {
         "rows": options.rows, "rounds": options.rounds, "threads": threads,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }  # fmt: skip
-    whole = () if sdxl else (*provenance.EMOJI_XL, "models/emoji-xl-controls")
-    return record.publish("control-sdxl" if sdxl else "control", result, results, whole=whole)
+    artifacts = () if sdxl else (*provenance.EMOJI_XL, "models/emoji-xl-controls")
+    return record.publish("control-sdxl" if sdxl else "control", result, results, artifacts=artifacts)
 
 
 def _check(options: ControlStep, cuda: bool) -> None:
@@ -97,17 +97,17 @@ def _check(options: ControlStep, cuda: bool) -> None:
 
 def _figures(networks: _Networks, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Medians and ratios, which are also printed."""
-    plain, alone, mixed = (statistics.median(own) for own in times.values())
-    ratios = sorted((one + other) / both for one, other, both in zip(*times.values(), strict=True))
+    plain, alone, mixed = (statistics.median(seconds) for seconds in times.values())
+    ratios = sorted((timing + other) / both for timing, other, both in zip(*times.values(), strict=True))
     ratio, precision = (plain + alone) / mixed, networks.model.precision
-    shown = {"without controls": plain, "the control network alone": alone, "their sum": plain + alone,
+    variants = {"without controls": plain, "the control network alone": alone, "their sum": plain + alone,
              "all rows with a control": mixed}  # fmt: skip
     title = f"{networks.name} in {precision}, its control network in {networks.precision}"
     last = "sum / all rows with a control", f"{ratio:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-    record.table(title, ("a deep step", "ms"), [*((name, f"{ms:.1f}") for name, ms in shown.items()), last])
+    record.table(title, ("a deep step", "ms"), [*((name, f"{ms:.1f}") for name, ms in variants.items()), last])
     return {
         "plain_ms": plain, "control_ms": alone, "mixed_ms": mixed, "ratio": ratio, "spread": [ratios[0], ratios[-1]],
-        **{f"{kind}_all_ms": own for kind, own in times.items()}, "model": networks.name, "precision": precision,
+        **{f"{kind}_all_ms": ms for kind, ms in times.items()}, "model": networks.name, "precision": precision,
         "control_precision": networks.precision,
     }  # fmt: skip
 
@@ -132,17 +132,17 @@ def _random(settings: Settings, widths: Mapping[str, Any]) -> _Networks:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = torch.device(device_of(settings))
-    whole = device.type == "cuda"
-    model = load(tiny.TINY, device=device.type, precision="bf16" if whole else "fp32")
+    full = device.type == "cuda"
+    model = load(tiny.TINY, device=device.type, precision="bf16" if full else "fp32")
     model = replace(model.with_parts(unet=models.random_unet(widths, device)), precision="int8")
-    own = {name: value for name, value in widths.items() if name != "up_block_types"}
+    sizes = {name: value for name, value in widths.items() if name != "up_block_types"}
     with device:
-        control = ControlNetModel(in_channels=4, layers_per_block=2, **own)
+        control = ControlNetModel(in_channels=4, layers_per_block=2, **sizes)
     for layer in (*control.controlnet_down_blocks, control.controlnet_mid_block):
         torch.nn.init.normal_(layer.weight, std=0.1 / layer.in_channels**0.5)  # zero before training
     control = control.to(model.dtype).eval().requires_grad_(False)
     models.quantize(control, recipe.control(control))
-    return _Networks(model, control, "int8", models.SDXL_WHOLE if whole else models.SDXL)
+    return _Networks(model, control, "int8", models.SDXL_WHOLE if full else models.SDXL)
 
 
 def _measure(
@@ -154,8 +154,8 @@ def _measure(
     """
     model = networks.model
     pixels = model.vae_scale * side if side else model.native
-    name, why = lane.call(lambda: backends.select(settings, model))
-    backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=why))
+    name, reason = lane.call(lambda: backends.select(settings, model))
+    backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=reason))
     runner = ImageRunner(backend, lane=lane, max_requests=options.rows)
 
     def record_all() -> None:  # programs were written, graphs are recorded
@@ -177,7 +177,7 @@ def _measure(
             "mixed": lambda: runner.launch(mixed).outcome(),
         }  # fmt: skip
         times = turns(contenders, options.rounds, lambda _, run: elapsed_ms(run, settle), record_all)
-        same = [torch.equal(*(one.work.trajectory.x for one in two)) for two in zip(plain, mixed, strict=True)]
+        same = [torch.equal(*(state.work.trajectory.x for state in two)) for two in zip(plain, mixed, strict=True)]
         return times, {"changed": not any(same), "side": pixels}
     finally:
         runner.close()
@@ -187,8 +187,8 @@ def _begun(runner: ImageRunner, kind: str, options: ControlStep, pixels: int) ->
     """Guided requests, which have been encoded: their steps come next."""
     requests = []
     for seed in range(options.rows // 2):
-        drawn = ImageParameters("a hat", seed, pixels, pixels, steps=options.rounds + 2, guidance_scale=5.0)
-        requests.append(Request(f"{kind} {seed}", "image", drawn))
+        parameters = ImageParameters("a hat", seed, pixels, pixels, steps=options.rounds + 2, guidance_scale=5.0)
+        requests.append(Request(f"{kind} {seed}", "image", parameters))
         runner.admit(requests[-1])
     runner.launch(requests).outcome()
     return requests
@@ -204,8 +204,8 @@ def _give(requests: Sequence[Request], branch: ControlBranch, pixels: int) -> No
         picture = torch.randint(0, 256, (1, pixels, pixels, 3), generator=generator, dtype=torch.uint8)
         hidden = torch.randn(work.rows, _TOKENS, net.config.cross_attention_dim, generator=generator)
         text = Conditioning({"kv": branch.prepare_text(hidden.to(net.device, net.dtype))}, 0.0)
-        shown = Condition(branch.hint(picture), 1.0), (True,) * len(work.plan)
-        work.controls = RequestControls((RequestControl(network, (shown,), {text.rows: text}),))
+        condition = Condition(branch.hint(picture), 1.0), (True,) * len(work.plan)
+        work.controls = RequestControls((RequestControl(network, (condition,), {text.rows: text}),))
 
 
 def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]) -> Callable[[], Any]:
@@ -214,12 +214,12 @@ def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]
     gatherer = BatchGatherer(model.dtype, model.family.padded)
     present = [state.trajectory for state in states if state.trajectory is not None]
     rows = sum(state.rows for state in states)
-    own = [(state.controls.networks[0], state.rows) for state in states]
+    networks = [(state.controls.networks[0], state.rows) for state in states]
     with torch.inference_mode():
         inputs = gatherer.inputs(present, rows)
-        texts = gatherer.conditioning([control.texts[wide] for control, wide in own], 0)
-        moving = [branch.moving(inputs.sample[:wide], control.conditions(0)) for control, wide in own]
-        given = {**texts, "hint": torch.cat([one["hint"] for one in moving])}
+        texts = gatherer.conditioning([control.texts[rows] for control, rows in networks], 0)
+        moving = [branch.moving(inputs.sample[:rows], control.conditions(0)) for control, rows in networks]
+        merged = {**texts, "hint": torch.cat([entry["hint"] for entry in moving])}
     added = {"text_embeds": inputs.conditioning["pooled"], "time_ids": inputs.conditioning["time_ids"]}
     sample = inputs.sample[:, : model.latent_channels]
-    return torch.inference_mode()(lambda: branch(sample, inputs.timestep, added, given))
+    return torch.inference_mode()(lambda: branch(sample, inputs.timestep, added, merged))

@@ -94,7 +94,7 @@ class Bench:
         self._cuda = runner.model.device.type == "cuda"
 
     def requests(self, name: str, fields: Mapping[str, Any]) -> Make:
-        """Makes requests of a rung, all with different prompts and seeds.
+        """Make requests of a rung, all with different prompts and seeds.
 
         Raises `Invalid` and TypeError for what the model, or a request, does not have.
         """
@@ -160,13 +160,13 @@ def runner_of(model: ImageModel, rows: int, measure_s: float) -> tuple[ImageRunn
         if compiled and (phase in STEPS or phase.startswith(VAE))
         for rows, seconds in curve.items()
     }
-    failed = [f"{key.phase} × {key.rows}: {why}" for key, why in graphs.failed.items()]
+    failed = [f"{key.phase} × {key.rows}: {reason}" for key, reason in graphs.failed.items()]
     return runner, {
         "ready_s": round(ready_s, 1), "graphs": "{} of {}".format(*graphs.counts), "failed": failed, "costs_ms": costs,
     }  # fmt: skip
 
 
-class Ladder:
+class EngineLadder:
     """The run: its options, and its results, which are saved as they come."""
 
     def __init__(self, options: argparse.Namespace, names: Sequence[str]) -> None:
@@ -175,8 +175,8 @@ class Ladder:
         self._in_flight = dict(options.in_flight)
         self.results: dict[str, Any] = {"model": options.model, "rows": options.rows, "rungs": {}}
 
-    def save(self, *, shown: bool = False) -> None:
-        record.publish(self._options.name, self.results, self._options.results, shown=shown)
+    def save(self, *, verbose: bool = False) -> None:
+        record.publish(self._options.name, self.results, self._options.results, verbose=verbose)
 
     def run(self) -> None:
         options = self._options
@@ -191,7 +191,7 @@ class Ladder:
                 self._variant(models.variant(source, scheme, calibrated), scheme or "bf16", rungs)
                 gc.collect()
                 torch.cuda.empty_cache()
-        self.save(shown=True)
+        self.save(verbose=True)
         self.show()
 
     def _stock(self, source: ImageModel) -> None:
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = command.names(options.rungs, (*STOCK, *RUNGS), "--rungs")
     if options.tiny:
         options.model = tiny.TINY
-    Ladder(options, names).run()
+    EngineLadder(options, names).run()
     return 0
 
 

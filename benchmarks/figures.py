@@ -40,7 +40,7 @@ class FigureError(ValueError):
     """A mark is invalid. The message names the mark and the error."""
 
 
-class Plot(NamedTuple):
+class PlotFile(NamedTuple):
     """A plot in docs/ and the result that it shows."""
 
     file: str
@@ -48,8 +48,8 @@ class Plot(NamedTuple):
 
 
 PLOTS = {
-    "docs/planning-h200.svg": Plot("simulate-h200", simulate.plot),
-    "docs/planning-fleet.svg": Plot("simulate-fleet", simulate.plot),
+    "docs/planning-h200.svg": PlotFile("simulate-h200", simulate.plot),
+    "docs/planning-fleet.svg": PlotFile("simulate-fleet", simulate.plot),
 }
 
 
@@ -150,14 +150,14 @@ def sources(names: Sequence[str], results: Results) -> list[str]:
     lines = []
     for name in names:
         result = results(name)
-        about = result["provenance"] if result else {}
+        stamp = result["provenance"] if result else {}
         verb = "simulated" if name.startswith("simulate") else "measured"
-        machine = _machine(about["machine"])
-        command = _command(about["command"])
-        commit = f"at commit `{about['commit']}`" if about["commit"] else "at a commit that was not recorded"
+        machine = _machine(stamp["machine"])
+        command = _command(stamp["command"])
+        commit = f"at commit `{stamp['commit']}`" if stamp["commit"] else "at a commit that was not recorded"
         lines.append(
-            f"<sub>`{results.shown(name)}`: {verb} {commit} on {about['date']}{command}{machine}. "
-            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(about['rooms'])}</sub>"
+            f"<sub>`{results.shown(name)}`: {verb} {commit} on {stamp['date']}{command}{machine}. "
+            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(stamp['rooms'])}</sub>"
         )
     return [line + ("\\" if number < len(lines) else "") for number, line in enumerate(lines, 1)]
 
@@ -196,7 +196,7 @@ _is_unchanged = functools.cache(provenance.is_unchanged)
 
 
 def written(root: Path = provenance.ROOT) -> Iterator[tuple[Path, str]]:
-    """Yields every file that contains figures, with its up-to-date content. Raises `FigureError`."""
+    """Yield every file that contains figures, with its up-to-date content. Raises `FigureError`."""
     results = Results(root)
     for name in PAGES:
         try:

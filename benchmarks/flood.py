@@ -200,9 +200,9 @@ class Probes:
         self.seconds: dict[str, list[float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, name: str, every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
+    def start(self, name: str, every_s: float, send: Callable[[], Awaitable[None]]) -> None:
         self.seconds[name] = []
-        self._tasks.append(asyncio.create_task(self._run(self.seconds[name], every_s, ask)))
+        self._tasks.append(asyncio.create_task(self._run(self.seconds[name], every_s, send)))
 
     async def stop(self) -> None:
         """End all. Raises the `BenchError` that one of them raised."""
@@ -213,13 +213,13 @@ class Probes:
                 raise ended
 
     @staticmethod
-    async def _run(seconds: list[float], every_s: float, ask: Callable[[], Awaitable[None]]) -> None:
+    async def _run(seconds: list[float], every_s: float, send: Callable[[], Awaitable[None]]) -> None:
         """Ask until cancelled. One that is late counts from when it was due."""
         due = time.monotonic()
         while True:
             due += every_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await ask()
+            await send()
             seconds.append(time.monotonic() - due)
             due = max(due, time.monotonic() - every_s)
 

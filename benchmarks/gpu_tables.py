@@ -106,7 +106,7 @@ def _loras(*results: Result) -> Rows:
     for result in results:
         for layers, measured in result["layers"].items():
             inside, behind = (measured["ways"][f"{where} the products"] for where in ("in", "behind"))
-            equal = all(way["equal"] and way["changed"] for way in (inside, behind))
+            equal = all(place["equal"] and place["changed"] for place in (inside, behind))
             yield {"layers": layers, "rank": result["rank"], "plain_ms": measured["plain_ms"], "inside": inside,
                    "behind": behind, "equal": "yes" if equal else "no"}  # fmt: skip
 

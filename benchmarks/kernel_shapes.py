@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Product(NamedTuple):
+class ProductShape(NamedTuple):
     """A product of `rows` rows an image: N columns over K; of a convolution Cout, Cin, side of the input, stride."""
 
     kernel: str
@@ -16,13 +16,13 @@ class Product(NamedTuple):
     stride: int = 1
 
 
-def _convs(kernel: str, *shapes: tuple[int, int, int, int]) -> list[Product]:
-    return [Product(kernel, n, c, side=side, stride=stride) for n, c, side, stride in shapes]
+def _convs(kernel: str, *shapes: tuple[int, int, int, int]) -> list[ProductShape]:
+    return [ProductShape(kernel, n, c, side=side, stride=stride) for n, c, side, stride in shapes]
 
 
-PRODUCTS: dict[str, tuple[tuple[int, ...], list[Product]]] = {
+PRODUCTS: dict[str, tuple[tuple[int, ...], list[ProductShape]]] = {
     "sdxl": ((16, 8, 4, 2), [
-        *(Product(*one) for one in (
+        *(ProductShape(*one) for one in (
             ("linear", 1920, 640, 4096), ("linear", 640, 640, 4096), ("geglu", 5120, 640, 4096),
             ("linear", 640, 2560, 4096), ("linear", 3840, 1280, 1024), ("linear", 1280, 1280, 1024),
             ("geglu", 10240, 1280, 1024), ("linear", 1280, 5120, 1024),
@@ -33,19 +33,20 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], list[Product]]] = {
         *_convs("conv", (1280, 1920, 32, 1), (1280, 2560, 32, 1)),
         *_convs("upsample", (1280, 1280, 32, 1), (640, 640, 64, 1)),
     ]),
-    "zimage": ((1, 2, 4, 8), [Product(*one) for one in (  # 1024 × 1024 pixels and a prompt of 128 tokens
+    "zimage": ((1, 2, 4, 8), [ProductShape(*one) for one in (  # 1024 × 1024 pixels and a prompt of 128 tokens
         ("linear", 11520, 3840, 4224), ("linear", 3840, 3840, 4224), ("swiglu", 20480, 3840, 4224),
         ("linear", 3840, 10240, 4224),
     )]),
-    "llama": ((1, 16, 64, 128, 256), [Product(*one) for one in (
+    "llama": ((1, 16, 64, 128, 256), [ProductShape(*one) for one in (
         ("stream", 6144, 4096, 1), ("stream", 4096, 4096, 1), ("gated", 28672, 4096, 1), ("stream", 4096, 14336, 1),
     )]),
 }  # fmt: skip
 """By model the numbers of images (of rows, while decoding), and its products."""
 SMALL = [
-    Product("linear", 96, 64, 64), Product("geglu", 128, 64, 64), Product("swiglu", 128, 64, 64),
-    Product("conv", 32, 32, side=8), Product("conv", 32, 32, side=8, stride=2), Product("upsample", 32, 32, side=4),
-    Product("stream", 96, 64, 4), Product("gated", 128, 64, 4),
+    ProductShape("linear", 96, 64, 64), ProductShape("geglu", 128, 64, 64), ProductShape("swiglu", 128, 64, 64),
+    ProductShape("conv", 32, 32, side=8), ProductShape("conv", 32, 32, side=8, stride=2),
+    ProductShape("upsample", 32, 32, side=4),
+    ProductShape("stream", 96, 64, 4), ProductShape("gated", 128, 64, 4),
 ]  # fmt: skip
 ATTENTION = {  # queries, keys, heads, dimensions of a head, whether images have lengths, images
     "sdxl": [(*shape, 64, False, images) for shape in ((4096, 4096, 10), (1024, 1024, 20), (4096, 77, 10))

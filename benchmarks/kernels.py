@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import command, record
 from benchmarks.harness.timing import Clocks, milliseconds, window_ms
-from benchmarks.kernel_shapes import ATTENTION, DECODE, MEMORY, PRODUCTS, SMALL, VARIANTS, Product
+from benchmarks.kernel_shapes import ATTENTION, DECODE, MEMORY, PRODUCTS, SMALL, VARIANTS, ProductShape
 from core.kernels.cuda import (
     attention_source,
     conv,
@@ -80,8 +80,8 @@ def draw(kind: torch.dtype, *shape: int, device: str) -> Tensor:
 def products(model: str, device: str, *, small: bool) -> Iterator[Case]:
     counts, shapes = PRODUCTS[model]
     kernels = {"llama": ("stream", "gated"), "zimage": ("swiglu",), "sdxl": ("linear", "geglu", "conv", "upsample")}
-    chosen = [one for one in SMALL if one.kernel in kernels[model]] if small else shapes
-    for product, count in itertools.product(chosen, (2,) if small else counts):
+    selected = [product for product in SMALL if product.kernel in kernels[model]] if small else shapes
+    for product, count in itertools.product(selected, (2,) if small else counts):
         yield _product(product, count, device)
 
 
@@ -97,22 +97,22 @@ _WEIGHTS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], int, Run, Run]]
 }  # fmt: skip
 
 
-def _epilogue(product: Product, count: int, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a product's function takes beside operands: scales, bias, residual, and how to write."""
+def _epilogue(product: ProductShape, count: int, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a product's function beside operands: scales, bias, residual, and how to write."""
     kernel, n, _, rows, side, stride = product
     scale = torch.full((4, n) if kernel == "upsample" else (n,), 1e-5, device=device)
     bias, inverse = torch.zeros(n, device=device), torch.full((1,), 20.0, device=device)
     shape = (count, side, side, n) if side else (count * rows, n)
     residual = torch.zeros(shape, device=device, dtype=BF16) if (side and stride == 1) or n in (640, 1280) else None
-    given: dict[str, tuple[Any, ...]] = {
+    epilogues: dict[str, tuple[Any, ...]] = {
         "linear": (scale, bias, None, residual), "geglu": (scale, bias, inverse), "swiglu": (scale, bias, inverse),
         "conv": (scale, bias, None, residual if stride == 1 else None, stride), "upsample": (scale, bias), "stream": (),
         "gated": (scale, None, inverse, INT8),
     }  # fmt: skip
-    return given[kernel], {"act": "silu"} if kernel == "swiglu" else {}
+    return epilogues[kernel], {"act": "silu"} if kernel == "swiglu" else {}
 
 
-def _product(product: Product, count: int, device: str) -> Case:
+def _product(product: ProductShape, count: int, device: str) -> Case:
     kernel, n, k, rows, side, stride = product
     shape_of, taps, function, reference = _WEIGHTS[kernel]
     out, cuda = 2 * side if kernel == "upsample" else side // stride, device == "cuda"
@@ -120,22 +120,22 @@ def _product(product: Product, count: int, device: str) -> Case:
     copies = max(2, math.ceil(_AWAY / (n * k * taps))) if cuda else 1
     xs = [draw(INT8, *shape, device=device) for _ in range(2)]
     weights = [draw(INT8, *shape_of(n, k), device=device) for _ in range(copies)]
-    given, options = _epilogue(product, count, device)
+    epilogue, options = _epilogue(product, count, device)
 
     def call(i: int, run: Callable[..., Any], **more: Any) -> Any:
-        return run(xs[i % 2], weights[i % copies], *given, **options, **more)
+        return run(xs[i % 2], weights[i % copies], *epilogue, **options, **more)
 
     runs: dict[str, Run] = {"default": partial(call, run=function if cuda else reference)}
     if cuda:
         runs |= {_key(tile): partial(call, run=function, tile=tile) for tile in _tiles(product, m)}
-        wide = [torch.randn(count, k * taps, device=device, dtype=BF16) for count in (m, n)]
-        runs["bf16"] = lambda i: F.linear(*wide)
+        factors = [torch.randn(count, k * taps, device=device, dtype=BF16) for count in (m, n)]
+        runs["bf16"] = lambda i: F.linear(*factors)
     table = {"swiglu": "geglu"}.get(kernel, kernel), f"{n},{k * taps}", str(tiles.bucket(m))
-    own = None if kernel in ("stream", "gated") else table
-    return Case(f"{kernel} {m}x{n}x{k * taps}", 2.0 * m * n * k * taps, runs, copies, own)
+    tile_table = None if kernel in ("stream", "gated") else table
+    return Case(f"{kernel} {m}x{n}x{k * taps}", 2.0 * m * n * k * taps, runs, copies, tile_table)
 
 
-def _tiles(product: Product, rows: int) -> list[Any]:
+def _tiles(product: ProductShape, rows: int) -> list[Any]:
     kernel, n, k, _, side, _ = product
     if kernel in ("stream", "gated"):
         return _stream_tiles(choose(rows, n // (1 + (kernel == "gated")), k, 1, gated=kernel == "gated"), product)
@@ -146,7 +146,7 @@ def _tiles(product: Product, rows: int) -> list[Any]:
     return [replace(tile, group=group) for tile in plain for group in (1, 8, 16)]
 
 
-def _stream_tiles(usual: StreamTile, product: Product) -> list[StreamTile]:
+def _stream_tiles(usual: StreamTile, product: ProductShape) -> list[StreamTile]:
     """Valid tiles around the default one, with enough loads in flight."""
     fused, valid = product.kernel == "gated", []
     for columns, (deep, stages), splits in itertools.product(
@@ -172,11 +172,13 @@ def _key(tile: Any) -> str:
 
 def attentions(model: str, device: str, *, small: bool) -> Iterator[Case]:
     """Attention that writes the next layer's int8; torch's in bf16, without that."""
-    for queries, keys, heads, size, own, images in [(64, 64, 2, 64, True, 2)] if small else ATTENTION.get(model, []):
+    for queries, keys, heads, size, arguments, images in (
+        [(64, 64, 2, 64, True, 2)] if small else ATTENTION.get(model, [])
+    ):
         qkv = [torch.randn(images, queries, 3, heads, size, device=device, dtype=BF16) for _ in range(2)]
         crossed = torch.randn(images, keys, 2, heads, size, device=device, dtype=BF16)
         inverse = torch.full((heads * size,), 30.0, device=device)
-        lengths = torch.full((images,), keys, dtype=torch.int32, device=device) if own else None
+        lengths = torch.full((images,), keys, dtype=torch.int32, device=device) if arguments else None
 
         def call(i: int, run: Callable[..., Any], qkv: Any = qkv, crossed: Any = crossed) -> Any:
             q, *kv = qkv[i % 2].unbind(2)
@@ -187,11 +189,11 @@ def attentions(model: str, device: str, *, small: bool) -> Iterator[Case]:
         runs: dict[str, Run] = {"default": partial(call, run=partial(function, **options))}
         if device == "cuda":
             for shape in VARIANTS[size, keys <= 80]:
-                variant = attention_source.AttentionVariant(*shape[:3], "int8", shape[3], size, own)
+                variant = attention_source.AttentionVariant(*shape[:3], "int8", shape[3], size, arguments)
                 runs[variant.name] = partial(call, run=partial(attention, **options, variant=variant))
             for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
                 runs[f"torch {name}"] = partial(call, run=partial(_torch_attention, backend))
-            if own:
+            if arguments:
                 out = torch.empty(images, queries, heads * size, dtype=INT8, device=device)
                 flash = partial(flash_attention.flash, lengths=lengths, inverse=inverse, out=out, causal=False)
                 runs["triton"] = partial(call, run=flash)
@@ -241,18 +243,18 @@ def memory(model: str, device: str, *, small: bool) -> Iterator[Case]:
         rows, width = math.prod(shape[:-1]), shape[-1]
         xs, ys = ([torch.randn(shape, device=device, dtype=BF16) for _ in range(2)] for _ in range(2))
         weight, inverse = torch.ones(width, device=device, dtype=BF16), torch.full((width,), 20.0, device=device)
-        one, norms = torch.ones(1, device=device), torch.ones(2, 128, device=device, dtype=BF16)
+        unit, norms = torch.ones(1, device=device), torch.ones(2, 128, device=device, dtype=BF16)
         qkvs = [torch.cat([x] * 3, -1) for x in xs] if name == "rotate" else []
-        angles = torch.randn(rows, 128, device=device) if name == "rotate" else one
+        angles = torch.randn(rows, 128, device=device) if name == "rotate" else unit
         heads = width // 128
         calls: dict[str, tuple[int, Callable[..., Any], Callable[..., Any], Callable[[int], tuple[Any, ...]]]] = {
             "copy": (4, Tensor.copy_, Tensor.copy_, lambda i: (ys[i], xs[i])),  # noqa: B023
             "layer_norm": (3, layer_norm.layer_norm_int8, layer_norm.layer_norm_int8_reference,
-                           lambda i: (xs[i], weight, weight, 1e-5, one)),  # noqa: B023
-            "quantize": (3, quantize.quantize, quantize.quantize_reference, lambda i: (xs[i], one)),  # noqa: B023
+                           lambda i: (xs[i], weight, weight, 1e-5, unit)),  # noqa: B023
+            "quantize": (3, quantize.quantize, quantize.quantize_reference, lambda i: (xs[i], unit)),  # noqa: B023
             "quantize_rows": (3, quantize.quantize_rows, quantize.quantize_rows_reference, lambda i: (xs[i],)),  # noqa: B023
             "group_norm": (5, group_norm.group_norm_int8, group_norm.group_norm_int8_reference,
-                           lambda i: (xs[i], 32, weight, weight, 1e-5, one, True)),  # noqa: B023
+                           lambda i: (xs[i], 32, weight, weight, 1e-5, unit, True)),  # noqa: B023
             "rms_norm": (3, rms_norm.rms_norm, rms_norm.rms_norm_reference,
                          lambda i: (xs[i], weight, 1e-5, inverse, INT8)),  # noqa: B023
             "residual_norm": (7, rms_norm.residual_norm, rms_norm.residual_norm_reference,
@@ -260,11 +262,11 @@ def memory(model: str, device: str, *, small: bool) -> Iterator[Case]:
             "rotate": (8, rotary.rotate_heads, rotary.rotate_heads_reference,
                        lambda i: (qkvs[i], angles, heads, heads)),  # noqa: B023
         }  # fmt: skip
-        bytes_each, function, reference, given = calls[name]
+        bytes_each, function, reference, call = calls[name]
         options = {"norms": norms, "eps": 1e-5, "interleaved": True} if name == "rotate" else {}
         run = partial(function if cuda else reference, **options)
         label = f"{name} {'x'.join(map(str, shape))}"
-        yield Case(label, float(bytes_each * rows * width), {"default": lambda i, r=run, g=given: r(*g(i % 2))})
+        yield Case(label, float(bytes_each * rows * width), {"default": lambda i, r=run, g=call: r(*g(i % 2))})
 
 
 PARTS: dict[str, Callable[..., Iterator[Case]]] = {
@@ -321,8 +323,8 @@ def run_part(part: str, models: Sequence[str], device: str, *, small: bool) -> d
         for model in models:
             for case in PARTS[part](model, device, small=small):
                 measured[f"{model} {case.name}"] = figures = measure(case)
-                shown = f"{figures['ms']:.4f} ms, {figures['rate']:,.0f} G/s, {figures['variant']}"
-                record.progress(f"{model} {case.name}: {shown}{' WRONG' if figures['wrong'] else ''}")
+                text = f"{figures['ms']:.4f} ms, {figures['rate']:,.0f} G/s, {figures['variant']}"
+                record.progress(f"{model} {case.name}: {text}{' WRONG' if figures['wrong'] else ''}")
     return {"cases": measured, "clocks": clocks.summary()}
 
 
@@ -332,8 +334,8 @@ def merged(table: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
         if figures["tile"] is not None and "," in figures["variant"]:
             kernel, shape, rows = figures["tile"]
             numbers = [int(number) for number in figures["variant"].split(",")]
-            own = numbers if numbers[4] > 1 else numbers[:4]
-            table.setdefault(kernel, {}).setdefault(shape, {})[rows] = own
+            key = numbers if numbers[4] > 1 else numbers[:4]
+            table.setdefault(kernel, {}).setdefault(shape, {})[rows] = key
     return table
 
 

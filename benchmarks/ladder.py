@@ -106,10 +106,10 @@ class Process:
 class Contender:
     """The processes of one rung, which share each turn's images. They run in their turns only."""
 
-    def __init__(self, processes: Sequence[Process], about: Mapping[str, Any]) -> None:
+    def __init__(self, processes: Sequence[Process], description: Mapping[str, Any]) -> None:
         self._processes = processes
         self.processes = len(processes)
-        self.about = about
+        self.description = description
         self.imported: set[str] = set()
 
     def rate(self, first: int, count: int) -> float:
@@ -151,7 +151,7 @@ class Turns:
             for name, (contender, images) in self._contenders.items():
                 rates[name].append(self._measured(contender, images))
                 record.progress(f"turn {turn} of {self._count}: {name} {rates[name][-1]:.3f} pictures/s")
-        return {name: (statistics.median(own), min(own), max(own)) for name, own in rates.items()}
+        return {name: (statistics.median(rates_of), min(rates_of), max(rates_of)) for name, rates_of in rates.items()}
 
     def _measured(self, contender: Contender, count: int) -> float:
         self._number += count
@@ -160,7 +160,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What all rungs have in common."""
+    """The settings and processes that all rungs share."""
 
     settings: Settings
     steps: int
@@ -171,17 +171,17 @@ class Ladder:
     def start(self, name: str, stack: ExitStack, variant: Variant | None = None) -> tuple[Process, dict[str, Any]]:
         """A rung's process and what it says once it is prepared. Raises `LeftOut`; then it has ended."""
         threads = variant.threads if variant is not None else self.settings.threads
-        own = {**self.environment, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        environment = {**self.environment, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         request = first_request(name, self.settings, self.steps, self.student, variant)
         with ExitStack() as starting:
-            process = starting.enter_context(Process(request, own))
+            process = starting.enter_context(Process(request, environment))
             compiles = name in ENGINE and ENGINE[name].compile
             try:
-                about = process.answer(self.compile_limit_s + _PREPARED_S if compiles else _PREPARED_S)
+                description = process.answer(self.compile_limit_s + _PREPARED_S if compiles else _PREPARED_S)
             except LeftOut as error:
                 raise LeftOut(f"torch.compile {error}" if compiles and "took" in str(error) else str(error)) from None
             stack.push(starting.pop_all())
-        return process, about
+        return process, description
 
 
 class BestStock:
@@ -285,7 +285,7 @@ def run(
         "rungs": _rows(settings, steps, measured, contenders),
         "left_out": left_out,
         "stock": stock,
-        "capability": next(iter(contenders.values())).about["capability"],
+        "capability": next(iter(contenders.values())).description["capability"],
         "model": Path(settings.model_name).name,
         "steps": steps,
         "pictures": -(-pictures // _ROUND) * _ROUND,
@@ -293,8 +293,8 @@ def run(
     }
     imported = set[str]().union(*(contender.imported for contender in contenders.values()))
     file = "ladder" if instructions == NATIVE else f"ladder-{instructions}"
-    whole = (*provenance.EMOJI_XL, "models/emoji-xl-turbo")
-    return record.publish(file, result, results, whole=whole, imported=imported)
+    artifacts = (*provenance.EMOJI_XL, "models/emoji-xl-turbo")
+    return record.publish(file, result, results, artifacts=artifacts, imported=imported)
 
 
 def _prepared(
@@ -330,18 +330,18 @@ def _prepared(
 
 def _environment(settings: Settings, instructions: str) -> dict[str, str]:
     """The environment of the rungs' processes, without this project's settings, which are given to each."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    path = os.pathsep.join(filter(None, (str(provenance.ROOT), kept.get("PYTHONPATH"))))
-    kept["PYTHONPATH"] = path
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
+    path = os.pathsep.join(filter(None, (str(provenance.ROOT), environment.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = path
     if instructions == NATIVE:
-        return kept
+        return environment
     compiler = settings.compiled_code.expanduser() / "avx2" / "c++"
     compiler.parent.mkdir(parents=True, exist_ok=True)
-    path = next(filter(None, map(shutil.which, (kept.get("CXX", ""), "g++", "clang++"))), "no-compiler")
+    path = next(filter(None, map(shutil.which, (environment.get("CXX", ""), "g++", "clang++"))), "no-compiler")
     compiler.write_text(f'#!/bin/sh\nexec {path} -mno-avx512f "$@"\n')
     compiler.chmod(0o755)
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    return kept | limits | {"CXX": str(compiler)}
+    return environment | limits | {"CXX": str(compiler)}
 
 
 def _rows(
@@ -357,7 +357,7 @@ def _rows(
             "images_per_s": round(rate, 4),
             "speedup": round(rate / first[0], 3),
             "spread": [round(value, 4) for value in (low, high)],
-            **{key: value for key, value in contenders[name].about.items() if key != "capability"},
+            **{key: value for key, value in contenders[name].description.items() if key != "capability"},
         }
         for name, (rate, low, high) in measured.items()
     ]

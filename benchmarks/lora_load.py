@@ -70,13 +70,13 @@ def run(
         finally:
             lane.close()
     figures = {
-        f"{name}_{what}_ms": 1000 * of(times)
+        f"{name}_{figure}_ms": 1000 * of(times)
         for name, times in (("plain", plain), ("loading", loading))
-        for what, of in _FIGURES.items()
+        for figure, of in _FIGURES.items()
     }
-    ratios = {f"{what}_ratio": figures[f"loading_{what}_ms"] / figures[f"plain_{what}_ms"] for what in _FIGURES}
+    ratios = {f"{figure}_ratio": figures[f"loading_{figure}_ms"] / figures[f"plain_{figure}_ms"] for figure in _FIGURES}
     rows = [
-        (label, *(f"{figures[f'{name}_{what}_ms']:.1f}" for what in _FIGURES), len(times))
+        (label, *(f"{figures[f'{name}_{figure}_ms']:.1f}" for figure in _FIGURES), len(times))
         for label, name, times in (("without a load", "plain", plain), ("while it is read", "loading", loading))
     ]
     title = f"{models.SDXL} in {model.precision}: a LoRA of {size_bytes / 1e6:.0f} MB, read in {max(loads):.1f} s"
@@ -122,11 +122,11 @@ def _measure(
     settings: Settings, model: ImageModel, lane: Lane, folder: Path, options: LoraFile
 ) -> tuple[list[float], list[float], list[float]]:
     """Seconds of steps without a load and beside one, and of the loads."""
-    name, why = lane.call(lambda: backends.select(settings, model))
-    backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=why))
+    name, reason = lane.call(lambda: backends.select(settings, model))
+    backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=reason))
     adapters = AdapterCache(folder, model, 2**62, backend.pack_adapter if backend.packs else None)
-    own = LoraPrompts(model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
-    runner = ImageRunner(backend, own, lane=lane)
+    lora_backend = LoraPrompts(model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
+    runner = ImageRunner(backend, lora_backend, lane=lane)
     ended: list[tuple[float, bool]] = []  # when an iteration did, and whether it was a step
 
     def on_tick(tick: Any) -> None:
@@ -149,8 +149,8 @@ def _measure(
     plain, loading = list[float](), list[float]()
     for (start, _), (end, step) in pairwise(ended):
         if step and start > loads[0][1]:
-            beside = any(begun < end and start < done for begun, done in loads)
-            (loading if beside else plain).append(end - start)
+            overlapped = any(begun < end and start < done for begun, done in loads)
+            (loading if overlapped else plain).append(end - start)
     return plain, loading, [done - begun for begun, done in loads[1:]]
 
 

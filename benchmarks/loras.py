@@ -93,19 +93,19 @@ def run(
         "model": name, "precision": precision, "threads": threads, "latents": side,
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
     }  # fmt: skip
-    return record.publish("loras", result, results, whole=() if sdxl else provenance.EMOJI_XL)
+    return record.publish("loras", result, results, artifacts=() if sdxl else provenance.EMOJI_XL)
 
 
 def _kinds(options: LoraStep, device: torch.device) -> list[str]:
     """The kinds of layers, fewer first: a lowering launches for all that it has had adapters of."""
-    given = options.layers.split(",")
-    if unknown := sorted({*given} - {*LAYERS}):
+    kinds = options.layers.split(",")
+    if unknown := sorted({*kinds} - {*LAYERS}):
         raise record.BenchError(f"--layers: {unknown[0] or 'nothing'} is none of {', '.join(LAYERS)}")
     if not (1 <= options.loras <= options.rows and options.rank >= 1 and options.rounds >= 1):
         raise record.BenchError("--loras must be between 1 and --rows; --rank and --rounds at least 1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise record.BenchError("DIPTYCH_DEVICE: there is no GPU here")
-    return [kind for kind in LAYERS if kind in given]
+    return [kind for kind in LAYERS if kind in kinds]
 
 
 def _unet(
@@ -115,9 +115,9 @@ def _unet(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if sdxl:
-        whole = device.type == "cuda"
-        unet = models.random_unet(widths or (models.WHOLE if whole else models.WIDTHS), device)
-        return unet, models.SDXL_WHOLE if whole else models.SDXL, "int8"
+        full = device.type == "cuda"
+        unet = models.random_unet(widths or (models.WHOLE if full else models.WIDTHS), device)
+        return unet, models.SDXL_WHOLE if full else models.SDXL, "int8"
     model = load_model(settings)
     if not isinstance(getattr(model.denoiser, "conv_in", None), nn.Conv2d):
         raise record.BenchError(f"--model: {model.name} has no UNet")
@@ -177,9 +177,9 @@ def measure(lowering: Any, unet: Any, options: LoraStep, side: int, recorder: Re
                 with having(place, adapted) as run_step:
                     outputs.setdefault(place, []).append(run_step()[0].clone())
     plain_ms, none = statistics.median(times[""]), outputs[""][0]
-    ways = {place: _compared(times[place], plain_ms, none, *outputs[place]) for place in places}
+    comparisons = {place: _compared(times[place], plain_ms, none, *outputs[place]) for place in places}
     sizes = {"pack_s": pack_s, "adapter_bytes": adapters[0].size_bytes}
-    return {"plain_ms": plain_ms, "plain_all_ms": times[""], **sizes, "ways": ways}
+    return {"plain_ms": plain_ms, "plain_all_ms": times[""], **sizes, "ways": comparisons}
 
 
 def places_of(lowering: Any) -> Mapping[str, bool | None]:
@@ -211,7 +211,7 @@ def factors(unet: Any, options: LoraStep, seed: int) -> dict[str, LowRank]:
 
 
 def _shape(layer: Any) -> tuple[int, ...] | None:
-    """Of a layer's weight, as torch has it, also where the weight itself is gone."""
+    """The shape of a layer's weight, as torch has it, also where the weight itself is gone."""
     if isinstance(layer, nn.Linear | ScaledLinear):
         return layer.out_features, layer.in_features
     if isinstance(layer, nn.Conv2d | ScaledConv2d):

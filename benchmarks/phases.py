@@ -93,10 +93,10 @@ def sdxl_phases(device: str, *, small: bool, stock: bool) -> Phases:
         yield from stock_sdxl(source.denoiser, [(count, models.inputs(source, count)) for count in STOCK_ROWS])
 
 
-def stock_sdxl(unet: Any, given: Sequence[tuple[int, Any]]) -> Phases:
+def stock_sdxl(unet: Any, steps: Sequence[tuple[int, Any]]) -> Phases:
     """Forwards of diffusers' UNet."""
     for name, forward in (("diffusers", unet), ("diffusers compiled", torch.compile(unet, dynamic=False))):
-        for count, (sample, times, text, added) in given:
+        for count, (sample, times, text, added) in steps:
 
             def run(forward: Any = forward, arguments: Any = (sample, times, text), added: Any = added) -> Any:
                 return forward(*arguments, added_cond_kwargs=added, return_dict=False)[0]
@@ -130,10 +130,14 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
             options = {
                 "text": text.expand(count, -1, -1).contiguous(), "lengths": torch.full((count,), TOKENS, device=device),
             }  # fmt: skip
-            given = inputs(count)
-            features = network.deep(*given, **options)[1].clone()
-            yield f"{name} deep {count}", partial(network.deep, *given, **options), True
-            yield f"{name} shallow {count}", partial(network.shallow, BLOCK, (features,), *given, **options), True
+            phase_inputs = inputs(count)
+            features = network.deep(*phase_inputs, **options)[1].clone()
+            yield f"{name} deep {count}", partial(network.deep, *phase_inputs, **options), True
+            yield (
+                f"{name} shallow {count}",
+                partial(network.shallow, BLOCK, (features,), *phase_inputs, **options),
+                True,
+            )
     decoder = VaeDecoder(CudaLowering(dtype, 1), vae)
     latents = torch.randn(1, vae.config.latent_channels, side, side, device=device, dtype=dtype)
     yield "vae 1", lambda: decoder(latents), True
@@ -149,13 +153,13 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
                 yield f"{name} deep {count}", partial(model, *arguments, return_dict=False), False
 
 
-def _in_8_bits(model: Any, hidden: Tensor, given: tuple[Tensor, Tensor], dtype: torch.dtype) -> Any:
+def _in_8_bits(model: Any, hidden: Tensor, tensors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Any:
     """The transformer in INT8, calibrated on one step; what is not quantized is shared."""
     rules, seen = recipe.transformer(), Statistics("random")
     reference = ZImageNetwork(TorchLowering(dtype), model)
     text, lengths = reference.prepare_text(hidden), torch.full((1,), TOKENS, device=hidden.device)
     with seen.observe(model, rules.targets(model), 0):
-        reference.deep(*given, text=text, lengths=lengths)
+        reference.deep(*tensors, text=text, lengths=lengths)
     quantized = copy.deepcopy(model)
     quantize_(quantized, rules, seen)
     return quantized
@@ -169,11 +173,11 @@ def llama_phases(device: str, *, small: bool, stock: bool) -> Phases:
     prompts = [torch.randint(3, model.vocabulary, (256,), generator=draw).tolist() for _ in range(4)]
     variants: dict[str, Any] = {"bf16": model} | ({"int8": quantize_text(model, prompts)} if cuda else {})
     batches = (2,) if small else (1, 64, 256)
-    for (kind, own), batch, context in itertools.product(variants.items(), batches, (192, 1500)):
+    for (kind, variant), batch, context in itertools.product(variants.items(), batches, (192, 1500)):
         pages = -(-context // PAGE)
         if kind == "bf16" and batch * context > 100_000:
             continue  # 131 kB a token
-        run = TextExecution(own, pages=pages * batch, sequences=batch, context=context,
+        run = TextExecution(variant, pages=pages * batch, sequences=batch, context=context,
                             kv="int8" if kind == "int8" else "float")  # fmt: skip
         for row in range(batch):
             run.cache.place(row, list(range(row * pages, (row + 1) * pages)))

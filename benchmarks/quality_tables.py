@@ -56,7 +56,7 @@ def _pair_columns(result: Result) -> Columns:
 
 
 def _composition(result: Result) -> Rows:
-    """What is right in each run, and what another than fp32 gains and loses of the same prompts."""
+    """The table of what is right in each run, and what a run gains and loses against fp32 on the same prompts."""
     for name, run in result["ways"].items():
         groups, moved = run["composition"], run["right_less_base"]
         preferred = [groups[kind]["clip_prefers_caption"][0] for kind in _KINDS]
@@ -68,7 +68,7 @@ def _composition(result: Result) -> Rows:
 
 
 def _diversity(result: Result) -> Rows:
-    """How much two seeds of a prompt differ, beside two true pictures."""
+    """The table of the difference between two seeds of a prompt, beside two true pictures."""
     for kind, both in result["two_seeds"].items():
         for label, pair in zip(("two seeds, both right", "two true pictures"), both, strict=True):
             if pair["pairs"]:

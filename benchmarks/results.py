@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     begins = tuple((options.only or "").split(","))
     names = [name for name in NAMES if name.startswith(begins)]
-    if any(not name or not any(known.startswith(name) for known in NAMES) for name in begins if options.only):
+    if any(not name or not any(choice.startswith(name) for choice in NAMES) for name in begins if options.only):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
     failed = [name for name in names if not _measured(name, options.work)]
     _run("-m", "benchmarks.figures")
@@ -72,11 +72,11 @@ def _measured(name: str, work: Path) -> bool:
     """Run one benchmark, which prints its progress; returns whether it succeeded."""
     record.progress(f"== {name}")
     if name == "agreement":
-        return agreement(work / "agreement")
+        return run_agreement(work / "agreement")
     return _run(*RUNS[name]) is not None
 
 
-def agreement(work: Path) -> bool:
+def run_agreement(work: Path) -> bool:
     """Hold the figures of images against other packages', by a Python that has these: see docs/evaluation.md."""
     python, mlperf, run = work / "venv" / "bin" / "python", work / "inference", work / "run"
     if missing := [path for path in (python, mlperf, run) if not path.exists()]:
@@ -90,10 +90,10 @@ def agreement(work: Path) -> bool:
     return _stored("agreement", output, [f"{name}.py" for name in names])
 
 
-def _stored(name: str, output: str | None, whole: Sequence[str]) -> bool:
+def _stored(name: str, output: str | None, artifacts: Sequence[str]) -> bool:
     """Store what a child process printed."""
     if output is not None:
-        record.publish(name, json.loads(output), whole=whole, shown=False)
+        record.publish(name, json.loads(output), artifacts=artifacts, verbose=False)
     return output is not None
 
 

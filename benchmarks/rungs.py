@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rung:
-    """How the engine draws. `compile` is torch's compiler, `kernels` are our own instead.
+    """A configuration of the engine. `compile` is torch's compiler, `kernels` are our own instead.
 
     `plan` is the name of one that `diptych tune` found; `interval` is the steps with guidance, as shares of all. A
     student draws in its own steps.
@@ -52,10 +52,10 @@ class Rung:
     vae: str = FULL
     student: bool = False
 
-    def settings(self, given: Settings) -> Settings:
+    def settings(self, settings: Settings) -> Settings:
         """Settings of the rung's engine."""
         fields = ("precision", "kernels", "compile", "deepcache")
-        return given.model_copy(update={field: getattr(self, field) for field in fields})
+        return settings.model_copy(update={field: getattr(self, field) for field in fields})
 
 
 ENGINE = {
@@ -83,7 +83,7 @@ Draw = Callable[[Jobs], None]
 
 @dataclass(frozen=True)
 class Variant:
-    """How the stock pipeline draws: images at once, CPU threads, memory format, precision, and torch's compiler."""
+    """A configuration of the stock pipeline: images at once, CPU threads, memory format, precision, compiler."""
 
     batch: int = 1
     threads: int = 1
@@ -159,16 +159,16 @@ class Stock:
 def drawn_by(rung: Rung, settings: Settings, steps: int, student: str | None) -> tuple[Settings, int]:
     """The settings of a rung's engine, and the steps of its images. Raises `LeftOut` for what the model lacks."""
     _check_plan(rung, settings, steps)
-    chosen, own = rung.settings(settings), _folder(settings)
+    rung_settings, embedded = rung.settings(settings), _folder(settings)
     if rung.student:
-        name = student or ("" if own is None else f"{own}-turbo")
+        name = student or ("" if embedded is None else f"{embedded}-turbo")
         if student is None and not (name and Path(name).is_dir()):
             raise LeftOut("the model has no student beside it, of its name and -turbo; --student names one")
-        chosen, steps = chosen.model_copy(update={"model": name}), defaults_of(name).steps
-        own = _folder(chosen)
-    if rung.vae == TINY and not (settings.tiny_vae or (own is not None and (own / TINY_VAE).is_dir())):
+        rung_settings, steps = rung_settings.model_copy(update={"model": name}), defaults_of(name).steps
+        embedded = _folder(rung_settings)
+    if rung.vae == TINY and not (settings.tiny_vae or (embedded is not None and (embedded / TINY_VAE).is_dir())):
         raise LeftOut("the model has no tiny decoder")
-    return chosen, steps
+    return rung_settings, steps
 
 
 def _check_plan(rung: Rung, settings: Settings, steps: int) -> None:
@@ -243,9 +243,9 @@ def jobs(first: int, count: int) -> list[tuple[str, int]]:
 
 def timed(draw: Draw, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request for images."""
-    asked = jobs(request["first"], request["count"])
+    requests = jobs(request["first"], request["count"])
     started = time.perf_counter()
-    draw(asked)
+    draw(requests)
     return {"seconds": time.perf_counter() - started}
 
 
@@ -268,11 +268,11 @@ def serve(requests: Iterator[dict[str, Any]], answer: Callable[[dict[str, Any]],
                 answer(timed(stock.draw, request) | {"imported": sorted(provenance.loaded())})
         return
     rung = ENGINE[name]
-    own, own_steps = drawn_by(rung, settings, steps, first["student"])
-    with _engine(own, first["measure_s"]) as runtime:
+    embedded, own_steps = drawn_by(rung, settings, steps, first["student"])
+    with _engine(embedded, first["measure_s"]) as runtime:
         model, backend = runtime.images.model.name, runtime.images.backend
-        about = {"model": model, "memory": backend.held_bytes(), "kernels": backend.kernels.name}
-        answer(about | {"capability": capability})
+        description = {"model": model, "memory": backend.held_bytes(), "kernels": backend.kernels.name}
+        answer(description | {"capability": capability})
         draw = closed_loop(runtime, rung, own_steps)
         for request in requests:
             answer(timed(draw, request) | {"imported": sorted(provenance.loaded())})
@@ -282,8 +282,8 @@ def first_request(
     name: str, settings: Settings, steps: int, student: str | None, variant: Variant | None
 ) -> dict[str, Any]:
     """The request that describes a rung."""
-    given = settings.model_dump(mode="json", exclude_unset=True)
-    described = {"rung": name, "settings": given, "steps": steps, "student": student, "measure_s": MEASURE_S}
+    options = settings.model_dump(mode="json", exclude_unset=True)
+    described = {"rung": name, "settings": options, "steps": steps, "student": student, "measure_s": MEASURE_S}
     return described | {"variant": asdict(variant or Variant())}
 
 

@@ -58,10 +58,10 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     from core.jobs.keyring import Keyring
     from core.jobs.store import JobStore
 
-    chosen = settings.model_copy(update={"max_queued": 1_000_000})
+    unlimited = settings.model_copy(update={"max_queued": 1_000_000})
     with (
         record.alone(), tempfile.TemporaryDirectory(prefix="diptych-bench-") as name,
-        service.running(chosen, Path(name)) as (url, redis, serve, ready_s),
+        service.running(unlimited, Path(name)) as (url, redis, serve, ready_s),
     ):  # fmt: skip
         store, keyring = JobStore.of(settings.model_copy(update={"redis_url": redis})), Keyring(redis)
         result = {"ready_s": round(ready_s, 2)} | asyncio.run(_measure(url, store, serve, steps, pictures))
@@ -87,7 +87,7 @@ def run(settings: Settings, *, steps: int, pictures: int, results: Path | None) 
     ]
     title = f"{pictures} Poisson arrivals at {result['rate_per_s']:.2f}/s through HTTP, "
     record.table(f"{title}{LOAD:.0%} of {result['capacity_per_s']:.2f}/s", ("", "median", "p99"), rows)
-    return record.publish("serve", result, results, whole=(*provenance.SERVICE, *provenance.EMOJI_XL))
+    return record.publish("serve", result, results, artifacts=(*provenance.SERVICE, *provenance.EMOJI_XL))
 
 
 def _flooded(url: str, store: JobStore, keyring: Keyring, serve: ChildProcess, steps: int) -> dict[str, Any]:
@@ -223,9 +223,9 @@ def _busy_s(processes: Sequence[Any]) -> float:
 
     total = 0.0
     for process in processes:
-        for own in (process, *process.children(recursive=True)):
+        for child in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                times = own.cpu_times()
+                times = child.cpu_times()
                 total += times.user + times.system
     return total
 
@@ -235,20 +235,20 @@ def _busy_s(processes: Sequence[Any]) -> float:
 
 def _overhead(store: JobStore, answers: Sequence[_Answer]) -> dict[str, Any]:
     """Latency outside the engine, and its breakdown."""
-    whole, accept, claim, end, answer = (list[float]() for _ in range(5))
+    totals, accept, claim, end, answer = (list[float]() for _ in range(5))
     for image in answers:
         job = store.get(image.id)
         if job is None or job.result is None or job.started is None or job.ended is None:
             raise record.BenchError("a job that was answered has no record")
         engine_s = job.result["engine_s"]
-        whole.append(image.answered - image.sent - engine_s)
+        totals.append(image.answered - image.sent - engine_s)
         accept.append(job.created - image.sent)
         claim.append(job.started - job.created)
         end.append(job.ended - job.started - engine_s)
         answer.append(image.answered - job.ended)
     return {
-        "overhead_s": percentile(whole, 50),
-        "overhead_p99_s": percentile(whole, 99),
+        "overhead_s": percentile(totals, 50),
+        "overhead_p99_s": percentile(totals, 99),
         "overhead_parts_s": {
             "to_record": percentile(accept, 50),
             "to_claim": percentile(claim, 50),

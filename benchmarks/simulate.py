@@ -20,8 +20,8 @@ from benchmarks.simulation.costs import ENCODE, SHIPPED, STEPS, Costs, read
 from benchmarks.simulation.fleet import Served, StepLevel
 from benchmarks.simulation.plot import Line, draw
 from benchmarks.simulation.runner import Device, held_bytes, limit, phases_of
-from benchmarks.simulation.static import RequestLevel
-from benchmarks.simulation.traffic import Bursts, Guidance, Job, Mix
+from benchmarks.simulation.static import SimulatedRequestLevel
+from benchmarks.simulation.traffic import Bursts, Guidance, Mix, SimulatedJob
 from contract.image import ImageParameters
 from contract.plan import AUTO, AUTOMATIC, BLOCK, DeepCache
 
@@ -33,7 +33,9 @@ _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
 
 @dataclass(frozen=True)
 class Plan:
-    """What to simulate. `loads` are shares of what the fleet could do if every forward were as wide as pays best."""
+    """The parameters of a simulation. `loads` are shares of what the fleet could do if every forward were as wide as
+    pays best.
+    """
 
     mix: Mix
     gpus: tuple[int, ...] = (1,)
@@ -71,7 +73,7 @@ def run(costs: Costs, plan: Plan, *, results: Path | None = None, name: str = "s
                 result["points"].append(point)
     _tabulate(result, plan)
     (folder / f"{name}.svg").write_text(plot(result))
-    return record.publish(name, result, folder, whole=_table_file(costs))
+    return record.publish(name, result, folder, artifacts=_table_file(costs))
 
 
 def about(costs: Costs, plan: Plan) -> dict[str, Any]:
@@ -116,15 +118,15 @@ def points(costs: Costs, plan: Plan) -> Iterator[tuple[dict[str, Any] | None, st
             yield {"gpus": gpus, "load": load, "rate_per_s": round(rate, 4), "policies": measured}, ""
 
 
-def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[Job]) -> Served:
+def serve(policy: str, costs: Costs, plan: Plan, gpus: int, jobs: Sequence[SimulatedJob]) -> Served:
     """Play the jobs to one way of batching."""
     if policy == "step_level":
         return StepLevel(costs, plan.device, gpus=gpus, image_jobs=plan.image_jobs).run(jobs)
     window_s = plan.window_s if policy == "window" else 0.0
-    return RequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
+    return SimulatedRequestLevel(costs, plan.device, gpus=gpus, batch=plan.batch, window_s=window_s).run(jobs)
 
 
-def figures(served: Served, jobs: Sequence[Job], gpus: int) -> dict[str, Any]:
+def figures(served: Served, jobs: Sequence[SimulatedJob], gpus: int) -> dict[str, Any]:
     """Throughput, utilisation and width over the whole run; latencies and misses of those that came after its start.
 
     Latencies are of the pictures that were in time. `rows` is the mean width of a denoising forward.
@@ -171,7 +173,7 @@ def capacity(costs: Costs, device: Device, mix: Mix) -> float:
 
 
 def notes(costs: Costs, plan: Plan) -> list[str]:
-    """What was not measured, and what is made of that."""
+    """The notes on what was not measured, and what is made of that."""
     lines: list[str] = []
     for parameters, _ in plan.mix.kinds():
         for group, rows in phases_of(parameters):
@@ -182,10 +184,10 @@ def notes(costs: Costs, plan: Plan) -> list[str]:
                 continue
             if group.phase in STEPS and widest < plan.device.max_rows:
                 lines.append(f"{name}: not measured over {widest} rows, so no forward is wider")
-            least = min(costs.measured[group.phase, group.size])
-            if rows < least:
-                lines.append(f"{name}: not measured under {least} rows, which are extrapolated")
-    if plan.device.memory_bytes is not None and not costs.held:
+            fastest = min(costs.measured[group.phase, group.size])
+            if rows < fastest:
+                lines.append(f"{name}: not measured under {fastest} rows, which are extrapolated")
+    if plan.device.memory_bytes is not None and not costs.held_bytes:
         lines.append("memory: the table does not tell what a picture holds, so memory bounds nothing")
     return list(dict.fromkeys(lines))
 
@@ -229,8 +231,8 @@ def _check_picture(costs: Costs, device: Device, parameters: ImageParameters) ->
         widest = costs.widest(*group)
         where = f"{costs.name}: {group.phase}.{group.size[0]}x{group.size[1]}"
         if widest is None and group.phase != ENCODE:
-            known = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
-            raise refuse(f"{where}: is not in the table; sizes that can be drawn: {known or 'none'}")
+            sizes = ", ".join(f"{width}x{height}" for width, height in costs.sizes)
+            raise refuse(f"{where}: is not in the table; sizes that can be drawn: {sizes or 'none'}")
         if group.phase in STEPS and (widest or 0) < rows:
             raise refuse(f"{where}: was measured to {widest} row, and guidance brings 2")
         if group.phase in STEPS and device.max_rows < rows:
@@ -293,7 +295,7 @@ def plot(result: dict[str, Any]) -> str:
 
 
 def swept_by(result: dict[str, Any]) -> str:
-    """What the points of a result differ by."""
+    """The parameter that the points of a result differ by."""
     return "gpus" if len({point["gpus"] for point in result["points"]}) > 1 else "load"
 
 
@@ -304,7 +306,7 @@ def _table_file(costs: Costs) -> tuple[str, ...]:
     return (path.relative_to(provenance.ROOT).as_posix(),) if shipped else ()
 
 
-def _shares(choice: traffic.Choice[Any], word: Any) -> dict[str, float]:
+def _shares(choice: traffic.WeightedChoice[Any], word: Any) -> dict[str, float]:
     return {word(value): round(share, 6) for value, share in zip(choice.values, choice.shares(), strict=True)}
 
 

@@ -41,7 +41,7 @@ _SERVE = (  # first column, and the keys of median and p99, in seconds or millis
 
 
 def _left_out(result: Result) -> str:
-    return " ".join(f"Left out: `{name}` ({why})." for name, why in result["left_out"].items())
+    return " ".join(f"Left out: `{name}` ({reason})." for name, reason in result["left_out"].items())
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -50,11 +50,11 @@ def _left_out(result: Result) -> str:
 def _ladder_columns(native: Result, avx2: Result, _: Result) -> Columns:
     speeds = [
         pair
-        for own, result in (("native", native), ("avx2", avx2))
+        for runs, result in (("native", native), ("avx2", avx2))
         for pair in (
             (f"images/s, {result['capability']}",
-             f"{{{own}[images_per_s]:.2f}} ({{{own}[spread][0]:.2f}} to {{{own}[spread][1]:.2f}})"),
-            ("speedup", f"{{{own}[speedup]:.2f}}×"),
+             f"{{{runs}[images_per_s]:.2f}} ({{{runs}[spread][0]:.2f}} to {{{runs}[spread][1]:.2f}})"),
+            ("speedup", f"{{{runs}[speedup]:.2f}}×"),
         )
     ]  # fmt: skip
     return [("configuration", "`{name}`"), *speeds, ("gates: FID, score", "{gates}")]
@@ -107,8 +107,8 @@ def _plans(result: Result) -> Rows:
     tuned = result["tuned"]["int8"]
     for plan in reversed(tuned["front"]):
         names = ", ".join(f"`{name}`" for name, fields in tuned["plans"].items() if fields == plan["fields"])
-        beside = {"change": [ratio - 1 for ratio in plan["score_ratio"]]} if plan["speedup"] != 1 else {"psnr": None}
-        yield {**plan, "names": names, **beside}
+        extra = {"change": [ratio - 1 for ratio in plan["score_ratio"]]} if plan["speedup"] != 1 else {"psnr": None}
+        yield {**plan, "names": names, **extra}
 
 
 def _text_columns(*results: Result) -> Columns:
@@ -212,9 +212,9 @@ def _saturated(result: Result) -> Rows:
     """Throughput under overload."""
     point = max(result["points"], key=lambda point: float(point["load"]))
     rates = {name: policy["throughput_per_s"] for name, policy in point["policies"].items()}
-    most = max(rate for name, rate in rates.items() if name != "step_level")
+    best = max(rate for name, rate in rates.items() if name != "step_level")
     for name, label in simulate.policies(result["window_s"]).items():
-        yield {"label": label, "rate": rates[name], "ratio": rates[name] / most}
+        yield {"label": label, "rate": rates[name], "ratio": rates[name] / best}
 
 
 def _saturated_columns(result: Result) -> Columns:

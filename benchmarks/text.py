@@ -38,14 +38,14 @@ _OPENINGS = (
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """A prompt's tokens, and how many are to be written."""
 
     prompt: tuple[int, ...]
     tokens: int
 
 
-Write = Callable[[Sequence[Job]], None]
+Write = Callable[[Sequence[BenchmarkJob]], None]
 """Writes the answers of all jobs."""
 
 
@@ -87,30 +87,30 @@ def run(
         "resident_mib": record.resident_mib(),
     }  # fmt: skip
     name = f"text-{bench.model.name.removeprefix('random:')}"
-    return record.publish(name, result, results, whole=provenance.EMOJI_LM)
+    return record.publish(name, result, results, artifacts=provenance.EMOJI_LM)
 
 
 def _take_turns(
-    bench: _Bench, jobs: Sequence[Job], rungs: Sequence[str], turns: int
+    bench: _Bench, jobs: Sequence[BenchmarkJob], rungs: Sequence[str], turns: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Tokens per second of each rung in each turn; and the rungs that do not run here, each with the reason."""
     rates: dict[str, list[float]] = {name: [] for name in rungs}
     left_out: dict[str, str] = {}
     for turn in range(turns + 1):  # the first one, of few tokens, warms up and does not count
         for name in [name for name in rungs if name not in left_out]:
-            own = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
+            selected = jobs[:_ONE_AT_A_TIME] if name == "transformers-generate" else jobs
             if not turn:
-                own = [replace(job, tokens=_WARM_TOKENS) for job in own[:_ONE_AT_A_TIME]]
+                selected = [replace(job, tokens=_WARM_TOKENS) for job in selected[:_ONE_AT_A_TIME]]
             started = time.perf_counter()
             try:
-                bench.writes[name](own)
+                bench.writes[name](selected)
             except record.BenchError as error:
                 left_out[name] = str(error)
                 continue
             seconds = time.perf_counter() - started
             record.progress(f"turn {turn} of {turns}: {name} took {seconds:.1f} s")
             if turn:
-                rates[name].append(sum(job.tokens for job in own) / seconds)
+                rates[name].append(sum(job.tokens for job in selected) / seconds)
     return {name: values for name, values in rates.items() if values}, left_out
 
 
@@ -164,16 +164,16 @@ class _Bench:
             logging.getLogger(__name__).warning("without our own kernels: %s", error)
             return None
 
-    def jobs(self, count: int) -> list[Job]:
+    def jobs(self, count: int) -> list[BenchmarkJob]:
         """Beginnings of captions of mixed lengths, and mixed numbers of tokens to write."""
         draw = random.Random(0)
-        tokenizer, drawn = self.model.tokenizer, []
+        tokenizer, batch = self.model.tokenizer, []
         for i in range(count):
             text = " . ".join(draw.sample(_OPENINGS, draw.choice((1, 1, 2, 4))))
             ids = tokenizer(f"{text} {i}", add_special_tokens=False)["input_ids"]
-            drawn.append(Job((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
-        most = self.model.context
-        return [replace(job, prompt=job.prompt[: most - job.tokens]) for job in drawn]
+            batch.append(BenchmarkJob((tokenizer.bos_token_id, *ids), draw.choice((16, 24, 32, 48, 64, 96, 128))))
+        context = self.model.context
+        return [replace(job, prompt=job.prompt[: context - job.tokens]) for job in batch]
 
     def acceptance(self) -> float | None:
         """The share of guesses that were right."""
@@ -186,11 +186,11 @@ class _Bench:
 
     # -- transformers ----------------------------------------------------------------------------------------------
 
-    def _generate(self, jobs: Sequence[Job], size: int) -> None:
-        """In batches of so many, padded at the left, each until its longest answer is written."""
+    def _generate(self, jobs: Sequence[BenchmarkJob], size: int) -> None:
+        """Generate in batches of so many, padded at the left, each until its longest answer is written."""
         import torch
 
-        def write(batch: Sequence[Job]) -> None:
+        def write(batch: Sequence[BenchmarkJob]) -> None:
             width = max(len(job.prompt) for job in batch)
             ids = torch.zeros(len(batch), width, dtype=torch.long)
             mask = torch.zeros_like(ids)
@@ -208,7 +208,7 @@ class _Bench:
             batch = jobs[start : start + size]
             self._lane.call(lambda batch=batch: write(batch))  # type: ignore[misc]
 
-    def _generate_batch(self, jobs: Sequence[Job]) -> None:
+    def _generate_batch(self, jobs: Sequence[BenchmarkJob]) -> None:
         """transformers' own continuous batching, by the manager behind `generate_batch`.
 
         That takes one length for all; the manager takes each request's own, as ours does, so that nothing is written
@@ -258,7 +258,7 @@ class _Bench:
         return quantize(self.model, [job.prompt for job in self.jobs(16)])
 
     def _ours(self, model: Callable[[], Any], guide: Any = None) -> Write:
-        """Submits all jobs at once to an engine, which is built when it is first needed."""
+        """Submit all jobs at once to an engine, which is built when it is first needed."""
         from core.batching.engine import Engine
         from core.batching.request import Request
         from core.kernels.kv_cache import Kind
@@ -279,13 +279,13 @@ class _Bench:
                 self._speculating = runner
             return self._stack.enter_context(Engine([runner]))
 
-        def write(jobs: Sequence[Job]) -> None:
+        def write(jobs: Sequence[BenchmarkJob]) -> None:
             nonlocal turn
             turn += 1
             if not engines:
                 engines.append(start())
             parameters = [TextParameters(job.prompt, job.tokens, temperature=0, ignore_end=True) for job in jobs]
-            requests = [Request(f"{turn}-{number}", "text", own) for number, own in enumerate(parameters)]
+            requests = [Request(f"{turn}-{number}", "text", request) for number, request in enumerate(parameters)]
             for future in [engines[0].submit(request) for request in requests]:
                 future.result()
 

@@ -73,7 +73,7 @@ def draw(work: Path, threads: int | None) -> None:
 
 
 def collected(work: Path) -> dict[str, Any]:
-    """What the parts found: comparisons, and judgements, `work`/runs/NAME/scenes.json.
+    """The results of the parts: comparisons, and judgements, `work`/runs/NAME/scenes.json.
 
     Raises `record.BenchError` for a judgement that is missing or was stopped.
     """
@@ -114,12 +114,12 @@ def _judgement(work: Path, name: str) -> dict[str, Any]:
 
 
 def _right(judged: dict[str, Any]) -> list[bool]:
-    """Whether all is right, by prompt."""
+    """Return whether all is right, by prompt."""
     return [right for group in GROUPS for right in judged[group]["right"]]
 
 
 def compared(right: Sequence[bool], base: Sequence[bool]) -> dict[str, Any]:
-    """How many prompts a configuration draws right of which the base's picture is wrong, and the other way round."""
+    """The number of prompts that a configuration draws right where the base's picture is wrong, and vice versa."""
     gained = sum(a and not b for a, b in zip(right, base, strict=True))
     lost = sum(b and not a for a, b in zip(right, base, strict=True))
     return {"right": sum(right), "of": len(right), "gained": gained, "lost": lost}
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.part == "draw":
             draw(options.work.resolve(), options.threads)
         else:
-            record.publish("ways", collected(options.work.resolve()), whole=WHOLE)
+            record.publish("ways", collected(options.work.resolve()), artifacts=WHOLE)
     except (record.BenchError, subprocess.CalledProcessError) as error:
         record.progress(f"{error}; the same command goes on")
         return 1

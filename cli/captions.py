@@ -246,12 +246,14 @@ def _author(
 ) -> TextSource:
     """The engine or the service that writes, open as long as the stack is."""
     if options.server:
-        from evaluation.captioning.text_sources import RemoteService
+        from evaluation.captioning.text_sources import RemoteTextService
 
-        return stack.enter_context(contextlib.closing(RemoteService(options.server, options.key, options.text_model)))
+        return stack.enter_context(
+            contextlib.closing(RemoteTextService(options.server, options.key, options.text_model))
+        )
     from core.batching.engine import Engine
     from core.batching.runner import Lane
-    from evaluation.captioning.text_sources import LocalEngine
+    from evaluation.captioning.text_sources import LocalTextEngine
     from workers.build import text_lane, text_runner
 
     with console.status("starting") as status:
@@ -262,15 +264,15 @@ def _author(
             raise UsageError("--text-model: the embedded one does not load; the log says why")
         stack.callback(runner.close)
         runner.prepare(measure_s=0.5)
-    return LocalEngine(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
+    return LocalTextEngine(stack.enter_context(Engine([runner])), runner, 2 * settings.text_requests)
 
 
 def _try(author: TextSource, asker: CaptionClient, options: argparse.Namespace, rows: Sequence[int]) -> None:
     """Reject what the model does not accept before anything is written: of all rows of --subjects, or of the first."""
     from contract.errors import Invalid
-    from evaluation.captioning.text_sources import LocalEngine
+    from evaluation.captioning.text_sources import LocalTextEngine
 
-    assert isinstance(author, LocalEngine)
+    assert isinstance(author, LocalTextEngine)
     for index in range(max(1, len(rows))):
         try:
             author.check(asker.first(index, 0))

@@ -14,7 +14,7 @@ from cli import mlperf as loadgen
 from cli.arguments import Commands, UsageError, add_model, model_errors, read_settings
 
 if TYPE_CHECKING:
-    from evaluation.mlperf_files import Finding
+    from evaluation.mlperf_files import FileCheck
 
 _ABOUT = """DIR of --files holds, under their published names,
 
@@ -84,7 +84,7 @@ def _test(options: argparse.Namespace, evaluation: Arguments) -> int:
     return _verdict(options.out, found, scores, offline)
 
 
-def _looked_at(options: argparse.Namespace) -> list[Finding]:
+def _looked_at(options: argparse.Namespace) -> list[FileCheck]:
     """The files, and in a dry run the stand-ins of those that are missing."""
     from evaluation import mlperf_files, stand_ins
 
@@ -103,7 +103,7 @@ def _looked_at(options: argparse.Namespace) -> list[Finding]:
         if missing or other:
             asked = mlperf_files.model_of(options.files, model)
             path = stand_ins.make(one.name, whole, model=asked, captions=options.limit or 8)
-            found[number] = one._replace(path=path, wrong="", stand_in=True, told="")
+            found[number] = one._replace(path=path, wrong="", stand_in=True, digest="")
     return found
 
 
@@ -115,7 +115,7 @@ def _stand_in_model() -> str:
     return sdxl.NAME if torch.cuda.is_available() else tiny.TINY
 
 
-def _refuse(options: argparse.Namespace, found: Iterable[Finding]) -> None:
+def _refuse(options: argparse.Namespace, found: Iterable[FileCheck]) -> None:
     """Raise `UsageError` with all that is missing or wrong, files and machine."""
     wrong = [one.line for one in found if one.wrong]
     if importlib.util.find_spec("mlperf_loadgen") is None:
@@ -215,7 +215,7 @@ def _read(arguments: Arguments, words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _verdict(out: Path, found: Iterable[Finding], scores: dict[str, Any], offline: dict[str, Any]) -> int:
+def _verdict(out: Path, found: Iterable[FileCheck], scores: dict[str, Any], offline: dict[str, Any]) -> int:
     """Print and keep the verdict; returns the exit code."""
     from evaluation import mlperf
     from evaluation.run import write_json
@@ -228,7 +228,7 @@ def _verdict(out: Path, found: Iterable[Finding], scores: dict[str, Any], offlin
     write_json(
         out / "verdict.json",
         {
-            "files": [{"name": one.name, "sha256": one.told, "stand_in": one.stand_in} for one in found],
+            "files": [{"name": one.name, "sha256": one.digest, "stand_in": one.stand_in} for one in found],
             "scores": [one._asdict() for one in verdicts], "pictures_per_second": scores["pictures_per_second"],
             "loadgen": offline, "drawn_by": scores["drawn_by"], "verdict": word,
         },

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             gates = compare.Gates(options.fid_rise, options.clip_change)
             found = compare.runs(runs, lens, real, gates=gates, resamples=options.resamples, look=look)
         write_json(options.out / "report.json", found)
-        page = report.page(found, runs, shown=options.shown)
+        page = report.page(found, runs, count=options.shown)
         (options.out / "report.html").write_text(page, "utf-8")
     for note in found["notes"]:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -205,7 +205,7 @@ def _said(result: Result, test: LoadGenSettings, out: Path) -> int:
     if result.valid is None:
         print(out / "mlperf_log_accuracy.json", flush=True)
         return 0
-    print(result.told)
+    print(result.message)
     print(f"{test.scenario}: {'VALID' if result.valid else 'INVALID'}" + (" (shortened)" if result.short else ""))
     for reason in result.short:
         print(f"  shortened: {reason}")

@@ -111,7 +111,7 @@ def try_references(paths: list[Path], lens: ScoringNetworks) -> None:
 
 @contextlib.contextmanager
 def scoring_errors() -> Iterator[None]:
-    from evaluation.fid import StatisticsError
+    from evaluation.fid import FidStatisticsError
     from evaluation.inception import WeightsError
     from evaluation.pixels import PictureError
     from evaluation.references import UnusableReference
@@ -120,7 +120,7 @@ def scoring_errors() -> Iterator[None]:
 
     try:
         yield
-    except (RunError, PictureError, StatisticsError, UnusableReference, WeightsError) as error:
+    except (RunError, PictureError, FidStatisticsError, UnusableReference, WeightsError) as error:
         raise UsageError(str(error)) from error
     except SourceError as error:
         raise CommandFailed(f"--server: {error}") from error

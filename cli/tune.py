@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from evaluation.captions import Caption
-    from evaluation.references import Reference
+    from evaluation.references import ReferenceImages
     from evaluation.run import EvaluationRun
     from evaluation.scoring_networks import ScoringNetworks
     from evaluation.tuning import Candidate, Judged
@@ -263,11 +263,11 @@ class _Tuning:
         for one, entry in zip(finalists, found["runs"], strict=True):
             entry["pictures_per_second"] = speeds[one.name]
         write_json(self._options.out / "report.json", found)
-        page = report.page(found, runs, shown=self._options.shown)
+        page = report.page(found, runs, count=self._options.shown)
         (self._options.out / "report.html").write_text(page, "utf-8")
         return tuning.judge(finalists, found["runs"], self._lens)
 
-    def _reference(self, look: Any) -> Reference | None:
+    def _reference(self, look: Any) -> ReferenceImages | None:
         """What FID and CMMD are taken from, if it is given."""
         from evaluation import references
 

@@ -90,9 +90,9 @@ def store(
     for one in reversed(shown):
         called = ", ".join(name for name, chosen in names.items() if chosen is one)
         speed, faster = f"{one.images_per_s:.2f}", f"{one.images_per_s / full.images_per_s:.2f}×"
-        cells = ("", *("" for _ in full.others), "")
+        cells = ("", *("" for _ in full.bounds), "")
         if one is not full:
-            beside = [_moved(value) if name in tuning.REAL else f"{value[0]:.4f}" for name, value in one.others.items()]
+            beside = [_moved(value) if name in tuning.REAL else f"{value[0]:.4f}" for name, value in one.bounds.items()]
             cells = (f"{one.psnr:.1f} dB", *beside, _moved(one.score))
         rows.append((one.candidate.name, called, speed, faster, *cells))
     print(compare.aligned(rows))
@@ -103,7 +103,7 @@ def store(
 def _titles(full: Judged, networks: ScoringNetworks) -> list[str]:
     """Of the columns of `Judged.others`."""
     called = {"ssim": "SSIM", "lpips": "LPIPS", "distance": networks.paired, "fid": networks.fid, "cmmd": networks.cmmd}
-    return [called[name] for name in full.others]
+    return [called[name] for name in full.bounds]
 
 
 def _moved(ratio: Bounds) -> str:
@@ -115,7 +115,7 @@ def _said(one: Judged, full: Judged) -> dict[str, Any]:
 
     others = {
         f"{name}_ratio" if name in REAL else name: [round(x, 5) for x in value] if name in REAL else round(value[0], 6)
-        for name, value in one.others.items()
+        for name, value in one.bounds.items()
     }
     return {
         "name": one.candidate.name,

@@ -155,8 +155,8 @@ class Artifacts:
         return key
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it may be
-        written now.
+        """Store like `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it
+        may be written now.
 
         Errors of `keep` are raised too.
         """
@@ -172,7 +172,7 @@ class Artifacts:
             return Spool(tempfile.TemporaryFile(dir=self._folder))
 
     def put_spool(self, spool: Spool, media_type: str, keep: Callable[[str], bool]) -> str:
-        """As `put_kept`, holding at most a few parts in memory."""
+        """Store like `put_kept`, holding at most a few parts in memory."""
         key = spool.key(media_type)
         _wait_for(keep, key)
         self._put(key, spool.file, spool.size, media_type)
@@ -202,7 +202,7 @@ class Artifacts:
             return bytes(obstore.get_range(self._store, key, start=start, length=length))
 
     def size(self, key: str) -> int:
-        """Its size in bytes. Raises `NoArtifact` and `ArtifactError`."""
+        """The artifact's size in bytes. Raises `NoArtifact` and `ArtifactError`."""
         _checked(key)
         with _told("read an artifact"):
             return int(obstore.head(self._store, key)["size"])
@@ -238,7 +238,7 @@ def _wait_for(keep: Callable[[str], bool], key: str) -> None:
 
 
 def _holds(path: Path, size: int, digest: str) -> bool:
-    """Whether the file exists and is intact: after a power cut it may hold other bytes, even of the right length."""
+    """Return whether the file exists and is intact: after a power cut it may hold other bytes of the right length."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -253,12 +253,12 @@ def _write(path: Path, file: IO[bytes]) -> None:
     OSError.
     """
     file.seek(0)
-    beside = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
+    partial = path.with_name(f"{path.name}#{secrets.token_hex(8)}")
     for _ in range(_WRITES):
-        made = [folder for folder in path.parents[:2] if not folder.exists()]
+        created = [folder for folder in path.parents[:2] if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             break
         except FileNotFoundError:  # the folder was deleted with its last other artifact
             continue
@@ -269,11 +269,11 @@ def _write(path: Path, file: IO[bytes]) -> None:
             shutil.copyfileobj(file, stream, _PART)
             stream.flush()
             os.fsync(stream.fileno())
-        beside.replace(path)
+        partial.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
-    for folder in (path.parent, *(one.parent for one in made)):
+    for folder in (path.parent, *(folder.parent for folder in created)):
         _sync(folder)
 
 
@@ -300,15 +300,15 @@ def _digest(key: re.Match[str]) -> str:
 
 
 @contextmanager
-def _told(what: str, otherwise: type[ArtifactError] = ArtifactError) -> Iterator[None]:
+def _told(operation: str, otherwise: type[ArtifactError] = ArtifactError) -> Iterator[None]:
     """Maps a store's errors to ours, without their addresses and length: to `otherwise` where nothing else fits."""
     try:
         yield
     except FileNotFoundError as error:
         kind = NoArtifact if otherwise is ArtifactError else otherwise
-        raise kind(f"cannot {what}: it does not exist") from error
+        raise kind(f"cannot {operation}: it does not exist") from error
     except (OSError, BaseError, ValueError, NotImplementedError) as error:
-        raise _kind(error, otherwise)(f"cannot {what}: {_reason(error)}") from error
+        raise _kind(error, otherwise)(f"cannot {operation}: {_reason(error)}") from error
 
 
 def _kind(error: Exception, otherwise: type[ArtifactError]) -> type[ArtifactError]:

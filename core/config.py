@@ -264,9 +264,9 @@ class Settings(BaseSettings):
 
     @field_validator("warm_wait_s")
     @classmethod
-    def _is_a_lease_at_most(cls, value: float, given: ValidationInfo) -> float:
+    def _is_a_lease_at_most(cls, value: float, info: ValidationInfo) -> float:
         """Sweeps leave a job alone while it is offered: if the worker that offers it dies, it is late by so long."""
-        lease_s = given.data.get("lease_s", value)
+        lease_s = info.data.get("lease_s", value)
         if value > lease_s:
             raise ValueError(f"must not exceed DIPTYCH_LEASE_S ({lease_s:g} s)")
         return value
@@ -301,13 +301,13 @@ class Settings(BaseSettings):
         if not value:
             return value
         parts = urls.parse(value, ("redis", "rediss"))
-        given = parse_qsl(parts.query, keep_blank_values=True)
-        names = [name for name, _ in given]
-        if parts.fragment or not set(names) <= _TLS or len(set(names)) < len(names) or not all(v for _, v in given):
+        query = parse_qsl(parts.query, keep_blank_values=True)
+        names = [name for name, _ in query]
+        if parts.fragment or not set(names) <= _TLS or len(set(names)) < len(names) or not all(v for _, v in query):
             raise ValueError(f"may contain only the parameters {', '.join(sorted(_TLS))}, each once")
         if names and parts.scheme == "redis":
             raise ValueError("must begin with rediss:// if it has certificate parameters")
-        if dict(given).get("ssl_cert_reqs", "required") != "required":
+        if dict(query).get("ssl_cert_reqs", "required") != "required":
             raise ValueError("must not disable certificate verification: the only value of ssl_cert_reqs is required")
         return value
 
@@ -355,29 +355,29 @@ class Settings(BaseSettings):
         return self.cache_dir.expanduser() / "kernels"
 
 
-def read(**given: object) -> Settings:
-    """Read the settings from the environment, overridden by `given` values (None: not given). Raises `SettingsError`.
+def read(**overrides: object) -> Settings:
+    """Read the settings from the environment, overridden by `overrides` (None: not given). Raises `SettingsError`.
 
     An unknown variable DIPTYCH_… is most likely misspelt: it is logged and ignored.
     """
     _warn_of_misspelt()
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        return Settings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        raise SettingsError("; ".join(_say(str(e["loc"][0]), e["msg"], given) for e in error.errors())) from None
+        raise SettingsError("; ".join(_say(str(e["loc"][0]), e["msg"], overrides) for e in error.errors())) from None
 
 
-def _say(field: str, message: str, given: Mapping[str, object]) -> str:
+def _say(field: str, message: str, values: Mapping[str, object]) -> str:
     """An error message for one value: names the option, or the variable."""
-    name = f"--{field.replace('_', '-')}" if given.get(field) is not None else f"DIPTYCH_{field.upper()}"
+    name = f"--{field.replace('_', '-')}" if values.get(field) is not None else f"DIPTYCH_{field.upper()}"
     message = message.removeprefix("Value error, ")
     return f"{name}: {message[:1].lower()}{message[1:]}"
 
 
 def _warn_of_misspelt() -> None:
-    known = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
+    names = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith("DIPTYCH_") and name.upper() not in known | _OTHERS:
-            near = difflib.get_close_matches(name.upper(), known, 1)
+        if name.upper().startswith("DIPTYCH_") and name.upper() not in names | _OTHERS:
+            near = difflib.get_close_matches(name.upper(), names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             log.warning("%s is not a known setting and is ignored%s", name, hint)

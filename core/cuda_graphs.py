@@ -74,14 +74,14 @@ class CudaRecorder:
                     self._new_pool()  # the last ended with the last of its graphs, and takes no other
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    made = function()
+                    outputs = function()
                     graph.capture_end()
                 except BaseException:
                     self._give_up(graph)
                     raise
         self._graphs.add(graph)
         current.wait_stream(self._stream)
-        return graph.replay, made
+        return graph.replay, outputs
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -104,13 +104,13 @@ class CapturedGraph:
     def __init__(
         self, function: Callable[..., Any], arguments: Any, options: Mapping[str, Any], recorder: Recorder
     ) -> None:
-        """Records `function(*arguments, **options)` on copies of the tensors among them."""
+        """Record `function(*arguments, **options)` on copies of the tensors among them."""
         leaves, self._form = tree_flatten((tuple(arguments), dict(options)))
         self._static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # The last copied tensors, kept alive so that no other tensor can get their address while it is compared.
         self._last: list[Any] = [None] * len(leaves)
-        given, named = tree_unflatten(self._static, self._form)
-        self._replay, self._made = recorder.record(lambda: function(*given, **named))
+        inputs, named = tree_unflatten(self._static, self._form)
+        self._replay, self._made = recorder.record(lambda: function(*inputs, **named))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """The callable's result, in memory that the next replay of any of the recorder's graphs overwrites.
@@ -121,17 +121,16 @@ class CapturedGraph:
         leaves, form = tree_flatten((arguments, options))
         if form != self._form:
             raise ValueError("the arguments differ in structure from the recorded ones")
-        for i, (given, own, last) in enumerate(zip(leaves, self._static, self._last, strict=True)):
-            if not isinstance(own, torch.Tensor):
-                if given != own:
-                    raise ValueError(f"argument {i} is {given!r}, but {own!r} was recorded")
-            elif given is not last:
-                if given.shape != own.shape or given.dtype != own.dtype:
-                    raise ValueError(
-                        f"argument {i} is {given.dtype} {[*given.shape]}, but {own.dtype} {[*own.shape]} was recorded"
-                    )
-                own.copy_(given)
-                self._last[i] = given
+        for i, (value, buffer, last) in enumerate(zip(leaves, self._static, self._last, strict=True)):
+            if not isinstance(buffer, torch.Tensor):
+                if value != buffer:
+                    raise ValueError(f"argument {i} is {value!r}, but {buffer!r} was recorded")
+            elif value is not last:
+                if value.shape != buffer.shape or value.dtype != buffer.dtype:
+                    new, recorded = (f"{t.dtype} {[*t.shape]}" for t in (value, buffer))
+                    raise ValueError(f"argument {i} is {new}, but {recorded} was recorded")
+                buffer.copy_(value)
+                self._last[i] = value
         self._replay()
         return self._made
 
@@ -142,7 +141,7 @@ class GraphCache:
     def __init__(
         self, phases: Mapping[str, Callable[..., Any]], recorder: Recorder | None, *, capacity: int = 128
     ) -> None:
-        """Without a recorder, as on a device without CUDA graphs, callables are called directly."""
+        """Create a cache; without a recorder, as on a device without CUDA graphs, callables are called directly."""
         self._phases = phases
         self._recorder = recorder
         self.capacity = capacity
@@ -150,11 +149,11 @@ class GraphCache:
 
     @property
     def records(self) -> bool:
-        """Whether it records at all."""
+        """Return whether it records at all."""
         return self._recorder is not None
 
     def has(self, phase: str, shape: Hashable) -> bool:
-        """Whether this shape is recorded. Thread-safe."""
+        """Return whether this shape is recorded. Thread-safe."""
         return (phase, shape) in self._known
 
     def record(self, phase: str, shape: Hashable, *arguments: Any, **options: Any) -> None:

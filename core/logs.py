@@ -49,21 +49,21 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()[:_MOST_CHARACTERS]
-        told = {
+        entry = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
             "logger": record.name,
             "message": message,
         }
-        found = _ID.search(message)
-        job = _JOB.get() or (found[0] if found else "")
+        match = _ID.search(message)
+        job = _JOB.get() or (match[0] if match else "")
         if job:
-            told["job"] = job
+            entry["job"] = job
         if _REQUEST.get():
-            told["request_id"] = _REQUEST.get()
+            entry["request_id"] = _REQUEST.get()
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        text = json.dumps(told, ensure_ascii=False)
+            entry["error"] = self.formatException(record.exc_info)
+        text = json.dumps(entry, ensure_ascii=False)
         # A line is read as it was meant, and shown by any terminal: what is not printable is escaped as JSON has it.
         return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 

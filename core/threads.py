@@ -42,8 +42,8 @@ def limit_threads(environment: MutableMapping[str, str], threads: int) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def lower_priority(what: str, *, idle: bool = False) -> None:
-    """Run the calling thread, and threads and processes that it starts, behind all others. `what` is for the log.
+def lower_priority(name: str, *, idle: bool = False) -> None:
+    """Run the calling thread, and threads and processes that it starts, behind all others. `name` is for the log.
 
     `idle`: of a processor that the process's other threads keep busy, Linux gives it a twenty-fifth, unless these are
     nicer than 5.
@@ -53,7 +53,7 @@ def lower_priority(what: str, *, idle: bool = False) -> None:
             nice = os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND if idle else _NICE
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, 19))
         except OSError as error:
-            log.debug("%s at normal priority: %s", what, error)
+            log.debug("%s at normal priority: %s", name, error)
 
 
 def started(thread: threading.Thread) -> bool:
@@ -89,7 +89,7 @@ class VitalThread(threading.Thread):
 
 
 def end_without_memory() -> None:
-    """From now on end this process over a MemoryError that no code can handle, as of a thread that was about to start.
+    """End this process from now on over a MemoryError that no code can handle, such as that of a starting thread.
 
     What starts that thread would wait for it for ever.
     """
@@ -107,5 +107,5 @@ class UninterruptibleThread(threading.Thread):
 
 
 def uninterruptible() -> bool:
-    """Whether such a thread is running: then the process has to end by `os._exit`."""
+    """Return whether such a thread is running: then the process has to end by `os._exit`."""
     return any(isinstance(thread, UninterruptibleThread) for thread in threading.enumerate())

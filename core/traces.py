@@ -66,11 +66,11 @@ class Span:
         if self._span is not None:
             self._span.set_attributes({f"diptych.{name}": value for name, value in attributes.items()})
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         if self._span is not None:
             from opentelemetry.trace import Status, StatusCode
 
-            self._span.set_status(Status(StatusCode.ERROR, why))
+            self._span.set_status(Status(StatusCode.ERROR, reason))
 
 
 _NOTHING = Span()
@@ -92,12 +92,12 @@ def span(name: str, kind: str = "internal", parent: str = "", **attributes: str 
     with _tracer.start_as_current_span(
         name, context=context, kind=SpanKind[kind.upper()], record_exception=False, set_status_on_exception=False
     ) as begun:
-        made = Span(begun)
-        made.note(**attributes)
+        recorder = Span(begun)
+        recorder.note(**attributes)
         try:
-            yield made
+            yield recorder
         except BaseException as error:
-            made.fail(type(error).__name__)
+            recorder.fail(type(error).__name__)
             raise
 
 

@@ -21,15 +21,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def beside(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies on the device, to be read in its default stream; complete when this returns. On any thread.
+def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy on the device, to be read in its default stream; complete when this returns. On any thread.
 
     To a GPU in a stream of their own, so that neither waits for the other.
     """
     with _apart(device):
-        made = [tensor.to(device) for tensor in tensors]
-    _complete(made, device)
-    return made
+        copies = [tensor.to(device) for tensor in tensors]
+    _complete(copies, device)
+    return copies
 
 
 def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -39,7 +39,7 @@ def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def filled(memory: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """What `allocated` gave, with these contents: as `beside`."""
+    """Fill the tensors that `allocated` returned with these contents, as `copy_to_device` does."""
     if not memory.is_cuda:
         return memory.copy_(host)
     with _apart(memory.device):
@@ -54,12 +54,12 @@ def _apart(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _complete(made: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Wait for copies in that stream; `made` are read in the default stream."""
+def _complete(copies: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Wait for copies in that stream; `copies` are read in the default stream."""
     if device.type != "cuda":
         return
     _stream(device).synchronize()
-    for tensor in made:  # its memory is used again only after what reads it in the default stream
+    for tensor in copies:  # its memory is used again only after what reads it in the default stream
         tensor.record_stream(torch.cuda.default_stream(device))
 
 

@@ -18,11 +18,11 @@ def listen(host: str, port: int) -> socket.socket:
     It listens at once, and stays open while the API restarts: requests in between wait, and are served.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise AddressError(f"--host: is no address of this machine ({_reason(error)})") from error
     # A name may resolve to several addresses: the first is used, IPv4 before IPv6, as most clients do.
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda address: address[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_private(listener: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 

@@ -24,27 +24,28 @@ def main() -> int:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     try:
-        told: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
+        findings: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         print(f"audit: nothing was looked up: the vulnerability service did not answer ({reason})", file=sys.stderr)
         return 2
-    lines, skipped = report(told)
+    lines, skipped = report(findings)
     print(*lines, sep="\n")
     if skipped:
-        print(f"audit: {len(skipped)} of {len(told)} were not looked up, {skipped[0]}", file=sys.stderr)
-    return 1 if len(lines) > 1 else 2 if skipped or not told else 0
+        print(f"audit: {len(skipped)} of {len(findings)} were not looked up, {skipped[0]}", file=sys.stderr)
+    return 1 if len(lines) > 1 else 2 if skipped or not findings else 0
 
 
-def report(told: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """What to print, a line for each vulnerability and one with their number; and what was not looked up."""
+def report(findings: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return the lines to print, one for each vulnerability and one with their number; and what was not looked up."""
     lines = [
-        f"{one['name']} {one['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or 'no release'}"
-        for one in told
-        for flaw in one.get("vulns", ())
+        f"{finding['name']} {finding['version']}: {flaw['id']}, "
+        f"mended in {', '.join(flaw['fix_versions']) or 'no release'}"
+        for finding in findings
+        for flaw in finding.get("vulns", ())
     ]
-    skipped = [f"{one['name']}: {one['skip_reason']}" for one in told if "skip_reason" in one]
-    return [*lines, f"{len(lines)} vulnerabilities in {len(told) - len(skipped)} packages"], skipped
+    skipped = [f"{finding['name']}: {finding['skip_reason']}" for finding in findings if "skip_reason" in finding]
+    return [*lines, f"{len(lines)} vulnerabilities in {len(findings) - len(skipped)} packages"], skipped
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ class ChildProcess:
                 self._rest += new
         if self._read > _LOG_BYTES:
             self._read = self._shorten()
-        *whole, self._rest = self._rest.split(b"\n")
+        *complete, self._rest = self._rest.split(b"\n")
         if ended and self._rest:
-            whole, self._rest = [*whole, self._rest], b""
-        return [line.decode("utf-8", "replace") for line in whole]
+            complete, self._rest = [*complete, self._rest], b""
+        return [line.decode("utf-8", "replace") for line in complete]
 
     def _shorten(self) -> int:
         """Truncate a log that has grown long; returns its length. The child appends at the file's end, wherever that

@@ -23,7 +23,7 @@ _UNUSABLE = 2
 
 
 class NoDevices(ValueError):
-    """There is no GPU to start a worker for."""
+    """An error: there is no GPU to start a worker for."""
 
 
 def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
@@ -31,20 +31,22 @@ def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = No
 
     `probe` is what `nvidia-smi -L` prints, one line per GPU.
     """
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        found = [name.strip() for name in given.split(",") if name.strip()]
-        found = found[: found.index("-1")] if "-1" in found else found  # as CUDA reads it: devices after -1 are hidden
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    if setting is not None:
+        devices = [name.strip() for name in setting.split(",") if name.strip()]
+        devices = (
+            devices[: devices.index("-1")] if "-1" in devices else devices
+        )  # as CUDA reads it: devices after -1 are hidden
     else:
-        said = (probe or _listed)()
-        found = [str(k) for k, _ in enumerate(line for line in said.splitlines() if line.startswith("GPU "))]
-    if not found:
+        listing = (probe or _listed)()
+        devices = [str(k) for k, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+    if not devices:
         raise NoDevices("no GPU is visible here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty)")
-    return found
+    return devices
 
 
 def expects_gpu(device: str, environment: Mapping[str, str]) -> bool:
-    """Whether a worker of this device setting will run on a GPU, as far as is known before torch is imported."""
+    """Return whether a worker of this device setting will run on a GPU, as far as is known before torch is imported."""
     if device != "auto":
         return device != "cpu"
     try:

@@ -55,10 +55,10 @@ def main() -> int:
     parser.add_argument("what", nargs="*", choices=["packages", "images", []], help="both, if none is named")
     parser.add_argument("--uv", default="uv", help="the uv that resolves")
     parser.add_argument("--upgrade", action="store_true", help="every package to the newest that fits")
-    asked = parser.parse_args()
-    what = asked.what or ["packages", "images"]
-    code = pin_packages(ROOT, asked.uv, upgrade=asked.upgrade) if "packages" in what else 0
-    if code == 0 and "images" in what:
+    options = parser.parse_args()
+    targets = options.what or ["packages", "images"]
+    code = pin_packages(ROOT, options.uv, upgrade=options.upgrade) if "packages" in targets else 0
+    if code == 0 and "images" in targets:
         for line in (failed := pin_images(ROOT)):
             print(f"pins: {line}", file=sys.stderr)
         code = 1 if failed else 0
@@ -66,27 +66,27 @@ def main() -> int:
 
 
 def pin_packages(root: Path, uv: str, *, upgrade: bool = False) -> int:
-    """Writes `root`'s constraints.txt for its pyproject.toml, all or nothing. uv's exit status."""
+    """Write `root`'s constraints.txt for its pyproject.toml, all or nothing. uv's exit status."""
     constraints = root / "constraints.txt"
     with tempfile.TemporaryDirectory(dir=root, prefix=".pins-") as folder:
-        made = Path(folder, constraints.name)
+        pinned = Path(folder, constraints.name)
         if constraints.exists() and not upgrade:
-            made.write_bytes(constraints.read_bytes())  # the versions that uv keeps to where it can
+            pinned.write_bytes(constraints.read_bytes())  # the versions that uv keeps to where it can
         command = [
             uv, "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes",
-            "--all-extras", "--group", "tools", "--no-header", "--output-file", str(made), "pyproject.toml",
+            "--all-extras", "--group", "tools", "--no-header", "--output-file", str(pinned), "pyproject.toml",
         ]  # fmt: skip
         code = subprocess.run(command, cwd=root).returncode
         if code == 0:
-            text = HEAD + made.read_text("utf-8")
+            text = HEAD + pinned.read_text("utf-8")
             if not constraints.exists() or text != constraints.read_text("utf-8"):  # what hangs on it is made anew
-                made.write_text(text, "utf-8")
-                made.replace(constraints)
+                pinned.write_text(text, "utf-8")
+                pinned.replace(constraints)
     return code
 
 
 def pin_images(root: Path) -> list[str]:
-    """Writes the digest of each tag beside it, in `FILES`. What could not be: a line for each image, which stays."""
+    """Write the digest of each tag beside it, in `FILES`. What could not be: a line for each image, which stays."""
     digests: dict[str, str] = {}
     failed: dict[str, str] = {}
 
@@ -119,18 +119,18 @@ def digest_of(name: str, tag: str) -> str:
     request = urllib.request.Request(f"{scheme}://{host}/v2/{path}/manifests/{tag}", headers={"Accept": _MANIFESTS})
     try:
         try:
-            told, body = _get(request)
+            manifest, body = _get(request)
         except urllib.error.HTTPError as error:
             if error.code != 401:
                 raise
             request.add_header("Authorization", f"Bearer {_token(error.headers.get('WWW-Authenticate', ''))}")
-            told, body = _get(request)
+            manifest, body = _get(request)
     except urllib.error.HTTPError as error:
         raise Unresolved(f"{host} answers {error.code}") from None
     except (OSError, HTTPException, ValueError) as error:
         raise Unresolved(f"{host} does not answer ({error})") from None
     digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-    if told not in ("", digest):
+    if manifest not in ("", digest):
         raise Unresolved(f"{host} sends another manifest than it says")
     return digest
 
@@ -143,11 +143,11 @@ def _get(request: urllib.request.Request) -> tuple[str, bytes]:
 
 def _token(challenge: str) -> str:
     """An anonymous token, from the address in the registry's challenge. Raises OSError, ValueError."""
-    said = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-    if not challenge.lower().startswith("bearer ") or "realm" not in said:
+    fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
+    if not challenge.lower().startswith("bearer ") or "realm" not in fields:
         raise ValueError("it wants a login")
-    query = urllib.parse.urlencode({name: said[name] for name in ("service", "scope") if name in said})
-    _, body = _get(urllib.request.Request(f"{said['realm']}?{query}"))
+    query = urllib.parse.urlencode({name: fields[name] for name in ("service", "scope") if name in fields})
+    _, body = _get(urllib.request.Request(f"{fields['realm']}?{query}"))
     answer = json.loads(body)
     return str(answer.get("token") or answer["access_token"])
 

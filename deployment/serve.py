@@ -88,9 +88,9 @@ def _environment(settings: Settings) -> dict[str, str]:
     """The environment that gives a child these settings. The password in Redis's URL shows in no process list."""
     # Unknown DIPTYCH_ variables are removed: they were reported once.
     environment = {name: value for name, value in os.environ.items() if not name.upper().startswith("DIPTYCH_")}
-    for name, known in Settings.model_fields.items():
+    for name, names in Settings.model_fields.items():
         value = getattr(settings, name)
-        if value != known.default:
+        if value != names.default:
             environment[f"DIPTYCH_{name.upper()}"] = str(value)
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
@@ -211,11 +211,11 @@ class _Stack:
         else:
             part.backoff.begun(time.monotonic())
 
-    def _postpone(self, part: _Part, what: str) -> None:
+    def _postpone(self, part: _Part, name: str) -> None:
         self._spoken = False
         delay_s = part.backoff.ended(time.monotonic())
         article = "" if part.name == "Redis" else "the "
-        self._screen.line(f"diptych: {article}{part.name} {what}; starting it again in {delay_s:g} s", "yellow")
+        self._screen.line(f"diptych: {article}{part.name} {name}; starting it again in {delay_s:g} s", "yellow")
 
     def _hear(self) -> None:
         """Print the children's output, except what belongs in their logs only."""

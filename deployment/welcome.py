@@ -22,16 +22,16 @@ def _first(url: str, models: Sequence[ModelCard]) -> str:
 
 
 def _offered(model: ModelCard) -> str:
-    said = f"{model.name}, {model.precision} on {model.device}"
+    text = f"{model.name}, {model.precision} on {model.device}"
     kernels = ": ".join(filter(None, (model.kernels, model.kernels_reason)))
-    return f"{said}, {kernels}" if kernels else said
+    return f"{text}, {kernels}" if kernels else text
 
 
 def command(url: str) -> str:
     """A shell command that requests an image and writes it into pizza.png."""
     body = '{"prompt": "a slice of pizza", "response_format": "url"}'
-    ask = f"curl -sS {url}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
-    return f'curl -sS --output pizza.png "$({ask} | grep -o \'http[^"]*\')"'
+    request = f"curl -sS {url}/v1/images/generations -H 'Content-Type: application/json' -d '{body}'"
+    return f'curl -sS --output pizza.png "$({request} | grep -o \'http[^"]*\')"'
 
 
 def edit_command(url: str) -> str:

@@ -58,7 +58,7 @@ def build_wheel(
             return str(build_meta.build_wheel(target, config_settings))
 
 
-def rooms(root: Path) -> frozenset[str]:
+def packages_of(root: Path) -> frozenset[str]:
     """The top-level packages of a checkout that are installed: all but the tests, the training and `diptych` itself."""
     return frozenset(path.parent.name for path in root.glob("*/__init__.py")) - {"tests", "training", TOP}
 
@@ -70,9 +70,9 @@ def stage(root: Path, folder: Path) -> None:
     for name in _BESIDE:
         shutil.copy2(root / name, folder / name)
     shutil.copytree(root / "LICENSES", folder / "LICENSES")
-    ours = rooms(root)
-    modules = {_dotted(path, root) for room in ours for path in (root / room).rglob("*.py")}
-    for top in (*sorted(ours), "models", TOP):
+    packages = packages_of(root)
+    modules = {_dotted(path, root) for room in packages for path in (root / room).rglob("*.py")}
+    for top in (*sorted(packages), "models", TOP):
         for path in sorted((root / top).rglob("*")):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or "__pycache__" in path.parts or name.startswith(_LEFT_OUT):
@@ -102,14 +102,14 @@ def rename_imports(source: bytes, modules: set[str], name: str) -> bytes:
     for node in ast.walk(ast.parse(source)):
         for at, opening in _places(node, modules, name):
             start = starts[at.lineno - 1] + at.col_offset
-            found = re.compile(opening).match(source, start)
-            if found is None:
+            match = re.compile(opening).match(source, start)
+            if match is None:
                 raise BuildError(f"{name}:{at.lineno}: the build cannot rewrite this module name")
-            places.add(found.end())
-    made = source
+            places.add(match.end())
+    result = source
     for place in sorted(places, reverse=True):
-        made = made[:place] + f"{TOP}.".encode() + made[place:]
-    return made
+        result = result[:place] + f"{TOP}.".encode() + result[place:]
+    return result
 
 
 _IMPORT, _NAME, _STRING = rb"from\s+", rb"", rb"[fF]?[\"']"
@@ -132,7 +132,7 @@ def _places(node: ast.AST, modules: set[str], name: str) -> Iterator[tuple[Any, 
 
 
 def _named_words(node: ast.AST, words: list[ast.expr], modules: set[str]) -> Iterator[ast.expr]:
-    """Those of a list's or a call's words that name a module: each after `"-m"`, and `import_module`'s argument."""
+    """The words of a list or a call that name a module: each after `"-m"`, and `import_module`'s argument."""
     yield from (word for before, word in pairwise(words) if _text(before) == "-m" and _text(word) in modules)
     if isinstance(node, ast.Call) and _callee(node) == "import_module":
         yield from (word for word in words[:1] if _top(_text(_first(word))) in modules)

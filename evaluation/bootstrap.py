@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
     """A figure over all captions, and over each resample [R], fp64."""
 
     value: float
-    drawn: Tensor
+    resampled: Tensor
 
     @property
     def interval(self) -> Interval:
@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
         Distances between sets grow when captions are drawn twice and others not at all: a resample's FID is too high by
         about as much again as a sample's own is. Unshifted, the interval would often not contain the figure itself.
         """
-        return self.drawn - self.drawn.mean() + self.value
+        return self.resampled - self.resampled.mean() + self.value
 
     def over(self, other: Estimate) -> Estimate:
         """The ratio of two figures over the same captions."""
@@ -53,16 +53,16 @@ class Estimate(NamedTuple):
 
 
 def resamples(rows: int, count: int = RESAMPLES, *, seed: int = 0) -> Tensor:
-    """How often each row is drawn, int64 [count, rows]; every row of it sums to `rows`."""
+    """The number of times that each row is drawn, int64 [count, rows]; every row of it sums to `rows`."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(rows, (count, rows), generator=generator)
-    return torch.zeros(count, rows, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
+    indices = torch.randint(rows, (count, rows), generator=generator)
+    return torch.zeros(count, rows, dtype=torch.int64).scatter_add_(1, indices, torch.ones_like(indices))
 
 
 def mean(values: Tensor, counts: Tensor) -> Estimate:
     """The mean of a figure that each caption has, [N], over `counts` [R, N]."""
-    whole = values.double()
-    return Estimate(float(whole.mean()), counts.double() @ whole / counts.sum(1))
+    doubles = values.double()
+    return Estimate(float(doubles.mean()), counts.double() @ doubles / counts.sum(1))
 
 
 def share(right: int, count: int) -> Interval:

@@ -34,14 +34,14 @@ def read(path: Path, limit: int | None = None) -> list[Caption]:
     Raises:
         PromptsError: as `pipeline.text.prompts.read`, and for text that is no valid prompt; names the row.
     """
-    found = prompts.read(path, limit, columns=COLUMNS, names=IDS)
-    for prompt in found:
+    rows = prompts.read(path, limit, columns=COLUMNS, names=IDS)
+    for prompt in rows:
         wrong = text_error(prompt.text, MAX_PROMPT_CHARACTERS)
         if wrong is None and text_error(prompt.name, 1000) is not None:
             wrong = f"id: {text_error(prompt.name, 1000)}"
         if wrong is not None:
             raise PromptsError(f"{path}: row {prompt.row}: {wrong}")
-    return [Caption(index, prompt.name, prompt.text) for index, prompt in enumerate(found)]
+    return [Caption(index, prompt.name, prompt.text) for index, prompt in enumerate(rows)]
 
 
 def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> bytes:

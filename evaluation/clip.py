@@ -55,31 +55,31 @@ class Clip:
 
     @property
     def scale(self) -> float:
-        """What the model was trained to multiply cosines by."""
+        """The factor for cosines that the model was trained with."""
         return float(self._model.logit_scale.exp())
 
     @torch.inference_mode()
     def see(self, pictures: Sequence[Pixels]) -> Tensor:
         """Unit features [N, D] of uint8 [H, W, 3] pictures; shorter side fitted by bicubic, the middle cut out."""
-        found = []
+        features = []
         for start in range(0, len(pictures), _BATCH):
             part = np.stack([self._fit(np.asarray(picture)) for picture in pictures[start : start + _BATCH]])
             scaled = (torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - self._mean) / self._std
             pooled = self._model.vision_model(pixel_values=scaled.to(self._device)).pooler_output
-            found.append(F.normalize(self._model.visual_projection(pooled), dim=-1).cpu())
-        return torch.cat(found)
+            features.append(F.normalize(self._model.visual_projection(pooled), dim=-1).cpu())
+        return torch.cat(features)
 
     @torch.inference_mode()
     def read(self, captions: Sequence[str]) -> Tensor:
         """Unit features [N, D] of captions, truncated to the model's context."""
-        found = []
+        features = []
         limit = int(self._model.config.text_config.max_position_embeddings)
         for start in range(0, len(captions), _BATCH):
             part = list(captions[start : start + _BATCH])
             ids = self._tokenizer(part, padding=True, truncation=True, max_length=limit, return_tensors="pt").input_ids
             pooled = self._model.text_model(input_ids=ids.to(self._device)).pooler_output
-            found.append(F.normalize(self._model.text_projection(pooled), dim=-1).cpu())
-        return torch.cat(found)
+            features.append(F.normalize(self._model.text_projection(pooled), dim=-1).cpu())
+        return torch.cat(features)
 
     def _fit(self, picture: Pixels) -> Pixels:
         height, width = picture.shape[:2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from evaluation import bootstrap, paired, references, scores
 from evaluation.bootstrap import Estimate, Interval, said
 from evaluation.features import Look
-from evaluation.references import Features, Reference
+from evaluation.references import Features, ReferenceImages
 from evaluation.run import SAME, EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
 
@@ -24,7 +24,7 @@ HOLDS, OPEN, FAILS = "holds", "open", "fails"
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """How far figures may differ from the base run's, in per cent. None: the gate of the run's precision."""
+    """The gates: how far figures may differ from the base run's, in per cent. None: the gate of the run's precision."""
 
     fid_rise: float | None = None
     clip_change: float | None = None
@@ -35,7 +35,7 @@ class Gates:
         return rise, usual[1] if self.clip_change is None else self.clip_change
 
 
-class _Seen(NamedTuple):
+class _ScoredRun(NamedTuple):
     """One run's figures, over the captions that all runs have."""
 
     run: EvaluationRun
@@ -46,74 +46,74 @@ class _Seen(NamedTuple):
 
 
 def runs(
-    given: Sequence[EvaluationRun],
+    evaluated: Sequence[EvaluationRun],
     networks: ScoringNetworks,
-    real: Reference | None,
+    real: ReferenceImages | None,
     *,
     gates: Gates,
     resamples: int,
     look: Look,
 ) -> dict[str, Any]:
-    """What `report.json` holds: every run's figures, and their ratios to the first run's by paired bootstrap.
+    """The content of `report.json`: every run's figures, and their ratios to the first run's by paired bootstrap.
 
     Ratios are taken over captions that all runs have, by one resampling. Raises `RunError` for runs of one name or with
     no two captions in common, and as the figures' own modules do.
     """
-    names = [run.name for run in given]
+    names = [run.name for run in evaluated]
     for name in names:
         if names.count(name) > 1:
             raise RunError(f"two runs have the name {name!r}")
-    kept = _common(given)
-    counts = bootstrap.resamples(len(kept[0]), resamples)
-    seen = [_see(run, indices, networks, real, counts, look) for run, indices in zip(given, kept, strict=True)]
-    base, others = seen[0], seen[1:]
+    common = _common(evaluated)
+    counts = bootstrap.resamples(len(common[0]), resamples)
+    seen = [_see(run, indices, networks, real, counts, look) for run, indices in zip(evaluated, common, strict=True)]
+    base, rest = seen[0], seen[1:]
     notes = _notes(seen, real, networks)
-    spread, siblings = _spread(base, others, networks)
-    found = []
-    for one in seen:
+    spread, siblings = _spread(base, rest, networks)
+    entries = []
+    for item in seen:
         entry: dict[str, Any] = {
-            "name": one.run.name,
-            "settings": one.run.settings,
-            "drawn_by": one.run.drawn_by,
-            "pictures_per_second": one.run.speed(),
-            "scores": {name: said(figure) for name, figure in one.figures.items()},
+            "name": item.run.name,
+            "settings": item.run.settings,
+            "drawn_by": item.run.drawn_by,
+            "pictures_per_second": item.run.speed(),
+            "scores": {name: said(figure) for name, figure in item.figures.items()},
         }
-        if one is not base:
+        if item is not base:
             ratios = {
                 name: figure.over(base.figures[name])
-                for name, figure in one.figures.items()
+                for name, figure in item.figures.items()
                 if name != networks.kid and base.figures[name].value != 0  # KID may be below 0
             }
             entry["ratios"] = {name: said(ratio) for name, ratio in ratios.items()}
-            entry |= _beside(one, base, networks, counts, notes, look)
-            if one.run.name in siblings:
+            entry |= _beside(item, base, networks, counts, notes, look)
+            if item.run.name in siblings:
                 entry["gates"] = []
             else:
-                entry["gates"] = judged(ratios, networks, gates.of(one.run.settings), spread)
-        found.append(entry)
+                entry["gates"] = check_gates(ratios, networks, gates.of(item.run.settings), spread)
+        entries.append(entry)
     return {
-        "captions": len(kept[0]),
+        "captions": len(common[0]),
         "lens": _told(networks),
         "real": None if real is None else {"name": real.name, "kind": real.kind, "pictures": real.count},
         "base": base.run.name,
         "resamples": resamples,
         "seed_spread": None if spread is None else {"fid": spread, "runs": [base.run.name, *siblings]},
-        "runs": found,
+        "runs": entries,
         "notes": notes,
         "environment": _environment(),
     }
 
 
-def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a page about a single run, in the form of `runs`; `whole` is its `scores.json`.
+def of_one(run: EvaluationRun, networks: ScoringNetworks, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a page about a single run, in the form of `runs`; `result` is its `scores.json`.
 
     Figures against the only reference keep their names; with several, each names its reference.
     """
-    against = whole["against"]
-    figures = dict(whole["scores"])
+    against = result["against"]
+    figures = dict(result["scores"])
     pairs = {}
-    for reference, held in against.items():
-        for name, figure in held["scores"].items():
+    for reference, values in against.items():
+        for name, figure in values["scores"].items():
             if len(against) > 1:
                 figures[f"{name}, {reference}"] = figure
             elif name in paired.names(networks):
@@ -124,7 +124,7 @@ def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, An
         "name": run.name,
         "settings": run.settings,
         "drawn_by": run.drawn_by,
-        "pictures_per_second": whole["pictures_per_second"],
+        "pictures_per_second": result["pictures_per_second"],
         "scores": figures,
     }
     return {
@@ -132,10 +132,10 @@ def of_one(run: EvaluationRun, networks: ScoringNetworks, whole: Mapping[str, An
         "lens": _told(networks),
         "real": {"name": " and ".join(against)} if against else None,
         "base": run.name,
-        "resamples": whole["resamples"],
+        "resamples": result["resamples"],
         "seed_spread": None,
         "runs": [entry | ({"pairs": pairs} if pairs else {})],
-        "notes": whole["notes"],
+        "notes": result["notes"],
         "environment": _environment(),
     }
 
@@ -153,7 +153,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def judged(
+def check_gates(
     ratios: Mapping[str, Estimate], networks: ScoringNetworks, limits: tuple[float, float], spread: float | None
 ) -> list[dict[str, Any]]:
     """The gates: FID at most so much above the base run's, or the spread between seeds where that is more; the
@@ -162,17 +162,17 @@ def judged(
     A gate holds where the whole interval lies within, is open where only the figure does, and fails otherwise.
     """
     rise, change = limits[0] / 100, limits[1] / 100
-    found = []
+    rows = []
     if networks.fid in ratios:
         high = 1 + max(rise, spread or 0.0)
-        found.append(
+        rows.append(
             {"figure": networks.fid, "low": None, "high": high} | _verdict(ratios[networks.fid].interval, None, high)
         )
     low, high = 1 - change, 1 + change
-    found.append(
+    rows.append(
         {"figure": networks.score, "low": low, "high": high} | _verdict(ratios[networks.score].interval, low, high)
     )
-    return found
+    return rows
 
 
 def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
@@ -183,12 +183,12 @@ def _verdict(ratio: Interval, low: float | None, high: float) -> dict[str, Any]:
     return {"ratio": dict(ratio._asdict()), "verdict": verdict}
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The comparison as text, one row per run."""
-    fid, score = found["lens"]["fid"], found["lens"]["score"]
-    beside = paired_names(found)
-    rows = [("run", fid, score, *beside, "images/s", "gates")]
-    for run in found["runs"]:
+    fid, score = result["lens"]["fid"], result["lens"]["score"]
+    paired = paired_names(result)
+    rows = [("run", fid, score, *paired, "images/s", "gates")]
+    for run in result["runs"]:
         cells = [run["name"]]
         for name in (fid, score):
             value = run["scores"].get(name, {}).get("value")
@@ -196,16 +196,16 @@ def table(found: Mapping[str, Any]) -> str:
             moved = "" if ratio is None else f" ({100 * (ratio['value'] - 1):+.2f}%)"
             cells.append("–" if value is None else f"{value:.5g}{moved}")
         pairs = run.get("pairs", {})
-        cells += [f"{pairs[name]['value']:.4g}" if name in pairs else "–" for name in beside]
+        cells += [f"{pairs[name]['value']:.4g}" if name in pairs else "–" for name in paired]
         cells.append("–" if run["pictures_per_second"] is None else f"{run['pictures_per_second']:.2f}")
         cells.append(", ".join(gate["verdict"] for gate in run.get("gates", [])) or "–")
         rows.append(tuple(cells))
     return aligned(rows)
 
 
-def paired_names(found: Mapping[str, Any]) -> list[str]:
+def paired_names(result: Mapping[str, Any]) -> list[str]:
     """The figures of pairs of images that any run has."""
-    return list(dict.fromkeys(name for run in found["runs"] for name in run.get("pairs", {})))
+    return list(dict.fromkeys(name for run in result["runs"] for name in run.get("pairs", {})))
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
@@ -218,59 +218,61 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _common(given: Sequence[EvaluationRun]) -> list[list[int]]:
-    """For each run, the positions of the shared captions, in the first run's order."""
-    places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in given]
-    wanted = [key for key in places[0] if all(key in place for place in places)]
-    if len(wanted) < 2:
-        raise RunError(f"{', '.join(run.name for run in given)}: have {len(wanted)} captions in common, 2 are needed")
-    return [[place[key] for key in wanted] for place in places]
+def _common(evaluated: Sequence[EvaluationRun]) -> list[list[int]]:
+    """The positions of the shared captions for each run, in the first run's order."""
+    places = [{(caption.id, caption.text): caption.index for caption in run.captions} for run in evaluated]
+    keys = [key for key in places[0] if all(key in place for place in places)]
+    if len(keys) < 2:
+        raise RunError(f"{', '.join(run.name for run in evaluated)}: have {len(keys)} captions in common, 2 are needed")
+    return [[place[key] for key in keys] for place in places]
 
 
 def _see(
     run: EvaluationRun,
     indices: list[int],
     networks: ScoringNetworks,
-    real: Reference | None,
+    real: ReferenceImages | None,
     counts: Tensor,
     look: Look,
-) -> _Seen:
+) -> _ScoredRun:
     features = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
-    told: Look = lambda what, done, total: look(f"{run.name}: {what}", done, total)  # noqa: E731
+    log: Look = lambda label, done, total: look(f"{run.name}: {label}", done, total)  # noqa: E731
     captions = {name: values[indices] for name, values in scores.of_captions(run, networks, features).items()}
     figures = {name: bootstrap.mean(values, counts) for name, values in captions.items()}
     features = features.of(indices)
     if real is not None:
-        figures |= scores.distances(features, networks, real, counts, look=told)
-    return _Seen(run, indices, features, captions, figures)
+        figures |= scores.distances(features, networks, real, counts, look=log)
+    return _ScoredRun(run, indices, features, captions, figures)
 
 
 def _beside(
-    one: _Seen, base: _Seen, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
+    item: _ScoredRun, base: _ScoredRun, networks: ScoringNetworks, counts: Tensor, notes: list[str], look: Look
 ) -> dict[str, Any]:
     """The paired tests, if the runs share their noise."""
-    seeds = zip(one.indices, base.indices, strict=True)
-    if any(one.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
+    seeds = zip(item.indices, base.indices, strict=True)
+    if any(item.run.records[a].seed != base.run.records[b].seed for a, b in seeds):
         return {}
-    if one.indices != base.indices:
-        notes.append(f"{one.run.name}: no PSNR and SSIM, since its captions stand in another order than the base's")
+    if item.indices != base.indices:
+        notes.append(f"{item.run.name}: no PSNR and SSIM, since its captions stand in another order than the base's")
         return {}
-    every = paired.images(one.run, base.run, networks, look, one.indices)
-    ids = [one.run.captions[index].id for index in one.indices]
+    every = paired.images(item.run, base.run, networks, look, item.indices)
+    ids = [item.run.captions[index].id for index in item.indices]
     return {
-        "pairs": paired.distances(every, one.features, base.features, networks, ids, counts),
-        "changes": paired.changes(one.captions, base.captions, ids, counts),
+        "pairs": paired.distances(every, item.features, base.features, networks, ids, counts),
+        "changes": paired.changes(item.captions, base.captions, ids, counts),
         "differences": [[one_pair.place, round(one_pair.psnr, 3), round(one_pair.ssim, 5)] for one_pair in every],
     }
 
 
-def _spread(base: _Seen, others: Sequence[_Seen], networks: ScoringNetworks) -> tuple[float | None, list[str]]:
+def _spread(
+    base: _ScoredRun, siblings_seen: Sequence[_ScoredRun], networks: ScoringNetworks
+) -> tuple[float | None, list[str]]:
     """The FID spread of runs that differ from the base only in their seeds, as a share of the base's."""
-    siblings = [one for one in others if _differs_in_seeds_alone(base.run, one.run)]
+    siblings = [item for item in siblings_seen if _differs_in_seeds_alone(base.run, item.run)]
     if not siblings or networks.fid not in base.figures:
-        return None, [one.run.name for one in siblings]
-    ratios = [1.0, *(one.figures[networks.fid].value / base.figures[networks.fid].value for one in siblings)]
-    return max(ratios) - min(ratios), [one.run.name for one in siblings]
+        return None, [item.run.name for item in siblings]
+    ratios = [1.0, *(item.figures[networks.fid].value / base.figures[networks.fid].value for item in siblings)]
+    return max(ratios) - min(ratios), [item.run.name for item in siblings]
 
 
 def _differs_in_seeds_alone(a: EvaluationRun, b: EvaluationRun) -> bool:
@@ -278,17 +280,17 @@ def _differs_in_seeds_alone(a: EvaluationRun, b: EvaluationRun) -> bool:
     ignored = {"seed_offset", "captions", "captions_sha256", "prompts", "server", "model", "precision", "unet"}
 
     def rest(run: EvaluationRun) -> dict[str, Any]:
-        asked = {name: value for name, value in run.settings.items() if name not in ignored}
-        return asked | {name: run.drawn_by.get(name) for name in SAME}
+        settings = {name: value for name, value in run.settings.items() if name not in ignored}
+        return settings | {name: run.drawn_by.get(name) for name in SAME}
 
     return a.settings["seed_offset"] != b.settings["seed_offset"] and rest(a) == rest(b)
 
 
-def _notes(seen: Sequence[_Seen], real: Reference | None, networks: ScoringNetworks) -> list[str]:
+def _notes(seen: Sequence[_ScoredRun], real: ReferenceImages | None, networks: ScoringNetworks) -> list[str]:
     notes = [
-        f"{one.run.name}: {len(one.indices)} of {len(one.run.captions)} captions, those that all runs have"
-        for one in seen
-        if len(one.indices) < len(one.run.captions)
+        f"{item.run.name}: {len(item.indices)} of {len(item.run.captions)} captions, those that all runs have"
+        for item in seen
+        if len(item.indices) < len(item.run.captions)
     ]
     if networks.fid in seen[0].figures and seen[0].figures[networks.fid].interval.low <= 0:
         notes.append(

@@ -34,11 +34,11 @@ class DinoV2:
     @torch.inference_mode()
     def see(self, pictures: Sequence[Pixels]) -> Tensor:
         """fp32 [N, D] of uint8 [H, W, 3] pictures, each fitted to 224×224 by Pillow's bicubic filter."""
-        found = []
+        features = []
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
         for start in range(0, len(pictures), _BATCH):
             images = [Image.fromarray(np.asarray(picture)) for picture in pictures[start : start + _BATCH]]
-            part = np.stack([np.asarray(one.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)) for one in images])
+            part = np.stack([np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)) for image in images])
             scaled = (torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - mean) / std
-            found.append(self._model(pixel_values=scaled.to(self._device)).pooler_output.float().cpu())
-        return torch.cat(found)
+            features.append(self._model(pixel_values=scaled.to(self._device)).pooler_output.float().cpu())
+        return torch.cat(features)

@@ -72,9 +72,14 @@ def of_captions(
     captions: Sequence[str], reader: Callable[[Sequence[str]], Tensor], width: int, digest: str, store: Path
 ) -> Tensor:
     """Features [N, D] of captions, in order, cached as those of images."""
-    whole = hashlib.sha256("\0".join(captions).encode()).hexdigest()
+    caption_digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
     return _kept(
-        len(captions), width, f"{whole} {digest}", lambda part: reader(captions[part]), store, lambda done, total: None
+        len(captions),
+        width,
+        f"{caption_digest} {digest}",
+        lambda part: reader(captions[part]),
+        store,
+        lambda done, total: None,
     )
 
 
@@ -92,17 +97,17 @@ def of_pairs(
     def take(part: slice) -> Tensor:
         return torch.tensor([[score(*pair)] for pair in zip(files[part], captions[part], strict=True)])
 
-    whole = hashlib.sha256("\0".join(captions).encode()).hexdigest()
-    return _kept(len(files), 1, f"{digest} {whole} {scorer.name} {scorer.digest}", take, store, tick)
+    caption_digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
+    return _kept(len(files), 1, f"{digest} {caption_digest} {scorer.name} {scorer.digest}", take, store, tick)
 
 
 def digest_of(files: Sequence[Path]) -> str:
     """A digest of a folder's files: their names, sizes and modification times."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in files:
-        found = path.stat()
-        whole.update(f"{path.name}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
-    return whole.hexdigest()
+        status = path.stat()
+        hasher.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return hasher.hexdigest()
 
 
 def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], store: Path, tick: Tick) -> Tensor:
@@ -129,9 +134,9 @@ def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], stor
 
 
 def _done(head: Path, of: str) -> int:
-    """How many are computed already, from whole groups."""
+    """The number of are computed already, from whole groups."""
     try:
-        found = json.loads(head.read_text("utf-8"))
-        return int(found["done"]) if found["of"] == of else 0
+        head_data = json.loads(head.read_text("utf-8"))
+        return int(head_data["done"]) if head_data["of"] == of else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0

@@ -14,7 +14,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 CHUNK = 1024  # rows of features in memory at once
 
 
-class StatisticsError(ValueError):
+class FidStatisticsError(ValueError):
     """A file of statistics that cannot be used. The message names it."""
 
 
@@ -44,7 +44,7 @@ class FrechetDistance:
             self._metric.real_features_num_samples = torch.tensor(2)
 
     def __call__(self, features: Tensor, counts: Tensor | None = None) -> float:
-        """Of features [N, D], each as often as `counts` [N] says; None: once."""
+        """The distance of features [N, D], each as often as `counts` [N] says; None: once."""
         if features.shape[1] != self._width:
             raise ValueError(f"{features.shape[1]} features cannot be compared with {self._width}")
         self._metric.reset()
@@ -71,18 +71,20 @@ class _Given(torch.nn.Module):
 
 
 def read(path: Path, width: int) -> Gaussian:
-    """`mu` [D] and `sigma` [D, D] of an `.npz`, as MLPerf's val2014.npz holds them. Raises `StatisticsError`."""
+    """`mu` [D] and `sigma` [D, D] of an `.npz`, as MLPerf's val2014.npz holds them. Raises `FidStatisticsError`."""
     try:
         # Opened here: np.load leaves a file that is no archive open.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-            mean, covariance = (torch.from_numpy(np.asarray(found[name], np.float64)) for name in ("mu", "sigma"))
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            mean, covariance = (torch.from_numpy(np.asarray(arrays[name], np.float64)) for name in ("mu", "sigma"))
     except KeyError:
-        raise StatisticsError(f"{path}: holds no mu and sigma") from None
+        raise FidStatisticsError(f"{path}: holds no mu and sigma") from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise StatisticsError(f"{path}: cannot be read as .npz ({getattr(error, 'strerror', None) or error})") from None
+        raise FidStatisticsError(
+            f"{path}: cannot be read as .npz ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if mean.shape != (width,) or covariance.shape != (width, width):
         shapes = f"mu {list(mean.shape)} and sigma {list(covariance.shape)}"
-        raise StatisticsError(f"{path}: has {shapes}; these features are {width} wide")
+        raise FidStatisticsError(f"{path}: has {shapes}; these features are {width} wide")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
-        raise StatisticsError(f"{path}: holds NaN or infinite numbers")
+        raise FidStatisticsError(f"{path}: holds NaN or infinite numbers")
     return Gaussian(mean, covariance)

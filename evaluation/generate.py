@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
-from evaluation.sources import GeneratedImage, ImageSource
+from evaluation.sources import ImageSource, SourceImage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ class GenerationJob(NamedTuple):
 
     writer: RunWriter
     caption: Caption
-    wanted: ImageParameters
+    parameters: ImageParameters
 
 
 def draw(
@@ -89,19 +89,21 @@ def draw_jobs(
 
     started, failed, notes = time.monotonic(), 0, dict[str, None]()
     sessions: dict[int, int] = {}  # of each writer
-    for (writer, caption, wanted), future in stream(source, ((job, job.wanted) for job in jobs), source.width, tick):
+    for (writer, caption, parameters), future in stream(
+        source, ((job, job.parameters) for job in jobs), source.width, tick
+    ):
         session = sessions.setdefault(id(writer), writer.run.sessions)
         failure = future.exception()
         if failure is not None:
             failed += 1
             _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
             continue
-        drawn: GeneratedImage = source.take(future.result())
-        for warning in drawn.warnings:
+        image: SourceImage = source.take(future.result())
+        for warning in image.warnings:
             _say(console, f"{caption.id}: {warning}", "yellow")
-        notes |= dict.fromkeys(writer.confirm(printed(drawn.png)))
+        notes |= dict.fromkeys(writer.confirm(printed(image.png)))
         writer.add(
-            caption, wanted.seed, file_name(wanted, f"{caption.index:05d}"), drawn.png,
+            caption, parameters.seed, file_name(parameters, f"{caption.index:05d}"), image.png,
             session=session, seconds=time.monotonic() - started,
         )  # fmt: skip
         ended()
@@ -117,8 +119,8 @@ def stream(
     """Keep `width` requests in flight. Yields each one's first element with the future, as it ends."""
     left, pending = iter(requests), dict[Future[Any], T]()
     while True:
-        while len(pending) < width and (one := next(left, None)) is not None:
-            pending[source.submit(one[1], tick)] = one[0]
+        while len(pending) < width and (item := next(left, None)) is not None:
+            pending[source.submit(item[1], tick)] = item[0]
         if not pending:
             return
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
@@ -128,9 +130,9 @@ def stream(
 class ProgressLog:
     """Prints progress now and then where bars cannot be drawn: in a log, or through a pipe."""
 
-    def __init__(self, console: Console, what: str, done: int) -> None:
+    def __init__(self, console: Console, label: str, done: int) -> None:
         self._console = console
-        self._what = what
+        self._what = label
         self._first = done
         self._started = self._said = time.monotonic()
 
@@ -149,8 +151,8 @@ def printed(png: bytes) -> Mapping[str, Any]:
     from PIL import Image
 
     with Image.open(io.BytesIO(png)) as image:
-        found = json.loads(image.info.get("fingerprint", "{}"))
-    return found if isinstance(found, dict) else {}
+        fingerprint = json.loads(image.info.get("fingerprint", "{}"))
+    return fingerprint if isinstance(fingerprint, dict) else {}
 
 
 @contextmanager

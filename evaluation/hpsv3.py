@@ -100,7 +100,7 @@ class _VisionRotary(nn.Module):
         return self._inner.recomposition_frequencies(angles.cos()), self._inner.recomposition_frequencies(angles.sin())
 
 
-def _network(sizes: Any, found: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> nn.ModuleDict:
+def _network(sizes: Any, tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype) -> nn.ModuleDict:
     """Qwen2-VL without its language head, and the reward's; frequencies are rounded to `dtype`, as published."""
     from transformers.models.qwen2_vl import modeling_qwen2_vl as library
 
@@ -109,7 +109,7 @@ def _network(sizes: Any, found: Mapping[str, Tensor], path: Path, dtype: torch.d
     with torch.device("meta"):
         network = nn.ModuleDict({"qwen": library.Qwen2VLModel(sizes), "rm_head": nn.Sequential(*layers)})
     renamed = {}
-    for name, value in found.items():
+    for name, value in tensors.items():
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         if not name.startswith("lm_head."):
             renamed[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = value

@@ -26,11 +26,11 @@ def snapshot(folder: Path) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """What a folder's model is called."""
+    """The name of a folder's model."""
     return folder.resolve().name.rpartition("--")[2]
 
 
-def load(kind: Any, folder: Path, what: str) -> Any:
+def load(kind: Any, folder: Path, name: str) -> Any:
     """A network of this class of transformers, in fp32, without gradients. Raises `WeightsError`.
 
     Weights that are missing in the file would be drawn at random, and are refused.
@@ -41,26 +41,26 @@ def load(kind: Any, folder: Path, what: str) -> Any:
     logging.disable_progress_bar()  # it would overwrite our own
     logging.set_verbosity_error()  # what is missing or superfluous is told below
     try:
-        model, told = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             snapshot(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise WeightsError(f"{folder}: is not a {what} ({str(error).splitlines()[0]})") from None
+        raise WeightsError(f"{folder}: is not a {name} ({str(error).splitlines()[0]})") from None
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-    if told["missing_keys"]:
-        raise WeightsError(f"{folder}: is not a {what} (no {sorted(told['missing_keys'])[0]})")
+    if loading["missing_keys"]:
+        raise WeightsError(f"{folder}: is not a {name} (no {sorted(loading['missing_keys'])[0]})")
     return model.eval().requires_grad_(False)
 
 
 def digest_of(model: Any) -> str:
     """A digest of a network's weights."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        whole.update(name.encode() + value.contiguous().cpu().numpy().tobytes())
-    return whole.hexdigest()
+        hasher.update(name.encode() + value.contiguous().cpu().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def file_of(folder: Path, *names: str) -> Path:
@@ -84,15 +84,15 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: is no file of weights ({error})") from None
 
 
-def fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Replaces a network's weights by those of a file, in its types. Raises `WeightsError` if they are not the same."""
-    own = network.state_dict()
-    for name in sorted(own.keys() | weights.keys()):
-        if name not in weights or name not in own:
-            raise WeightsError(f"{path}: is not {what} ({'has' if name in weights else 'no'} {name})")
-        if weights[name].shape != own[name].shape:
-            shapes = (list(weights[name].shape), list(own[name].shape))
-            raise WeightsError(f"{path}: is not {what} ({name} is {shapes[0]}, not {shapes[1]})")
+def fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path, title: str) -> None:
+    """Replace a network's weights by those of a file, in its types. Raises `WeightsError` if they are not the same."""
+    expected = network.state_dict()
+    for name in sorted(expected.keys() | weights.keys()):
+        if name not in weights or name not in expected:
+            raise WeightsError(f"{path}: is not {title} ({'has' if name in weights else 'no'} {name})")
+        if weights[name].shape != expected[name].shape:
+            shapes = (list(weights[name].shape), list(expected[name].shape))
+            raise WeightsError(f"{path}: is not {title} ({name} is {shapes[0]}, not {shapes[1]})")
     network.load_state_dict(dict(weights), assign=True)
 
 

@@ -50,13 +50,13 @@ class ImageReward:
 
         folder = snapshot(source)
         path = file_of(folder, "ImageReward.pt", "ImageReward.safetensors")
-        found = read_file(path)
-        network = _network(found, file_of(folder, "med_config.json"), path)
-        fill(network, dict(_renamed(found)), path, "ImageReward")
+        tensors = read_file(path)
+        network = _network(tensors, file_of(folder, "med_config.json"), path)
+        fill(network, dict(_renamed(tensors)), path, "ImageReward")
         vocabulary = file_of(folder, "vocab.txt")
         self._tokenizer: Any = BertTokenizer(str(vocabulary), do_lower_case=True)
         self._tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)  # as BLIP does
-        rows = len(found[f"{_TEXT}embeddings.word_embeddings.weight"])
+        rows = len(tensors[f"{_TEXT}embeddings.word_embeddings.weight"])
         if len(self._tokenizer) != rows:
             raise WeightsError(f"{vocabulary}: has {len(self._tokenizer) - 2} tokens, where {path.name} has {rows - 2}")
         self._device = torch.device(device)
@@ -75,25 +75,26 @@ class ImageReward:
         return (float(self._network["mlp"](read[:, 0])) - _REWARD_MEAN) / _REWARD_STD
 
 
-def _network(found: Mapping[str, Tensor], config: Path, path: Path) -> nn.ModuleDict:
+def _network(tensors: Mapping[str, Tensor], config: Path, path: Path) -> nn.ModuleDict:
     """The networks, of the sizes that the weights and the text encoder's config have."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
     try:
-        width, _, patch, _ = found[f"{_IMAGES}patch_embed.proj.weight"].shape
-        wide = len(found[f"{_IMAGES}blocks.0.mlp.fc1.weight"])
+        width, _, patch, _ = tensors[f"{_IMAGES}patch_embed.proj.weight"].shape
+        hidden_width = len(tensors[f"{_IMAGES}blocks.0.mlp.fc1.weight"])
     except KeyError as error:
         raise WeightsError(f"{path}: is not ImageReward (no {error.args[0]})") from None
     try:
-        said = json.loads(config.read_text("utf-8"))
+        config_data = json.loads(config.read_text("utf-8"))
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "max_position_embeddings", "hidden_act", "layer_norm_eps")  # fmt: skip
-        text = {name: said[name] for name in names} | {"encoder_hidden_size": width}
+        text = {name: config_data[name] for name in names} | {"encoder_hidden_size": width}
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{config}: is not the config of ImageReward's text encoder ({error})") from None
     vision = BlipVisionConfig(
-        hidden_size=width, intermediate_size=wide, num_attention_heads=width // _HEAD_WIDTH, layer_norm_eps=_EPS,
-        num_hidden_layers=sum(name.endswith("attn.qkv.weight") for name in found), image_size=_SIDE, patch_size=patch,
+        hidden_size=width, intermediate_size=hidden_width, num_attention_heads=width // _HEAD_WIDTH,
+        layer_norm_eps=_EPS, num_hidden_layers=sum(name.endswith("attn.qkv.weight") for name in tensors),
+        image_size=_SIDE, patch_size=patch,
     )  # fmt: skip
     sizes = [text["hidden_size"], *_MLP.values()]
     layers = {name: nn.Linear(*pair) for name, pair in zip(_MLP, pairwise(sizes), strict=True)}
@@ -104,20 +105,20 @@ def _network(found: Mapping[str, Tensor], config: Path, path: Path) -> nn.Module
     })  # fmt: skip
 
 
-def _renamed(found: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _renamed(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """The weights by transformers' names; the rest, BLIP's projections for its training, is left out."""
-    kept = []
-    for name, value in found.items():
+    parts = []
+    for name, value in tensors.items():
         if name.startswith(_IMAGES):
             inner = name.removeprefix(_IMAGES)
-            for theirs, ours in _VISION.items():
-                inner = inner.replace(theirs, ours)
-            kept.append((f"vision.{'post_layer' if inner.startswith('norm.') else ''}{inner}", value))
+            for source, target in _VISION.items():
+                inner = inner.replace(source, target)
+            parts.append((f"vision.{'post_layer' if inner.startswith('norm.') else ''}{inner}", value))
         elif name.startswith(_TEXT) and not name.endswith("position_ids"):
-            kept.append((f"text.{name.removeprefix(_TEXT)}", value))
+            parts.append((f"text.{name.removeprefix(_TEXT)}", value))
         elif name.startswith(_MLP_LAYERS):
-            kept.append((f"mlp.{name.removeprefix(_MLP_LAYERS)}", value))
-    return kept
+            parts.append((f"mlp.{name.removeprefix(_MLP_LAYERS)}", value))
+    return parts
 
 
 def _prepare(picture: Pixels) -> Tensor:

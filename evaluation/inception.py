@@ -146,7 +146,7 @@ class _E(nn.Module):
         )  # fmt: skip
 
 
-class Network(nn.Sequential):
+class InceptionNetwork(nn.Sequential):
     """[B, 3, 299, 299] in -1..1 to [B, 2048]. Parameters are called as in the published file."""
 
     def __init__(self) -> None:
@@ -176,12 +176,12 @@ class Inception:
     def __init__(self, weights: Path | None = None, *, device: torch.device | str = "cpu") -> None:
         """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
-        found = read_weights(path)
+        tensors = read_weights(path)
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        network = Network()
+        network = InceptionNetwork()
         try:
             wrong = network.load_state_dict(
-                {name: value for name, value in found.items() if not name.startswith("fc.")}, strict=False
+                {name: value for name, value in tensors.items() if not name.startswith("fc.")}, strict=False
             )
         except RuntimeError as error:
             raise WeightsError(f"{path}: is not FID's Inception ({error})") from None
@@ -196,21 +196,21 @@ class Inception:
     def see(self, pictures: Sequence[Pixels]) -> Tensor:
         """Features of uint8 [H, W, 3] pictures of any sizes, fp32 on the CPU."""
         prepared = torch.cat([_prepare(torch.tensor(picture)) for picture in pictures])
-        found: Tensor = self._network(prepared.to(self._device))
-        return found.cpu()
+        features: Tensor = self._network(prepared.to(self._device))
+        return features.cpu()
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights of a file by name. Raises `WeightsError`."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # torch.load documents no exception class
         raise WeightsError(f"{path}: is no file of weights ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(tensors, dict):
         raise WeightsError(f"{path}: holds no weights by name")
-    return found
+    return tensors
 
 
 def _prepare(picture: Tensor) -> Tensor:

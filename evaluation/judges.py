@@ -19,7 +19,7 @@ from evaluation.scenes.judge import SceneJudge
 
 
 class Kind(StrEnum):
-    """How a figure follows from features."""
+    """The way in which a figure follows from features."""
 
     FRECHET = "frechet"  # distance of two sets
     CMMD = "cmmd"  # of two sets too

@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
     valid: bool | None  # None in accuracy mode, which is not timed
     summary: Mapping[str, str]
-    told: str
+    message: str
     short: list[str]
 
 
@@ -80,7 +80,7 @@ class SystemUnderTest:
             future.add_done_callback(partial(self._answer, id))
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def _begun(self, id: int) -> None:
         if self._token_latencies:
@@ -90,16 +90,16 @@ class SystemUnderTest:
 
     def _answer(self, id: int, done: Future[Any]) -> None:
         try:
-            found = self._task.answer(done.result())
+            answer = self._task.answer(done.result())
         except BaseException as error:
             with self._lock:
                 self.failed += 1
                 self.problem = self.problem or error
-            found = LoggedAnswer(np.zeros(0, np.uint8), 1)
-        data = np.ascontiguousarray(found.data)
+            answer = LoggedAnswer(np.zeros(0, np.uint8), 1)
+        data = np.ascontiguousarray(answer.data)
         # Copied before the call returns, if it is logged at all.
         address = data.ctypes.data if data.size else 0
-        counted = () if found.tokens is None or not self._token_latencies else (found.tokens,)
+        counted = () if answer.tokens is None or not self._token_latencies else (answer.tokens,)
         self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(id, address, data.nbytes, *counted)])
 
 
@@ -129,12 +129,12 @@ def run(test: LoadGenSettings, task: LoadGenTask, out: Path, warn: Callable[[str
         raise LoadGenError(f"{answering.failed} samples failed; the first: {answering.problem}")
     if test.mode == ACCURACY:
         return Result(None, {}, "", short)
-    summary, told = read_summary(out / "mlperf_log_summary.txt")
-    return Result(summary.get("Result is") == "VALID", summary, told, short)
+    summary, messages = read_summary(out / "mlperf_log_summary.txt")
+    return Result(summary.get("Result is") == "VALID", summary, messages, short)
 
 
 def too_few(test: LoadGenSettings, settings: Any) -> str | None:
-    """Why a timed test with these settings of LoadGen's issues too few queries to be VALID; None if it may be VALID.
+    """Return why a timed test with these settings of LoadGen's issues too few queries to be VALID, or None.
 
     LoadGen's early stopping requires 99% confidence that the target percentile of latencies is met (MLPerf Inference
     Rules, "Early stopping"). Offline is one query, and has no such bound.
@@ -208,21 +208,21 @@ def _settings(test: LoadGenSettings, task: LoadGenTask, out: Path) -> tuple[Any,
     ones.
     """
     library = _library()
-    official, chosen = library.TestSettings(), library.TestSettings()
+    official, test_settings = library.TestSettings(), library.TestSettings()
     conf = out / "user.conf"
     conf.write_text(_user_conf(test, task), "utf-8")
-    for settings, kinds in ((official, (_OWN,)), (chosen, (_OWN, _USER))):
+    for settings, kinds in ((official, (_OWN,)), (test_settings, (_OWN, _USER))):
         for kind in kinds:
             if settings.FromConfig(str(conf), task.model, test.scenario, kind):
                 raise LoadGenError(f"LoadGen does not take {conf}")
         settings.scenario = getattr(library.TestScenario, test.scenario)
         settings.mode = library.TestMode.AccuracyOnly if test.mode == ACCURACY else library.TestMode.PerformanceOnly
     short = [
-        f"{name} is {getattr(chosen, name)}, official: {getattr(official, name)}"
+        f"{name} is {getattr(test_settings, name)}, official: {getattr(official, name)}"
         for name in _LENGTHS
-        if getattr(chosen, name) < getattr(official, name)
+        if getattr(test_settings, name) < getattr(official, name)
     ]
-    return chosen, short
+    return test_settings, short
 
 
 def _user_conf(test: LoadGenSettings, task: LoadGenTask) -> str:

@@ -70,11 +70,11 @@ class TextTask:
 
     model, samples = TEXT_MODEL, TEXT_SAMPLES
 
-    def __init__(self, engine: Engine, panel: TextJobHandler, prompts: Sequence[str], *, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, handler: TextJobHandler, prompts: Sequence[str], *, max_tokens: int) -> None:
         """Raises `Invalid` for a prompt that the model does not accept."""
         self._engine = engine
         self._wanted = [
-            panel.requests(TextJob([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0))[0]
+            handler.requests(TextJob([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0))[0]
             for prompt in prompts
         ]
 
@@ -84,12 +84,12 @@ class TextTask:
     def submit(self, index: int, first: Callable[[], None]) -> Future[Any]:
         from core.batching.request import Outcome, Request
 
-        told = False
+        reported = False
 
         def listen(_: Request, outcome: Outcome) -> None:
-            nonlocal told
-            if not told and (outcome.finished or (outcome.token is not None and outcome.token.tokens)):
-                told = True
+            nonlocal reported
+            if not reported and (outcome.finished or (outcome.token is not None and outcome.token.tokens)):
+                reported = True
                 first()
 
         return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted[index], listener=listen))

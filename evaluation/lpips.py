@@ -36,12 +36,12 @@ class AlexNet(nn.Sequential):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """[B, 3, H, W] to five [B, C, H', W']."""
-        found = []
+        features = []
         for layer in self:
             x = layer(x)
             if isinstance(layer, nn.ReLU):
-                found.append(x)
-        return found
+                features.append(x)
+        return features
 
 
 class _Measure(library._LPIPS):
@@ -58,8 +58,8 @@ class _Measure(library._LPIPS):
 def _learned() -> nn.ModuleList:
     """The weights of AlexNet's layers, which torchmetrics brings."""
     layers = nn.ModuleList(library.NetLinLayer(width, use_dropout=True) for width in _WIDTHS)
-    found = read_weights(Path(library.__file__).with_name("lpips_models") / "alex.pth")  # of version 0.1
-    layers.load_state_dict({name.removeprefix("lin"): value for name, value in found.items()})
+    tensors = read_weights(Path(library.__file__).with_name("lpips_models") / "alex.pth")  # of version 0.1
+    layers.load_state_dict({name.removeprefix("lin"): value for name, value in tensors.items()})
     return layers
 
 
@@ -95,13 +95,13 @@ class ClipLayers(Clip):
         self._measure = _Measure(network, nn.ModuleList(layers), nn.Identity()).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def between(self, ours: Sequence[Pixels], theirs: Sequence[Pixels]) -> Tensor:
+    def between(self, left: Sequence[Pixels], right: Sequence[Pixels]) -> Tensor:
         """The distances [N] of uint8 [H, W, 3] images, pair by pair; 0 for equal ones."""
-        found = [torch.zeros(0)]
-        for start in range(0, len(ours), _BATCH):
-            x, y = (self._prepared(part[start : start + _BATCH]) for part in (ours, theirs))
-            found.append(self._measure(x, y).flatten().cpu())
-        return torch.cat(found)
+        distances = [torch.zeros(0)]
+        for start in range(0, len(left), _BATCH):
+            x, y = (self._prepared(part[start : start + _BATCH]) for part in (left, right))
+            distances.append(self._measure(x, y).flatten().cpu())
+        return torch.cat(distances)
 
     def _prepared(self, pictures: Sequence[Pixels]) -> Tensor:
         part = np.stack([self._fit(np.asarray(picture)) for picture in pictures])
@@ -116,10 +116,10 @@ class Lpips:
 
         Raises `WeightsError`.
         """
-        found = read_weights(weights)
+        tensors = read_weights(weights)
         network = AlexNet()
         try:
-            network.load_state_dict({name: found.get(f"features.{name}") for name in network.state_dict()})
+            network.load_state_dict({name: tensors.get(f"features.{name}") for name in network.state_dict()})
         except RuntimeError as error:
             raise WeightsError(f"{weights}: is not torchvision's AlexNet ({error})") from None
         self.digest = hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -130,5 +130,5 @@ class Lpips:
         """The distance of uint8 [H, W, 3] images of one size. Raises ValueError for sides below 31 pixels."""
         if min(a.shape[:2]) < _LEAST_SIDE:
             raise ValueError(f"sides must be at least {_LEAST_SIDE} pixels")
-        x, y = (torch.tensor(one).permute(2, 0, 1)[None].float() / 127.5 - 1 for one in (a, b))
+        x, y = (torch.tensor(image).permute(2, 0, 1)[None].float() / 127.5 - 1 for image in (a, b))
         return float(self._measure(x, y))

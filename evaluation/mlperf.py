@@ -28,7 +28,7 @@ class ProtocolError(ValueError):
     """A file that the protocol needs cannot be used. The message names it."""
 
 
-class Verdict(NamedTuple):
+class FigureVerdict(NamedTuple):
     """The verdict on one figure. `within` is None if the figure is not the test's own: another network, model or
     number.
     """
@@ -50,41 +50,41 @@ def read_latent(path: Path, shape: Sequence[int] | None = None) -> tuple[torch.T
 
     try:
         data = path.read_bytes()
-        found = np.load(path, allow_pickle=False)
+        latent = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, EOFError) as error:
         raise ProtocolError(f"{path}: cannot be read as .npy ({error})") from None
-    if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.ndim != 4 or found.shape[0] != 1:
-        told = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "an archive"
-        raise ProtocolError(f"{path}: must be one latent, float32 [1, C, h, w], not {told}")
-    if not np.isfinite(found).all():
+    if not isinstance(latent, np.ndarray) or latent.dtype != np.float32 or latent.ndim != 4 or latent.shape[0] != 1:
+        description = f"{latent.dtype} {list(latent.shape)}" if isinstance(latent, np.ndarray) else "an archive"
+        raise ProtocolError(f"{path}: must be one latent, float32 [1, C, h, w], not {description}")
+    if not np.isfinite(latent).all():
         raise ProtocolError(f"{path}: holds NaN or infinite numbers")
-    if shape is not None and list(found.shape) != list(shape):
-        raise ProtocolError(f"{path}: is {list(found.shape)}, this model's images begin from {list(shape)}")
-    return torch.from_numpy(found.copy()), hashlib.sha256(data).hexdigest()
+    if shape is not None and list(latent.shape) != list(shape):
+        raise ProtocolError(f"{path}: is {list(latent.shape)}, this model's images begin from {list(shape)}")
+    return torch.from_numpy(latent.copy()), hashlib.sha256(data).hexdigest()
 
 
-def verdicts(scores: Mapping[str, Any]) -> list[Verdict]:
+def verdicts(scores: Mapping[str, Any]) -> list[FigureVerdict]:
     """Compare `scores.json` with the closed division's windows.
 
     A figure is compared only if all 5,000 captions were generated at 1024×1024 by the protocol.
     """
     values: dict[str, float] = {name: score["value"] for name, score in scores["scores"].items()}
-    for held in scores["against"].values():
-        if held["kind"] == "statistics" or "fid" not in values:
-            values |= {name: score["value"] for name, score in held["scores"].items()}
+    for entry in scores["against"].values():
+        if entry["kind"] == "statistics" or "fid" not in values:
+            values |= {name: score["value"] for name, score in entry["scores"].items()}
     official = not unofficial(scores)
-    found = []
+    lines = []
     for name, (low, high) in WINDOWS.items():
         value = values.get(name)
         within = low <= value <= high if official and value is not None else None
-        found.append(Verdict(name, value, low, high, within))
-    return found
+        lines.append(FigureVerdict(name, value, low, high, within))
+    return lines
 
 
 def unofficial(scores: Mapping[str, Any]) -> list[str]:
-    """Why a run's scores are not the test's, in words; empty if they are."""
+    """Return why a run's scores are not the test's, in words; empty if they are."""
     settings, reasons = scores["settings"], []
     if scores.get("stand_ins"):
         reasons.append(f"stand-ins for {', '.join(scores['stand_ins'])}")
@@ -110,9 +110,9 @@ def table(scores: Mapping[str, Any]) -> str:
     """The verdict as text."""
     words = {True: "within", False: "OUTSIDE", None: "not held against it"}
     lines = [
-        f"{one.figure:12} {'–' if one.value is None else f'{one.value:.8g}':>12}   closed division: "
-        f"{one.low:.8f} … {one.high:.8f}   {words[one.within]}"
-        for one in verdicts(scores)
+        f"{line.figure:12} {'–' if line.value is None else f'{line.value:.8g}':>12}   closed division: "
+        f"{line.low:.8f} … {line.high:.8f}   {words[line.within]}"
+        for line in verdicts(scores)
     ]
     reasons = unofficial(scores)
     lines += [f"not MLPerf's test: {'; '.join(reasons)}"] if reasons else []

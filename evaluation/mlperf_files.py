@@ -1,4 +1,4 @@
-"""What MLPerf's text-to-image test reads: each file by its published name and SHA-256, checked before a run begins."""
+"""Files that MLPerf's text-to-image test reads: each by its published name and SHA-256, checked before a run begins."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DIGESTS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Finding(NamedTuple):
+class FileCheck(NamedTuple):
     """A file that was looked at. `wrong` says why it cannot be used, "" that it can; `stand_in` that it can, although
     it is not the published one; `told` is its SHA-256, as far as it is known.
     """
@@ -54,56 +54,60 @@ class Finding(NamedTuple):
     path: Path
     wrong: str = ""
     stand_in: bool = False
-    told: str = ""
+    digest: str = ""
 
     @property
     def line(self) -> str:
         """The finding as text."""
         if self.wrong:
             return f"{self.name}: {self.wrong}; from {SOURCES[self.name]}"
-        state = "a stand-in" if self.stand_in else "as published" if self.told else "no checksum is published, it fits"
-        return f"{self.name}: {state}" + (f" (SHA-256 {self.told[:16]}…)" if self.told else "")
+        state = (
+            "a stand-in" if self.stand_in else "as published" if self.digest else "no checksum is published, it fits"
+        )
+        return f"{self.name}: {state}" + (f" (SHA-256 {self.digest[:16]}…)" if self.digest else "")
 
 
-def check_all(files: Path, model: str | None, variant: str | None, *, stand_ins: bool = False) -> list[Finding]:
+def check_all(files: Path, model: str | None, variant: str | None, *, stand_ins: bool = False) -> list[FileCheck]:
     """Look at everything that a run needs: `files` holds it under the published names, but for a `model` elsewhere.
 
     Other files than the published ones are wrong, or with `stand_ins` stand-ins. A missing file is always wrong.
     """
-    found = [
+    findings = [
         _checked(name, files / name, read)
         for name, read in (
             (CAPTIONS, _captions), (LATENT, _latent), (STATISTICS, _statistics), (WEIGHTS, _inception), (CLIP, _clip),
         )
     ]  # fmt: skip
-    found.append(_model(files, model, variant))
-    return [one if stand_ins else _refused(one) for one in found]
+    findings.append(_model(files, model, variant))
+    return [finding if stand_ins else _refused(finding) for finding in findings]
 
 
 def model_of(files: Path, model: str | None) -> str:
-    """What `--model` is: as given, or else the folder or the file among `files`."""
+    """The path behind `--model`: as given, or else the folder or the file among `files`."""
     named = files / MODEL_FILE
     return model or str(named if named.is_file() and not (files / MODEL_FOLDER).is_dir() else files / MODEL_FOLDER)
 
 
-def _refused(one: Finding) -> Finding:
-    if not one.stand_in:
-        return one
-    told = f"its SHA-256 is {one.told}, not the published one" if one.told else "is not the published model"
-    return one._replace(wrong=told, stand_in=False)
+def _refused(finding: FileCheck) -> FileCheck:
+    if not finding.stand_in:
+        return finding
+    reason = (
+        f"its SHA-256 is {finding.digest}, not the published one" if finding.digest else "is not the published model"
+    )
+    return finding._replace(wrong=reason, stand_in=False)
 
 
-def _checked(name: str, path: Path, read: Callable[[Path], str | None]) -> Finding:
+def _checked(name: str, path: Path, read: Callable[[Path], str | None]) -> FileCheck:
     """`read` returns a file's digest, None where none is published, and raises the errors of unusable ones."""
     if not path.exists():
-        return Finding(name, path, MISSING)
+        return FileCheck(name, path, MISSING)
     try:
         digest = read(path)
-    except (captions.PromptsError, ProtocolError, fid.StatisticsError, WeightsError, OSError) as error:
-        return Finding(name, path, str(error).removeprefix(f"{path}: "))
+    except (captions.PromptsError, ProtocolError, fid.FidStatisticsError, WeightsError, OSError) as error:
+        return FileCheck(name, path, str(error).removeprefix(f"{path}: "))
     if digest is None:
-        return Finding(name, path)
-    return Finding(name, path, stand_in=not digest.startswith(_DIGESTS[name]), told=digest)
+        return FileCheck(name, path)
+    return FileCheck(name, path, stand_in=not digest.startswith(_DIGESTS[name]), digest=digest)
 
 
 def _captions(path: Path) -> str:
@@ -126,27 +130,29 @@ def _inception(path: Path) -> str:
 
 def _clip(folder: Path) -> str:
     Clip(folder)
-    return sha256(next(folder / one for one in ("model.safetensors", "pytorch_model.bin") if (folder / one).exists()))
+    return sha256(
+        next(folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists())
+    )
 
 
-def _model(files: Path, model: str | None, variant: str | None) -> Finding:
+def _model(files: Path, model: str | None, variant: str | None) -> FileCheck:
     name = model_of(files, model)
     path = Path(name)
     if seeded(name):
-        return Finding(MODEL_FOLDER, path, stand_in=True)
+        return FileCheck(MODEL_FOLDER, path, stand_in=True)
     if path.is_file():
         digest = sha256(path)
-        return Finding(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS[MODEL_FILE], told=digest)
+        return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS[MODEL_FILE], digest=digest)
     if not path.is_dir():
-        return Finding(MODEL_FOLDER, path, MISSING)
+        return FileCheck(MODEL_FOLDER, path, MISSING)
     try:
         family = registry.read(path)
         _, weights = folders.check(path, variant, family.parts, family.label)
         unet = weights.get("unet", [])
     except ModelError as error:
-        return Finding(MODEL_FOLDER, path, str(error))
+        return FileCheck(MODEL_FOLDER, path, str(error))
     digest = sha256(unet[0]) if len(unet) == 1 else ""
-    return Finding(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS["unet"], told=digest)
+    return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS["unet"], digest=digest)
 
 
 def sha256(path: Path) -> str:

@@ -50,17 +50,17 @@ def _mmd(kernel: Kernel, x: Tensor, y: Tensor, counts: Tensor, *, diagonal: bool
     within = torch.zeros(len(weights), dtype=torch.float64)
     across = torch.zeros_like(within)
     for rows in _blocks(len(x)):
-        own = weights[:, rows]
+        row_weights = weights[:, rows]
         for columns in _blocks(len(x)):
             block = kernel(x[rows].double(), x[columns].double())
             if not diagonal and rows == columns:
                 block.fill_diagonal_(0)
-            within += ((own @ block) * weights[:, columns]).sum(1)
+            within += ((row_weights @ block) * weights[:, columns]).sum(1)
         for columns in _blocks(len(y)):
-            across += own @ kernel(x[rows].double(), y[columns].double()).sum(1)
-    whole = weights.sum(1)
-    pairs = whole.square() if diagonal else whole.square() - weights.square().sum(1)
-    return within / pairs + _spread(kernel, y, diagonal) - 2 * across / (whole * len(y))
+            across += row_weights @ kernel(x[rows].double(), y[columns].double()).sum(1)
+    totals = weights.sum(1)
+    pairs = totals.square() if diagonal else totals.square() - weights.square().sum(1)
+    return within / pairs + _spread(kernel, y, diagonal) - 2 * across / (totals * len(y))
 
 
 def _spread(kernel: Kernel, y: Tensor, diagonal: bool) -> float:

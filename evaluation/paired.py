@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
-    """Why images of two runs cannot be paired; None if they can."""
+    """Return why images of two runs cannot be paired; None if they can."""
     if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
         return "since its captions are others"
     if any(run.records[index].seed != other.records[index].seed for index in run.records):
@@ -53,60 +53,60 @@ def images(
     """PSNR, SSIM, LPIPS and distance by layers of these captions' two pictures.
 
     Raises `RunError` where they are of different sizes."""
-    found = []
+    compared = []
     for done, index in enumerate(indices, 1):
-        a, b = (pixels.read(one.pictures / one.records[index].file) for one in (run, other))
+        a, b = (pixels.read(item.pictures / item.records[index].file) for item in (run, other))
         try:
             perceived = None if networks.lpips is None else networks.lpips(a, b)
             layers = None if networks.layers is None else float(networks.layers.between([a], [b])[0])
-            found.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived, layers))
+            compared.append(Pair(index, pairs.psnr(a, b), pairs.ssim(a, b), perceived, layers))
         except ValueError as error:
             raise RunError(f"{run.folder} and {other.folder}: {run.captions[index].id}: {error}") from None
         look(f"{run.name} beside {other.name}", done, len(indices))
-    return found
+    return compared
 
 
 def distances(
-    found: Sequence[Pair],
-    ours: Features,
-    theirs: Features,
+    pairs: Sequence[Pair],
+    run_features: Features,
+    base_features: Features,
     networks: ScoringNetworks,
     ids: Sequence[str],
     counts: Tensor,
 ) -> dict[str, Any]:
-    """By figure the mean over captions with its interval, and the worst captions; equal pictures count as 100 dB."""
+    """The mean over captions by figure, with its interval, and the worst captions; equal pictures count as 100 dB."""
     figures = {
-        name: torch.tensor([getattr(one, name) for one in found], dtype=torch.float64)
+        name: torch.tensor([getattr(pair, name) for pair in pairs], dtype=torch.float64)
         for name in IMAGES
         if networks.lpips is not None or name != "lpips"
     }
     if networks.layers is not None:
-        figures[networks.layers.figure] = torch.tensor([one.layers for one in found], dtype=torch.float64)
+        figures[networks.layers.figure] = torch.tensor([pair.layers for pair in pairs], dtype=torch.float64)
     # 1 - cosine of features of length 1, and exactly 0 for equal ones.
-    figures[networks.paired] = (ours.clip.double() - theirs.clip.double()).square().sum(1) / 2
-    told = {}
+    figures[networks.paired] = (run_features.clip.double() - base_features.clip.double()).square().sum(1) / 2
+    entry = {}
     for name, values in figures.items():
         cases = values if name in _MORE_IS_BETTER else -values
         worst = [{"id": ids[k], "value": float(values[k])} for k in _lowest(cases)]
-        told[name] = bootstrap.said(bootstrap.mean(values, counts)) | {"worst": worst}
-    return told
+        entry[name] = bootstrap.said(bootstrap.mean(values, counts)) | {"worst": worst}
+    return entry
 
 
 def changes(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], ids: Sequence[str], counts: Tensor
+    run_scores: Mapping[str, Tensor], base_scores: Mapping[str, Tensor], ids: Sequence[str], counts: Tensor
 ) -> dict[str, Any]:
-    """By figure that each caption has, [N], the mean of ours less theirs with its interval, and the captions that lose
-    most. An interval without 0 is a change that the captions can tell.
+    """The mean change of each figure that captions have, [N], with its interval, and the captions that lose most. An
+    interval without 0 is a change that the captions can tell.
     """
-    told = {}
-    for name, values in ours.items():
-        moved = values.double() - theirs[name].double()
+    entry = {}
+    for name, values in run_scores.items():
+        moved = values.double() - base_scores[name].double()
         worst = [
-            {"id": ids[k], "value": float(moved[k]), "run": float(values[k]), "base": float(theirs[name][k])}
+            {"id": ids[k], "value": float(moved[k]), "run": float(values[k]), "base": float(base_scores[name][k])}
             for k in _lowest(moved)
         ]
-        told[name] = bootstrap.said(bootstrap.mean(moved, counts)) | {"worst": worst}
-    return told
+        entry[name] = bootstrap.said(bootstrap.mean(moved, counts)) | {"worst": worst}
+    return entry
 
 
 def _lowest(values: Tensor) -> list[int]:

@@ -24,9 +24,9 @@ def read(path: Path) -> Pixels:
         with Image.open(path) as image:
             image.load()
             if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                whole = image.convert("RGBA")
-                ground = Image.new("RGBA", whole.size, (255, 255, 255, 255))
-                return np.asarray(Image.alpha_composite(ground, whole).convert("RGB"))
+                rgba = image.convert("RGBA")
+                ground = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+                return np.asarray(Image.alpha_composite(ground, rgba).convert("RGB"))
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
         reason = getattr(error, "strerror", None) or error
@@ -35,11 +35,11 @@ def read(path: Path) -> Pixels:
 
 def listing(folder: Path) -> Sequence[Path]:
     """A folder's images by name, without hidden ones. Raises `PictureError` if there are none."""
-    found = sorted(
+    paths = sorted(
         path
         for path in folder.iterdir()
         if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
     )
-    if not found:
+    if not paths:
         raise PictureError(f"{folder}: holds no pictures ({', '.join(SUFFIXES)})")
-    return found
+    return paths

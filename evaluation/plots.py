@@ -28,8 +28,8 @@ class Bar(NamedTuple):
     value: float
     low: float
     high: float
-    least: float | None
-    most: float | None
+    low_limit: float | None
+    high_limit: float | None
     verdict: str  # "" without a gate
     series: int
 
@@ -62,13 +62,13 @@ def scatter(dots: Sequence[Point], across: str, up: str) -> Plot:
         plot.text("tick", f"{tick:g}", px(tick), _H - 26)
     plot.text("axis", across, (_LEFT + _W - _RIGHT) / 2, _H - 6)
     plot.text("axis", up, 0, 0, transform=f"translate(14 {_H / 2 - 12:.0f}) rotate(-90)")
-    taken: list[tuple[float, float]] = []
-    for dot in sorted(dots, key=lambda one: one.y):
+    placed: list[tuple[float, float]] = []
+    for dot in sorted(dots, key=lambda point: point.y):
         x, y = px(dot.x), py(dot.y)
         label_y = y + 4
-        while any(abs(label_y - other_y) < 15 and abs(x - other_x) < 150 for other_x, other_y in taken):
+        while any(abs(label_y - other_y) < 15 and abs(x - other_x) < 150 for other_x, other_y in placed):
             label_y -= 15
-        taken.append((x, label_y))
+        placed.append((x, label_y))
         title = f"{dot.label}: {dot.x:.3g}, {dot.y:.4g} ({dot.low:.4g} to {dot.high:.4g})"
         plot.add("line", f"mark s{dot.series}", x1=x, x2=x, y1=py(dot.low), y2=py(dot.high))
         plot.add("circle", f"s{dot.series}", title=title, cx=x, cy=y, r=5.5)
@@ -81,7 +81,7 @@ def whiskers(bars: Sequence[Bar], unit: str) -> Plot:
     """A line for each ratio, over its shaded gate."""
     row, top, left, right = 40, 12, 168, _W - 90
     plot = Plot(_W, top + row * len(bars) + 40)
-    ends = [end for bar in bars for end in (bar.low, bar.high, bar.least, bar.most, 0.0) if end is not None]
+    ends = [end for bar in bars for end in (bar.low, bar.high, bar.low_limit, bar.high_limit, 0.0) if end is not None]
     x0, x1 = _padded(ends)
     px, floor = _scale(x0, x1, left, right), plot.height - 34
     for tick in _ticks(x0, x1):
@@ -90,9 +90,9 @@ def whiskers(bars: Sequence[Bar], unit: str) -> Plot:
     plot.text("axis", unit, (left + right) / 2, plot.height - 2)
     for number, bar in enumerate(bars):
         y = top + row * number + row / 2
-        if bar.most is not None:
-            start = px(x0 if bar.least is None else bar.least)
-            plot.add("rect", "band", x=start, y=y - 13, width=px(bar.most) - start, height=26)
+        if bar.high_limit is not None:
+            start = px(x0 if bar.low_limit is None else bar.low_limit)
+            plot.add("rect", "band", x=start, y=y - 13, width=px(bar.high_limit) - start, height=26)
         title = f"{bar.label}: {bar.value:+.3f}% ({bar.low:+.3f} to {bar.high:+.3f})"
         plot.text("name", bar.label if len(bar.label) <= 22 else bar.label[:21] + "…", left - 12, y + 4, "end")
         plot.add("line", f"mark s{bar.series}", x1=px(bar.low), x2=px(bar.high), y1=y, y2=y)
@@ -103,7 +103,7 @@ def whiskers(bars: Sequence[Bar], unit: str) -> Plot:
 
 
 def histogram(values: Sequence[float], across: str, series: int, *, bins: int = 24) -> Plot:
-    """How many values fall where."""
+    """The number of values fall where."""
     plot, bottom = Plot(420, 170), 130
     low, high = min(values), max(values)
     if high - low < 1e-9:
@@ -113,9 +113,9 @@ def histogram(values: Sequence[float], across: str, series: int, *, bins: int = 
         counts[min(bins - 1, int((value - low) / (high - low) * bins))] += 1
     step, width = (plot.width - 20) / bins, (high - low) / bins
     for number, count in enumerate(counts):
-        tall, start = (bottom - 10) * count / max(counts), low + width * number
-        place: dict[str, Any] = {"x": 10 + number * step + 0.75, "y": bottom - tall, "width": step - 1.5}
-        place |= {"height": tall, "rx": 1.5}
+        height, start = (bottom - 10) * count / max(counts), low + width * number
+        place: dict[str, Any] = {"x": 10 + number * step + 0.75, "y": bottom - height, "width": step - 1.5}
+        place |= {"height": height, "rx": 1.5}
         plot.add("rect", f"b{series}", title=f"{start:.1f} to {start + width:.1f}: {count}", **place)
     plot.add("line", "grid", x1=10, x2=plot.width - 10, y1=bottom, y2=bottom)
     for tick in _ticks(low, high):

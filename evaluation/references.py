@@ -32,14 +32,14 @@ class Features(NamedTuple):
     judged: Mapping[str, Tensor]
 
     def of(self, indices: Sequence[int]) -> Features:
-        """Those of some of the images."""
+        """The features of some of the images."""
         judged = {figure: rows[indices] for figure, rows in self.judged.items()}
         return Features(self.distance[indices], self.clip[indices], judged)
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
-    """What a run's images are compared with: either `features` of images, or `statistics`, which have no images."""
+class ReferenceImages:
+    """The reference of a run's images: either `features` of images, or `statistics`, which have no images."""
 
     name: str
     kind: str  # "folder", "statistics", "run"
@@ -63,27 +63,27 @@ def kind(path: Path) -> str:
     raise UnusableReference(f"{path}: is neither a run, nor a folder of pictures, nor an .npz with mu and sigma")
 
 
-def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Reference:
+def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> ReferenceImages:
     """Compute a reference's features; those of a run are cached in the run's folder, those of a folder in `store`.
 
     Raises `UnusableReference`, `run.RunError`, `fid.StatisticsError` and `pixels.PictureError`, naming the file.
     """
-    name, what = path.resolve().name, kind(path)
-    if what == "statistics":
-        return Reference(name, what, statistics=fid.read(path, networks.distance.width))
-    if what == "run":
+    name, identity = path.resolve().name, kind(path)
+    if identity == "statistics":
+        return ReferenceImages(name, identity, statistics=fid.read(path, networks.distance.width))
+    if identity == "run":
         run = EvaluationRun.read(path)
-        return Reference(name, what, of_run(run, networks, tick), run=run)
+        return ReferenceImages(name, identity, of_run(run, networks, tick), run=run)
     files = pixels.listing(path)
     if len(files) < 2:
         raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
     digest = features.digest_of(files)
 
     def taken(extractor: Extractor) -> Tensor:
-        kept = store / f"{name}-{digest[:12]}-{extractor.name}"
-        return features.of_pictures(files, digest, extractor, kept, tick)
+        cache = store / f"{name}-{digest[:12]}-{extractor.name}"
+        return features.of_pictures(files, digest, extractor, cache, tick)
 
-    return Reference(name, what, _all(networks, taken))
+    return ReferenceImages(name, identity, _all(networks, taken))
 
 
 def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:
@@ -93,7 +93,7 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
     def taken(extractor: Extractor) -> Tensor:
         return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
-    found, texts = _all(networks, taken), [caption.text for caption in run.captions]
+    run_features, texts = _all(networks, taken), [caption.text for caption in run.captions]
     scores = {
         judge.figure: features.of_pairs(
             files, texts, digest, judge.scorer, run.folder / "features" / judge.scorer.name, tick
@@ -101,18 +101,18 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
         for judge in networks.judges
         if judge.kind is Kind.PAIR
     }
-    return found._replace(judged={**found.judged, **scores})
+    return run_features._replace(judged={**run_features.judged, **scores})
 
 
 def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
     """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
-    kept = run.folder / "features" / f"{clip.name}-captions"
-    return features.of_captions(texts, clip.read, clip.width, clip.digest, kept)
+    cache = run.folder / "features" / f"{clip.name}-captions"
+    return features.of_captions(texts, clip.read, clip.width, clip.digest, cache)
 
 
-def _all(networks: ScoringNetworks, taken: Callable[[Extractor], Tensor]) -> Features:
-    distance = taken(networks.distance)
-    clip = distance if networks.clip is networks.distance else taken(networks.clip)
-    judged = {judge.figure: taken(judge.extractor) for judge in networks.judges if judge.kind is not Kind.PAIR}
+def _all(networks: ScoringNetworks, extract: Callable[[Extractor], Tensor]) -> Features:
+    distance = extract(networks.distance)
+    clip = distance if networks.clip is networks.distance else extract(networks.clip)
+    judged = {judge.figure: extract(judge.extractor) for judge in networks.judges if judge.kind is not Kind.PAIR}
     return Features(distance, clip, judged)

@@ -78,8 +78,8 @@ class EvaluationRun:
 
     def digest(self) -> str:
         """A digest of these images, in this order."""
-        whole = "".join(self.records[index].sha256 for index in sorted(self.records))
-        return hashlib.sha256(whole.encode()).hexdigest()
+        joined = "".join(self.records[index].sha256 for index in sorted(self.records))
+        return hashlib.sha256(joined.encode()).hexdigest()
 
     def files(self) -> list[Path]:
         """The finished images' files, in the captions' order."""
@@ -90,8 +90,8 @@ class EvaluationRun:
         """Open a finished run. Raises `RunError` for any other folder, and for images missing or changed."""
         run = cls.load(folder)
         if run.missing:
-            left, whole = len(run.missing), len(run.captions)
-            raise RunError(f"{folder}: {left} of {whole} pictures are not drawn; start its `evaluate` again")
+            left, counts = len(run.missing), len(run.captions)
+            raise RunError(f"{folder}: {left} of {counts} pictures are not drawn; start its `evaluate` again")
         return run
 
     @classmethod
@@ -160,7 +160,7 @@ class RunWriter:
         """Raises `RunError` if the run's settings or captions differ, naming the first difference; if another process
         draws into it; and if the folder contains anything but a run.
         """
-        asked = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
+        requested = dict(settings) | {"captions": len(captions), "captions_sha256": texts.digest(captions)}
         head = folder / "run.json"
         if not head.exists() and folder.exists() and any(p.name != "run.lock" for p in folder.iterdir()):
             raise RunError(f"{folder} contains something other than a run; name an empty folder or a new one")
@@ -171,12 +171,12 @@ class RunWriter:
         except Timeout:
             raise RunError(f"{folder} is being drawn into by another process") from None
         try:
-            found = EvaluationRun.load(folder) if head.exists() else None
-            if found is not None and found.records:
-                _refuse_differences(f"{folder} holds a run with other settings", found.settings, asked, asked)
-                self.run = found
+            stored = EvaluationRun.load(folder) if head.exists() else None
+            if stored is not None and stored.records:
+                _refuse_differences(f"{folder} holds a run with other settings", stored.settings, requested, requested)
+                self.run = stored
             else:  # nothing is drawn: a rejected command must not block a corrected one
-                self.run = EvaluationRun(folder, asked, captions, {})
+                self.run = EvaluationRun(folder, requested, captions, {})
                 write_json(folder / "captions.json", [[caption.id, caption.text] for caption in captions])
                 self._write_head()
             self._clean()
@@ -200,14 +200,16 @@ class RunWriter:
         unknown: list[str] = []
         if ("version" in self.run.drawn_by) != ("version" in fingerprint):
             unknown = [name for name in names if (name in self.run.drawn_by) != (name in fingerprint)]
-        said = [
+        differences = [
             f"pictures differ in {name}: {self.run.drawn_by.get(name)!r} and {fingerprint.get(name)!r}"
             for name in names
             if name not in unknown and self.run.drawn_by.get(name) != fingerprint.get(name)
         ]
         if unknown:
-            said.append(f"an older version drew some pictures, whose fingerprints do not hold {', '.join(unknown)}")
-        return said
+            differences.append(
+                f"an older version drew some pictures, whose fingerprints do not hold {', '.join(unknown)}"
+            )
+        return differences
 
     def add(self, caption: Caption, seed: int, file: str, png: bytes, *, session: int, seconds: float) -> None:
         """Write an image completely, then its record. Raises OSError, and then neither exists."""
@@ -231,9 +233,9 @@ class RunWriter:
         log = self.run.folder / "pictures.jsonl"
         if log.exists():
             data = log.read_bytes()
-            whole = data.rfind(b"\n") + 1
-            if whole < len(data):
-                os.truncate(log, whole)
+            end = data.rfind(b"\n") + 1
+            if end < len(data):
+                os.truncate(log, end)
 
     def close(self) -> None:
         if self._lock.is_locked:
@@ -265,9 +267,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _refuse_differences(
-    what: str, there: Mapping[str, Any], asked: Mapping[str, Any], names: Mapping[str, Any]
+    title: str, stored: Mapping[str, Any], requested: Mapping[str, Any], names: Mapping[str, Any]
 ) -> None:
-    differ = [name for name in names if there.get(name) != asked.get(name)]
+    differ = [name for name in names if stored.get(name) != requested.get(name)]
     if differ:
-        said = "; ".join(f"{name} is {there.get(name)!r} there, {asked.get(name)!r} here" for name in differ[:5])
-        raise RunError(f"{what}: {said}")
+        differences = "; ".join(
+            f"{name} is {stored.get(name)!r} there, {requested.get(name)!r} here" for name in differ[:5]
+        )
+        raise RunError(f"{title}: {differences}")

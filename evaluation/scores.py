@@ -13,13 +13,18 @@ from evaluation.bootstrap import Estimate, said
 from evaluation.features import Look
 from evaluation.fid import FrechetDistance, Gaussian
 from evaluation.judges import Kind
-from evaluation.references import Features, Reference
+from evaluation.references import Features, ReferenceImages
 from evaluation.run import EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
 
 
 def of_run(
-    run: EvaluationRun, networks: ScoringNetworks, held_against: Sequence[Reference], *, resamples: int, look: Look
+    run: EvaluationRun,
+    networks: ScoringNetworks,
+    held_against: Sequence[ReferenceImages],
+    *,
+    resamples: int,
+    look: Look,
 ) -> dict[str, Any]:
     """The content of `scores.json`.
 
@@ -31,7 +36,7 @@ def of_run(
     counts = bootstrap.resamples(len(run.captions), resamples)
     notes = few(run.name, len(run.captions), networks)
     each = of_captions(run, networks, seen)
-    found: dict[str, Any] = {
+    scores: dict[str, Any] = {
         "scores": {name: said(bootstrap.mean(values, counts)) for name, values in each.items()},
         "against": {},
     }
@@ -40,7 +45,7 @@ def of_run(
             raise RunError(f"--against: {run.folder} is this run itself")
         notes += few(reference.name, reference.count, networks)
         far = distances(seen, networks, reference, counts, look=look)
-        held: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "kind": reference.kind,
             "pictures": reference.count,
             "scores": {n: said(f) for n, f in far.items()},
@@ -53,25 +58,25 @@ def of_run(
                 assert reference.features is not None, "a run has images"
                 ids = [caption.id for caption in run.captions]
                 every = paired.images(run, reference.run, networks, look, range(len(ids)))
-                held["scores"] |= paired.distances(every, seen, reference.features, networks, ids, counts)
-                theirs = of_captions(reference.run, networks, reference.features)
-                held["changes"] = paired.changes(each, theirs, ids, counts)
-        found["against"][reference.name] = held
-    return found | {"resamples": resamples, "notes": notes}
+                entries["scores"] |= paired.distances(every, seen, reference.features, networks, ids, counts)
+                reference_scores = of_captions(reference.run, networks, reference.features)
+                entries["changes"] = paired.changes(each, reference_scores, ids, counts)
+        scores["against"][reference.name] = entries
+    return scores | {"resamples": resamples, "notes": notes}
 
 
 def of_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -> dict[str, Tensor]:
-    """By figure the score of each caption's image, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
+    """The scores of each caption's image by figure, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
     rewards.
     """
-    found = {networks.score: 100 * _cosines(seen.clip, references.captions_of(run, networks.clip))}
+    scores = {networks.score: 100 * _cosines(seen.clip, references.captions_of(run, networks.clip))}
     for judge in networks.judges:
         if judge.kind is Kind.REWARD:
             texts = references.captions_of(run, judge.clip)
-            found[judge.figure] = judge.scale * _cosines(seen.judged[judge.figure], texts)
+            scores[judge.figure] = judge.scale * _cosines(seen.judged[judge.figure], texts)
         elif judge.kind is Kind.PAIR:
-            found[judge.figure] = judge.scale * seen.judged[judge.figure][:, 0].double()
-    return found
+            scores[judge.figure] = judge.scale * seen.judged[judge.figure][:, 0].double()
+    return scores
 
 
 def _cosines(images: Tensor, texts: Tensor) -> Tensor:
@@ -79,36 +84,36 @@ def _cosines(images: Tensor, texts: Tensor) -> Tensor:
 
 
 def distances(
-    seen: Features, networks: ScoringNetworks, reference: Reference, counts: Tensor, *, look: Look
+    seen: Features, networks: ScoringNetworks, reference: ReferenceImages, counts: Tensor, *, look: Look
 ) -> dict[str, Estimate]:
     """FID, and if the reference has images KID, CMMD and those of judges. The reference itself is not resampled."""
-    theirs = reference.features
-    if theirs is None:
+    reference_features = reference.features
+    if reference_features is None:
         assert reference.statistics is not None
         return {networks.fid: _frechet(networks.fid, seen.distance, reference.statistics, counts, look)}
-    found = {networks.fid: _frechet(networks.fid, seen.distance, theirs.distance, counts, look)}
+    scores = {networks.fid: _frechet(networks.fid, seen.distance, reference_features.distance, counts, look)}
     every = torch.cat([torch.ones_like(counts[:1]), counts])
-    found[networks.kid] = _walked(mmd.kid(seen.distance, theirs.distance, every))
-    found[networks.cmmd] = _walked(mmd.cmmd(seen.clip, theirs.clip, every))
+    scores[networks.kid] = _walked(mmd.kid(seen.distance, reference_features.distance, every))
+    scores[networks.cmmd] = _walked(mmd.cmmd(seen.clip, reference_features.clip, every))
     for judge in networks.judges:
         name = judge.figure
         if judge.kind is Kind.FRECHET:
-            found[name] = _frechet(name, seen.judged[name], theirs.judged[name], counts, look)
+            scores[name] = _frechet(name, seen.judged[name], reference_features.judged[name], counts, look)
         elif judge.kind is Kind.CMMD:
-            found[name] = _walked(mmd.cmmd(seen.judged[name], theirs.judged[name], every))
-    return found
+            scores[name] = _walked(mmd.cmmd(seen.judged[name], reference_features.judged[name], every))
+    return scores
 
 
-def _frechet(name: str, ours: Tensor, reference: Tensor | Gaussian, counts: Tensor, look: Look) -> Estimate:
-    far, drawn = FrechetDistance(reference), []
+def _frechet(name: str, features: Tensor, reference: Tensor | Gaussian, counts: Tensor, look: Look) -> Estimate:
+    far, resampled = FrechetDistance(reference), []
     for number, once in enumerate(counts, 1):
-        drawn.append(far(ours, once))
+        resampled.append(far(features, once))
         look(f"{name} over resamples", number, len(counts))
-    return Estimate(far(ours), torch.tensor(drawn, dtype=torch.float64))
+    return Estimate(far(features), torch.tensor(resampled, dtype=torch.float64))
 
 
 def _walked(values: Tensor) -> Estimate:
-    """Of a figure over all captions, and then over each resample."""
+    """The value of a figure over all captions, and then over each resample."""
     return Estimate(float(values[0]), values[1:])
 
 

@@ -46,16 +46,16 @@ class ServiceClient:
 
         Raises `SourceError` if no service answers, or none has the model.
         """
-        offered = [one for one in self._models() if one["diptych"]["modality"] == modality]
-        found = [one for one in offered if one["id"] == name or (name is None and one["diptych"]["live"])]
-        if not found:
-            there = ", ".join(one["id"] for one in offered) or "none"
+        offered = [entry for entry in self._models() if entry["diptych"]["modality"] == modality]
+        matches = [entry for entry in offered if entry["id"] == name or (name is None and entry["diptych"]["live"])]
+        if not matches:
+            offered_names = ", ".join(entry["id"] for entry in offered) or "none"
             kind = "picture" if modality == "image" else modality
-            raise SourceError(f"{self.url}: no {kind} model {name or 'that is live'}; there: {there}")
-        return found[0]["id"], found[0]["diptych"]
+            raise SourceError(f"{self.url}: no {kind} model {name or 'that is live'}; there: {offered_names}")
+        return matches[0]["id"], matches[0]["diptych"]
 
-    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        return self._threads.submit(work, *given)
+    def submit(self, work: Callable[..., Any], *body: Any) -> Future[Any]:
+        return self._threads.submit(work, *body)
 
     def post(self, path: str, fields: dict[str, Any]) -> Any:
         """The response to a request, with retries. Raises `SourceError` if it is rejected or given up."""
@@ -65,9 +65,9 @@ class ServiceClient:
                 with self._open(path, fields) as answer:
                     return json.loads(answer.read())
             except urllib.error.HTTPError as error:
-                said, field = _said(error)
+                message, field = _said(error)
                 if error.code not in (429, 500, 503) or not left:
-                    raise SourceError(f"the service answered {error.code}: {said}", field) from None
+                    raise SourceError(f"the service answered {error.code}: {message}", field) from None
                 after = error.headers.get("Retry-After", "")
                 pause_s = float(after) if after.isdigit() else pause_s
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -99,9 +99,9 @@ class ServiceClient:
     def _models(self) -> list[Any]:
         try:
             with self._open("/v1/models", None, timeout_s=30) as answer:
-                found = json.loads(answer.read())["data"]
-            if all("diptych" in one for one in found):
-                return list(found)
+                entries = json.loads(answer.read())["data"]
+            if all("diptych" in entry for entry in entries):
+                return list(entries)
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise SourceError(f"{self.url}: the service answered {error.code}: {_said(error)[0]}") from None
@@ -127,7 +127,7 @@ def _said(error: urllib.error.HTTPError) -> tuple[str, str | None]:
     """The error message, and the field that it is about."""
     try:
         with error:
-            told = json.loads(error.read())["error"]
-        return str(told["message"]), told.get("param")
+            body = json.loads(error.read())["error"]
+        return str(body["message"]), body.get("param")
     except (ValueError, KeyError, TypeError, AttributeError, OSError, http.client.HTTPException):
         return "no reason was given", None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workers.build import Runtime
 
 
-class GeneratedImage(NamedTuple):
+class SourceImage(NamedTuple):
     """An image's PNG, and notes for its user."""
 
     png: bytes
@@ -36,37 +36,37 @@ class ImageSource(Protocol):
 
     width: int
 
-    def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+    def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
         """Start an image; `tick` is called from any thread for each step, if steps are reported."""
         ...
 
-    def take(self, result: Any) -> GeneratedImage:
+    def take(self, result: Any) -> SourceImage:
         """The image from a future's result."""
         ...
 
     def pixels(self, result: Any) -> Pixels:
-        """The same, uint8 [H, W, 3]."""
+        """The pixels of an image, uint8 [H, W, 3]."""
         ...
 
 
 class LocalEngine:
     """The engine of this process."""
 
-    def __init__(self, works: Runtime) -> None:
-        self.width = 2 * works.settings.max_requests  # as many wait as are running
-        self._engine = works.engine
+    def __init__(self, runtime: Runtime) -> None:
+        self.width = 2 * runtime.settings.max_requests  # as many wait as are running
+        self._engine = runtime.engine
 
-    def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+    def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
         from core.batching.request import Outcome, Request
 
         def listen(_: Request, outcome: Outcome) -> None:
             if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
                 tick()
 
-        return self._engine.submit(Request(secrets.token_hex(8), "image", wanted, listener=listen))
+        return self._engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen))
 
-    def take(self, result: Any) -> GeneratedImage:
-        return GeneratedImage(result.png(), result.warnings)
+    def take(self, result: Any) -> SourceImage:
+        return SourceImage(result.png(), result.warnings)
 
     def pixels(self, result: Any) -> Pixels:
         return np.asarray(result.image)
@@ -81,21 +81,21 @@ class RemoteService:
         self.width = width
         self.model, self.card = self._service.model("image", model)
 
-    def submit(self, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+    def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
         fields = {
-            "prompt": wanted.prompt, "model": self.model, "size": f"{wanted.width}x{wanted.height}",
-            "seed": wanted.seed, "steps": wanted.steps, "guidance_scale": wanted.guidance_scale,
-            "negative_prompt": wanted.negative_prompt, "scheduler": wanted.scheduler,
-            "deterministic": wanted.deterministic, "deepcache": to_field(wanted.deepcache),
+            "prompt": parameters.prompt, "model": self.model, "size": f"{parameters.width}x{parameters.height}",
+            "seed": parameters.seed, "steps": parameters.steps, "guidance_scale": parameters.guidance_scale,
+            "negative_prompt": parameters.negative_prompt, "scheduler": parameters.scheduler,
+            "deterministic": parameters.deterministic, "deepcache": to_field(parameters.deepcache),
             "plan": "off" if self.card.get("plan") else None,  # which a service may have for what is left open
-            **{name: getattr(wanted, name) for name in (*GUIDANCE_FIELDS, *SCHEDULE_FIELDS)},
-            "vae": None if wanted.vae == FULL else wanted.vae,  # which older services do not know
+            **{name: getattr(parameters, name) for name in (*GUIDANCE_FIELDS, *SCHEDULE_FIELDS)},
+            "vae": None if parameters.vae == FULL else parameters.vae,  # which older services do not know
         }  # fmt: skip
-        given = {name: value for name, value in fields.items() if value is not None}
-        return self._service.submit(self._draw, given, wanted.steps, tick)
+        body = {name: value for name, value in fields.items() if value is not None}
+        return self._service.submit(self._draw, body, parameters.steps, tick)
 
-    def take(self, result: Any) -> GeneratedImage:
-        return GeneratedImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
+    def take(self, result: Any) -> SourceImage:
+        return SourceImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
 
     def pixels(self, result: Any) -> Pixels:
         with Image.open(io.BytesIO(self.take(result).png)) as image:

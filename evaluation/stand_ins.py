@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evaluation.captions import render
 from evaluation.clip import EMBEDDED
-from evaluation.inception import WEIGHTS, Network
+from evaluation.inception import WEIGHTS, InceptionNetwork
 from evaluation.mlperf_files import CAPTIONS, CLIP, LATENT, STATISTICS
 from evaluation.run import write
 from pipeline.checkpoints import sdxl
@@ -45,23 +45,23 @@ def make(name: str, folder: Path, *, model: str, captions: int) -> Path:
 def inception_weights(seed: int = 0) -> dict[str, Tensor]:
     """Random weights in the published file's layout, scaled so that no layer dies or overflows."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Tensor] = {}
-    for name, value in Network().state_dict().items():
+    tensors: dict[str, Tensor] = {}
+    for name, value in InceptionNetwork().state_dict().items():
         if name.endswith("conv.weight"):
-            made[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
+            tensors[name] = torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5
         elif name.endswith(("running_var", "bn.weight")):
-            made[name] = 0.5 + torch.rand(value.shape, generator=generator)
+            tensors[name] = 0.5 + torch.rand(value.shape, generator=generator)
         elif value.is_floating_point():
-            made[name] = 0.2 * torch.randn(value.shape, generator=generator)
-    return made | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+            tensors[name] = 0.2 * torch.randn(value.shape, generator=generator)
+    return tensors | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
 
 
 def latent_side(model: str) -> int:
-    """Of the square latents that a seeded model's pictures begin from; SDXL's for any other."""
-    found = registry.seeded(model)
-    if found is None or model == sdxl.NAME:  # which takes a minute to be built on a CPU
+    """The side of the square latents that a seeded model's pictures begin from; SDXL's for any other."""
+    network = registry.seeded(model)
+    if network is None or model == sdxl.NAME:  # which takes a minute to be built on a CPU
         return int(sdxl.UNET["sample_size"])
-    return int(found[1].build(torch.device("cpu"))["unet"].config.sample_size)
+    return int(network[1].build(torch.device("cpu"))["unet"].config.sample_size)
 
 
 def _captions(path: Path, count: int) -> None:
@@ -85,8 +85,8 @@ def _clip(folder: Path) -> None:
 
     partial = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
-    own = json.loads((EMBEDDED / "config.json").read_text("utf-8"))["text_config"]
-    words = {key: own[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    text_config = json.loads((EMBEDDED / "config.json").read_text("utf-8"))["text_config"]
+    words = {key: text_config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     towers: dict[str, Any] = {
         "text_config": words | {"num_hidden_layers": _LAYERS}, "vision_config": {"num_hidden_layers": _LAYERS},
     }  # fmt: skip

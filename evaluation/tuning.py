@@ -61,23 +61,23 @@ class Candidate:
 
     def request(self, draft: ImageParameters) -> ImageParameters:
         """The request `draft` by this plan."""
-        one = replace(draft, steps=self.steps, deepcache=self.cached, guidance_interval=self.interval)
+        request = replace(draft, steps=self.steps, deepcache=self.cached, guidance_interval=self.interval)
         if self.steps != draft.steps:
-            one = replace(one, timesteps=None)
+            request = replace(request, timesteps=None)
         if self.scheduler is None:
-            return one
-        return replace(one, scheduler=self.scheduler, schedule_type=self.schedule_type, timesteps=None, eta=None)
+            return request
+        return replace(request, scheduler=self.scheduler, schedule_type=self.schedule_type, timesteps=None, eta=None)
 
     def fields(self) -> dict[str, Any]:
         """The plan as `contract.tuned` has it."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "steps": self.steps,
             "deepcache": plans.to_field(self.cached),
             "guidance_interval": None if self.interval is None else [*self.interval],
             "scheduler": self.scheduler,
             "schedule_type": self.schedule_type,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 SSIM, DISTANCE, LPIPS = PAIRED = ("ssim", "distance", "lpips")  # of each image and the full plan's
@@ -87,7 +87,7 @@ Bounds = tuple[float, float, float]  # a figure, and its 95% interval
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a named plan may cost: per cent of the captions' score, either way, and the least mean PSNR in dB.
+    """The limits of a named plan: per cent of the captions' score, either way, and the least mean PSNR in dB.
 
     `others` has limits by name: the least mean SSIM, the most of the other figures of `PAIRED`, and by how many per
     cent those of `REAL` may rise.
@@ -95,7 +95,7 @@ class Gate:
 
     score: float
     psnr: float
-    others: Mapping[str, float] = field(default_factory=dict)
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
 
 GATES = {BEST: Gate(0.2, 30.0), BALANCED: Gate(0.5, 24.0), FAST: Gate(2.0, 18.0)}
@@ -108,7 +108,7 @@ def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candi
     guided = defaults.rows(defaults.guidance_scale) == 2
     samplers: list[tuple[str | None, str | None]] = [(None, None)]
     full = Candidate(FULL, defaults.steps)
-    found = {_meaning(full): full}
+    candidates_by_meaning = {_meaning(full): full}
     for share in _SHARES:
         steps = max(1, round(share * defaults.steps))
         more = [_MULTISTEP] if _MULTISTEP[0] in schedulers and not defaults.student else []
@@ -117,30 +117,30 @@ def candidates(defaults: ImageDefaults, schedulers: Sequence[str]) -> list[Candi
                 for interval in _INTERVALS if guided else (None,):
                     if not GuidanceSchedule(interval).fits(steps):
                         continue
-                    one = Candidate("", steps, cached, interval, scheduler, schedule_type)
-                    found.setdefault(_meaning(one), replace(one, name=_name(one)))
-    return list(found.values())
+                    candidate = Candidate("", steps, cached, interval, scheduler, schedule_type)
+                    candidates_by_meaning.setdefault(_meaning(candidate), replace(candidate, name=_name(candidate)))
+    return list(candidates_by_meaning.values())
 
 
-def _meaning(one: Candidate) -> tuple[Any, ...]:
+def _meaning(candidate: Candidate) -> tuple[Any, ...]:
     """Equal for plans that draw the same."""
-    steps = plans.rows_and_depths(one.cached, GuidanceSchedule(one.interval), one.steps, 2)
-    depth = None if all(deep for _, deep in steps) or one.cached is None else one.cached.depth
-    return one.scheduler, depth, steps
+    steps = plans.rows_and_depths(candidate.cached, GuidanceSchedule(candidate.interval), candidate.steps, 2)
+    depth = None if all(deep for _, deep in steps) or candidate.cached is None else candidate.cached.depth
+    return candidate.scheduler, depth, steps
 
 
-def _name(one: Candidate) -> str:
-    """Such as `12-dpm++2m-2resnet-0.5`: steps, sampler, DeepCache, and where guidance ends."""
-    parts = [str(one.steps)]
-    parts += [] if one.scheduler is None else [one.scheduler]
-    parts += [] if one.cached is None else [f"{one.cached.interval}{one.cached.depth}"]
-    parts += [] if one.interval is None else [f"{one.interval[1]:g}"]
+def _name(candidate: Candidate) -> str:
+    """A name such as `12-dpm++2m-2resnet-0.5`: steps, sampler, DeepCache, and where guidance ends."""
+    parts = [str(candidate.steps)]
+    parts += [] if candidate.scheduler is None else [candidate.scheduler]
+    parts += [] if candidate.cached is None else [f"{candidate.cached.interval}{candidate.cached.depth}"]
+    parts += [] if candidate.interval is None else [f"{candidate.interval[1]:g}"]
     return "-".join(parts)
 
 
-def estimate_s(card: ImageCard, wanted: ImageParameters) -> float:
+def estimate_s(card: ImageCard, parameters: ImageParameters) -> float:
     """Seconds of an image of this request, where batches are full, by the engine's measured costs."""
-    return work_s(card, ImageJob(replace(wanted, deepcache=None), deepcache=plans.to_field(wanted.deepcache)))
+    return work_s(card, ImageJob(replace(parameters, deepcache=None), deepcache=plans.to_field(parameters.deepcache)))
 
 
 class Rated(NamedTuple):
@@ -152,25 +152,25 @@ class Rated(NamedTuple):
 
 
 def front(rated: Iterable[Rated]) -> list[Rated]:
-    """Those that no other beats in both, the fastest first."""
-    found: list[Rated] = []
-    for one in sorted(rated, key=lambda one: (one.seconds, -one.psnr, one.candidate.name)):
-        if not found or one.psnr > found[-1].psnr:
-            found.append(one)
-    return found
+    """The plans that no other beats in both, the fastest first."""
+    frontier: list[Rated] = []
+    for entry in sorted(rated, key=lambda entry: (entry.seconds, -entry.psnr, entry.candidate.name)):
+        if not frontier or entry.psnr > frontier[-1].psnr:
+            frontier.append(entry)
+    return frontier
 
 
 def keep(rated: Sequence[Rated], count: int) -> list[Rated]:
     """The best `count` in order: front by front, and of a front that does not fit those spread evenly over it."""
-    left, kept = list(rated), list[Rated]()
-    while left and len(kept) < count:
-        first, room = front(left), count - len(kept)
+    left, selected = list(rated), list[Rated]()
+    while left and len(selected) < count:
+        first, room = front(left), count - len(selected)
         if len(first) > room:
-            kept += [first[k * (len(first) - 1) // max(1, room - 1)] for k in range(room)]
+            selected += [first[k * (len(first) - 1) // max(1, room - 1)] for k in range(room)]
             break
-        kept += first
-        left = [one for one in left if one not in first]
-    return kept
+        selected += first
+        left = [entry for entry in left if entry not in first]
+    return selected
 
 
 def shuffled(captions: Sequence[Caption], limit: int) -> list[Caption]:
@@ -197,30 +197,38 @@ class Search:
 
     def finalists(self, every: Sequence[Candidate], count: int = FINALISTS) -> list[Candidate]:
         """The candidates left after all rounds, which have drawn all captions, the fastest first."""
-        full, others = every[0], list(every[1:])
+        full, remaining = every[0], list(every[1:])
         whole_s = self.seconds(full)
-        others = [one for one in others if self.seconds(one) < whole_s]
+        remaining = [candidate for candidate in remaining if self.seconds(candidate) < whole_s]
         for number, (captions, share) in enumerate(_ROUNDS, 1):
             captions = min(captions, self.captions)
-            others = self.draw([full, *others], captions, f"round {number}, {len(others)} plans")[1:]
-            room = max(count, round(share * len(others)))
-            others = [one.candidate for one in keep([self.rated(one, captions) for one in others], room)]
+            remaining = self.draw([full, *remaining], captions, f"round {number}, {len(remaining)} plans")[1:]
+            room = max(count, round(share * len(remaining)))
+            remaining = [
+                candidate.candidate
+                for candidate in keep([self.rated(candidate, captions) for candidate in remaining], room)
+            ]
             if captions == self.captions:
                 break
-        others = [one.candidate for one in keep([self.rated(one, captions) for one in others], count)]
-        others = self.draw([full, *others], self.captions, f"the last {len(others)} plans")[1:]
-        return sorted(others, key=self.seconds)
+        remaining = [
+            candidate.candidate
+            for candidate in keep([self.rated(candidate, captions) for candidate in remaining], count)
+        ]
+        remaining = self.draw([full, *remaining], self.captions, f"the last {len(remaining)} plans")[1:]
+        return sorted(remaining, key=self.seconds)
 
-    def rated(self, one: Candidate, captions: int) -> Rated:
+    def rated(self, candidate: Candidate, captions: int) -> Rated:
         """The candidate by its first captions."""
-        return Rated(one, self.seconds(one), fmean(self.psnr(one, index) for index in range(captions)))
+        return Rated(
+            candidate, self.seconds(candidate), fmean(self.psnr(candidate, index) for index in range(captions))
+        )
 
-    def psnr(self, one: Candidate, index: int) -> float:
-        """Of a caption's image to the full plan's."""
-        key = (one.name, index)
+    def psnr(self, candidate: Candidate, index: int) -> float:
+        """The PSNR of a caption's image to the full plan's."""
+        key = (candidate.name, index)
         if key not in self._psnr:
-            mine, theirs = (self._picture(name, index) for name in (one.name, FULL))
-            self._psnr[key] = pairs.psnr(pixels.read(mine), pixels.read(theirs))
+            picture, reference = (self._picture(name, index) for name in (candidate.name, FULL))
+            self._psnr[key] = pairs.psnr(pixels.read(picture), pixels.read(reference))
         return self._psnr[key]
 
     def _picture(self, name: str, index: int) -> Path:
@@ -229,16 +237,16 @@ class Search:
             run = self._runs[name] = EvaluationRun.load(self.folder / name)
         return run.pictures / run.records[index].file
 
-    def seconds(self, one: Candidate) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """Estimated, of an image."""
-        return estimate_s(self.card, one.request(self.draft))
+        return estimate_s(self.card, candidate.request(self.draft))
 
 
 def measure(
     plans_of: Mapping[str, tuple[ImageParameters, float]],
     source: ImageSource,
     prompts: Sequence[str],
-    known: dict[str, list[list[float]]],
+    measured: dict[str, list[list[float]]],
     keep_known: Callable[[], None],
     tell: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
@@ -247,46 +255,46 @@ def measure(
 
     Every turn of a plan has one of the full plan right before or after it, in the same process, and the speed-up is the
     median of these pairs' ratios: a machine that gets slower, or other work on it, meets both alike. `plans_of` has
-    each plan's request and its estimated seconds, the full plan's first. `known` has the pairs of rates that were
+    each plan's request and its estimated seconds, the full plan's first. `measured` has the pairs of rates that were
     measured before, the full plan's first, and gets those that are now; `keep_known` stores it.
     """
-    full, *others = plans_of
+    full, *alternatives = plans_of
     warm: set[str] = set()
 
     def rate(name: str) -> float:
         draft, estimated_s = plans_of[name]
         if name not in warm:  # embeddings, widths of batches and buffers, which its first images make
-            _per_second(source, draft, prompts, 0.0, clock, most=1)
+            _per_second(source, draft, prompts, 0.0, clock, limit=1)
             warm.add(name)
         return _per_second(source, draft, prompts, estimated_s, clock)
 
     for turn in range(_PAIRS):
-        for name in others or [full]:
-            if len(known.setdefault(name, [])) > turn:
+        for name in alternatives or [full]:
+            if len(measured.setdefault(name, [])) > turn:
                 continue
             tell(f"timing {name}, turn {turn + 1} of {_PAIRS}")
             order = (full, name) if turn % 2 == 0 else (name, full)
-            rates = {one: rate(one) for one in order}
-            known[name].append([rates[full], rates[name]])
+            rates = {name: rate(name) for name in order}
+            measured[name].append([rates[full], rates[name]])
             keep_known()
-    whole = median(beside for pairs_of in known.values() for beside, _ in pairs_of)
-    speedups = {name: median(own / beside for beside, own in known[name]) for name in others}
-    return {name: round(whole * speedups.get(name, 1.0), 4) for name in plans_of}
+    baseline = median(full_rate for pairs_of in measured.values() for full_rate, _ in pairs_of)
+    speedups = {name: median(rate / full_rate for full_rate, rate in measured[name]) for name in alternatives}
+    return {name: round(baseline * speedups.get(name, 1.0), 4) for name in plans_of}
 
 
 def _per_second(
     source: ImageSource, draft: ImageParameters, prompts: Sequence[str], estimated_s: float,
-    clock: Callable[[], float], most: int | None = None,
+    clock: Callable[[], float], limit: int | None = None,
 ) -> float:  # fmt: skip
-    """Of a closed loop that keeps the engine full, from its first to its last image.
+    """The rate of a closed loop that keeps the engine full, from its first to its last image.
 
-    `most` limits the images to so many times those in flight.
+    `limit` limits the images to so many times those in flight.
     """
     width = max(1, source.width // 2)  # twice of which keep it full and waiting
-    count = round(min((most or _TIMED[1]) * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
-    wanted = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
+    count = round(min((limit or _TIMED[1]) * width, max(_TIMED[0] * width, _TIMED_S / max(estimated_s, 1e-6))))
+    requests = [replace(draft, prompt=prompts[k % len(prompts)], seed=k) for k in range(count)]
     started = clock()
-    for _, future in stream(source, ((one.seed, one) for one in wanted), width):
+    for _, future in stream(source, ((request.seed, request) for request in requests), width):
         source.take(future.result())
     return round(count / (clock() - started), 4)
 
@@ -300,17 +308,17 @@ class Judged(NamedTuple):
     images_per_s: float
     score: Bounds
     psnr: float
-    others: Mapping[str, Bounds] = MappingProxyType({})
+    bounds: Mapping[str, Bounds] = MappingProxyType({})
 
     def passes(self, gate: Gate) -> bool:
-        """Whether it costs no more than the gate allows. A figure that is not known passes no limit."""
+        """Return whether it costs no more than the gate allows. A figure that is not known passes no limit."""
         usual = abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
-        return usual and all(self._keeps(name, limit) for name, limit in gate.others.items())
+        return usual and all(self._keeps(name, limit) for name, limit in gate.bounds.items())
 
     def _keeps(self, name: str, limit: float) -> bool:
-        if name not in self.others:
+        if name not in self.bounds:
             return False
-        value = self.others[name][0]
+        value = self.bounds[name][0]
         if name == SSIM:
             return value >= limit
         return value <= (1 + limit / 100 if name in REAL else limit)
@@ -325,28 +333,28 @@ def judge(
     def bounds(figure: Mapping[str, float]) -> Bounds:
         return figure["value"], figure["low"], figure["high"]
 
-    found = []
-    for one, entry in zip(finalists[1:], entries[1:], strict=True):
+    rows = []
+    for candidate, entry in zip(finalists[1:], entries[1:], strict=True):
         figures = entry["pairs"] | entry["ratios"]
-        others = {name: bounds(figures[figure]) for name, figure in names.items() if figure in figures}
+        bounds_by_name = {name: bounds(figures[figure]) for name, figure in names.items() if figure in figures}
         score, psnr = bounds(entry["ratios"][networks.score]), entry["pairs"]["psnr"]["value"]
-        found.append(Judged(one, entry["pictures_per_second"], score, psnr, others))
-    same = {name: 0.0 if name in (DISTANCE, LPIPS) else 1.0 for one in found[:1] for name in one.others}
+        rows.append(Judged(candidate, entry["pictures_per_second"], score, psnr, bounds_by_name))
+    same = {name: 0.0 if name in (DISTANCE, LPIPS) else 1.0 for candidate in rows[:1] for name in candidate.bounds}
     full = {name: (value, value, value) for name, value in same.items()}
-    return [Judged(finalists[0], entries[0]["pictures_per_second"], (1.0, 1.0, 1.0), MOST_DB, full), *found]
+    return [Judged(finalists[0], entries[0]["pictures_per_second"], (1.0, 1.0, 1.0), MOST_DB, full), *rows]
 
 
 def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> dict[str, Judged]:
     """The fastest plan that passes each gate; the full one where none does."""
-    found = {}
+    names = {}
     for name, gate in gates.items():
-        passing = [one for one in judged if one.passes(gate) and one.images_per_s > full.images_per_s]
-        found[name] = max(passing, key=lambda one: one.images_per_s, default=full)
-    return found
+        passing = [entry for entry in judged if entry.passes(gate) and entry.images_per_s > full.images_per_s]
+        names[name] = max(passing, key=lambda entry: entry.images_per_s, default=full)
+    return names
 
 
 def best_front(judged: Sequence[Judged], full: Judged) -> list[Judged]:
-    """Of the finalists and the full plan those that no other beats in measured speed and PSNR, the fastest first."""
-    by_name = {one.candidate.name: one for one in (*judged, full)}
-    rated = [Rated(one.candidate, 1 / one.images_per_s, one.psnr) for one in by_name.values()]
-    return [by_name[one.candidate.name] for one in front(rated)]
+    """The finalists and the full plan that no other beats in measured speed and PSNR, the fastest first."""
+    by_name = {entry.candidate.name: entry for entry in (*judged, full)}
+    rated = [Rated(entry.candidate, 1 / entry.images_per_s, entry.psnr) for entry in by_name.values()]
+    return [by_name[entry.candidate.name] for entry in front(rated)]

@@ -21,7 +21,7 @@ NAME = "diptych"
 
 @dataclass(frozen=True, eq=False)
 class PagedContext:
-    """What a model's layers receive beside their input: the cache, and each row's position."""
+    """The input of a model's layers beside their hidden states: the cache, and each row's position."""
 
     cache: KVCache
     step: TokenBatch
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: visibility follows from positions."""
+    """Return no mask: visibility follows from positions."""
 
 
 def attention(
@@ -71,11 +71,11 @@ def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float
     if query.is_cuda and len(paged.singles) and decode_kernel.lacks(cache) is None:
         key_scales = None if cache.key_scales is None else cache.key_scales[layer]
         value_scales = None if cache.value_scales is None else cache.value_scales[layer]
-        made = decode_kernel.decode(
+        attended = decode_kernel.decode(
             query[paged.singles], cache.keys[layer], cache.values[layer], key_scales, value_scales, cache.table,
             step.positions[paged.singles], step.sequences[paged.singles], scale,
         )  # fmt: skip
-        out[paged.singles] = made.unflatten(1, (kv_heads, -1))
+        out[paged.singles] = attended.unflatten(1, (kv_heads, -1))
     elif len(paged.singles):
         positions = step.positions[paged.singles]
         keys, values = cache.read(layer, step.sequences[paged.singles], int(positions.max()) + 1)
@@ -89,9 +89,9 @@ def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float
         keys, values = cache.read(layer, step.sequences[first : first + 1], int(positions[-1]) + 1)
         seen = torch.arange(keys.shape[2], device=query.device) <= positions[:, None]  # [count, L]
         group = packed.shape[2]
-        made = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             packed[rows].permute(1, 2, 0, 3).flatten(1, 2)[None],  # [1, kv_heads, g · count, d]
             keys, values, attn_mask=seen.repeat(group, 1), scale=scale,
         )[0]  # fmt: skip
-        out[rows] = made.unflatten(1, (group, count)).permute(2, 0, 1, 3)
+        out[rows] = attended.unflatten(1, (group, count)).permute(2, 0, 1, 3)
     return out.flatten(1, 2)

@@ -145,7 +145,9 @@ class GrammarMatcher:
                 self._next = error
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]. Raises `Invalid` if there are none and the answer is incomplete."""
+        """The mask of tokens that may come next, bool [V]. Raises `Invalid` if there are none and the answer is
+        incomplete.
+        """
         self.compute()
         if isinstance(self._next, Invalid):
             raise self._next
@@ -161,7 +163,7 @@ class GrammarMatcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete and nothing can follow. Raises `Invalid` if it is cut off instead."""
+        """Return whether the answer is complete and nothing can follow. Raises `Invalid` if it is cut off instead."""
         self._check()
         return bool(self._inner.is_stopped())
 

@@ -64,16 +64,16 @@ class CpuDecoder:
     @torch.inference_mode()
     def __call__(self, step: TokenBatch) -> Tensor:
         """Logits [L, V] of the step's picked rows, in fp32. They are overwritten by the next call."""
-        made = self._trunks.get(len(step.tokens)) or self._trunk(len(step.tokens))
-        made.tokens.x.copy_(step.tokens)
-        made.rows.positions.copy_(step.positions)
-        made.rows.sequences.copy_(step.sequences)
-        made.ops.run(None)
-        count = len(step.picked)
+        trunk = self._trunks.get(len(step.tokens)) or self._trunk(len(step.tokens))
+        trunk.tokens.x.copy_(step.tokens)
+        trunk.rows.positions.copy_(step.positions)
+        trunk.rows.sequences.copy_(step.sequences)
+        trunk.ops.run(None)
+        count = len(step.output_rows)
         if not count:
             return torch.empty(0, self._vocabulary)
         head = self._heads.get(count) or self._head(count)
-        head.x.x.copy_(torch.index_select(made.x.x, 0, step.picked))
+        head.x.x.copy_(torch.index_select(trunk.x.x, 0, step.output_rows))
         head.ops.run(None)
         return head.logits.x
 
@@ -89,11 +89,11 @@ class CpuDecoder:
     def _trunk(self, count: int) -> _Trunk:
         ops = self._ops()
         tokens, rows = ops.input((count,)), ops.rows(count)
-        made = self._trunks[count] = _Trunk(ops, tokens, rows, self._walks[0](ops, tokens, rows))
-        return made
+        trunk = self._trunks[count] = _Trunk(ops, tokens, rows, self._walks[0](ops, tokens, rows))
+        return trunk
 
     def _head(self, count: int) -> _Head:
         ops = self._ops()
         x = ops.input((count, self._width))
-        made = self._heads[count] = _Head(ops, x, self._walks[1](ops, x))
-        return made
+        head = self._heads[count] = _Head(ops, x, self._walks[1](ops, x))
+        return head

@@ -24,8 +24,8 @@ class CudaDecoder:
     def __init__(self, network: Any, cache: KVCache) -> None:
         """Raises ValueError for a model or a cache that the kernels do not support."""
         family.check(network)
-        if (why := decode_kernel.lacks(cache)) is not None:
-            raise ValueError(why)
+        if (reason := decode_kernel.lacks(cache)) is not None:
+            raise ValueError(reason)
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")
         decoder = Decoder.of(network)
@@ -45,9 +45,9 @@ class CudaDecoder:
     def __call__(self, rows: FusedBatch, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] in fp32 of the picked rows. `out` may receive them."""
         x: Residual = self._trunk(self.ops, rows.tokens, rows)
-        x.picked = rows.picked
-        made: Tensor = self._logits(self.ops, x, out)
-        return made
+        x.output_rows = rows.output_rows
+        logits: Tensor = self._logits(self.ops, x, out)
+        return logits
 
 
 def _capability() -> tuple[int, int]:

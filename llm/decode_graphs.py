@@ -46,7 +46,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: CudaDecoder, sequences: int, context: int, device: torch.device) -> None:
-        """For at most so many sequences, of at most `context` tokens."""
+        """Set up graphs for at most so many sequences, of at most `context` tokens."""
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]
         self.rungs = [size for size in REACHES if size <= rung(reach(context))]
@@ -64,8 +64,8 @@ class DecodeGraphs:
 
     def prepare(self, rows: int) -> None:
         """Compile and capture what so many rows and fewer need; the largest first, whose memory the others share."""
-        most = min(bucket(rows) or self._most, self._most)
-        for size in reversed([size for size in BUCKETS if size <= most]):
+        largest = min(bucket(rows) or self._most, self._most)
+        for size in reversed([size for size in BUCKETS if size <= largest]):
             for parts in self.rungs:
                 self._graph(size, parts)
 
@@ -79,9 +79,9 @@ class DecodeGraphs:
         graph = self._graph(size, parts)
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still be in progress
-        given = self._given.numpy()
-        given[:, :rows] = columns
-        given[:, rows:size] = [[0], [-1], [0]]
+        inputs = self._given.numpy()
+        inputs[:, :rows] = columns
+        inputs[:, rows:size] = [[0], [-1], [0]]
         self._inputs.copy_(self._given, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -89,17 +89,17 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _graph(self, rows: int, parts: int) -> Callable[[], object]:
-        found = self._graphs.get((rows, parts))
-        if found is None:
-            found = self._graphs[rows, parts] = self._captured(rows, parts)
-        return found
+        graph = self._graphs.get((rows, parts))
+        if graph is None:
+            graph = self._graphs[rows, parts] = self._captured(rows, parts)
+        return graph
 
     def _captured(self, rows: int, parts: int) -> Callable[[], object]:
         tokens, positions, sequences = (column[:rows] for column in self._inputs)
-        given = FusedBatch(tokens, positions, sequences, None, None, None, parts)
+        batch = FusedBatch(tokens, positions, sequences, None, None, None, parts)
 
         def run() -> object:
-            return self.best[:rows].copy_(likeliest(self._model(given, out=self._logits[:rows])))
+            return self.best[:rows].copy_(likeliest(self._model(batch, out=self._logits[:rows])))
 
         if self._inputs.device.type != "cuda":
             return run

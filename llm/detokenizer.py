@@ -33,12 +33,12 @@ class Detokenizer:
 
     def finish(self) -> str:
         """End of tokens: returns the text held back. An incomplete character becomes U+FFFD."""
-        told = ""
+        delta = ""
         if not self.ended:
-            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-            if len(whole) > len(self._text) and whole.startswith(self._text):
-                told = self._grown(whole[len(self._text) :])
-        return told + self._tell(len(self._text))
+            text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            if len(text) > len(self._text) and text.startswith(self._text):
+                delta = self._grown(text[len(self._text) :])
+        return delta + self._tell(len(self._text))
 
     def _grown(self, piece: str) -> str:
         start = max(0, len(self._text) - self._longest + 1)
@@ -53,7 +53,7 @@ class Detokenizer:
         return self._tell(len(self._text) - self._pending())
 
     def _pending(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """The number of characters at the end may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._text)), 0, -1):
             end = self._text[-length:]
             if any(stop.startswith(end) for stop in self._stop):
@@ -61,5 +61,5 @@ class Detokenizer:
         return 0
 
     def _tell(self, until: int) -> str:
-        told, self._told = self._text[self._told : until], max(self._told, until)
-        return told
+        delta, self._told = self._text[self._told : until], max(self._told, until)
+        return delta

@@ -23,7 +23,7 @@ class PromptEncoder:
     """
 
     def __init__(self, lowering: Lowering, network: Any, *, layers: int = -1) -> None:
-        """Of so many first layers; -1: all but the last, which is transformers' `hidden_states[-2]`.
+        """Use so many first layers; -1: all but the last, which is transformers' `hidden_states[-2]`.
 
         Raises ValueError for a model that is not of the family, or has layers that the lowering does not support.
         """

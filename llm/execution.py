@@ -40,9 +40,9 @@ class TextExecution:
         context: int,
         kv: Kind = "float",
         kernels: ctypes.CDLL | None = None,
-        beside: KVCache | None = None,
+        companion: KVCache | None = None,
     ) -> None:
-        """`kernels` are the CPU kernels, if there are any; `beside` is a cache whose table is shared.
+        """`kernels` are the CPU kernels, if there are any; `companion` is a cache whose table is shared.
 
         Raises `TextModelError` for INT8 on a CPU without them, and for FP8 on any CPU.
         """
@@ -52,7 +52,7 @@ class TextExecution:
         self.cache = KVCache(
             layers=model.layers, kv_heads=model.kv_heads, head_dim=model.head_dim, pages=pages, sequences=sequences,
             context=context, dtype=model.dtype if model.device.type != "cpu" else torch.float32, device=model.device,
-            kind=kv, beside=beside,
+            kind=kv, companion=companion,
         )  # fmt: skip
         self._programs = self._on_kernels(kernels)
         self._fused = self._on_gpu(sequences, context)
@@ -95,17 +95,17 @@ class TextExecution:
             return self._fused(step)
         device = self.model.device
         if device.type != "cpu":
-            columns = (step.tokens, step.positions, step.sequences, step.picked)
+            columns = (step.tokens, step.positions, step.sequences, step.output_rows)
             step = TokenBatch(*(column.to(device, non_blocking=True) for column in columns))
         with torch.inference_mode():
-            made = self.model.network(
+            output = self.model.network(
                 step.tokens.long()[None],
                 position_ids=step.positions.long()[None],
                 use_cache=False,
-                logits_to_keep=step.picked.long(),
+                logits_to_keep=step.output_rows.long(),
                 paged=PagedContext.of(self.cache, step),
             )
-            logits: Tensor = made.logits[0].float()
+            logits: Tensor = output.logits[0].float()
             return logits
 
     def _on_kernels(self, kernels: ctypes.CDLL | None) -> CpuDecoder | None:
@@ -138,9 +138,9 @@ class TextExecution:
             self._on_torch(str(error))
         return None
 
-    def _on_torch(self, why: str) -> None:
-        self.kernels_reason = why
-        log.warning("%s runs on torch: %s", self.model.name, why)
+    def _on_torch(self, reason: str) -> None:
+        self.kernels_reason = reason
+        log.warning("%s runs on torch: %s", self.model.name, reason)
 
 
 class FusedTextExecution:
@@ -154,7 +154,7 @@ class FusedTextExecution:
 
     @torch.inference_mode()
     def prepare(self, sequences: int, rows: int) -> None:
-        """As `TextExecution`. Padding rows stand in for later ones: they write nothing."""
+        """Prepare like `TextExecution`. Padding rows stand in for later ones: they write nothing."""
         self.graphs.prepare(sequences)
         nobody = torch.full((rows,), -1, dtype=torch.int32, device=self._device)
         zeros = torch.zeros_like(nobody)
@@ -166,21 +166,21 @@ class FusedTextExecution:
 
     @torch.inference_mode()
     def __call__(self, step: TokenBatch) -> Tensor:
-        """As `TextExecution`."""
+        """Compute one step; see `TextExecution`."""
         self.best = None
         columns = np.stack([part.cpu().numpy() for part in (step.tokens, step.positions, step.sequences)])
-        picked = step.picked.cpu().numpy()
+        output_rows = step.output_rows.cpu().numpy()
         rows = columns.shape[1]
         firsts = np.flatnonzero(np.diff(columns[2], prepend=-1))  # of each sequence's rows
-        if len(firsts) == rows == len(picked) and bool((picked == np.arange(rows)).all()):
+        if len(firsts) == rows == len(output_rows) and bool((output_rows == np.arange(rows)).all()):
             logits = self.graphs(columns)
             if logits is not None:
                 self.best = self.graphs.best[:rows]
                 return logits
-        return self.model(self._rows(columns, picked, firsts))
+        return self.model(self._rows(columns, output_rows, firsts))
 
     def _rows(
-        self, columns: np.ndarray[Any, np.dtype[np.int32]], picked: np.ndarray[Any, Any], firsts: Any
+        self, columns: np.ndarray[Any, np.dtype[np.int32]], output_rows: np.ndarray[Any, Any], firsts: Any
     ) -> FusedBatch:
         """All of a forward's inputs, copied to the device at once."""
         rows = columns.shape[1]
@@ -193,16 +193,16 @@ class FusedTextExecution:
         ]
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
         parts = rung(decode_kernel.reach(int(columns[1, singles].max()) + 1)) if len(singles) else 1
-        given = [part.astype(np.int32) for part in (*columns, picked, singles, cut.ravel())]
+        arrays = [part.astype(np.int32) for part in (*columns, output_rows, singles, cut.ravel())]
         # Each 16-byte aligned: kernels would be recompiled for other alignments.
-        padded = [np.pad(part, (0, -len(part) % 4)) for part in given]
-        whole = torch.from_numpy(np.concatenate(padded)).to(self._device)
-        found = whole.split([len(part) for part in padded])
-        tokens, positions, sequences, wanted, alone, taken = (
-            part[: len(real)] for part, real in zip(found, given, strict=True)
+        padded = [np.pad(part, (0, -len(part) % 4)) for part in arrays]
+        packed = torch.from_numpy(np.concatenate(padded)).to(self._device)
+        parts_on_device = packed.split([len(part) for part in padded])
+        tokens, positions, sequences, selected, alone, cuts = (
+            part[: len(real)] for part, real in zip(parts_on_device, arrays, strict=True)
         )
-        all_picked = len(picked) == rows and bool((picked == np.arange(rows)).all())
+        all_picked = len(output_rows) == rows and bool((output_rows == np.arange(rows)).all())
         return FusedBatch(
-            tokens, positions, sequences, None if all_picked else wanted, None if len(singles) == rows else alone,
-            taken.view(-1, 3) if len(cut) else None, parts,
+            tokens, positions, sequences, None if all_picked else selected, None if len(singles) == rows else alone,
+            cuts.view(-1, 3) if len(cut) else None, parts,
         )  # fmt: skip

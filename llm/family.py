@@ -35,6 +35,6 @@ def check(network: Any) -> None:
 
 def angles(network: Any, positions: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of half a head's channels at the first so many positions: fp32 [positions, d]."""
-    found = body(network).rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
-    half = found[0].shape[-1] // 2
-    return torch.cat([part[0, :, :half] for part in found], dim=-1).float().contiguous()
+    tables = body(network).rotary_emb(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
+    half = tables[0].shape[-1] // 2
+    return torch.cat([part[0, :, :half] for part in tables], dim=-1).float().contiguous()

@@ -53,7 +53,7 @@ class GrammarChecker:
             self._end()
 
     def _ask(self, schema: str) -> str | None:
-        """Why the schema is refused; None if it is not."""
+        """Return why the schema is refused; None if it is not."""
         for _ in range(_TRIES):
             try:
                 error: str | None = self._exchange(self._process or self._start(), schema, _ANSWER_S)["error"]
@@ -130,9 +130,9 @@ class TurnsByTenant:
     def turn(self, tenant: str) -> Iterator[None]:
         with self._books:
             self._waiting[tenant] += 1
-            own = self._locks.setdefault(tenant, threading.Lock())
+            lock = self._locks.setdefault(tenant, threading.Lock())
         try:
-            with own, self._turn:
+            with lock, self._turn:
                 yield
         finally:
             with self._books:

@@ -81,9 +81,9 @@ def write_frame(stream: IO[bytes], value: Any) -> None:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    told = read_frame(requests)
-    tokenizer = make_tokenizer(told["tokenizer"], told["vocabulary"], told["ends"])
-    del told
+    request = read_frame(requests)
+    tokenizer = make_tokenizer(request["tokenizer"], request["vocabulary"], request["ends"])
+    del request
     _limit_memory()
     write_frame(answers, {})
     while True:
@@ -91,7 +91,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _error(tokenizer: Any, schema: str) -> str | None:
-    """Why a schema is refused; None if it is not. Compiles it in a fork of this process, which has no other thread."""
+    """Return why a schema is refused, or None. Compile it in a fork of this process, which has no other thread."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -126,8 +126,8 @@ def _compile(tokenizer: Any, schema: str, writing: int) -> None:
 def _limit_memory() -> None:
     pages = Path("/proc/self/statm")
     if pages.exists():
-        most = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit_bytes = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
 def _on_small_stack(function: Callable[[], None]) -> None:

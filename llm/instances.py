@@ -81,45 +81,45 @@ class _Formula:
         parts: list[Node | None] = []
         if isinstance(schema.get("$ref"), str):
             parts.append(self._node(self._target(schema["$ref"])))
-        parts += [self._node(one) for one in _list(schema.get("allOf"))]
+        parts += [self._node(part) for part in _list(schema.get("allOf"))]
         for name in ("anyOf", "oneOf"):
             if _list(schema.get(name)):
-                parts.append(self._part(*([self._node(one)] for one in schema[name])))
+                parts.append(self._part(*([self._node(part)] for part in schema[name])))
         if "const" not in schema and "enum" not in schema:
-            given = schema.get("type", list(_TYPES))
-            types = given if isinstance(given, list) else [given]
+            allowed_types = schema.get("type", list(_TYPES))
+            types = allowed_types if isinstance(allowed_types, list) else [allowed_types]
             parts.append(self._part(*(self._contents(schema, type) for type in types)))
         self._rule(id(schema), parts)
 
     def _contents(self, schema: dict[str, Any], type: Any) -> list[Node | None]:
-        """What an instance of this type must contain."""
+        """The contents that an instance of this type must have."""
         if type == "object":
             properties = schema.get("properties")
-            known = properties if isinstance(properties, dict) else {}
-            others = None if "patternProperties" in schema else schema.get("additionalProperties")
+            declared = properties if isinstance(properties, dict) else {}
+            additional = None if "patternProperties" in schema else schema.get("additionalProperties")
             required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
-            return [self._node(known.get(name, others)) for name in required]
+            return [self._node(declared.get(name, additional)) for name in required]
         if type == "array":
-            least = schema.get("minItems", 0)
-            count = int(least) if isinstance(least, int | float) else 0
+            min_items = schema.get("minItems", 0)
+            count = int(min_items) if isinstance(min_items, int | float) else 0
             items = schema.get("items")
             first = _list(schema.get("prefixItems")) or _list(items)
-            others = schema.get("additionalItems") if isinstance(items, list) else items
-            return [self._node(one) for one in [*first[:count], *([others] if count > len(first) else [])]]
+            additional = schema.get("additionalItems") if isinstance(items, list) else items
+            return [self._node(item) for item in [*first[:count], *([additional] if count > len(first) else [])]]
         return []
 
     def _target(self, reference: str) -> Any:
         """The target of a JSON pointer (RFC 6901); None for another kind of reference, or one without a target."""
         start, *names = unquote(reference).split("/")
-        found: Any = self._root if start == "#" else None
+        target: Any = self._root if start == "#" else None
         for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
-            if isinstance(found, dict):
-                found = found.get(name)
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
+            if isinstance(target, dict):
+                target = target.get(name)
+            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
             else:
                 return None
-        return found
+        return target
 
 
 def _list(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ class KVAllocator:
 
     @property
     def full(self) -> bool:
-        """Whether all rows are taken."""
+        """Return whether all rows are taken."""
         return self._rows.free == 0
 
     @property
@@ -35,9 +35,9 @@ class KVAllocator:
         if row is None:
             return False
         self._pages.find(work.holding, work.tokens)
-        others = self._rows.taken - 1
+        other_rows = self._rows.taken - 1
         # A page for each of the others to grow into, or the last one admitted would be preempted at once.
-        if not self._pages.extend(work.holding, len(work.tokens) + 1) or self._pages.free < others:
+        if not self._pages.extend(work.holding, len(work.tokens) + 1) or self._pages.free < other_rows:
             self._pages.release(work.holding)
             self._rows.give(row)
             return False

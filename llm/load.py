@@ -61,8 +61,8 @@ class TextModel:
     @property
     def expansion_instruction(self) -> str:
         """The system message that the model was trained to expand prompts by, as its config.json says; "" for none."""
-        found = getattr(self.config, "expansion_instruction", "")
-        return found if isinstance(found, str) else ""
+        instruction = getattr(self.config, "expansion_instruction", "")
+        return instruction if isinstance(instruction, str) else ""
 
     @property
     def layers(self) -> int:
@@ -101,8 +101,8 @@ def load(name: str, *, precision: str = "fp32", device: str = "cpu") -> TextMode
             shape = tiny.SHAPES[name]
             network, tokenizer = tiny.make(shape, device=device, dtype=str(dtype).removeprefix("torch."))
             network.set_attn_implementation(NAME)
-            drawn = f"-{where.type}-{dtype}" if shape.large else ""
-            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{drawn}"
+            suffix = f"-{where.type}-{dtype}" if shape.large else ""
+            folder, short, digest = None, name, f"{name}-seed0-torch{torch.__version__}{suffix}"
         else:
             folder = _find(name)
             network, tokenizer = _read(folder, torch.float32 if is_quantized(precision) else dtype)
@@ -156,8 +156,8 @@ def _find(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["original/*"]))
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*"]))
     except Exception as error:  # of many libraries, all with the same meaning
         raise TextModelError(f"{short}: cannot be downloaded ({type(error).__name__}: {_first_line(error)})") from error
 
@@ -176,11 +176,11 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # many libraries, many exceptions: the model does not load
         raise TextModelError(f"{folder}: does not load ({type(error).__name__}: {_first_line(error)})") from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(kind) or ())
         if keys:
             raise TextModelError(
-                f"{folder}: does not fit its config.json: {len(keys)} {what.replace('_', ' ')}, the first is {keys[0]}"
+                f"{folder}: does not fit its config.json: {len(keys)} {kind.replace('_', ' ')}, the first is {keys[0]}"
             )
     return network, tokenizer
 
@@ -232,11 +232,11 @@ def _quantized(name: str, folder: Path | None, network: Any, digest: str, scheme
 
 def _ends(network: Any, tokenizer: Any) -> frozenset[int]:
     """End tokens of the generation config, the config and the tokenizer: models may name them in any of these."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     generation = getattr(network, "generation_config", None)
     for value in (getattr(generation, "eos_token_id", None), network.config.eos_token_id, tokenizer.eos_token_id):
-        found |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
-    return frozenset(found)
+        tokens |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {int(value)}
+    return frozenset(tokens)
 
 
 def _first_line(error: Exception) -> str:

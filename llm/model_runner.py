@@ -20,9 +20,9 @@ from llm.speculator import Speculator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What an iteration computed, by part: next tokens, None where none was wanted, or an error."""
+    """The results of an iteration, by part: next tokens, None where none was wanted, or an error."""
 
-    made: list[SampledTokens | BaseException | None]
+    outcomes: list[SampledTokens | BaseException | None]
     guesses: list[DraftTokens]
     rows: int
     seconds: float  # without making guesses, which is timed separately
@@ -46,14 +46,14 @@ class ModelRunner:
     def __call__(self, parts: Sequence[ScheduledTokens]) -> StepResult:
         guesses = self._guessing.make(parts)
         started = time.perf_counter()
-        made, rows = self._forward(parts, guesses)
-        return StepResult(made, guesses, rows, time.perf_counter() - started)
+        outcomes, rows = self._forward(parts, guesses)
+        return StepResult(outcomes, guesses, rows, time.perf_counter() - started)
 
     def _forward(
         self, parts: Sequence[ScheduledTokens], guesses: Sequence[DraftTokens]
     ) -> tuple[list[SampledTokens | BaseException | None], int]:
-        step, asked = gather_step(parts, guesses)
-        matchers = [ask.work.matcher for ask in asked.values() if ask.work.matcher is not None]
+        step, sample_requests = gather_step(parts, guesses)
+        matchers = [request.work.matcher for request in sample_requests.values() if request.work.matcher is not None]
         masks = self._masks.submit(_compute, matchers) if matchers else None
         try:
             logits = self.execution(step)
@@ -61,17 +61,17 @@ class ModelRunner:
             if masks is not None:
                 masks.result()
         self._guessing.read_along(parts)
-        made: list[SampledTokens | BaseException | None] = [None] * len(parts)
-        best = greedy_tokens(logits, list(asked.values()), self.execution.best)
-        good = list(asked)
+        outcomes: list[SampledTokens | BaseException | None] = [None] * len(parts)
+        best = greedy_tokens(logits, list(sample_requests.values()), self.execution.best)
+        good = list(sample_requests)
         if min(best, default=0) < 0:
             model = self.execution.model
-            good = [i for i, ask in asked.items() if all(best[row] >= 0 for row in ask.rows)]
-            for i in asked.keys() - good:
-                made[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
-        for i, chosen in zip(good, choose(logits, [asked[i] for i in good], best), strict=True):
-            made[i] = chosen
-        return made, len(step.tokens)
+            good = [i for i, request in sample_requests.items() if all(best[row] >= 0 for row in request.rows)]
+            for i in sample_requests.keys() - good:
+                outcomes[i] = FloatingPointError(f"{model.name} in {model.precision} returned NaN")
+        for i, result in zip(good, choose(logits, [sample_requests[i] for i in good], best), strict=True):
+            outcomes[i] = result
+        return outcomes, len(step.tokens)
 
     def time_widths(self, widths: Sequence[int], *, sequences: int, until: float) -> Iterator[tuple[int, float]]:
         """Time forwards of so many rows, until a moment of `time.monotonic`; yields (rows, seconds), twice a width."""

@@ -56,7 +56,7 @@ class Decoder:
 
     @classmethod
     def of(cls, network: Any) -> Decoder:
-        """Of a transformers model with or without a head."""
+        """Build it of a transformers model with or without a head."""
         model = body(network)
         layers = (DecoderLayer.of(layer, index, network.config) for index, layer in enumerate(model.layers))
         return cls(model.embed_tokens, tuple(layers), model.norm, getattr(network, "lm_head", None))

@@ -69,10 +69,10 @@ class PageAllocator:
         if holding.pages:
             raise IntegrityError("a holding that has pages cannot begin with others")
         for start in range(0, (len(tokens) - 1) // PAGE * PAGE, PAGE):
-            known = self._found.get((holding.key, tuple(tokens[start : start + PAGE])))
-            if known is None:
+            entry = self._found.get((holding.key, tuple(tokens[start : start + PAGE])))
+            if entry is None:
                 break
-            page, holding.key = known
+            page, holding.key = entry
             self._idle.pop(page, None)
             self._holders[page] = self._holders.get(page, 0) + 1
             holding.pages.append(page)
@@ -90,11 +90,11 @@ class PageAllocator:
             page, _ = self._idle.popitem(last=False)
             del self._found[self._names.pop(page)]
             self._slots.give([page])
-        taken = self._slots.take(count)
-        assert taken is not None
-        for page in taken:
+        pages = self._slots.take(count)
+        assert pages is not None
+        for page in pages:
             self._holders[page] = 1
-        holding.pages += taken
+        holding.pages += pages
         return True
 
     def publish(self, holding: SequencePages, tokens: Sequence[int], computed: int) -> None:
@@ -107,12 +107,12 @@ class PageAllocator:
             name = (holding.key, tuple(tokens[start : start + PAGE]))
             page = holding.pages[holding.published]
             holding.published += 1
-            known = self._found.get(name)
-            if known is None:
+            entry = self._found.get(name)
+            if entry is None:
                 self._keys += 1
-                known = self._found[name] = (page, self._keys)
+                entry = self._found[name] = (page, self._keys)
                 self._names[page] = name
-            holding.key = known[1]
+            holding.key = entry[1]
 
     def release(self, holding: SequencePages) -> None:
         """Release all pages. Raises `IntegrityError` for one that is not held."""
@@ -134,7 +134,7 @@ class PageAllocator:
         """Raise `IntegrityError` unless every page is free, idle or held, once."""
         self._slots.check()
         if self._slots.taken != len(self._holders) + len(self._idle) or self._holders.keys() & self._idle.keys():
-            taken, held, idle = self._slots.taken, len(self._holders), len(self._idle)
-            raise IntegrityError(f"{taken} pages are taken, but {held} held and {idle} idle")
+            used, holder_count, idle = self._slots.taken, len(self._holders), len(self._idle)
+            raise IntegrityError(f"{used} pages are taken, but {holder_count} held and {idle} idle")
         if {page for page, _ in self._found.values()} != self._names.keys() or self._idle.keys() - self._names.keys():
             raise IntegrityError("a page is found by a name that it does not have")

@@ -93,32 +93,32 @@ class GeneratedText:
     logprobs: tuple[Logprob, ...] = ()
 
 
-def check(wanted: TextParameters, *, vocabulary: int, context: int) -> None:
+def check(parameters: TextParameters, *, vocabulary: int, context: int) -> None:
     """Raise `Invalid` naming the first invalid field. Text is not echoed."""
-    _check_length(wanted, vocabulary, context)
-    numbers = {name: getattr(wanted, name) for name in _NUMBERS}
+    _check_length(parameters, vocabulary, context)
+    numbers = {name: getattr(parameters, name) for name in _NUMBERS}
     check_bounds(TextJob, numbers, {"top_k": MAX_TOP_K})
-    if wanted.logprobs is not None:
-        check_whole("logprobs", wanted.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
-    _check_bias(wanted.logit_bias, vocabulary)
-    _check_stop(wanted.stop)
-    if wanted.json_schema is not None and not isinstance(wanted.json_schema, str):
+    if parameters.logprobs is not None:
+        check_whole("logprobs", parameters.logprobs, 0, min(MAX_LOGPROBS, vocabulary))
+    _check_bias(parameters.logit_bias, vocabulary)
+    _check_stop(parameters.stop)
+    if parameters.json_schema is not None and not isinstance(parameters.json_schema, str):
         raise Invalid("json_schema", "must be text")
 
 
-def _check_length(wanted: TextParameters, vocabulary: int, context: int) -> None:
-    if not isinstance(wanted.prompt, tuple) or not all(type(token) is int for token in wanted.prompt):
+def _check_length(parameters: TextParameters, vocabulary: int, context: int) -> None:
+    if not isinstance(parameters.prompt, tuple) or not all(type(token) is int for token in parameters.prompt):
         raise Invalid("prompt", "must be a tuple of token ids")
-    if not wanted.prompt:
+    if not parameters.prompt:
         raise Invalid("prompt", "must not be empty")
-    if not all(0 <= token < vocabulary for token in wanted.prompt):
+    if not all(0 <= token < vocabulary for token in parameters.prompt):
         raise Invalid("prompt", f"token ids must be between 0 and {vocabulary - 1}")
-    check_whole("max_tokens", wanted.max_tokens, 1, MAX_SEED)
-    if len(wanted.prompt) + wanted.max_tokens > context:
+    check_whole("max_tokens", parameters.max_tokens, 1, MAX_SEED)
+    if len(parameters.prompt) + parameters.max_tokens > context:
         raise Invalid(
             "max_tokens",
-            f"{len(wanted.prompt)} tokens of prompt and {short(wanted.max_tokens)} to come are more than the model's "
-            f"context of {context}",
+            f"{len(parameters.prompt)} tokens of prompt and {short(parameters.max_tokens)} to come are more than the "
+            f"model's context of {context}",
             CONTEXT_LENGTH,
         )
 

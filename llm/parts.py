@@ -28,8 +28,8 @@ def gather_step(
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
-    picked: list[int] = []
-    asked: dict[int, SampleRequest] = {}
+    output_rows: list[int] = []
+    sample_requests: dict[int, SampleRequest] = {}
     for i, (part, guess) in enumerate(zip(parts, guesses, strict=True)):
         work, start = part.work, part.start
         if part.count == 1 and not guess.tokens:  # most of hundreds
@@ -43,6 +43,6 @@ def gather_step(
             positions += range(start, start + rows)
             sequences += [work.row] * rows
         if part.last:
-            asked[i] = SampleRequest(work, len(picked), guess)
-            picked += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
-    return TokenBatch.of(tokens, positions, sequences, picked), asked
+            sample_requests[i] = SampleRequest(work, len(output_rows), guess)
+            output_rows += range(len(tokens) - 1 - len(guess.tokens), len(tokens))
+    return TokenBatch.of(tokens, positions, sequences, output_rows), sample_requests

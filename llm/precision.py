@@ -41,7 +41,7 @@ def choose(variants: Collection[str], *, capability: tuple[int, int] | None, lac
     return "bf16", reason
 
 
-def load(name: str, asked: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
+def load(name: str, requested: str, *, device: str, lacks: str | None) -> tuple[TextModel, str]:
     """Load a model in the configured precision, or for "auto" in that of `choose`; and the reason.
 
     `lacks` as for `choose`. Raises `llm.load.TextModelError`.
@@ -51,15 +51,15 @@ def load(name: str, asked: str, *, device: str, lacks: str | None) -> tuple[Text
     from llm import family
     from llm.load import load, variants
 
-    if asked != "auto":
-        return load(name, precision=asked, device=device), "as the settings say"
+    if requested != "auto":
+        return load(name, precision=requested, device=device), "as the settings say"
     capability = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
-    chosen, reason = choose(variants(name), capability=capability, lacks=lacks)
-    model = load(name, precision=chosen, device=device)
-    if is_quantized(chosen):
+    selected, reason = choose(variants(name), capability=capability, lacks=lacks)
+    model = load(name, precision=selected, device=device)
+    if is_quantized(selected):
         try:
             family.check(model.network)
         except ValueError as error:
-            chosen, _ = choose((), capability=capability, lacks=None)
-            model, reason = load(name, precision=chosen, device=device), f"its layers stay out of 8 bits: {error}"
+            selected, _ = choose((), capability=capability, lacks=None)
+            model, reason = load(name, precision=selected, device=device), f"its layers stay out of 8 bits: {error}"
     return model, reason

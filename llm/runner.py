@@ -78,7 +78,7 @@ class TextRunner:
 
         def execution(of: TextModel, near: KVCache | None = None) -> TextExecution:
             size = {"pages": self.pages.capacity, "sequences": max_requests, "context": self.context}
-            return TextExecution(of, **size, kv=kv, kernels=kernels, beside=near)
+            return TextExecution(of, **size, kv=kv, kernels=kernels, companion=near)
 
         self.execution = execution(model)
         self.guessing = Speculator(lookup=draft == "lookup")
@@ -95,13 +95,13 @@ class TextRunner:
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        wanted = request.parameters
-        if not isinstance(wanted, parameters.TextParameters):
-            raise Invalid("parameters", f"must be TextParameters, not {type(wanted).__name__}")
-        most = min(self.context, self.pages.tokens)
-        parameters.check(wanted, vocabulary=self.model.vocabulary, context=most)
-        if wanted.json_schema is not None:
-            request.checked = self._grammars.compile(wanted.json_schema, request.tenant)
+        text_parameters = request.parameters
+        if not isinstance(text_parameters, parameters.TextParameters):
+            raise Invalid("parameters", f"must be TextParameters, not {type(text_parameters).__name__}")
+        limit = min(self.context, self.pages.tokens)
+        parameters.check(text_parameters, vocabulary=self.model.vocabulary, context=limit)
+        if text_parameters.json_schema is not None:
+            request.checked = self._grammars.compile(text_parameters.json_schema, request.tenant)
 
     def resources(self, request: Request) -> frozenset[str]:
         return frozenset()
@@ -168,8 +168,8 @@ class TextRunner:
             started = time.perf_counter()
             self.guessing.observe(step.rows, step.seconds)
             outcomes = {
-                request.id: self._commit(part, made, guess)
-                for request, part, made, guess in zip(requests, parts, step.made, step.guesses, strict=True)
+                request.id: self._commit(part, outcome, guess)
+                for request, part, outcome, guess in zip(requests, parts, step.outcomes, step.guesses, strict=True)
             }
             going = [r for r in requests if not outcomes[r.id].finished and outcomes[r.id].error is None]
             self._planner.plan_all(going, decoding=sum(part.last for part in parts))
@@ -185,30 +185,34 @@ class TextRunner:
         count = self.rows(request)
         return ScheduledTokens(work, work.computed, count, work.computed + count == len(work.tokens))
 
-    def _commit(self, part: ScheduledTokens, made: SampledTokens | BaseException | None, guess: DraftTokens) -> Outcome:
-        if isinstance(made, BaseException):
-            return Outcome(error=made)
+    def _commit(
+        self, part: ScheduledTokens, outcome: SampledTokens | BaseException | None, guess: DraftTokens
+    ) -> Outcome:
+        if isinstance(outcome, BaseException):
+            return Outcome(error=outcome)
         work, total = part.work, part.work.parameters.max_tokens
-        kept = 0 if made is None else len(made.tokens) - 1
-        news = whole = None
+        accepted = 0 if outcome is None else len(outcome.tokens) - 1
+        news = text = None
         try:
-            self.guessing.settle(part, guess, kept)
-            work.computed = part.start + part.count + kept
-            if made is not None:
-                news, whole = work.take(made.tokens, made.logprobs, self.model.ends)
+            self.guessing.settle(part, guess, accepted)
+            work.computed = part.start + part.count + accepted
+            if outcome is not None:
+                news, text = work.take(outcome.tokens, outcome.logprobs, self.model.ends)
             computed = min(work.computed, len(work.tokens) - 1)
             if self.guessing.draft is not None:
                 computed = min(computed, work.drafted)
             self._allocator.publish(work, computed)
         except Exception as error:  # with one request's text: the others' must not be generated again
             return Outcome(error=error)
-        progress = (0 if made is None else work.answered, total)
-        return Outcome(progress, token=news, result=whole, finished=whole is not None)
+        progress = (0 if outcome is None else work.answered, total)
+        return Outcome(progress, token=news, result=text, finished=text is not None)
 
     def _sequence(self, request: Request) -> SequenceState:
-        wanted, grammar = request.parameters, request.checked
+        parameters, grammar = request.parameters, request.checked
         matcher = None if grammar is None else grammar.matcher(request.tenant)
-        return SequenceState(wanted, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup)
+        return SequenceState(
+            parameters, self.model.tokenizer, self.model.vocabulary, matcher, lookup=self.guessing.lookup
+        )
 
     # -- before and after --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SamplingSettings:
-    """Of n rows that are not greedy, each field [n], on the host."""
+    """The settings of n rows that are not greedy, each field [n], on the host."""
 
     temperature: Tensor
     top_k: Tensor  # int64; 0: all
@@ -91,34 +91,36 @@ def _narrow_(p: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     On a GPU the `_SHORT` most likely are tried first, since sorting a large vocabulary takes longer than the model;
     ties at the border are resolved by torch there, and by lowest token id otherwise.
     """
-    whole = p if len(rows) == len(p) else p[rows]
-    sums = whole.sum(-1, keepdim=True, dtype=torch.float64)
+    selected = p if len(rows) == len(p) else p[rows]
+    sums = selected.sum(-1, keepdim=True, dtype=torch.float64)
     short = p.is_cuda and p.shape[1] > _SHORT
     if short:
-        ranked, order = whole.topk(_SHORT, dim=-1)
+        ranked, order = selected.topk(_SHORT, dim=-1)
         reached = ranked.sum(-1, dtype=torch.float64) >= top_p * sums[:, 0]
         short = bool(torch.where(top_k > 0, top_k <= _SHORT, reached).all())
     if not short:
-        ranked, order = whole.sort(dim=-1, descending=True, stable=True)
-    most = top_k.where(top_k > 0, p.shape[1])
-    ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=p.device) >= most[:, None], 0)
+        ranked, order = selected.sort(dim=-1, descending=True, stable=True)
+    limits = top_k.where(top_k > 0, p.shape[1])
+    ranked = ranked.masked_fill(torch.arange(ranked.shape[1], device=p.device) >= limits[:, None], 0)
     sums = torch.where(top_k[:, None] > 0, ranked.sum(-1, keepdim=True, dtype=torch.float64), sums)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
     # Where all are wanted, rounding must not lose the last of them.
     ranked.masked_fill_((before >= top_p[:, None] * sums) & (top_p[:, None] < 1), 0)
-    p[rows] = torch.zeros_like(whole).scatter_(1, order, ranked)
+    p[rows] = torch.zeros_like(selected).scatter_(1, order, ranked)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """A token of each row of p [n, V], which need not be normalized, by u [n] in [0, 1): int64 [n]."""
     sums = p.cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(sums, (u.to(p.device) * sums[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp_(max=p.shape[1] - 1)
+    tokens = torch.searchsorted(sums, (u.to(p.device) * sums[:, -1])[:, None], right=True)[:, 0]
+    return tokens.clamp_(max=p.shape[1] - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """Of n rows, [n]; `seen` bool [n, V]: tokens in prompt and answer, `counts` [n, V]: occurrences in the answer."""
+    """The penalties of n rows, [n]; `seen` bool [n, V]: tokens in prompt and answer, `counts` [n, V]: occurrences in
+    the answer.
+    """
 
     repetition: Tensor
     presence: Tensor
@@ -132,8 +134,8 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition = penalties.repetition[:, None]
     weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
     counts = penalties.counts.float()
-    said = penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * counts
-    return torch.where(penalties.seen, weaker, logits) - said
+    amounts = penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * counts
+    return torch.where(penalties.seen, weaker, logits) - amounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,16 +152,16 @@ def bias_(row: Tensor, bias: LogitBias) -> None:
     row[tokens] = (row[tokens].float() + values).to(row.dtype)
     only = tokens[values >= MAX_BIAS]
     if len(only):
-        kept = row[only]
+        allowed_logits = row[only]
         row.fill_(-torch.inf)
-        row[only] = kept
+        row[only] = allowed_logits
     row[tokens[values <= -MAX_BIAS]] = -torch.inf
 
 
-def logprobs(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities of tokens [n] under logits [n, V], and the `most` most likely: [n], [n, most], ids [n,
+def logprobs(logits: Tensor, tokens: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of tokens [n] under logits [n, V], and the `limit` most likely: [n], [n, most], ids [n,
     most].
     """
     logs = logits.float().log_softmax(-1)
-    top, ids = logs.topk(most, dim=-1) if most else (logs[:, :0], logs[:, :0].long())
+    top, ids = logs.topk(limit, dim=-1) if limit else (logs[:, :0], logs[:, :0].long())
     return logs.gather(1, tokens[:, None])[:, 0], top, ids

@@ -23,7 +23,7 @@ class SequenceState:
 
     __slots__ = (
         "bias", "cached", "computed", "drafted", "finish", "guesses", "holding", "index", "logprobs", "lookup",
-        "matcher", "pace", "parameters", "prompt", "row", "said", "seen", "settings", "tokens", "writer",
+        "matcher", "output_counts", "pace", "parameters", "prompt", "row", "seen", "settings", "tokens", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -53,11 +53,11 @@ class SequenceState:
         self.settings = None if parameters.greedy else _settings(parameters)
         self.bias = _bias(parameters)
         self.seen: Tensor | None = None  # bool [V]: in prompt or answer
-        self.said: Tensor | None = None  # int32 [V]: occurrences in the answer
+        self.output_counts: Tensor | None = None  # int32 [V]: occurrences in the answer
         if parameters.penalized:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool)
             self.seen[self.tokens] = True
-            self.said = torch.zeros(vocabulary, dtype=torch.int32)
+            self.output_counts = torch.zeros(vocabulary, dtype=torch.int32)
 
     @property
     def answered(self) -> int:
@@ -66,7 +66,7 @@ class SequenceState:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the last token is left to process."""
+        """Return whether only the last token is left to process."""
         return self.answered > 0 and self.computed >= len(self.tokens) - 1
 
     @property
@@ -86,20 +86,20 @@ class SequenceState:
 
     @property
     def adjusted(self) -> bool:
-        """Whether the model's logits are modified before a token is chosen."""
+        """Return whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
 
     @property
     def guess_count(self) -> int:
         return self.guesses if isinstance(self.guesses, int) else len(self.guesses)
 
-    def most_guesses(self, most: int) -> int:
+    def most_guesses(self, limit: int) -> int:
         """The answer's last token needs no guess."""
-        return min(most, self.parameters.max_tokens - self.answered - 1)
+        return min(limit, self.parameters.max_tokens - self.answered - 1)
 
     def penalties(self) -> tuple[float, float, float]:
-        wanted = self.parameters
-        return wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty
+        parameters = self.parameters
+        return parameters.repetition_penalty, parameters.presence_penalty, parameters.frequency_penalty
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], ends: Collection[int]
@@ -107,13 +107,13 @@ class SequenceState:
         """Take an iteration's tokens, up to the end of the answer; returns the addition, and the whole text at the
         end.
         """
-        text, taken = "", 0
+        text, emitted = "", 0
         for token in tokens:
-            taken += 1
+            emitted += 1
             self.tokens.append(token)
-            if self.seen is not None and self.said is not None:
+            if self.seen is not None and self.output_counts is not None:
                 self.seen[token] = True
-                self.said[token] += 1
+                self.output_counts[token] += 1
             if token in ends and not self.parameters.ignore_end:
                 self.finish = "stop"
                 break
@@ -126,12 +126,12 @@ class SequenceState:
             if self.answered >= self.parameters.max_tokens:
                 self.finish = "length"
                 break
-        self.logprobs += logprobs[:taken]
+        self.logprobs += logprobs[:emitted]
         if self.lookup is not None:
-            self.lookup.extend(tokens[:taken])
+            self.lookup.extend(tokens[:emitted])
         if self.finish is not None:
             text += self.writer.finish()
-        news = TextDelta(text, tuple(tokens[:taken]), tuple(logprobs[:taken]))
+        news = TextDelta(text, tuple(tokens[:emitted]), tuple(logprobs[:emitted]))
         return news, None if self.finish is None else self._whole(self.finish)
 
     def _whole(self, finish: Finish) -> GeneratedText:
@@ -139,19 +139,19 @@ class SequenceState:
         return GeneratedText(self.writer.text, tokens, finish, self.prompt, self.cached, tuple(self.logprobs))
 
 
-def _bias(wanted: TextParameters) -> sample.LogitBias | None:
-    if not wanted.logit_bias:
+def _bias(parameters: TextParameters) -> sample.LogitBias | None:
+    if not parameters.logit_bias:
         return None
-    tokens, values = zip(*wanted.logit_bias, strict=True)
+    tokens, values = zip(*parameters.logit_bias, strict=True)
     return sample.LogitBias(torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
 
 
-def _settings(wanted: TextParameters) -> sample.SamplingSettings:
-    seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
+def _settings(parameters: TextParameters) -> sample.SamplingSettings:
+    seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
     return sample.SamplingSettings(
-        temperature=torch.tensor([wanted.temperature]).clamp_min(1e-4),
-        top_k=torch.tensor([wanted.top_k]),
-        top_p=torch.tensor([wanted.top_p], dtype=torch.float64),
-        min_p=torch.tensor([wanted.min_p]),
+        temperature=torch.tensor([parameters.temperature]).clamp_min(1e-4),
+        top_k=torch.tensor([parameters.top_k]),
+        top_p=torch.tensor([parameters.top_p], dtype=torch.float64),
+        min_p=torch.tensor([parameters.min_p]),
         seeds=np.array([seed], np.uint64),
     )

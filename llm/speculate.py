@@ -39,12 +39,12 @@ class PromptLookup:
                     self._after[tuple(self._tokens[-n:])] = len(self._tokens)
             self._tokens.append(token)
 
-    def guess(self, most: int) -> list[int]:
-        """The tokens that followed the last ones at an earlier occurrence; fewer than `most`, or none, if unknown."""
+    def guess(self, limit: int) -> list[int]:
+        """The tokens that followed the last ones at an earlier occurrence; fewer than `limit`, or none, if unknown."""
         for n in _NGRAMS:
             at = self._after.get(tuple(self._tokens[-n:])) if len(self._tokens) >= n else None
             if at is not None:
-                return self._tokens[at : at + most]
+                return self._tokens[at : at + limit]
         return []
 
 
@@ -55,7 +55,7 @@ class AcceptanceRate:
         self.acceptance = 0.7
 
     def learn(self, guessed: int, accepted: int) -> None:
-        """Of so many guesses the first `accepted` were right; those after a wrong one tell nothing."""
+        """Observe that the first `accepted` of so many guesses were right; those after a wrong one tell nothing."""
         for _ in range(accepted):
             self.acceptance += _RATE * (1 - self.acceptance)
         if accepted < guessed:
@@ -78,7 +78,7 @@ class LinearCost:
         sums = (self._weight, self._x, self._y, self._xx, self._xy)
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._weight, self._x, self._y, self._xx, self._xy = (
-            self._KEPT * old + one for old, one in zip(sums, new, strict=True)
+            self._KEPT * old + pair for old, pair in zip(sums, new, strict=True)
         )
 
     def __call__(self, rows: int) -> tuple[float, float]:
@@ -93,7 +93,7 @@ class LinearCost:
 
 
 class DraftLengths:
-    """How many guesses pay off, by acceptance: the number that maximizes tokens per second.
+    """The number of guesses that maximizes tokens per second, by acceptance.
 
     With acceptance a, k guesses yield (1 − a^(k+1)) / (1 − a) tokens (Leviathan et al., 2023, equation 1), in one
     forward and the time of k guesses.
@@ -140,45 +140,47 @@ class DraftModel:
 
     def read(self, step: TokenBatch) -> None:
         """Prefill the tokens that the model itself prefills."""
-        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.picked[:0]))
+        self.execution(TokenBatch(step.tokens, step.positions, step.sequences, step.output_rows[:0]))
 
-    def guess(self, asks: Sequence[DraftRequest]) -> list[DraftTokens]:
+    def guess(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
         """Guesses for all sequences at once: as many forwards as the longest has guesses."""
-        made: list[list[int]] = [[] for _ in asks]
-        drawn: list[list[Tensor]] = [[] for _ in asks]
-        for turn in range(max((ask.count for ask in asks), default=0)):
-            live = [i for i, ask in enumerate(asks) if ask.count > turn]
-            logits = self.execution(self._step([asks[i] for i in live], [made[i] for i in live]))
+        drafts: list[list[int]] = [[] for _ in requests]
+        probabilities: list[list[Tensor]] = [[] for _ in requests]
+        for turn in range(max((request.count for request in requests), default=0)):
+            live = [i for i, request in enumerate(requests) if request.count > turn]
+            logits = self.execution(self._step([requests[i] for i in live], [drafts[i] for i in live]))
             best = logits.argmax(-1).tolist()
             sampled: list[tuple[int, int, sample.SamplingSettings]] = []
             for place, i in enumerate(live):
-                if (settings := asks[i].settings) is None:
-                    made[i].append(best[place])
+                if (settings := requests[i].settings) is None:
+                    drafts[i].append(best[place])
                 else:
                     sampled.append((place, i, settings))
             if sampled:
                 places, owners, each = zip(*sampled, strict=True)
-                index = np.array([len(asks[i].tokens) + turn for i in owners], np.int64)
+                index = np.array([len(requests[i].tokens) + turn for i in owners], np.int64)
                 for i, token, q in zip(owners, *_drawn(logits[list(places)], each, index), strict=True):
-                    made[i].append(token)
-                    drawn[i].append(q)
-        return [DraftTokens(tokens, torch.stack(q) if q else None) for tokens, q in zip(made, drawn, strict=True)]
+                    drafts[i].append(token)
+                    probabilities[i].append(q)
+        return [
+            DraftTokens(tokens, torch.stack(q) if q else None) for tokens, q in zip(drafts, probabilities, strict=True)
+        ]
 
     @staticmethod
-    def _step(asks: Sequence[DraftRequest], made: Sequence[list[int]]) -> TokenBatch:
+    def _step(requests: Sequence[DraftRequest], drafts: Sequence[list[int]]) -> TokenBatch:
         """The tokens that the draft has not read yet, of each; the first time at least a sequence's last token."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
-        picked: list[int] = []
-        for ask, guessed in zip(asks, made, strict=True):
-            new = [guessed[-1]] if guessed else list(ask.tokens[ask.read :])
-            start = len(ask.tokens) + len(guessed) - len(new)
+        output_rows: list[int] = []
+        for request, guessed in zip(requests, drafts, strict=True):
+            new = [guessed[-1]] if guessed else list(request.tokens[request.read :])
+            start = len(request.tokens) + len(guessed) - len(new)
             tokens += new
             positions += range(start, start + len(new))
-            sequences += [ask.row] * len(new)
-            picked.append(len(tokens) - 1)
-        return TokenBatch.of(tokens, positions, sequences, picked)
+            sequences += [request.row] * len(new)
+            output_rows.append(len(tokens) - 1)
+        return TokenBatch.of(tokens, positions, sequences, output_rows)
 
 
 def _drawn(logits: Tensor, each: Sequence[sample.SamplingSettings], index: sample.Counts) -> tuple[list[int], Tensor]:
@@ -215,7 +217,7 @@ def accepted(
     """
     counts = [len(guess.tokens) for guess in guesses]
     rows = [first + j for first, count in zip(firsts, counts, strict=True) for j in range(count)]
-    kept = np.zeros(0, bool)
+    mask = np.zeros(0, bool)
     if rows:
         tokens = [token for guess in guesses for token in guess.tokens]
         owner = np.repeat(np.arange(len(guesses)), counts)
@@ -223,10 +225,10 @@ def accepted(
         u = sample.uniform(settings.seeds[owner], index[owner] + offset, sample.ACCEPT)
         likely = p[rows, tokens].double().cpu()
         proposed = torch.cat([_proposed(guess) for guess in guesses]).double().cpu()
-        kept = (u * proposed < likely).numpy()
+        mask = (u * proposed < likely).numpy()
     ends, finals, start = [], [], 0
     for first, count, guess in zip(firsts, counts, guesses, strict=True):
-        wrong = np.flatnonzero(~kept[start : start + count])
+        wrong = np.flatnonzero(~mask[start : start + count])
         count_kept = int(wrong[0]) if len(wrong) else count
         finals.append(_left(p[first + count_kept], guess, count_kept))
         ends.append(count_kept)

@@ -13,7 +13,7 @@ from llm.speculate import NOMINAL, DraftLengths, DraftModel, DraftRequest, Draft
 
 
 class Speculator:
-    """With a draft model, prompt lookup, or off."""
+    """A source of draft tokens: a draft model, prompt lookup, or off."""
 
     def __init__(self, draft: DraftModel | None = None, *, lookup: bool = False) -> None:
         self.draft = draft
@@ -24,17 +24,17 @@ class Speculator:
 
     def make(self, parts: Sequence[ScheduledTokens]) -> list[DraftTokens]:
         """Make the planned number of guesses for each part; those of the draft take as many forwards of its own."""
-        made = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
-        asking = [i for i, part in enumerate(parts) if part.work.guesses and made[i] is NO_GUESS]
+        drafts = [DraftTokens(p.work.guesses) if isinstance(p.work.guesses, list) else NO_GUESS for p in parts]
+        asking = [i for i, part in enumerate(parts) if part.work.guesses and drafts[i] is NO_GUESS]
         if self.draft is not None and asking:
-            works = [parts[i].work for i in asking]
+            sequences = [parts[i].work for i in asking]
             started = time.perf_counter()
-            asks = [DraftRequest(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in works]
-            for i, guess in zip(asking, self.draft.guess(asks), strict=True):
-                made[i] = guess
-            turn_s = (time.perf_counter() - started) / max(ask.count for ask in asks)
+            requests = [DraftRequest(w.row, w.tokens, w.drafted, w.guess_count, w.settings) for w in sequences]
+            for i, guess in zip(asking, self.draft.guess(requests), strict=True):
+                drafts[i] = guess
+            turn_s = (time.perf_counter() - started) / max(request.count for request in requests)
             self._guess_s += 0.2 * (turn_s - self._guess_s) if self._guess_s else turn_s
-        return made
+        return drafts
 
     def read_along(self, parts: Sequence[ScheduledTokens]) -> None:
         """Prefill the draft with the same chunks."""
@@ -47,18 +47,18 @@ class Speculator:
             sequences = [part.work.row for part in reading for _ in range(part.count)]
             self.draft.read(TokenBatch.of(tokens, positions, sequences, []))
 
-    def settle(self, part: ScheduledTokens, guess: DraftTokens, kept: int) -> None:
-        """Take in an iteration's result: the first `kept` tokens of the guess were right."""
+    def settle(self, part: ScheduledTokens, guess: DraftTokens, accepted: int) -> None:
+        """Take in an iteration's result: the first `accepted` tokens of the guess were right."""
         work, count = part.work, len(guess.tokens)
         if part.count > 1 and work.drafted == part.start:
             work.drafted = part.start + part.count
         if not count:
             return
-        work.pace.learn(count, kept)
+        work.pace.learn(count, accepted)
         self.guessed += count
-        self.accepted += kept
+        self.accepted += accepted
         if self.draft is not None:
-            work.drafted = part.start + 1 + min(kept, count - 1)
+            work.drafted = part.start + 1 + min(accepted, count - 1)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Record the time of a forward of the model, without making guesses."""
@@ -82,6 +82,6 @@ class Speculator:
         # With a seed the text must not depend on the load, which then must not decide the number of guesses.
         bound = work.settings is not None and work.parameters.seed is not None
         pays = nominal if bound or lengths is None else lengths
-        most = work.most_guesses(pays(work.pace.acceptance))
-        if most > 0:
-            work.guesses = work.lookup.guess(most) if work.lookup is not None else most
+        limit = work.most_guesses(pays(work.pace.acceptance))
+        if limit > 0:
+            work.guesses = work.lookup.guess(limit) if work.lookup is not None else limit

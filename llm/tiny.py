@@ -42,7 +42,7 @@ class LlamaShape:
 
     @property
     def large(self) -> bool:
-        """Whether weights are drawn directly on the target device and in the target dtype."""
+        """Return whether weights are drawn directly on the target device and in the target dtype."""
         return self.parameters > 10**9
 
 
@@ -146,12 +146,12 @@ def tokenizer(context: int) -> Any:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>",
         additional_special_tokens=list(_SPECIAL[3:]), model_max_length=context,
     )  # fmt: skip
-    made.chat_template = _TEMPLATE
-    return made
+    fast.chat_template = _TEMPLATE
+    return fast
 
 
 def save(folder: Path, shape: LlamaShape, seed: int = 0) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from deployment.wheel import BuildError, rename_imports, rooms
+from deployment.wheel import BuildError, packages_of, rename_imports
 from tests.core.quant.stage import CACHE
 from tests.deployment.served import Served
 
@@ -145,7 +145,7 @@ def test_it_carries_every_lua_script(bare: Path) -> None:
 
 
 def test_nothing_in_it_imports_a_room_by_its_own_name(bare: Path) -> None:
-    left, ours = [], rooms(ROOT)
+    left, ours = [], packages_of(ROOT)
     for path in (packages(bare.parent) / "diptych").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

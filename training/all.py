@@ -40,13 +40,13 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--only", nargs="+", choices=tuple(STAGES))
     options.add_argument("--no-judge", action="store_true", help="export without measuring")
-    given = options.parse_args()
-    run = from_options(given)
-    train(run, given.only)
-    if given.only:
+    arguments = options.parse_args()
+    run = from_options(arguments)
+    train(run, arguments.only)
+    if arguments.only:
         return
     export.export(run)
-    if not given.no_judge:
+    if not arguments.no_judge:
         from training import judge
 
         judge.judge(run, judge.SampleSizes())

@@ -49,16 +49,16 @@ def read_caption(text: str) -> ParsedCaption:
     plain = " ".join(text.lower().strip().rstrip(".").split())
     if not plain:
         raise ValueError("caption is empty")
-    found = _BACKGROUND.match(plain)
-    if found is None:
+    match = _BACKGROUND.match(plain)
+    if match is None:
         if "background" in plain.split():
             raise ValueError(f"caption {text!r}: background without a colour")
         return ParsedCaption(plain, "white")
-    colour = found["colour"].strip()
+    colour = match["colour"].strip()
     colour = _SPELLINGS.get(colour, colour)
     if colour not in COLOURS:
         raise ValueError(f"caption {text!r}: colour {colour!r} is not in the language")
-    return ParsedCaption(found["subject"], colour)
+    return ParsedCaption(match["subject"], colour)
 
 
 def split_tone(name: str) -> tuple[str, str | None]:
@@ -77,12 +77,12 @@ def split_tone(name: str) -> tuple[str, str | None]:
 
 
 def has_tone(name: str) -> bool:
-    """Whether the name carries any skin tone (the five bare tone swatches do not count)."""
+    """Return whether the name carries any skin tone (the five bare tone swatches do not count)."""
     return split_tone(name)[0] != name
 
 
 def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
-    """Chooses `count` rows whose base comes in all five tones, at most one a base: they are never trained on.
+    """Choose `count` rows whose base comes in all five tones, at most one a base: they are never trained on.
 
     Held-out variants show whether tone and subject compose. Returns row numbers.
     """
@@ -93,12 +93,12 @@ def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
             by_base.setdefault(base, {})[tone] = index
     full = sorted(base for base, tones in by_base.items() if len(tones) == len(TONES))
     draw = random.Random(seed)
-    chosen = draw.sample(full, min(count, len(full) // 2))
-    return {by_base[base][TONES[number % len(TONES)]] for number, base in enumerate(chosen)}
+    selected = draw.sample(full, min(count, len(full) // 2))
+    return {by_base[base][TONES[number % len(TONES)]] for number, base in enumerate(selected)}
 
 
 def wordings(rows: list[PictureRow], count: int, seed: int) -> Iterator[list[str]]:
-    """For each picture the `count` ways to name it that training draws from."""
+    """The `count` ways to name each picture that training draws from."""
     draw = random.Random(seed)
     for row in rows:
         yield subjects(row, count, draw)
@@ -112,20 +112,20 @@ def subjects(row: PictureRow, count: int, draw: random.Random) -> list[str]:
     base, tone = split_tone(row.name)
     words = [word for word in row.keywords if not word.endswith(TONE_SUFFIX)]
     spoken = f"{base} with {tone} skin tone" if tone else row.name
-    found = [row.name]
-    while len(found) < count:
+    names = [row.name]
+    while len(names) < count:
         kind = draw.random()
         few = draw.sample(words, min(len(words), draw.randint(1, 3)))
         if kind < 0.5 or (not few and kind < 0.8):
-            found.append(row.name)
+            names.append(row.name)
         elif not few or kind < 0.6:
-            found.append(draw.choice((spoken, f"an emoji of {spoken}", f"a {spoken}")))
+            names.append(draw.choice((spoken, f"an emoji of {spoken}", f"a {spoken}")))
         elif kind < 0.75:
-            found.append(f"{row.name}, {', '.join(few)}")
+            names.append(f"{row.name}, {', '.join(few)}")
         elif kind < 0.85:
-            found.append(f"{few[0]} {row.name}")
+            names.append(f"{few[0]} {row.name}")
         else:
             loose = [*few, spoken]
             draw.shuffle(loose)
-            found.append(" ".join(part for word in loose for part in (draw.choice(_FILLERS), word)))
-    return found
+            names.append(" ".join(part for word in loose for part in (draw.choice(_FILLERS), word)))
+    return names

@@ -74,15 +74,15 @@ def _measured(name: str, run: TrainingRun) -> str:
         command, figures = f"judge --only {source}", _figures(run, "figures").get(source, {})
     if not figures:
         return f"Not measured yet: `python -m training.{command}`."
-    said = f"By `python -m training.{command}` when the model was made; no commit is recorded."
+    note = f"By `python -m training.{command}` when the model was made; no commit is recorded."
     columns = ["clip_prefers_caption"] if name in _SOURCES else None
-    return f"{said}{_tables(figures, columns)}"
+    return f"{note}{_tables(figures, columns)}"
 
 
 def _figures(run: TrainingRun, name: str) -> dict[str, Any]:
     path = run.work / "judge" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return figures
 
 
 def _tables(figures: dict[str, Any], columns: list[str] | None) -> str:
@@ -102,9 +102,9 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
-def share(found: list[float] | None) -> str:
+def share(interval: list[float] | None) -> str:
     """A share and its interval in per cent; nothing where none was measured."""
-    return "" if found is None else f"{found[0]:.1%} ({found[1]:.1%} to {found[2]:.1%})".replace("%", "")
+    return "" if interval is None else f"{interval[0]:.1%} ({interval[1]:.1%} to {interval[2]:.1%})".replace("%", "")
 
 
 def _words(key: str) -> str:

@@ -58,22 +58,22 @@ class CLIPLoss(nn.Module):
         barred = torch.cat([same, none], dim=1)
         scores = (scale * seen @ read.T).masked_fill(barred, -1e4)
         scores_1 = (scale * seen @ first.T).masked_fill(barred, -1e4)
-        own = len(pixels)
-        pairs = (scores, scores[:, :own].T, scores_1, scores_1[:, :own].T)
+        count = len(pixels)
+        pairs = (scores, scores[:, :count].T, scores_1, scores_1[:, :count].T)
         loss = sum(F.cross_entropy(s, target) for s in pairs)
-        before = (scores.diagonal() > scores[:, own:].diagonal()) & ~none[0]
+        before = (scores.diagonal() > scores[:, count:].diagonal()) & ~none[0]
         share = before.sum() / (~none[0]).sum().clamp(min=1)
         return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean(), share
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
         """Image features [B, pooled_width], not normalised."""
-        found: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
-        return found
+        features: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
+        return features
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Text features [B, pooled_width] of END-padded ids, not normalised."""
-        found: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
-        return found
+        features: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
+        return features
 
 
 def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> to
     return (rough + 0.1 * kind[:, None, None, None] * noise).clamp(-1, 1)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the towers, from `start/` where that has some."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the towers, from `start/` where that has some."""
     batch = run.batch or (1024 if run.on_gpu else 128)
     stream = SceneStream(run, batch, native=True)
     towers = CLIPLoss(run).to(run.device)
@@ -96,18 +96,18 @@ def train(run: TrainingRun) -> loop.Outcome:
     model: Any = torch.compile(towers, dynamic=False) if run.compile else towers
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        drawn = stream.at(iteration)
-        ids, foils = drawn.ids, drawn.foils
+        factory: Any = {"generator": generator, "device": run.device}
+        scene_batch = stream.at(iteration)
+        ids, foils = scene_batch.ids, scene_batch.foils
         if not run.compile:  # the towers are causal: nothing behind the longest caption matters to END
             longest = int((torch.cat([ids, foils]) != ids[0, -1]).sum(1).max()) + 1
             ids, foils = ids[:, :longest], foils[:, :longest]
-        pixels = stream.draw(drawn)
-        kind = torch.rand(batch, **given)
-        noise = torch.randn(pixels.shape, **given)
+        pixels = stream.draw(scene_batch)
+        kind = torch.rand(batch, **factory)
+        noise = torch.randn(pixels.shape, **factory)
         pixels = roughen(pixels, noise, kind)
         with run.autocast():
-            total, first, before = model(pixels, ids, foils, drawn.label)
+            total, first, before = model(pixels, ids, foils, scene_batch.label)
         return total, {"first": first, "before_foil": before}
 
     stage = loop.Stage(

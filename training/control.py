@@ -39,21 +39,21 @@ def build(run: TrainingRun, denoiser: Any) -> Any:
     """The network before training, with the weights of the denoiser where both have the same layer."""
     from diffusers import ControlNetModel
 
-    own = run.picture.unet()
-    types = own["down_block_types"]
+    unet = run.picture.unet()
+    types = unet["down_block_types"]
     torch.manual_seed(run.seed)
     net: Any = ControlNetModel(
-        **{name: own[name] for name in _SHARED},
+        **{name: unet[name] for name in _SHARED},
         down_block_types=(*types[:-1], "DownBlock2D"),
         transformer_layers_per_block=(1,) * len(types),
         conditioning_embedding_out_channels=_EMBEDDING,
     )
-    given, wanted = denoiser.state_dict(), net.state_dict()
-    net.load_state_dict({name: given[name] for name in wanted if name in given}, strict=False)
+    trained_state, target_state = denoiser.state_dict(), net.state_dict()
+    net.load_state_dict({name: trained_state[name] for name in target_state if name in trained_state}, strict=False)
     return net.to(run.device)
 
 
-class Controlled(nn.Module):
+class ControlledDenoiser(nn.Module):
     """The denoiser, which reads what the network adds."""
 
     def __init__(self, denoiser: Any, net: Any) -> None:
@@ -61,15 +61,15 @@ class Controlled(nn.Module):
         self.denoiser, self.net = denoiser, net
 
     def forward(
-        self, noisy: Tensor, step: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, shown: Tensor
+        self, noisy: Tensor, step: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, hint: Tensor
     ) -> Tensor:
-        """The noise in `noisy` [B, 4, h, w] at timesteps [B], of a picture with the edges `shown` [B, 3, H, W]."""
-        told: Any = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}, "return_dict": False}
-        down, middle = self.net(noisy, step, states, controlnet_cond=shown, **told)
-        found: Tensor = self.denoiser(
-            noisy, step, states, down_block_additional_residuals=down, mid_block_additional_residual=middle, **told
+        """The noise in `noisy` [B, 4, h, w] at timesteps [B], of a picture with the edges `hint` [B, 3, H, W]."""
+        residuals: Any = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": time_ids}, "return_dict": False}
+        down, middle = self.net(noisy, step, states, controlnet_cond=hint, **residuals)
+        prediction: Tensor = self.denoiser(
+            noisy, step, states, down_block_additional_residuals=down, mid_block_additional_residual=middle, **residuals
         )[0]
-        return found
+        return prediction
 
 
 class ControlLoss:
@@ -77,26 +77,26 @@ class ControlLoss:
 
     def __init__(self, run: TrainingRun, net: Any, parts: unet.TrainedModules) -> None:
         self._run, self._frozen = run, unet.Frozen.load(run, parts)
-        self._model = PerSize(run, Controlled(parts.unet, net))
+        self._model = PerSize(run, ControlledDenoiser(parts.unet, net))
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32))
 
     def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         run = self._run
-        drawn = self._stream.at(iteration)
-        pixels = self._stream.draw(drawn)
-        shown = edges(pixels, ROUNDS)
+        batch = self._stream.at(iteration)
+        pixels = self._stream.draw(batch)
+        hint = edges(pixels, ROUNDS)
         noised = self._frozen.noised(pixels, generator)
         keep = (torch.rand(len(pixels), generator=generator, device=run.device) >= DROP_TEXT).float()
-        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
+        time_ids = batch.scenes.time_ids.to(run.device, non_blocking=True)
         with run.autocast():
-            states, pooled = self._frozen.read_text(drawn.ids, keep)
-            model = self._model.at(drawn.scenes.size)
-            guess = model(noised.latents, noised.step, states, pooled, time_ids, shown)
+            states, pooled = self._frozen.read_text(batch.ids, keep)
+            model = self._model.at(batch.scenes.size)
+            guess = model(noised.latents, noised.step, states, pooled, time_ids, hint)
         return self._frozen.objective.loss(guess, noised)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the network on the trained denoiser (or the one that the stage `adopt` took)."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the network on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     net = build(run, parts.unet)
     average = 0.9995 if run.on_gpu else 0.99
@@ -112,7 +112,7 @@ def load(run: TrainingRun) -> Any:
 
 
 def export(run: TrainingRun) -> Path:
-    """Writes the network in diffusers' format, in float16. Raises ValueError for one of more than `MOST_BYTES`."""
+    """Write the network in diffusers' format, in float16. Raises ValueError for one of more than `MOST_BYTES`."""
     folder = run.models / FOLDER / NAME
     net = load(run).half()
     size = sum(parameter.nbytes for parameter in net.parameters())

@@ -6,7 +6,7 @@ from training import lm, loop
 from training.run import TrainingRun, command
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the draft on the target's distributions."""
     return lm.train(run, draft=True)
 

@@ -68,14 +68,14 @@ def export_turbo(run: TrainingRun) -> Path:
     """`emoji-xl-turbo`: the student's UNet and sampler; links to emoji-xl's other parts, beside which it lies."""
     from diffusers import LCMScheduler
 
-    beside = run.models / "emoji-xl"
+    base_folder = run.models / "emoji-xl"
     folder = _fresh(run, "emoji-xl-turbo")
     turbo.load(run).half().save_pretrained(folder / "unet", max_shard_size=SHARD)
     sampling = {key: value for key, value in run.turbo.sampling().items() if key != "_class_name"}
     LCMScheduler(**sampling).save_pretrained(folder / "scheduler")
     for name in _SHARED:
         (folder / name).symlink_to(Path("..") / "emoji-xl" / name)
-    index = json.loads((beside / "model_index.json").read_text(encoding="utf-8"))
+    index = json.loads((base_folder / "model_index.json").read_text(encoding="utf-8"))
     index["scheduler"] = ["diffusers", "LCMScheduler"]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return folder
@@ -146,35 +146,35 @@ MODELS: dict[str, Callable[[TrainingRun], Path]] = {
 
 def export(run: TrainingRun, only: list[str] | None = None) -> list[Path]:
     """Export every stage that has been trained (or those named), and write their cards; returns the folders."""
-    made = []
+    folders = []
     for name in only or MODELS:
         try:
-            made.append(MODELS[name](run))
+            folders.append(MODELS[name](run))
         except FileNotFoundError as missing:
             if only:
                 raise
             print(f"{name}: not exported, {missing}", flush=True)
-    for folder in made:
+    for folder in folders:
         _tidy(folder)
         cards.write(folder, run)
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         print(f"{folder}: {size / 1e6:.1f} MB", flush=True)
-    return made
+    return folders
 
 
-def write_weights(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, str], most: int) -> None:
-    """Write a file of weights with its metadata; raises ValueError for one of more than `most` bytes."""
+def write_weights(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], limit: int) -> None:
+    """Write a file of weights with its metadata; raises ValueError for one of more than `limit` bytes."""
     from safetensors.torch import save
 
-    data = save(tensors, about)
-    if len(data) > most:
-        raise ValueError(f"{path}: has {len(data)} bytes, more than {most}")
+    data = save(tensors, metadata)
+    if len(data) > limit:
+        raise ValueError(f"{path}: has {len(data)} bytes, more than {limit}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
 def rewrite_cards(run: TrainingRun) -> None:
-    """Writes the cards of the exported models again, now with what the judge has measured."""
+    """Write the cards of the exported models again, now with what the judge has measured."""
     for name in MODELS:
         if (run.models / name / "README.md").exists():
             cards.write(run.models / name, run)
@@ -208,13 +208,13 @@ def _tidy(folder: Path) -> None:
 
 
 def _tidied(config: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "name_or_path")}
-    for key, value in kept.items():
+    tidied = {key: value for key, value in config.items() if key not in ("_name_or_path", "name_or_path")}
+    for key, value in tidied.items():
         if key in ("dtype", "torch_dtype"):
-            kept[key] = "float32"
+            tidied[key] = "float32"
         elif isinstance(value, dict):
-            kept[key] = _tidied(value)
-    return kept
+            tidied[key] = _tidied(value)
+    return tidied
 
 
 def main() -> None:
@@ -222,13 +222,13 @@ def main() -> None:
     options: argparse.ArgumentParser = parser(__doc__ or "")
     options.add_argument("--only", nargs="+", choices=tuple(MODELS))
     options.add_argument("--cards", action="store_true", help="write the cards again and nothing else")
-    found = options.parse_args()
-    run = from_options(found)
-    if found.cards:
+    arguments = options.parse_args()
+    run = from_options(arguments)
+    if arguments.cards:
         rewrite_cards(run)
         return
     with torch.no_grad():
-        export(run, found.only)
+        export(run, arguments.only)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ def join(on_gpu: bool) -> tuple[int, int]:
 
 
 def agree(*values: float) -> list[float]:
-    """What the first process gave: clocks differ, and learning rates must not."""
-    told = torch.tensor(values, dtype=torch.float64)
-    distributed.broadcast(told, 0)
-    found: list[float] = told.tolist()
-    return found
+    """Return the first process's values: clocks differ, and learning rates must not."""
+    local = torch.tensor(values, dtype=torch.float64)
+    distributed.broadcast(local, 0)
+    agreed: list[float] = local.tolist()
+    return agreed
 
 
 @torch.no_grad()
 def average_(gradients: list[torch.Tensor]) -> None:
-    """Replaces each gradient by its mean over all processes, in one message."""
+    """Replace each gradient by its mean over all processes, in one message."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     distributed.all_reduce(flat)
     flat /= distributed.get_world_size()

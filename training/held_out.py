@@ -40,7 +40,7 @@ def compose(
     variants: int = VARIANTS,
     seed: int = SEED,
 ) -> list[HeldOutCaption]:
-    """The same captions for the same rows.
+    """Compose the same captions for the same rows.
 
     First the skin-tone variants whose pictures are never trained on, each plain and on `coloured` backgrounds; then so
     many wordings of other pictures, at most one for each subject, that training with `variants` and `seed` draws for no
@@ -48,33 +48,33 @@ def compose(
     """
     hidden = captions.held_out(rows, tones)
     draw = random.Random(f"held out {seed}")
-    found = []
+    composed = []
     for index in sorted(hidden):
         name = rows[index].name
         colours = draw.sample([colour for colour in captions.COLOUR_NAMES if colour != "white"], coloured)
         texts = [name, *(captions.with_background(name, colour) for colour in colours)]
-        found += [(f"tone-{index:05d}-{number}", text, rows[index].file) for number, text in enumerate(texts)]
+        composed += [(f"tone-{index:05d}-{number}", text, rows[index].file) for number, text in enumerate(texts)]
     new = list(islice(_new_wordings(rows, hidden, variants, seed, draw), phrasings))
     if len(new) < phrasings:
         raise ValueError(f"only {len(new)} of {phrasings} wordings are new")
     for index, text in new:
         if draw.random() < 0.5:
             text = captions.with_background(text, draw.choice(captions.COLOUR_NAMES))
-        found.append((f"words-{index:05d}", text, rows[index].file))
-    return [HeldOutCaption(*one) for one in found]
+        composed.append((f"words-{index:05d}", text, rows[index].file))
+    return [HeldOutCaption(*caption) for caption in composed]
 
 
 def trained(rows: list[PictureRow], variants: int, seed: int) -> set[str]:
     """All wordings that the training of emoji-xl and emoji-z draws, without backgrounds, as `_plain` has them."""
     every = (captions.wordings(rows, variants, seed), zimage_tokens.wordings(rows, variants, seed))
-    return {_plain(text) for wordings in every for one in wordings for text in one}
+    return {_plain(text) for wordings in every for wording in wordings for text in wording}
 
 
 def _new_wordings(
     rows: list[PictureRow], hidden: set[int], variants: int, seed: int, draw: random.Random
 ) -> Iterator[tuple[int, str]]:
     """(row, wording) for subjects in random order."""
-    known = trained(rows, variants, seed)
+    trained_wordings = trained(rows, variants, seed)
     order = [index for index in range(len(rows)) if index not in hidden]
     draw.shuffle(order)
     bases: set[str] = set()
@@ -83,14 +83,14 @@ def _new_wordings(
         if base in bases:
             continue
         for text in captions.subjects(rows[index], _DRAWS, draw):
-            if _plain(text) not in known:
+            if _plain(text) not in trained_wordings:
                 bases.add(base)
                 yield index, text
                 break
 
 
 def _plain(text: str) -> str:
-    """Without case and spacing, which the tokenizers ignore."""
+    """The text without case and spacing, which the tokenizers ignore."""
     return " ".join(text.lower().split())
 
 
@@ -100,11 +100,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a .tsv")
     options = parser.parse_args()
     try:
-        found = compose(emoji.read_rows(options.data))
-        options.out.write_text("".join("\t".join(row) + "\n" for row in (HeldOutCaption._fields, *found)), "utf-8")
+        composed = compose(emoji.read_rows(options.data))
+        options.out.write_text("".join("\t".join(row) + "\n" for row in (HeldOutCaption._fields, *composed)), "utf-8")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"{len(found)} captions in {options.out}")
+    print(f"{len(composed)} captions in {options.out}")
 
 
 if __name__ == "__main__":

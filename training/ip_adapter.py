@@ -45,20 +45,20 @@ MOST_BYTES = 6_000_000
 
 
 class Adapter(nn.Module):
-    """What is trained: the projection of an embedding to tokens, and each cross-attention layer's keys and values."""
+    """The trained part: the projection of an embedding to tokens, and each cross-attention layer's keys and values."""
 
     def __init__(self, projection: Any, layers: list[nn.Module]) -> None:
         super().__init__()
         self.projection, self.layers = projection, nn.ModuleList(layers)
 
     def exported(self) -> dict[str, Tensor]:
-        """By the keys of the authors' files, in float16."""
-        own = self.projection.state_dict().items()
-        found = {f"image_proj.{key.replace('image_embeds.', 'proj.')}": tensor for key, tensor in own}
+        """The tensors by the keys of the authors' files, in float16."""
+        state = self.projection.state_dict().items()
+        tensors = {f"image_proj.{key.replace('image_embeds.', 'proj.')}": tensor for key, tensor in state}
         for number, layer in enumerate(self.layers):
-            own = layer.state_dict().items()
-            found |= {f"ip_adapter.{2 * number + 1}.{key.replace('.0.', '.')}": tensor for key, tensor in own}
-        return {key: tensor.detach().half().cpu().contiguous() for key, tensor in found.items()}
+            state = layer.state_dict().items()
+            tensors |= {f"ip_adapter.{2 * number + 1}.{key.replace('.0.', '.')}": tensor for key, tensor in state}
+        return {key: tensor.detach().half().cpu().contiguous() for key, tensor in tensors.items()}
 
 
 def adapt_(denoiser: Any, channels: int, seed: int = 0) -> Adapter:
@@ -68,8 +68,8 @@ def adapt_(denoiser: Any, channels: int, seed: int = 0) -> Adapter:
 
     torch.manual_seed(seed)
     width = denoiser.config.cross_attention_dim
-    given: Any = {"device": denoiser.device}
-    projection: Any = ImageProjection(channels, width, TOKENS).to(**given)
+    factory: Any = {"device": denoiser.device}
+    projection: Any = ImageProjection(channels, width, TOKENS).to(**factory)
     processors, layers = {}, []
     for name, processor in denoiser.attn_processors.items():
         attn = denoiser.get_submodule(name.removesuffix(".processor"))
@@ -77,7 +77,7 @@ def adapt_(denoiser: Any, channels: int, seed: int = 0) -> Adapter:
             processor = IPAdapterAttnProcessor2_0(attn.inner_dim, width, num_tokens=[TOKENS])
             processor.to_k_ip[0].load_state_dict(attn.to_k.state_dict())
             processor.to_v_ip[0].load_state_dict({"weight": BEGUN * attn.to_v.weight})
-            layers.append(processor.to(**given))
+            layers.append(processor.to(**factory))
         processors[name] = processor
     denoiser.set_attn_processor(processors)
     denoiser.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
@@ -92,19 +92,19 @@ def start_(projection: Any, seen: Tensor, states: Tensor) -> None:
     The norm of each token is the projection's: its gain brings what is found back to the tokens' size.
     """
     gain, shift = states.std((0, 1)) + 1e-6, states.mean((0, 1))
-    wanted = ((states - shift) / gain).flatten(1)
-    inputs, middle = seen - seen.mean(0), wanted.mean(0)
+    targets = ((states - shift) / gain).flatten(1)
+    inputs, middle = seen - seen.mean(0), targets.mean(0)
     square = inputs.T @ inputs / len(inputs)
     square += RIDGE * square.diagonal().mean() * torch.eye(len(square), device=seen.device)
-    found = torch.linalg.solve(square, inputs.T @ (wanted - middle) / len(inputs))
-    guessed = (inputs @ found + middle).view_as(states)
-    projection.image_embeds.weight.copy_(found.T)
-    projection.image_embeds.bias.copy_(middle - seen.mean(0) @ found)
+    solution = torch.linalg.solve(square, inputs.T @ (targets - middle) / len(inputs))
+    guessed = (inputs @ solution + middle).view_as(states)
+    projection.image_embeds.weight.copy_(solution.T)
+    projection.image_embeds.bias.copy_(middle - seen.mean(0) @ solution)
     projection.norm.weight.copy_(gain * guessed.std(-1).mean())
     projection.norm.bias.copy_(shift)
 
 
-class Encoder:
+class ImageEncoder:
     """The exported emoji-clip's vision tower."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -120,14 +120,14 @@ class Encoder:
         """Projected embeddings [B, C], not normalised, of square pixels [B, 3, S, S] in -1..1."""
         if pixels.shape[-1] != self.config.image_size:
             pixels = F.interpolate(pixels, size=self.config.image_size, mode="bicubic", antialias=True)
-        found: Tensor = self._projection(self._vision(pixel_values=pixels).pooler_output)
-        return found
+        features: Tensor = self._projection(self._vision(pixel_values=pixels).pooler_output)
+        return features
 
 
 class ImagePromptLoss:
-    """How far the adapted denoiser is from the teacher, which reads the caption, and from the noise."""
+    """The distance of the adapted denoiser from the teacher, which reads the caption, and from the noise."""
 
-    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: Encoder) -> None:
+    def __init__(self, run: TrainingRun, parts: unet.TrainedModules, teacher: nn.Module, encoder: ImageEncoder) -> None:
         self._run, self._frozen, self._encoder = run, unet.Frozen.load(run, parts), encoder
         self._model, self._teacher = PerSize(run, parts.unet), PerSize(run, teacher)
         self._stream = SceneStream(run, run.batch or (256 if run.on_gpu else 32), native=True)
@@ -137,10 +137,12 @@ class ImagePromptLoss:
         self._weight = unet.weights(signal) * ((1 - signal) / signal) ** 0.25
 
     def __call__(self, iteration: int, generator: torch.Generator, shift: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        """With `shift` each row sees the picture of the scene so many before: to tell what seeing its own brings."""
+        """The loss; with `shift` each row sees the picture of the scene so many before: to tell what seeing its own
+        brings.
+        """
         run = self._run
-        drawn = self._stream.at(iteration)
-        pixels = self._stream.draw(drawn)
+        batch = self._stream.at(iteration)
+        pixels = self._stream.draw(batch)
         seen = self._encoder.see(pixels).roll(shift, 0)
         noised = self._frozen.noised(pixels, generator)
         chance = torch.rand(len(seen), generator=generator, device=run.device)
@@ -149,25 +151,25 @@ class ImagePromptLoss:
         heard = ((chance < DROP_IMAGE) | (chance >= both)).float()
         keep = heard * ((chance < both) | (chance >= text))
         plain = chance >= 1 - PLAIN_TEXT
-        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True)
-        size, one = drawn.scenes.size, torch.ones(1, device=run.device)
+        time_ids = batch.scenes.time_ids.to(run.device, non_blocking=True)
+        size, ones = batch.scenes.size, torch.ones(1, device=run.device)
 
         def guess(model: PerSize, states: Tensor, pooled: Tensor, keep: Tensor, **more: Any) -> Tensor:
-            told = {"time_ids": time_ids, "text_embeds": pooled * keep[:, None], **more}
-            given = noised.latents, noised.step, states * keep[:, None, None]
-            found: Tensor = model.at(size)(*given, added_cond_kwargs=told, return_dict=False)[0]
-            return found
+            conditions = {"time_ids": time_ids, "text_embeds": pooled * keep[:, None], **more}
+            inputs = noised.latents, noised.step, states * keep[:, None, None]
+            prediction: Tensor = model.at(size)(*inputs, added_cond_kwargs=conditions, return_dict=False)[0]
+            return prediction
 
         with run.autocast():
-            states, pooled = self._frozen.read_text(drawn.ids, one.expand(len(seen)))
+            states, pooled = self._frozen.read_text(batch.ids, ones.expand(len(seen)))
             with torch.no_grad():
                 target = guess(self._teacher, states, pooled, heard)
-            other, other_pooled = self._frozen.read_text(self._plain, one)
+            other, other_pooled = self._frozen.read_text(self._plain, ones)
             states = torch.where(plain[:, None, None], other, states)
             pooled = torch.where(plain[:, None], other_pooled, pooled)
-            found = guess(self._model, states, pooled, keep, image_embeds=[seen[:, None]])
-        noise, logged = self._frozen.objective.loss(found, noised)
-        apart = (found.float() - target.float()).square().mean(dim=(1, 2, 3))
+            prediction = guess(self._model, states, pooled, keep, image_embeds=[seen[:, None]])
+        noise, logged = self._frozen.objective.loss(prediction, noised)
+        apart = (prediction.float() - target.float()).square().mean(dim=(1, 2, 3))
         taught = (self._weight[noised.step] * apart).mean()
         return taught + NOISE * noise, {**logged, "taught": taught.detach()}
 
@@ -180,10 +182,10 @@ class ImagePromptLoss:
         """
         embeddings, states = [], []
         for iteration in range(batches):
-            drawn = self._stream.at(iteration)
-            embeddings.append(self._encoder.see(self._stream.draw(drawn)))
-            read = self._frozen.read_text(drawn.ids, torch.ones(len(drawn.ids), device=drawn.ids.device))[0]
-            words = (drawn.ids != self._frozen.end).float()
+            batch = self._stream.at(iteration)
+            embeddings.append(self._encoder.see(self._stream.draw(batch)))
+            read = self._frozen.read_text(batch.ids, torch.ones(len(batch.ids), device=batch.ids.device))[0]
+            words = (batch.ids != self._frozen.end).float()
             row, end = torch.arange(len(read), device=read.device), words.sum(1).long()
             mean = torch.einsum("blc,bl->bc", read, words / words.sum(1, keepdim=True))
             states.append(torch.stack([read[row, end], read[row, end - 1], mean, read[:, -1]], 1))
@@ -192,14 +194,14 @@ class ImagePromptLoss:
 
 def begun(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
     """A fresh adapter beside a denoiser, and its loss."""
-    parts, encoder = unet.load(run), Encoder(run)
+    parts, encoder = unet.load(run), ImageEncoder(run)
     teacher = copy.deepcopy(parts.unet)
     adapter = adapt_(parts.unet, encoder.config.projection_dim, run.seed)
     return adapter, ImagePromptLoss(run, parts, teacher, encoder)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the adapter on the trained denoiser (or the one that the stage `adopt` took)."""
     adapter, loss = begun(run)
     if not (run.folder("ip_adapter") / "state.pt").exists():
         start_(adapter.projection, *loss.examples(STARTS))
@@ -219,9 +221,14 @@ def load(run: TrainingRun) -> tuple[Adapter, ImagePromptLoss]:
 
 def export(run: TrainingRun) -> Path:
     """Write the adapter in the layout of the authors' files, its encoder as a link to emoji-clip, and the card."""
-    about = {"base_model": "emoji-xl", "license": "apache-2.0", "format": "pt", "data": cards.DATA.replace("\n", " ")}
+    metadata = {
+        "base_model": "emoji-xl",
+        "license": "apache-2.0",
+        "format": "pt",
+        "data": cards.DATA.replace("\n", " "),
+    }
     path = run.models / FOLDER / f"{NAME}.safetensors"
-    write_weights(path, load(run)[0].exported(), about, MOST_BYTES)
+    write_weights(path, load(run)[0].exported(), metadata, MOST_BYTES)
     _write_encoder(run, path.parent / ENCODER)
     cards.write(path.parent, run)
     return path
@@ -229,15 +236,15 @@ def export(run: TrainingRun) -> Path:
 
 def _write_encoder(run: TrainingRun, where: Path) -> None:
     """A folder of emoji-clip's vision tower, whose weights are those of emoji-clip beside the folder of adapters."""
-    config = Encoder(run).config
+    config = ImageEncoder(run).config
     config.architectures = ["CLIPVisionModelWithProjection"]
     where.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(where)
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     side = {"height": config.image_size, "width": config.image_size}
     fitted = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": config.image_size}}
-    told = json.dumps({**fitted, "crop_size": side, **half}, indent=2)
-    (where / "preprocessor_config.json").write_text(told + "\n", encoding="utf-8")
+    text = json.dumps({**fitted, "crop_size": side, **half}, indent=2)
+    (where / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
     weights = where / "model.safetensors"
     weights.unlink(missing_ok=True)
     weights.symlink_to(Path("..") / ".." / CLIP / weights.name)

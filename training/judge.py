@@ -35,7 +35,7 @@ Draw = Callable[[Sequence[str]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class SampleSizes:
-    """How much is drawn and written; less is a quick look. `steps` and `guidance` are emoji-xl's."""
+    """The sizes of the samples; less is a quick look. `steps` and `guidance` are emoji-xl's."""
 
     prompts: int = 150
     expansions: int = 200
@@ -66,7 +66,9 @@ def scene_judge(run: TrainingRun) -> SceneJudge:
     return SceneJudge(run.data, clip, device=run.device)
 
 
-def judged(prompts: Mapping[str, Mapping[str, str]], draw: Draw, known: SceneJudge, folder: Path) -> dict[str, Any]:
+def judge_images(
+    prompts: Mapping[str, Mapping[str, str]], draw: Draw, scorer: SceneJudge, folder: Path
+) -> dict[str, Any]:
     """Shares by group with 95% intervals; `prompts` has texts to draw and the captions that they are judged by.
 
     A contact sheet of each group goes into `folder`.
@@ -75,7 +77,7 @@ def judged(prompts: Mapping[str, Mapping[str, str]], draw: Draw, known: SceneJud
     for name, group in prompts.items():
         if group:
             images = draw([*group])
-            figures[name] = known.figures(images, [*group.values()])
+            figures[name] = scorer.figures(images, [*group.values()])
             del figures[name]["right"]
             sheet.save(folder / f"{name}.png", [Image.fromarray(image) for image in images[:_SHOWN]], [*group][:_SHOWN])
     return figures
@@ -85,18 +87,18 @@ def _scenes(run: TrainingRun, sizes: SampleSizes, name: str, steps: int, guidanc
     every = groups(run, World.read(run).composer, sizes.prompts)
     prompts = {kind: {prompt.caption: prompt.caption for prompt in group} for kind, group in every.items()}
     draw = StockPipeline(run, name, steps, guidance).draw
-    figures = judged(prompts, draw, scene_judge(run), run.folder("judge") / name)
+    figures = judge_images(prompts, draw, scene_judge(run), run.folder("judge") / name)
     return {"prompts": sizes.prompts, "steps": steps, "guidance_scale": guidance, **figures}
 
 
 def _single(run: TrainingRun, sizes: SampleSizes) -> dict[str, Any]:
     nouns = [subject.noun for subject in World.read(run).composer.subjects]
     draw = random.Random(SEED)
-    asked = draw.sample(nouns, min(sizes.prompts, len(nouns)))
-    texts = [captions.with_background(noun, draw.choice(captions.COLOUR_NAMES)) for noun in asked]
+    sampled = draw.sample(nouns, min(sizes.prompts, len(nouns)))
+    texts = [captions.with_background(noun, draw.choice(captions.COLOUR_NAMES)) for noun in sampled]
     prompts = {"single": {text: f"{article(text)} {text}" for text in texts}}
-    drawn = StockPipeline(run, "emoji-z", STEPS, 0.0).draw
-    figures = judged(prompts, drawn, scene_judge(run), run.folder("judge") / "emoji-z")
+    render = StockPipeline(run, "emoji-z", STEPS, 0.0).draw
+    figures = judge_images(prompts, render, scene_judge(run), run.folder("judge") / "emoji-z")
     return {"prompts": len(texts), "steps": STEPS, "guidance_scale": 0.0, **figures}
 
 
@@ -116,9 +118,9 @@ def main() -> None:
     for field in fields:
         options.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     options.add_argument("--only", nargs="+", choices=tuple(MODELS))
-    given = options.parse_args()
-    sizes = SampleSizes(**{field.name: getattr(given, field.name) for field in fields})
-    judge(from_options(given), sizes, given.only)
+    arguments = options.parse_args()
+    sizes = SampleSizes(**{field.name: getattr(arguments, field.name) for field in fields})
+    judge(from_options(arguments), sizes, arguments.only)
 
 
 if __name__ == "__main__":

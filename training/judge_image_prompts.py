@@ -32,7 +32,7 @@ _SHOWN = 8  # prompts on the sheet
 
 
 class Source(NamedTuple):
-    """What images are drawn from: captions or the plain text, and which image prompt (so many further) how strongly."""
+    """A source of images: captions or the plain text, and which image prompt (so many further) how strongly."""
 
     captions: bool
     shift: int = 0
@@ -47,28 +47,28 @@ SOURCES = {
 }
 
 
-def judge(run: TrainingRun, count: int, draw: Draw, about: dict[str, Any]) -> dict[str, Any]:
-    """Shares by source, with Wilson's intervals, of `count` prompts, kept after each; `about` says how was drawn."""
-    world, known = World.read(run), scene_judge(run)
+def judge(run: TrainingRun, count: int, draw: Draw, result: dict[str, Any]) -> dict[str, Any]:
+    """Shares by source, with Wilson's intervals, of `count` prompts, kept after each; `result` says how was drawn."""
+    world, context = World.read(run), scene_judge(run)
     prompts = world.composer.prompts("colour", count, size=(run.size, run.size))
-    shown = images_of(Renderer(world.images, run.device), [prompt.scene for prompt in prompts])
+    prompt_images = images_of(Renderer(world.images, run.device), [prompt.scene for prompt in prompts])
     captions = [prompt.caption for prompt in prompts]
     path = run.folder("judge") / "image-prompts.json"
-    figures: dict[str, Any] = {**about, "prompts": len(prompts)}
-    rows: list[Image.Image] = shown[:_SHOWN]
+    figures: dict[str, Any] = {**result, "prompts": len(prompts)}
+    rows: list[Image.Image] = prompt_images[:_SHOWN]
 
-    def shares(made: Sequence[Pixels], asked: Sequence[str]) -> dict[str, bootstrap.Interval]:
-        verdicts = [known.verdict(*one) for one in zip(made, asked, strict=True)]
+    def shares(images: Sequence[Pixels], prompts: Sequence[str]) -> dict[str, bootstrap.Interval]:
+        verdicts = [context.verdict(*pair) for pair in zip(images, prompts, strict=True)]
         parts = {"subject": [v.subject for v in verdicts], "subject_in_colour": [v.right for v in verdicts]}
         return {name: bootstrap.share(sum(right), len(right)) for name, right in parts.items()}
 
     for name, source in SOURCES.items():
         texts = captions if source.captions else [PLAIN] * len(captions)
-        made = draw(texts, shown[source.shift :] + shown[: source.shift], source.strength)
-        figures[name] = shares(made, captions)
+        images = draw(texts, prompt_images[source.shift :] + prompt_images[: source.shift], source.strength)
+        figures[name] = shares(images, captions)
         if source.shift:
-            figures[f"{name}_as_the_image"] = shares(made, captions[source.shift :] + captions[: source.shift])
-        rows += [Image.fromarray(one) for one in made[:_SHOWN]]
+            figures[f"{name}_as_the_image"] = shares(images, captions[source.shift :] + captions[: source.shift])
+        rows += [Image.fromarray(image) for image in images[:_SHOWN]]
         print(name, json.dumps(figures[name]), flush=True)
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     columns = min(_SHOWN, len(captions))
@@ -83,11 +83,11 @@ def main() -> None:
     options.add_argument("--count", type=int, default=100, help="prompts")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--guidance", type=float, default=4.0)
-    given = options.parse_args()
-    run = from_options(given)
-    pipeline = StockPipeline(run, "emoji-xl", given.steps, given.guidance)
+    arguments = options.parse_args()
+    run = from_options(arguments)
+    pipeline = StockPipeline(run, "emoji-xl", arguments.steps, arguments.guidance)
     pipeline.adapt(run, FOLDER, NAME)
-    judge(run, given.count, pipeline.draw, {"steps": given.steps, "guidance_scale": given.guidance})
+    judge(run, arguments.count, pipeline.draw, {"steps": arguments.steps, "guidance_scale": arguments.guidance})
 
 
 if __name__ == "__main__":

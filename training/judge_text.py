@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
-from evaluation.scenes.grammar import Reader
+from evaluation.scenes.grammar import CaptionParser
 from training import phrases
 from training.phrases import Chat
 from training.run import TrainingRun
@@ -51,16 +51,18 @@ class CaptionModel:
     @torch.no_grad()
     def answers(self, chats: Sequence[Chat], longest: int = 48) -> list[list[int]]:
         """Greedy answers' token ids, without the prompt, up to and with the end token."""
-        found: list[list[int]] = []
+        tokens: list[list[int]] = []
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         for first in range(0, len(chats), CHUNK):
             prompts = [self.prompt(chat) for chat in chats[first : first + CHUNK]]
             width = max(map(len, prompts))
             ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
-            given = {"do_sample": False, "max_new_tokens": longest, "pad_token_id": pad, "eos_token_id": end}
-            made = self.model.generate(input_ids=ids, attention_mask=(ids != pad).long(), **given)[:, width:].tolist()
-            found += [row[: row.index(end) + 1] if end in row else row for row in made]
-        return found
+            options = {"do_sample": False, "max_new_tokens": longest, "pad_token_id": pad, "eos_token_id": end}
+            generated = self.model.generate(input_ids=ids, attention_mask=(ids != pad).long(), **options)[
+                :, width:
+            ].tolist()
+            tokens += [row[: row.index(end) + 1] if end in row else row for row in generated]
+        return tokens
 
     def texts(self, chats: Sequence[Chat]) -> list[str]:
         """Greedy answers."""
@@ -80,25 +82,25 @@ class CaptionModel:
 
 def _new(chats: Iterator[tuple[str, T]], seen: set[str], count: int) -> list[T]:
     """`count` chats, each given after its prompt, with different prompts that are not in `seen`."""
-    found: dict[str, T] = {}
+    fresh: dict[str, T] = {}
     for prompt, chat in islice(chats, 500 * count):
         if prompt not in seen:
-            found.setdefault(prompt, chat)
-        if len(found) == count:
+            fresh.setdefault(prompt, chat)
+        if len(fresh) == count:
             break
-    return list(found.values())
+    return list(fresh.values())
 
 
 def held_out_chats(run: TrainingRun, count: int) -> list[Chat]:
     """Chats about single emoji with prompts that training has not drawn."""
     expander = phrases.Expander(emoji.read_rows(run.data))
-    draw, known = random.Random(SEED), random.Random(run.seed)
-    seen = {expander.draw(known).prompt for _ in range(run.shapes.chats)}
+    draw, generators = random.Random(SEED), random.Random(run.seed)
+    seen = {expander.draw(generators).prompt for _ in range(run.shapes.chats)}
     chats = (expander.draw(draw) for _ in iter(int, 1))
     return _new(((chat.prompt, chat) for chat in chats), seen, count)
 
 
-def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], Reader]:
+def scene_chats(run: TrainingRun, count: int, *, held_out: bool) -> tuple[list[SceneChat], CaptionParser]:
     """Scene chats with prompts that training has not drawn, of families that it draws or never does; and the reader of
     their captions.
     """
@@ -135,10 +137,10 @@ def judge_lm(run: TrainingRun, expansions: int) -> dict[str, Any]:
     return figures
 
 
-def _keeps(scene: SceneChat, answer: str, reader: Reader) -> bool:
-    """Whether the answer is a caption of the grammar of scenes that keeps what was asked."""
+def _keeps(scene: SceneChat, answer: str, reader: CaptionParser) -> bool:
+    """Return whether the answer is a caption of the grammar of scenes that keeps what was asked."""
     try:
-        return keeps(scene.asked, reader.read(answer))
+        return keeps(scene.truth, reader.read(answer))
     except ValueError:
         return False
 
@@ -153,7 +155,7 @@ def _written(
 
 
 def judge_draft(run: TrainingRun, expansions: int) -> dict[str, Any]:
-    """How often the draft's greedy token is the target's along the target's greedy answers, about emoji and scenes."""
+    """The share of the draft's greedy tokens that are the target's along its greedy answers, about emoji and scenes."""
     target, draft = CaptionModel(run, "emoji-lm"), CaptionModel(run, "emoji-lm-draft")
     figures: dict[str, Any] = {}
     scenes, _ = scene_chats(run, expansions, held_out=False)

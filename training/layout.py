@@ -54,17 +54,24 @@ def group(draw: random.Random, region: Region, count: int, size: str | None, uni
     cells = [grid for grid in _GRIDS[count] if grid[0] * grid[1] >= count]
     # Of the grids those whose cells come out largest: a column does not fit into a flat region.
     room = {grid: min(region.width / grid[0], region.height / grid[1]) for grid in cells}
-    most = max(room.values())
-    columns, rows = draw.choice([grid for grid in cells if room[grid] > 0.72 * most])
+    widest = max(room.values())
+    columns, rows = draw.choice([grid for grid in cells if room[grid] > 0.72 * widest])
     cell = min(region.width / columns, region.height / rows)
     side = cell * draw.uniform(0.80, 0.96) * {"tiny": 0.62, "small": 0.78}.get(size or "", 1.0)
     places = draw.sample([(c, r) for c in range(columns) for r in range(rows)], count)
-    wide, tall = region.width / columns, region.height / rows
-    found = []
+    column_width, row_height = region.width / columns, region.height / rows
+    layout = []
     for column, row in places:
-        one = side * draw.uniform(0.95, 1.0)
-        found.append(_within(draw, Region(region.x + column * wide, region.y + row * tall, wide, tall), one, 0.9))
-    return found
+        scaled = side * draw.uniform(0.95, 1.0)
+        layout.append(
+            _within(
+                draw,
+                Region(region.x + column * column_width, region.y + row * row_height, column_width, row_height),
+                scaled,
+                0.9,
+            )
+        )
+    return layout
 
 
 def pair(
@@ -72,7 +79,7 @@ def pair(
     width: float,
     height: float,
     relation: str,
-    things: list[tuple[int, str | None]],
+    items: list[tuple[int, str | None]],
     hidden: Callable[[Square, Square], float],
 ) -> list[list[Square]]:
     """Squares of two things, (count, size) each, so that the first stands in `relation` to the second.
@@ -80,24 +87,24 @@ def pair(
     A thing of a smaller size is smaller than the other. `hidden` says of squares in front and behind which share of
     what stands behind is hidden.
     """
-    sizes = [size for _, size in things]
+    sizes = [size for _, size in items]
     if relation in ("behind", "in front of"):
         return _overlapping(draw, width, height, relation, sizes, hidden)
     for _ in range(_TRIES):
-        places = _apart(draw, width, height, relation, things)
+        places = _apart(draw, width, height, relation, items)
         if _in_order(places, sizes):
             return places
     return _shrunk(places, sizes)
 
 
 def _apart(
-    draw: random.Random, width: float, height: float, relation: str, things: list[tuple[int, str | None]]
+    draw: random.Random, width: float, height: float, relation: str, items: list[tuple[int, str | None]]
 ) -> list[list[Square]]:
     unit = min(width, height)
     relation = draw.choice(_OPEN.get(relation, (relation,)))
     flat = relation in ("left of", "right of")
     # The larger group takes the larger part.
-    counts = [count for count, _ in things]
+    counts = [count for count, _ in items]
     share = draw.uniform(0.46, 0.54) + 0.05 * (min(counts[0], 4) - min(counts[1], 4))
     first = relation in ("left of", "above")
     cut = (share if first else 1 - share) * (width if flat else height)
@@ -113,7 +120,7 @@ def _apart(
         regions.reverse()
     return [
         group(draw, region, count, size, unit * (0.62 if size in (None, "big") else 1.0))
-        for region, (count, size) in zip(regions, things, strict=True)
+        for region, (count, size) in zip(regions, items, strict=True)
     ]
 
 
@@ -124,15 +131,15 @@ def row(draw: random.Random, width: float, height: float, count: int) -> list[li
     middle = draw.uniform(0.38, 0.62) * height
     middle = min(max(middle, side / 2), height - side / 2)
     sway = 0.06 * height
-    found = []
+    layout = []
     for place in range(count):
         y = middle + draw.uniform(-sway, sway)
-        found.append([Square((place + 0.5) * step, min(max(y, side / 2), height - side / 2), side)])
-    return found
+        layout.append([Square((place + 0.5) * step, min(max(y, side / 2), height - side / 2), side)])
+    return layout
 
 
 def visible(square: Square, size: tuple[int, int]) -> float:
-    """Which share of a square lies within a picture of `size` (width, height)."""
+    """The share of a square that lies within a picture of `size` (width, height)."""
     shares = [
         max(0.0, min(middle + square.side / 2, length) - max(middle - square.side / 2, 0.0)) / square.side
         for middle, length in zip((square.x, square.y), size, strict=True)
@@ -142,15 +149,15 @@ def visible(square: Square, size: tuple[int, int]) -> float:
 
 def _within(draw: random.Random, region: Region, side: float, freedom: float) -> Square:
     """A square of this side anywhere in the region, or in its middle where it does not fit."""
-    found = []
+    layout = []
     for start, length in ((region.x, region.width), (region.y, region.height)):
         room = max(0.0, length - side) / 2
-        found.append(start + length / 2 + draw.uniform(-room, room) * freedom)
-    return Square(found[0], found[1], side)
+        layout.append(start + length / 2 + draw.uniform(-room, room) * freedom)
+    return Square(layout[0], layout[1], side)
 
 
 def _in_order(places: list[list[Square]], sizes: list[str | None]) -> bool:
-    lower, higher = sorted((0, 1), key=lambda one: _ORDER[sizes[one]])
+    lower, higher = sorted((0, 1), key=lambda place: _ORDER[sizes[place]])
     return sizes[0] == sizes[1] or _sides_of(places[lower])[1] < _sides_of(places[higher])[0]
 
 
@@ -162,11 +169,11 @@ def _sides_of(squares: list[Square]) -> tuple[float, float]:
 
 def _shrunk(places: list[list[Square]], sizes: list[str | None]) -> list[list[Square]]:
     """The thing of the lower size is made smaller where it stands, until it is smaller than the other."""
-    lower, higher = sorted((0, 1), key=lambda one: _ORDER[sizes[one]])
+    lower, higher = sorted((0, 1), key=lambda place: _ORDER[sizes[place]])
     ratio = 0.9 * _sides_of(places[higher])[0] / _sides_of(places[lower])[1]
-    made = list(places)
-    made[lower] = [square._replace(side=square.side * ratio) for square in places[lower]]
-    return made
+    shrunk = list(places)
+    shrunk[lower] = [square._replace(side=square.side * ratio) for square in places[lower]]
+    return shrunk
 
 
 def _overlapping(
@@ -179,13 +186,13 @@ def _overlapping(
 ) -> list[list[Square]]:
     """Neither hardly any nor most of what stands behind is hidden; where no try has that, as near to it as any."""
     front_size, back_size = sizes if relation == "in front of" else sizes[::-1]
-    best, least = [], math.inf
+    best, smallest = [], math.inf
     for _ in range(_TRIES):
         ahead, aback = _one_before_the_other(draw, width, height, front_size, back_size)
         share = hidden(ahead, aback)
         off = max(_LEAST_HIDDEN - share, share - _MOST_HIDDEN, 0.0)
-        if off < least:
-            best, least = [[ahead], [aback]], off
+        if off < smallest:
+            best, smallest = [[ahead], [aback]], off
         if off == 0:
             break
     return best if relation == "in front of" else best[::-1]
@@ -216,19 +223,19 @@ def _fit(draw: random.Random, length: float, low: float, high: float) -> float:
 
 
 def hidden(front: Subject, back: Subject, ahead: Square, aback: Square) -> float:
-    """Which share of `back`, drawn in the square `aback`, is hidden by `front` in the square `ahead`."""
+    """The share of `back`, drawn in the square `aback`, that is hidden by `front` in the square `ahead`."""
     near, far = front.cover or ((1.0,),), back.cover or ((1.0,) * COARSE,) * COARSE
     step = aback.side / len(far)
     apart = (aback.side - ahead.side) / 2
     left, top = aback.x - ahead.x - apart, aback.y - ahead.y - apart
     scale = len(near) / ahead.side
-    whole = both = 0.0
+    total = both = 0.0
     for number, line in enumerate(far):
         row = math.floor((top + (number + 0.5) * step) * scale)
-        whole += sum(line)
+        total += sum(line)
         if 0 <= row < len(near):
             for place, alpha in enumerate(line):
                 column = math.floor((left + (place + 0.5) * step) * scale)
                 if 0 <= column < len(near):
                     both += alpha * near[row][column]
-    return both / max(whole, 1e-6)
+    return both / max(total, 1e-6)

@@ -51,7 +51,7 @@ def build(run: TrainingRun, draft: bool = False) -> Any:
 
 
 def corpus(run: TrainingRun, count: int) -> Corpus:
-    """Draws `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
+    """Draw `count` chats about single emoji and as many about scenes; reads the training part of COCO. Tokenized."""
     rows = emoji.read_rows(run.data)
     tokenizer = tokens.lm_tokenizer(run)
     expander, draw = phrases.Expander(rows), random.Random(run.seed)
@@ -70,17 +70,17 @@ def corpus(run: TrainingRun, count: int) -> Corpus:
 def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     before = tokenizer(heads, add_special_tokens=False).input_ids
     after = tokenizer(tails, add_special_tokens=False).input_ids
-    kept = [(a, b) for a, b in zip(before, after, strict=True) if len(a) + len(b) <= LENGTH]
-    ids = torch.full((len(kept), LENGTH), tokenizer.pad_token_id, dtype=torch.int16)
-    said = torch.zeros(len(kept), LENGTH, dtype=torch.bool)
-    for number, (a, b) in enumerate(kept):
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if len(a) + len(b) <= LENGTH]
+    ids = torch.full((len(pairs), LENGTH), tokenizer.pad_token_id, dtype=torch.int16)
+    answer_mask = torch.zeros(len(pairs), LENGTH, dtype=torch.bool)
+    for number, (a, b) in enumerate(pairs):
         ids[number, : len(a) + len(b)] = torch.tensor([*a, *b], dtype=torch.int16)
-        said[number, len(a) : len(a) + len(b)] = True
-    return ids, said
+        answer_mask[number, len(a) : len(a) + len(b)] = True
+    return ids, answer_mask
 
 
-def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
-    """Trains the target on the corpus, or the draft on the target's distributions over the same rows."""
+def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
+    """Train the target on the corpus, or the draft on the target's distributions over the same rows."""
     data = corpus(run, run.shapes.chats)
     chats, chats_said = data.chats.to(run.device), data.chats_said.to(run.device)
     coco, coco_said = data.coco.to(run.device), data.coco_said.to(run.device)
@@ -93,23 +93,23 @@ def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
     talk = batch - max(1, int(batch * COCO_SHARE))
 
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        one = torch.randint(len(chats), (talk,), **given)
-        two = torch.randint(len(coco), (batch - talk,), **given)
-        ids = torch.cat([chats[one], coco[two]]).long()
-        said = torch.cat([chats_said[one], coco_said[two]])
+        factory: Any = {"generator": generator, "device": run.device}
+        chat_rows = torch.randint(len(chats), (talk,), **factory)
+        two = torch.randint(len(coco), (batch - talk,), **factory)
+        ids = torch.cat([chats[chat_rows], coco[two]]).long()
+        answer_mask = torch.cat([chats_said[chat_rows], coco_said[two]])
         # Input words of COCO rows give way to random ones (word dropout, Bowman et al. 2016); targets stay.
         seen = ids.clone()
-        blank = torch.rand(batch - talk, LENGTH, **given) < COCO_BLANKS
+        blank = torch.rand(batch - talk, LENGTH, **factory) < COCO_BLANKS
         blank[:, 0] = False
-        words = torch.randint(run.shapes.lm_vocab, (batch - talk, LENGTH), **given)
+        words = torch.randint(run.shapes.lm_vocab, (batch - talk, LENGTH), **factory)
         seen[talk:] = torch.where(blank, words, seen[talk:])
         if not run.compile:  # rows are padded at the end, and a causal model cannot see there
-            width = int(said.any(0).nonzero().max()) + 1
-            ids, said, seen = ids[:, :width], said[:, :width], seen[:, :width]
+            width = int(answer_mask.any(0).nonzero().max()) + 1
+            ids, answer_mask, seen = ids[:, :width], answer_mask[:, :width], seen[:, :width]
         with run.autocast():
             scores = forward(input_ids=seen[:, :-1], use_cache=False).logits.float()
-        mask, true = said[:, 1:], ids[:, 1:]
+        mask, true = answer_mask[:, 1:], ids[:, 1:]
         talked, read = (
             F.cross_entropy(scores[rows][mask[rows]], true[rows][mask[rows]])
             for rows in (slice(talk), slice(talk, None))
@@ -118,11 +118,11 @@ def train(run: TrainingRun, draft: bool = False) -> loop.Outcome:
         logged = {"nats": talked.detach(), "nats_coco": read.detach()}
         if teacher is not None:
             with torch.no_grad(), run.autocast():
-                wanted = teacher(input_ids=seen[:, :-1], use_cache=False).logits.float()
-            logged["agrees"] = (scores.argmax(-1) == wanted.argmax(-1))[mask].float().mean()
+                teacher_logits = teacher(input_ids=seen[:, :-1], use_cache=False).logits.float()
+            logged["agrees"] = (scores.argmax(-1) == teacher_logits.argmax(-1))[mask].float().mean()
             divergence = F.kl_div(
                 scores[mask].log_softmax(-1),
-                wanted[mask].log_softmax(-1),
+                teacher_logits[mask].log_softmax(-1),
                 log_target=True,
                 reduction="batchmean",
             )

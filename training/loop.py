@@ -51,8 +51,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a command ended: `done` is False when the run's `until` came before the end of the stage's budget."""
+class StageOutcome:
+    """The end of a command: `done` is False when the run's `until` came before the end of the stage's budget."""
 
     iteration: int
     minutes: float
@@ -60,7 +60,7 @@ class Outcome:
     done: bool
 
 
-def train(stage: Stage, run: TrainingRun) -> Outcome:
+def train(stage: Stage, run: TrainingRun) -> StageOutcome:
     """Train from the last checkpoint to the end of the budget, and leave averaged weights in the modules.
 
     Matrices are stepped by Muon, the rest by AdamW: in a trial on the codec (64 px, 150 steps of 8 pictures) the
@@ -99,7 +99,7 @@ def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> 
 
 
 class _Trainer:
-    """What a checkpoint holds: weights, averages, optimizers, randomness, and how far the run is.
+    """The state of training in a checkpoint: weights, averages, optimizers, randomness, and how far the run is.
 
     Of several processes the first writes curves and checkpoints.
     """
@@ -114,7 +114,7 @@ class _Trainer:
         for module in self.averaged.values():
             module.requires_grad_(False)
         matrices: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
+        plain_groups: list[dict[str, Any]] = []
         for name, module in stage.modules.items():
             scale = stage.rates.get(name, 1.0)
             trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
@@ -122,22 +122,22 @@ class _Trainer:
             outer = [p for key, p in trained.items() if p.ndim < 2 or _EDGES.search(key)]
             matrices.append({"params": inner, "weight_decay": stage.decay, "scale": scale})
             # Norms, biases and embeddings are not pulled to zero.
-            others.append({"params": outer, "weight_decay": 0.0, "scale": 0.5 * scale})
+            plain_groups.append({"params": outer, "weight_decay": 0.0, "scale": 0.5 * scale})
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "muon": Muon(matrices, lr=stage.rate),
-            "adamw": torch.optim.AdamW(others, lr=stage.rate, betas=(0.9, 0.98), fused=True),
+            "adamw": torch.optim.AdamW(plain_groups, lr=stage.rate, betas=(0.9, 0.98), fused=True),
         }
-        self.trained = [p for group in (*matrices, *others) for p in group["params"]]
+        self.trained = [p for group in (*matrices, *plain_groups) for p in group["params"]]
         folder = run.folder(stage.name)
         self.curve, self.file = folder / "curve.jsonl", folder / "state.pt"
         self._restore(checkpoint.load(self.file))
 
-    def train(self) -> Outcome:
+    def train(self) -> StageOutcome:
         run, began, saved = self.run, self.seconds, time.monotonic()
         if run.rank == 0 and self.curve.exists():  # what a killed run wrote after its last checkpoint is done again
             lines = self.curve.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-            self.curve.write_text("".join(kept), encoding="utf-8")
+            log_lines = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+            self.curve.write_text("".join(log_lines), encoding="utf-8")
         while self._goes_on():
             while (run.work / "PAUSE").exists():
                 time.sleep(1)
@@ -153,7 +153,7 @@ class _Trainer:
             checkpoint.save(self.file, self._packed())
         for name, module in self.stage.modules.items():
             module.load_state_dict(self.averaged[name].state_dict())
-        return Outcome(self.iteration, self.seconds / 60, self.smooth, self._progress() >= 1)
+        return StageOutcome(self.iteration, self.seconds / 60, self.smooth, self._progress() >= 1)
 
     def _clock(self) -> float:
         # On a CPU that others use too, wall time says little about how far training is; its own processor time does.
@@ -164,7 +164,7 @@ class _Trainer:
         return self.iteration / run.iterations if run.iterations is not None else self.seconds / 60 / (run.minutes or 1)
 
     def _goes_on(self) -> bool:
-        """Whether another step is within the budget and before the command's end, by the first process's clock."""
+        """Return whether the budget and the command's end allow another step, by the first process's clock."""
         now = time.time()
         if self.run.world > 1:
             self.seconds, now = agree(self.seconds, now)
@@ -195,16 +195,16 @@ class _Trainer:
         if self.bad >= _MOST_BAD:
             raise FloatingPointError(f"stage {stage.name}: loss is {value} at iteration {self.iteration}")
         self.smooth = value if self.smooth != self.smooth else 0.9 * self.smooth + 0.1 * value
-        shown = {"loss": value, "smooth": self.smooth, "norm": float(norm), "rate": stage.rate * warm * cool}
-        return {**shown, **{key: float(number) for key, number in logged.items()}}
+        entry = {"loss": value, "smooth": self.smooth, "norm": float(norm), "rate": stage.rate * warm * cool}
+        return {**entry, **{key: float(number) for key, number in logged.items()}}
 
     @torch.no_grad()
     def _average(self, keep: float) -> None:
         for name, module in self.stage.modules.items():
             into: list[torch.Tensor] = list(self.averaged[name].parameters())
             torch._foreach_lerp_(into, [p.detach() for p in module.parameters()], 1 - keep)
-            for kept, current in zip(self.averaged[name].buffers(), module.buffers(), strict=True):
-                kept.copy_(current)
+            for buffer, current in zip(self.averaged[name].buffers(), module.buffers(), strict=True):
+                buffer.copy_(current)
 
     def _log(self, logged: dict[str, float] | None) -> None:
         if logged is None:

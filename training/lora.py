@@ -60,20 +60,20 @@ class StyleLoss:
 
     def __call__(self, iteration: int, generator: torch.Generator) -> tuple[Tensor, loop.Logged]:
         run = self._run
-        drawn = self._stream.at(iteration)
-        pixels = self._style(self._stream.draw(drawn))
+        batch = self._stream.at(iteration)
+        pixels = self._style(self._stream.draw(batch))
         noised = self._frozen.noised(pixels, generator)
         chance = torch.rand(len(pixels), generator=generator, device=run.device)
-        ids = torch.where((chance >= 1 - unet.DROP_TEXT)[:, None], self._empty, drawn.ids)
+        ids = torch.where((chance >= 1 - unet.DROP_TEXT)[:, None], self._empty, batch.ids)
         with run.autocast():
             states, pooled = self._frozen.read_text(ids, (chance >= unet.DROP_ALL).float())
-            told = {"text_embeds": pooled, "time_ids": drawn.scenes.time_ids.to(run.device, non_blocking=True)}
-            model = self._model.at(drawn.scenes.size)
-            guess = model(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
+            conditions = {"text_embeds": pooled, "time_ids": batch.scenes.time_ids.to(run.device, non_blocking=True)}
+            model = self._model.at(batch.scenes.size)
+            guess = model(noised.latents, noised.step, states, added_cond_kwargs=conditions, return_dict=False)[0]
         return self._frozen.objective.loss(guess, noised)
 
 
-def train(run: TrainingRun, style: str) -> loop.Outcome:
+def train(run: TrainingRun, style: str) -> loop.StageOutcome:
     """Train a style's pairs on the trained denoiser (or the one that the stage `adopt` took)."""
     parts = unet.load(run)
     modules: dict[str, nn.Module] = {"lora": adapt_(parts.unet, run.seed)}
@@ -92,12 +92,12 @@ def load(run: TrainingRun, style: str) -> tuple[Any, nn.ParameterDict]:
 
 def export_style(run: TrainingRun, style: str) -> Path:
     """Write a style's file in diffusers' layout, in float16, and the folder's card."""
-    about = {
+    metadata = {
         "base_model": "emoji-xl", "license": "apache-2.0", "style": style, "rank": str(RANK), "format": "pt",
         "data": "Noto Emoji, Copyright Google, Apache License 2.0",
     }  # fmt: skip
     path = run.models / FOLDER / f"{style}.safetensors"
-    export.write_weights(path, exported(load(run, style)[1]), about, MOST_BYTES)
+    export.write_weights(path, exported(load(run, style)[1]), metadata, MOST_BYTES)
     cards.write(path.parent, run)
     return path
 
@@ -107,8 +107,8 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--style", choices=sorted(STYLES), required=True)
     options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
-    given = options.parse_args()
-    print((export_style if given.export else train)(from_options(given), given.style))
+    arguments = options.parse_args()
+    print((export_style if arguments.export else train)(from_options(arguments), arguments.style))
 
 
 if __name__ == "__main__":

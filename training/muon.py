@@ -16,8 +16,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """[N, R, C] to matrices with the same singular vectors and singular values near 1, all N at once."""
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).float()
+    transposed = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if transposed else matrices).float()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     if matrices.is_cuda or torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()  # enough: the result need only be near orthogonal
@@ -25,8 +25,8 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
         square = x @ x.mT
         inner = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
         x = torch.baddbmm(x, inner, x, beta=_A)
-    found: torch.Tensor = (x.mT if tall else x).to(matrices.dtype)
-    return found
+    result: torch.Tensor = (x.mT if transposed else x).to(matrices.dtype)
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -51,15 +51,17 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault((p.shape[0], p.numel() // p.shape[0]), []).append(p)
-            for (rows, columns), found in by_shape.items():
-                grads = [p.grad for p in found if p.grad is not None]
-                for p in found:
+            for (rows, columns), parameters in by_shape.items():
+                grads = [p.grad for p in parameters if p.grad is not None]
+                for p in parameters:
                     if "momentum" not in self.state[p]:
                         self.state[p]["momentum"] = torch.zeros_like(p)
-                kept = [self.state[p]["momentum"] for p in found]
-                torch._foreach_lerp_(kept, grads, 1 - group["momentum"])
-                ahead = torch._foreach_lerp(grads, kept, group["momentum"])
-                made = orthogonalise(torch.stack([update.reshape(rows, columns) for update in ahead]))
+                momenta = [self.state[p]["momentum"] for p in parameters]
+                torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+                ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
+                directions = orthogonalise(torch.stack([update.reshape(rows, columns) for update in ahead]))
                 step = -0.2 * max(rows, columns) ** 0.5 * group["lr"]
-                torch._foreach_mul_(found, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(found, [u.reshape(p.shape) for u, p in zip(made, found, strict=True)], alpha=step)
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(
+                    parameters, [u.reshape(p.shape) for u, p in zip(directions, parameters, strict=True)], alpha=step
+                )

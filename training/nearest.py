@@ -39,7 +39,7 @@ _NEAR = 0.05  # quantile of the distances that tells of copies among few
 
 @dataclass(frozen=True)
 class Nearest:
-    """Of each of N images the nearest training image: its number, 1 - cosine of features, and PSNR in dB."""
+    """The nearest training image of each of N images: its number, 1 - cosine of features, and PSNR in dB."""
 
     rows: list[int]
     distance: Tensor
@@ -69,42 +69,42 @@ def training_scenes(run: TrainingRun, world: World, count: int) -> list[Scene]:
     return single + [world.scene(index, size)[0] for index in range(count)]
 
 
-def nearest(made: Sequence[Pixels], training: Sequence[Pixels], clip: Clip) -> Nearest:
+def nearest(images: Sequence[Pixels], training: Sequence[Pixels], clip: Clip) -> Nearest:
     """The nearest of all training images to each image."""
-    cosine, rows = (clip.see(made).double() @ clip.see(training).double().T).max(1)
-    psnr = [pairs.psnr(image, training[row]) for image, row in zip(made, rows.tolist(), strict=True)]
+    cosine, rows = (clip.see(images).double() @ clip.see(training).double().T).max(1)
+    psnr = [pairs.psnr(image, training[row]) for image, row in zip(images, rows.tolist(), strict=True)]
     return Nearest(rows.tolist(), 1 - cosine, torch.tensor(psnr, dtype=torch.float64))
 
 
-def judge(run: TrainingRun, found: EvaluationRun, real: Path, count: int, *, shown: int = SHOWN) -> dict[str, Any]:
-    """How near a run's images, and true images of its captions, are to `count` training scenes and all single emoji.
+def judge(run: TrainingRun, evaluated: EvaluationRun, real: Path, count: int, *, limit: int = SHOWN) -> dict[str, Any]:
+    """Compare a run's images, and true images of its captions, with `count` training scenes and all single emoji.
 
     `less_than_true` is the mean of samples' distances less those of true images, by caption: where it is below 0 with
-    its interval, samples are nearer to training than true images are. The first `shown` pairs are put on the sheet.
+    its interval, samples are nearer to training than true images are. The first `limit` pairs are put on the sheet.
     """
     world, clip = World.read(run), Clip(run.models / "emoji-clip", device=run.device)
-    known = training_scenes(run, world, count)
-    training = [np.asarray(image) for image in images_of(Renderer(world.images, run.device), known)]
-    made = [pixels.read(file) for file in found.files()]
-    drawn = nearest(made, training, clip)
-    true = nearest([pixels.read(real / f"{caption.id}.png") for caption in found.captions], training, clip)
-    counts = bootstrap.resamples(len(made))
+    train_scenes = training_scenes(run, world, count)
+    training = [np.asarray(image) for image in images_of(Renderer(world.images, run.device), train_scenes)]
+    images = [pixels.read(file) for file in evaluated.files()]
+    neighbours = nearest(images, training, clip)
+    true = nearest([pixels.read(real / f"{caption.id}.png") for caption in evaluated.captions], training, clip)
+    counts = bootstrap.resamples(len(images))
     figures = {
-        "name": found.name,
+        "name": evaluated.name,
         "training_pictures": len(training),
-        "samples": drawn.summary(counts),
+        "samples": neighbours.summary(counts),
         "true": true.summary(counts),
-        "less_than_true": bootstrap.mean(drawn.distance - true.distance, counts).interval,
-        "share_nearer_than_true": bootstrap.share(int((drawn.distance < true.distance).sum()), len(made)),
+        "less_than_true": bootstrap.mean(neighbours.distance - true.distance, counts).interval,
+        "share_nearer_than_true": bootstrap.share(int((neighbours.distance < true.distance).sum()), len(images)),
         "shown": [
-            {"caption": caption.text, "nearest": known[row].caption, "distance": float(far)}
-            for caption, row, far in zip(found.captions[:shown], drawn.rows, drawn.distance, strict=False)
+            {"caption": caption.text, "nearest": train_scenes[row].caption, "distance": float(far)}
+            for caption, row, far in zip(evaluated.captions[:limit], neighbours.rows, neighbours.distance, strict=False)
         ],
     }
-    path = run.folder("judge") / f"nearest-{found.name}.json"
+    path = run.folder("judge") / f"nearest-{evaluated.name}.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
-    both = chain.from_iterable((made[n], training[row]) for n, row in enumerate(drawn.rows[:shown]))
-    sheet.save(path.with_suffix(".png"), [Image.fromarray(one) for one in both], columns=16, cell=72, group=2)
+    both = chain.from_iterable((images[n], training[row]) for n, row in enumerate(neighbours.rows[:limit]))
+    sheet.save(path.with_suffix(".png"), [Image.fromarray(pair) for pair in both], columns=16, cell=72, group=2)
     return figures
 
 
@@ -114,8 +114,8 @@ def main() -> None:
     options.add_argument("--drawn", type=Path, required=True, metavar="RUN", help="of `diptych evaluate`")
     options.add_argument("--real", type=Path, required=True, metavar="DIR", help="true images, named by captions' ids")
     options.add_argument("--scenes", type=int, default=SCENES, help="of the training stream; default: %(default)s")
-    given = options.parse_args()
-    figures = judge(from_options(given), EvaluationRun.read(given.drawn), given.real, given.scenes)
+    arguments = options.parse_args()
+    figures = judge(from_options(arguments), EvaluationRun.read(arguments.drawn), arguments.real, arguments.scenes)
     print(json.dumps({name: value for name, value in figures.items() if name != "shown"}, indent=1))
 
 

@@ -41,18 +41,18 @@ class Chat:
 
     def messages(self, answered: bool = True) -> list[dict[str, str]]:
         """The exchange as chat-template messages, with or without the answer."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
-        said.append({"role": "user", "content": self.prompt})
-        return [*said, {"role": "assistant", "content": self.answer}] if answered else said
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        system_messages.append({"role": "user", "content": self.prompt})
+        return [*system_messages, {"role": "assistant", "content": self.answer}] if answered else system_messages
 
 
 def read_coco(data: Path) -> list[str]:
     """Captions of `coco/captions_source.tsv`, in order, whitespace squeezed."""
     with (data / "coco" / "captions_source.tsv").open(encoding="utf-8", newline="") as lines:
-        found = [" ".join(line["caption"].split()) for line in csv.DictReader(lines, delimiter="\t")]
-    if not found:
+        texts = [" ".join(line["caption"].split()) for line in csv.DictReader(lines, delimiter="\t")]
+    if not texts:
         raise ValueError("captions_source.tsv: no captions")
-    return found
+    return texts
 
 
 def split(items: list[str], every: int = 20) -> tuple[list[str], list[str]]:
@@ -97,20 +97,20 @@ class Expander:
         keys = [word for word in row.keywords if not word.endswith(captions.TONE_SUFFIX)]
         kind = draw.random()
         if kind < 0.3 or not keys:
-            asked = base
+            request = base
         elif kind < 0.5:
-            asked = draw.choice(keys)
+            request = draw.choice(keys)
         elif kind < 0.85:
-            asked = " ".join(draw.sample(keys, min(len(keys), 2)))
+            request = " ".join(draw.sample(keys, min(len(keys), 2)))
         else:
-            asked = f"{draw.choice(keys)} {base}"
+            request = f"{draw.choice(keys)} {base}"
         if tone is not None:
-            asked = f"{asked} with {tone} skin tone"
+            request = f"{request} with {tone} skin tone"
         colour = draw.choices(BACKDROPS.get(row.group, BACKDROPS[""]), weights=(6, 3, 1))[0]
         if draw.random() < 0.2:
             colour = draw.choice(captions.COLOUR_NAMES)
-            asked = draw.choice((f"{asked} on {colour}", captions.with_background(asked, colour)))
-        prompt = draw.choice(_ASKS).format(asked)
+            request = draw.choice((f"{request} on {colour}", captions.with_background(request, colour)))
+        prompt = draw.choice(_ASKS).format(request)
         answer = captions.with_background(row.name, colour)
         return Chat(prompt, answer, SYSTEM if draw.random() < 0.1 else "")
 
@@ -128,16 +128,16 @@ def corpus(data: Path, rows: list[PictureRow]) -> list[str]:
 
 
 def names_the_subject(prompt: str, answer: str, rows: Iterable[PictureRow]) -> bool:
-    """Whether `answer` parses into the caption language and its subject is a picture that `prompt` may mean.
+    """Return whether `answer` parses into the caption language and its subject is a picture that `prompt` may mean.
 
     Every content word of the prompt, colours aside, must belong to the named picture's words.
     """
     try:
-        said = captions.read_caption(answer)
+        caption = captions.read_caption(answer)
     except ValueError:
         return False
-    found = next((row for row in rows if row.name.lower() == said.subject), None)
-    if found is None:
+    subject = next((row for row in rows if row.name.lower() == caption.subject), None)
+    if subject is None:
         return False
     colours = words(" ".join(captions.COLOURS)) | {"background", "skin", "tone"}
-    return words(prompt) - colours <= vocabulary(found) | set(captions.TONES)
+    return words(prompt) - colours <= vocabulary(subject) | set(captions.TONES)

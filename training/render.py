@@ -34,7 +34,7 @@ class PackedScenes:
     size: tuple[int, int]
 
     def to(self, device: torch.device) -> PackedScenes:
-        """The same on `device`."""
+        """Return the scenes on `device`."""
         parts = (self.layers, self.backdrops, self.flags, self.time_ids)
         layers, backdrops, flags, times = (part.to(device, non_blocking=True) for part in parts)
         return PackedScenes(layers, backdrops, flags, times, self.size)
@@ -60,8 +60,8 @@ def pack(scenes: list[Scene]) -> PackedScenes:
         backdrops[number] = (*drop.start, *drop.end, *(drop.direction or (0.0, 0.0)))
     flags = np.array([(scene.sticker, scene.enlarged) for scene in scenes])
     times = np.array([scene.time_ids for scene in scenes], dtype=np.float32)
-    made = [torch.from_numpy(part) for part in (layers, backdrops, flags, times)]
-    return PackedScenes(made[0], made[1], made[2], made[3], size)
+    tensors = [torch.from_numpy(part) for part in (layers, backdrops, flags, times)]
+    return PackedScenes(tensors[0], tensors[1], tensors[2], tensors[3], size)
 
 
 class Renderer:
@@ -78,15 +78,15 @@ class Renderer:
         """Pixels [B, 3, H, W] in -1..1. Works in float32 whatever autocast says."""
         with torch.autocast(self.device.type, enabled=False):
             count = (scenes.layers[..., 0] >= 0).sum(1)  # on the host: choosing rows must not wait for the device
-            given = scenes.to(self.device)
-            canvas = _backdrops(given.backdrops, scenes.size)
+            moved = scenes.to(self.device)
+            canvas = _backdrops(moved.backdrops, scenes.size)
             for place in range(int(count.max())):
                 rows = _sent((count > place).nonzero()[:, 0], self.device)
-                canvas[rows] = self._lay(canvas[rows], given.layers[rows, place], given.flags[rows, 0])
+                canvas[rows] = self._lay(canvas[rows], moved.layers[rows, place], moved.flags[rows, 0])
             return _enlarge(canvas, scenes.flags[:, 1]) * 2 - 1
 
     def _lay(self, canvas: Tensor, layer: Tensor, sticker: Tensor) -> Tensor:
-        """Lays one sprite on each of `canvas` [n, 3, H, W] in 0..1."""
+        """Lay one sprite on each of `canvas` [n, 3, H, W] in 0..1."""
         row = layer[:, 0].long()
         sprite = self._sprites[row].float() / 255
         painted = hues.tint(sprite, self._mean[row], self._palette[layer[:, 4].long().clamp(min=0)])
@@ -95,8 +95,8 @@ class Renderer:
         length = sprite.shape[-1]
         down = resampling(layer[:, 2], layer[:, 3], height, length)
         across = resampling(layer[:, 1], layer[:, 3], width, length)
-        drawn = down[:, None] @ sprite @ across[:, None].mT
-        return over(canvas, drawn, sticker)
+        sprite_layer = down[:, None] @ sprite @ across[:, None].mT
+        return over(canvas, sprite_layer, sticker)
 
 
 def images_of(renderer: Renderer, scenes: Sequence[Scene], chunk: int = 256) -> list[Image.Image]:
@@ -105,11 +105,11 @@ def images_of(renderer: Renderer, scenes: Sequence[Scene], chunk: int = 256) -> 
     return [image for part in parts for image in emoji.to_images(renderer.draw(pack(list(part))))]
 
 
-def over(canvas: Tensor, drawn: Tensor, sticker: Tensor) -> Tensor:
-    """Lays premultiplied `drawn` [n, 4, H, W] on `canvas` [n, 3, H, W], with a white outline where `sticker` [n] is."""
-    outline = halo(drawn[:, 3:]) * sticker[:, None, None, None]
+def over(canvas: Tensor, layer: Tensor, sticker: Tensor) -> Tensor:
+    """Lay premultiplied `layer` [n, 4, H, W] on `canvas` [n, 3, H, W], with a white outline where `sticker` [n] is."""
+    outline = halo(layer[:, 3:]) * sticker[:, None, None, None]
     canvas = canvas + (1 - canvas) * outline
-    return drawn[:, :3] + (1 - drawn[:, 3:]) * canvas
+    return layer[:, :3] + (1 - layer[:, 3:]) * canvas
 
 
 def halo(alpha: Tensor) -> Tensor:
@@ -136,16 +136,16 @@ def resampling(centre: Tensor, side: Tensor, length: int, source: int) -> Tensor
     return torch.where(scale[..., None] >= 1, area, linear)
 
 
-def _backdrops(given: Tensor, size: tuple[int, int]) -> Tensor:
+def _backdrops(flags: Tensor, size: tuple[int, int]) -> Tensor:
     """Gradients [B, 3, H, W] in 0..1 of packed backdrops [B, 8]."""
     width, height = size
-    x = (torch.arange(width, device=given.device) + 0.5) / width * 2 - 1
-    y = (torch.arange(height, device=given.device) + 0.5) / height * 2 - 1
-    dx, dy = given[:, 6, None, None], given[:, 7, None, None]
+    x = (torch.arange(width, device=flags.device) + 0.5) / width * 2 - 1
+    y = (torch.arange(height, device=flags.device) + 0.5) / height * 2 - 1
+    dx, dy = flags[:, 6, None, None], flags[:, 7, None, None]
     along = (dx * x[None, None] + dy * y[None, :, None]) / (dx.abs() + dy.abs()).clamp(min=1e-6) / 2 + 0.5
     around = ((x[None, None].square() + y[None, :, None].square()) / 2).sqrt().expand_as(along)
     share = torch.where((dx == 0) & (dy == 0), around, along)[:, None]
-    start, end = given[:, :3, None, None], given[:, 3:6, None, None]
+    start, end = flags[:, :3, None, None], flags[:, 3:6, None, None]
     return start + (end - start) * share
 
 

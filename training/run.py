@@ -66,7 +66,7 @@ class TrainingRun:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run uses CUDA."""
+        """Return whether the run uses CUDA."""
         return self.device.type == "cuda"
 
     def folder(self, stage: str) -> Path:
@@ -105,11 +105,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def from_options(given: argparse.Namespace) -> TrainingRun:
+def from_options(arguments: argparse.Namespace) -> TrainingRun:
     """Build the run, and set what is global in torch: threads, and TF32 on a GPU."""
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    name = given.device if given.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    name = arguments.device if arguments.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     rank, world = group.join(name == "cuda")
     device = torch.device(name, rank) if name == "cuda" and world > 1 else torch.device(name)
     if device.type == "cuda":
@@ -117,11 +117,11 @@ def from_options(given: argparse.Namespace) -> TrainingRun:
         torch.backends.cudnn.benchmark = True
     # On a CPU bf16 pays only where the processor multiplies it; elsewhere it is emulated and slower.
     native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    dtype = {"float32": False, "bfloat16": True, "auto": native}[given.dtype]
+    dtype = {"float32": False, "bfloat16": True, "auto": native}[arguments.dtype]
     return TrainingRun(
-        **{name: getattr(given, name) for name in _PLAIN},
-        shapes=BY_NAME[given.shape],
-        compile=given.compile == "on" or (given.compile == "auto" and device.type == "cuda"),
+        **{name: getattr(arguments, name) for name in _PLAIN},
+        shapes=BY_NAME[arguments.shape],
+        compile=arguments.compile == "on" or (arguments.compile == "auto" and device.type == "cuda"),
         device=device,
         dtype=torch.bfloat16 if dtype else torch.float32,
         rank=rank,
@@ -144,7 +144,7 @@ def command(
     options = parser(description or "")
     if export is not None:
         options.add_argument("--export", action="store_true", help="write what is trained, and train no further")
-    given = options.parse_args()
-    outcome = (export if export is not None and given.export else train)(from_options(given))
+    arguments = options.parse_args()
+    outcome = (export if export is not None and arguments.export else train)(from_options(arguments))
     if outcome is not None:
         print(outcome)

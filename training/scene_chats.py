@@ -29,7 +29,7 @@ class SceneChat:
     """A chat, and what its prompt asks to be true."""
 
     chat: Chat
-    asked: Truth
+    truth: Truth
 
 
 class SceneExpander:
@@ -55,7 +55,7 @@ class SceneExpander:
 
     @classmethod
     def read(cls, data: Path, size: int) -> SceneExpander:
-        """Of the subjects that training with pictures of this side composes scenes of."""
+        """Read the subjects that training with pictures of this side composes scenes of."""
         rows = emoji.read_rows(data)
         return cls(rows, Composer(subjects.choose(rows, emoji.read_pictures(data, rows, size))))
 
@@ -64,26 +64,26 @@ class SceneExpander:
         draw = random.Random(f"scene chats {seed} {held_out}")
         while True:
             truth = self.composer.draw_truth(draw, held_out=held_out)
-            if len(truth.things) > 1 or truth.things[0].count > 1 or truth.things[0].colour or truth.things[0].size:
+            if len(truth.items) > 1 or truth.items[0].count > 1 or truth.items[0].colour or truth.items[0].size:
                 yield self.chat(truth, draw)
 
     def chat(self, truth: Truth, draw: random.Random) -> SceneChat:
         """A chat whose answer is true of `truth`."""
-        asked = truth
+        requested = truth
         if truth.relation in ("left of", "beside") and draw.random() < _LOOSE:
-            asked = replace(truth, relation="and")
+            requested = replace(truth, relation="and")
         if not truth.background:
             truth = replace(truth, background=(self._background(truth, draw),))
-        named = {thing.subject: self._named(self.composer.by_noun[thing.subject], draw) for thing in truth.things}
+        named = {item.subject: self._named(self.composer.by_noun[item.subject], draw) for item in truth.items}
         wording = draw.getrandbits(32)  # one for both: the answer says it as the prompt does
-        prompt = say(asked, named, random.Random(wording))
+        prompt = say(requested, named, random.Random(wording))
         if draw.random() < _BARE:
             prompt = _bare(prompt, draw)
         prompt = draw.choice(_ASKS).format(prompt)
         if draw.random() < _CAPITAL:
             prompt = prompt[0].upper() + prompt[1:]
         answer = say(truth, self.composer.by_noun, random.Random(wording))
-        return SceneChat(Chat(prompt, answer, SYSTEM if draw.random() < 0.1 else ""), asked)
+        return SceneChat(Chat(prompt, answer, SYSTEM if draw.random() < 0.1 else ""), requested)
 
     def _named(self, subject: Subject, draw: random.Random) -> Subject:
         keys = self._keys[subject.noun]
@@ -93,7 +93,7 @@ class SceneExpander:
         return replace(subject, noun=key, plural=subjects.plural(key))
 
     def _background(self, truth: Truth, draw: random.Random) -> str:
-        usual = BACKDROPS.get(self._groups[truth.things[0].subject], BACKDROPS[""])
+        usual = BACKDROPS.get(self._groups[truth.items[0].subject], BACKDROPS[""])
         clear = self.composer.backgrounds(truth)
         odds = [odds if name in clear else 0 for name, odds in zip(usual, (6, 3, 1), strict=True)]
         return draw.choices(usual, odds)[0] if any(odds) else next(iter(clear), "white")
@@ -101,29 +101,29 @@ class SceneExpander:
 
 def _bare(caption: str, draw: random.Random) -> str:
     """The caption without articles, perhaps with digits and a background's colour alone."""
-    found = re.sub(r"\ban? ", "", caption)
+    text = re.sub(r"\ban? ", "", caption)
     if draw.random() < _ENDLESS:
-        found = re.sub(r"( on |, )([a-z ]+) background$", r"\1\2", found)
+        text = re.sub(r"( on |, )([a-z ]+) background$", r"\1\2", text)
     if draw.random() < _DIGITS:
-        found = re.sub(rf"\b({'|'.join(NUMBERS[1:])})\b", lambda number: str(NUMBERS.index(number[1]) + 1), found)
-    return found
+        text = re.sub(rf"\b({'|'.join(NUMBERS[1:])})\b", lambda number: str(NUMBERS.index(number[1]) + 1), text)
+    return text
 
 
-def keeps(asked: Truth, said: Truth) -> bool:
-    """Whether a scene has all that was asked for, with no other things and attributes: background and sticker may be
-    added, and two things whose place was left open may stand anywhere.
+def keeps(requested: Truth, answered: Truth) -> bool:
+    """Return whether a scene has all that was asked for, and no other things and attributes: background and sticker may
+    be added, and two things whose place was left open may stand anywhere.
     """
-    if asked.relation == "and" and len(said.things) == 2:
-        said = replace(said, relation="and")
-    one, two = _canonical(asked), _canonical(said)
-    same = (one.things, one.relation) == (two.things, two.relation)
-    return same and asked.background in ((), said.background) and said.sticker >= asked.sticker
+    if requested.relation == "and" and len(answered.items) == 2:
+        answered = replace(answered, relation="and")
+    first, second = _canonical(requested), _canonical(answered)
+    same = (first.items, first.relation) == (second.items, second.relation)
+    return same and requested.background in ((), answered.background) and answered.sticker >= requested.sticker
 
 
 def _canonical(truth: Truth) -> Truth:
     """One of the truths that mean the same."""
     if truth.relation in _MIRRORED:
-        return replace(truth, things=truth.things[::-1], relation=_MIRRORED[truth.relation])
+        return replace(truth, items=truth.items[::-1], relation=_MIRRORED[truth.relation])
     if truth.relation in ("and", "beside"):
-        return replace(truth, things=tuple(sorted(truth.things, key=lambda thing: thing.subject)))
+        return replace(truth, items=tuple(sorted(truth.items, key=lambda item: item.subject)))
     return truth

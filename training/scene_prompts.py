@@ -18,13 +18,13 @@ from evaluation.clip import Clip
 from evaluation.fid import FrechetDistance
 from training.render import Renderer, images_of
 from training.run import TrainingRun, from_options, parser
-from training.scenes import HELD_SHARES, Composer, Prompt
+from training.scenes import HELD_SHARES, Composer, ScenePrompt
 from training.stream import World
 
 HALVES = ("own", "other")
 
 
-def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[Prompt]]:
+def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = False) -> dict[str, list[ScenePrompt]]:
     """`count` prompts of each kind of family, held out and (not with `unseen`) trained on, by the groups' names.
 
     A group has fewer where there are no more families.
@@ -36,31 +36,38 @@ def groups(run: TrainingRun, composer: Composer, count: int, *, unseen: bool = F
     }
 
 
-def table(found: dict[str, list[Prompt]], *, in_turns: bool = False) -> str:
+def table(prompt_groups: dict[str, list[ScenePrompt]], *, in_turns: bool = False) -> str:
     """Columns id (NAME-NUMBER) and caption; group by group, or `in_turns` the first of each, then the second ones."""
-    rows = [[f"{name}-{number}\t{one.caption}\n" for number, one in enumerate(group)] for name, group in found.items()]
+    rows = [
+        [f"{name}-{number}\t{prompt.caption}\n" for number, prompt in enumerate(group)]
+        for name, group in prompt_groups.items()
+    ]
     ordered = chain.from_iterable(zip(*rows, strict=True) if in_turns else rows)
     return "id\tcaption\n" + "".join(ordered)
 
 
-def write_real(run: TrainingRun, world: World, found: dict[str, list[Prompt]], folder: Path) -> float | None:
+def write_real(
+    run: TrainingRun, world: World, prompt_groups: dict[str, list[ScenePrompt]], folder: Path
+) -> float | None:
     """Write two true images of each prompt, of the scene that it comes from and of another one.
 
     Returns FID by emoji-clip between both sets; None without an emoji-clip.
     """
     renderer, size = Renderer(world.images, run.device), (run.size, run.size)
-    for name, prompts in found.items():
+    for name, prompts in prompt_groups.items():
         draws = [random.Random(f"other {name} {number}") for number in range(len(prompts))]
-        others = [world.composer.show(one.truth, draw, size) for one, draw in zip(prompts, draws, strict=True)]
-        for half, scenes in zip(HALVES, ([one.scene for one in prompts], others), strict=True):
+        alternatives = [
+            world.composer.show(prompt.truth, draw, size) for prompt, draw in zip(prompts, draws, strict=True)
+        ]
+        for half, scenes in zip(HALVES, ([prompt.scene for prompt in prompts], alternatives), strict=True):
             (folder / half).mkdir(parents=True, exist_ok=True)
             for number, image in enumerate(images_of(renderer, scenes)):
                 image.save(folder / half / f"{name}-{number}.png")
     if not (run.models / "emoji-clip" / "config.json").exists():
         return None
     clip = Clip(run.models / "emoji-clip", device=run.device)
-    own, other = (clip.see([pixels.read(path) for path in sorted((folder / half).iterdir())]) for half in HALVES)
-    return FrechetDistance(other)(own)
+    features, other = (clip.see([pixels.read(path) for path in sorted((folder / half).iterdir())]) for half in HALVES)
+    return FrechetDistance(other)(features)
 
 
 def main() -> None:
@@ -70,16 +77,16 @@ def main() -> None:
     options.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table of captions, a .tsv")
     options.add_argument("--unseen", action="store_true", help="only families that training never saw, kinds in turns")
     options.add_argument("--real", type=Path, metavar="DIR", help="write also two sets of true images")
-    given = options.parse_args()
-    run = from_options(given)
+    arguments = options.parse_args()
+    run = from_options(arguments)
     world = World.read(run)
-    found = groups(run, world.composer, given.count, unseen=given.unseen)
-    if short := [name for name, prompts in found.items() if len(prompts) < given.count]:
-        options.error(f"--count: {short[0]} has only {len(found[short[0]])} families")
-    given.out.write_text(table(found, in_turns=given.unseen), encoding="utf-8")
-    if given.real is not None:
-        between = write_real(run, world, found, given.real)
-        print(f"{given.real}: FID between own and other by emoji-clip: {between}")
+    prompt_groups = groups(run, world.composer, arguments.count, unseen=arguments.unseen)
+    if short := [name for name, prompts in prompt_groups.items() if len(prompts) < arguments.count]:
+        options.error(f"--count: {short[0]} has only {len(prompt_groups[short[0]])} families")
+    arguments.out.write_text(table(prompt_groups, in_turns=arguments.unseen), encoding="utf-8")
+    if arguments.real is not None:
+        between = write_real(run, world, prompt_groups, arguments.real)
+        print(f"{arguments.real}: FID between own and other by emoji-clip: {between}")
 
 
 if __name__ == "__main__":

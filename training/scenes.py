@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.scenes.grammar import Foils, Reader, say
+from evaluation.scenes.grammar import CaptionParser, Foils, say
 from evaluation.scenes.subjects import Subject
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 from training import captions, layout
 from training.layout import Square, hidden
 
@@ -72,15 +72,15 @@ class Scene:
     def time_ids(self) -> tuple[int, ...]:
         """SDXL's six: original height and width, crop's top and left, height and width."""
         width, height = self.size
-        wide, tall = self.canvas if self.canvas != (0, 0) else self.size
+        canvas_width, canvas_height = self.canvas if self.canvas != (0, 0) else self.size
         if self.enlarged:
-            wide, tall = wide // 2, tall // 2
+            canvas_width, canvas_height = canvas_width // 2, canvas_height // 2
         left, top = self.corner
-        return tall, wide, top, left, height, width
+        return canvas_height, canvas_width, top, left, height, width
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ScenePrompt:
     """A caption for a judge, its truth, and a scene that shows it; `kind` is that of its family."""
 
     kind: str
@@ -90,7 +90,7 @@ class Prompt:
 
 
 def held(family: Family) -> bool:
-    """Whether training never sees this family."""
+    """Return whether training never sees this family."""
     digest = hashlib.blake2b("|".join(family).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < HELD_SHARES[family[0]] * 2**64
 
@@ -108,19 +108,19 @@ class Composer:
         self._paintable = [subject for subject in self.subjects if subject.colours]
         if len(self.subjects) < 4 or not self._paintable:
             raise ValueError(f"scenes need four subjects and one that takes colours, not {len(self.subjects)}")
-        self.reader, self.foils = Reader(self.subjects), Foils(self.subjects)
+        self.reader, self.foils = CaptionParser(self.subjects), Foils(self.subjects)
 
     def families(self, truth: Truth) -> list[Family]:
         """The families of the truth's combinations. A subject in its own colour is no combination."""
-        found: list[Family] = []
-        for thing in truth.things:
-            if thing.colour and thing.colour != self.by_noun[thing.subject].natural:
-                found.append(("colour", thing.subject, thing.colour))
-            if thing.count > 1:
-                found.append(("count", thing.subject, str(thing.count)))
-        for one, two in combinations(sorted({thing.subject for thing in truth.things}), 2):
-            found.append(("pair", one, two))
-        return found
+        result: list[Family] = []
+        for item in truth.items:
+            if item.colour and item.colour != self.by_noun[item.subject].natural:
+                result.append(("colour", item.subject, item.colour))
+            if item.count > 1:
+                result.append(("count", item.subject, str(item.count)))
+        for nouns, two in combinations(sorted({item.subject for item in truth.items}), 2):
+            result.append(("pair", nouns, two))
+        return result
 
     def compose(self, index: int, size: tuple[int, int] = (128, 128)) -> Scene:
         """The scene of this index, of no held-out family, for a picture of `size` (width, height)."""
@@ -135,7 +135,7 @@ class Composer:
         return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
 
     def draw_truth(self, draw: random.Random, size: tuple[int, int] = (128, 128), *, held_out: bool = False) -> Truth:
-        """What is true of a scene of no held-out family, or (`held_out`) of at least one."""
+        """Draw the truth of a scene of no held-out family, or (`held_out`) of at least one."""
         while True:
             truth = self._truth(draw, size)
             if any(map(held, self.families(truth))) is held_out:
@@ -152,67 +152,67 @@ class Composer:
         """
         for _ in range(_CROPS):
             larger = draw.uniform(1.08, 1.35)
-            wide, tall = round(size[0] * larger), round(size[1] * larger)
-            left, top = draw.randint(0, wide - size[0]), draw.randint(0, tall - size[1])
-            scene = self.show(truth, draw, (wide, tall))
+            width, height = round(size[0] * larger), round(size[1] * larger)
+            left, top = draw.randint(0, width - size[0]), draw.randint(0, height - size[1])
+            scene = self.show(truth, draw, (width, height))
             moved = tuple(
                 replace(layer, square=layer.square._replace(x=layer.square.x - left, y=layer.square.y - top))
                 for layer in scene.layers
             )
             if all(layout.visible(layer.square, size) >= _VISIBLE for layer in moved):
-                return replace(scene, layers=moved, size=size, canvas=(wide, tall), corner=(left, top))
+                return replace(scene, layers=moved, size=size, canvas=(width, height), corner=(left, top))
         return None
 
     def show(self, truth: Truth, draw: random.Random, size: tuple[int, int]) -> Scene:
         """One of the pictures that the truth allows, and one of its captions."""
         width, height = size
-        wanted = [(thing.count, thing.size) for thing in truth.things]
+        counts_and_sizes = [(item.count, item.size) for item in truth.items]
         if truth.relation is None:
             region = layout.Region(0, 0, width, height)
-            places = [layout.group(draw, region, *wanted[0], region.short)]
+            places = [layout.group(draw, region, *counts_and_sizes[0], region.short)]
         elif truth.relation == "row":
-            places = layout.row(draw, width, height, len(wanted))
+            places = layout.row(draw, width, height, len(counts_and_sizes))
         else:
-            things = [self.by_noun[thing.subject] for thing in truth.things]
-            front, back = things if truth.relation == "in front of" else things[::-1]
-            places = layout.pair(draw, width, height, truth.relation, wanted, partial(hidden, front, back))
-        order = list(zip(truth.things, places, strict=True))
+            chosen_subjects = [self.by_noun[item.subject] for item in truth.items]
+            front, back = chosen_subjects if truth.relation == "in front of" else chosen_subjects[::-1]
+            places = layout.pair(draw, width, height, truth.relation, counts_and_sizes, partial(hidden, front, back))
+        order = list(zip(truth.items, places, strict=True))
         if truth.relation == "in front of":
             order.reverse()
         layers = tuple(
-            Layer(self.by_noun[thing.subject].row, square, thing.colour)
-            for thing, squares in order
-            for square in squares
+            Layer(self.by_noun[item.subject].row, square, item.colour) for item, squares in order for square in squares
         )
         caption = say(truth, self.by_noun, draw)
         return Scene(caption, layers, self._backdrop(truth, draw), size, truth, sticker=truth.sticker)
 
-    def prompts(self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)) -> list[Prompt]:
-        """At most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
+    def prompts(
+        self, kind: str, count: int, *, seen: bool = False, size: tuple[int, int] = (128, 128)
+    ) -> list[ScenePrompt]:
+        """Return at most `count` prompts of different families of this kind, all held out or (`seen`) all trained on.
 
         Nothing else in them is held out.
         """
         draw = random.Random(f"prompts {self.seed} {kind} {seen}")
         return list(islice(self._prompts(kind, draw, seen, size), count))
 
-    def _prompts(self, kind: str, draw: random.Random, seen: bool, size: tuple[int, int]) -> Iterator[Prompt]:
+    def _prompts(self, kind: str, draw: random.Random, seen: bool, size: tuple[int, int]) -> Iterator[ScenePrompt]:
         families = self._every(kind)
         draw.shuffle(families)
         for family in families:
             if held(family) == seen:
                 continue
             if kind == "colour":
-                truth = Truth((Thing(family[1], colour=family[2]),))
+                truth = Truth((SceneItem(family[1], colour=family[2]),))
             elif kind == "count":
-                truth = Truth((Thing(family[1], count=int(family[2])),))
+                truth = Truth((SceneItem(family[1], count=int(family[2])),))
             else:
                 nouns = [family[1], family[2]]
                 draw.shuffle(nouns)
                 relation = draw.choice(("left of", "right of", "above", "below"))
-                truth = Truth(tuple(map(Thing, nouns)), relation)
+                truth = Truth(tuple(map(SceneItem, nouns)), relation)
             truth = replace(truth, background=self._background(truth, draw, 0.4))
             scene = self.show(truth, draw, size)
-            yield Prompt(kind, scene.caption, truth, scene)
+            yield ScenePrompt(kind, scene.caption, truth, scene)
 
     def _every(self, kind: str) -> list[Family]:
         if kind == "colour":
@@ -227,36 +227,36 @@ class Composer:
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         pick = self._paintable if kind == "colour" else self.subjects
         if kind in ("colour", "one"):
-            things = [Thing(draw.choice(pick).noun)]
+            items = [SceneItem(draw.choice(pick).noun)]
         elif kind == "count":
-            things = [Thing(draw.choice(pick).noun, draw.randint(2, 5))]
+            items = [SceneItem(draw.choice(pick).noun, draw.randint(2, 5))]
         elif kind == "groups":
             first = draw.randint(2, 4)
             counts = [first, draw.randint(1, min(3, layout.MOST - first))]
             draw.shuffle(counts)
-            things = [Thing(s.noun, n) for s, n in zip(draw.sample(pick, 2), counts, strict=True)]
+            items = [SceneItem(s.noun, n) for s, n in zip(draw.sample(pick, 2), counts, strict=True)]
         else:
             many = 2 if kind == "pair" else 3 if size[0] < size[1] else draw.choice((3, 3, 4))
-            things = [Thing(subject.noun) for subject in draw.sample(pick, many)]
+            items = [SceneItem(subject.noun) for subject in draw.sample(pick, many)]
         relation = None
         if kind in ("pair", "groups"):
             relations = ("left of", "right of", "above", "below", "beside", "and")
             relation = draw.choice((*relations, "behind", "in front of") if kind == "pair" else relations)
         elif kind == "row":
             relation = "row"
-        things = [self._attributes(thing, kind, draw) for thing in things]
-        truth = Truth(tuple(things), relation)
+        items = [self._attributes(item, kind, draw) for item in items]
+        truth = Truth(tuple(items), relation)
         background = self._background(truth, draw, 0.4)
         return replace(truth, background=background, sticker=background not in ((), ("white",)) and draw.random() < 0.2)
 
-    def _attributes(self, thing: Thing, kind: str, draw: random.Random) -> Thing:
-        colours = self.by_noun[thing.subject].colours
+    def _attributes(self, item: SceneItem, kind: str, draw: random.Random) -> SceneItem:
+        colours = self.by_noun[item.subject].colours
         chance = {"colour": 1.0, "one": 0.0, "row": 0.15}.get(kind, 0.3)
         colour = draw.choice(colours) if colours and draw.random() < chance else None
         chance = {"one": 0.8, "row": 0.0, "count": 0.12}.get(kind, 0.15)
         # Several big things would not fit.
-        sizes = ("tiny", "small", "big") if thing.count == 1 else ("tiny", "small")
-        return replace(thing, colour=colour, size=draw.choice(sizes) if draw.random() < chance else None)
+        sizes = ("tiny", "small", "big") if item.count == 1 else ("tiny", "small")
+        return replace(item, colour=colour, size=draw.choice(sizes) if draw.random() < chance else None)
 
     def _background(self, truth: Truth, draw: random.Random, chance: float) -> tuple[str, ...]:
         """Colours that the caption names: none, one, or a gradient's two; the things stand out from all."""
@@ -271,21 +271,21 @@ class Composer:
         ends = [_rgb(name) for name in truth.background]
         if not ends:
             white = (1.0, 1.0, 1.0)
-            wanted = 2 if draw.random() < 0.3 else 1
+            colour_count = 2 if draw.random() < 0.3 else 1
             for attempt in range(40):
                 plain = attempt == 0 and draw.random() < 0.5
-                one = white if plain else (draw.random(), draw.random(), draw.random())
-                if self._stands_out(truth, one):
-                    ends.append(one)
-                if len(ends) == wanted or (ends and plain):
+                colour = white if plain else (draw.random(), draw.random(), draw.random())
+                if self._stands_out(truth, colour):
+                    ends.append(colour)
+                if len(ends) == colour_count or (ends and plain):
                     break
             ends = ends or [white]
         angle = draw.choice(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0), (0.7, 0.7), (-0.7, 0.7), None))
         return Backdrop(ends[0], ends[-1], angle)
 
     def _stands_out(self, truth: Truth, rgb: tuple[float, float, float]) -> bool:
-        for thing in truth.things:
-            mean = _hue_rgb(thing.colour) if thing.colour else self.by_noun[thing.subject].mean
+        for item in truth.items:
+            mean = _hue_rgb(item.colour) if item.colour else self.by_noun[item.subject].mean
             if sum((a - b) ** 2 for a, b in zip(mean, rgb, strict=True)) < _CONTRAST**2:
                 return False
         return True

@@ -14,7 +14,7 @@ from pipeline.checkpoints import tiny, tiny_zimage
 
 
 @dataclass(frozen=True)
-class LlamaShape:
+class TrainedLlamaShape:
     """A Llama with grouped-query attention: `kv_heads` shared by `heads` queries, tied embeddings."""
 
     width: int
@@ -35,8 +35,8 @@ class Shapes:
     vision_layers: int
     vision_heads: int
     lm_vocab: int
-    lm: LlamaShape
-    draft: LlamaShape
+    lm: TrainedLlamaShape
+    draft: TrainedLlamaShape
     zimage_vocab: int
     zimage: tiny_zimage.ZImageShape
     chats: int = 120_000  # a shorter corpus is a beginning of a longer one
@@ -55,7 +55,7 @@ class Shapes:
             "hidden_act": "gelu",
         }
 
-    def llama(self, shape: LlamaShape, vocab: int, bos: int, eos: int, pad: int) -> dict[str, Any]:
+    def llama(self, shape: TrainedLlamaShape, vocab: int, bos: int, eos: int, pad: int) -> dict[str, Any]:
         """Arguments of `LlamaConfig`."""
         return {
             "vocab_size": vocab,
@@ -80,8 +80,8 @@ EMOJI = Shapes(
     vision_layers=6,
     vision_heads=6,
     lm_vocab=4096,
-    lm=LlamaShape(256, 6, 8, 4, 704),
-    draft=LlamaShape(128, 4, 4, 2, 352),
+    lm=TrainedLlamaShape(256, 6, 8, 4, 704),
+    draft=TrainedLlamaShape(128, 4, 4, 2, 352),
     zimage_vocab=2560,
     zimage=tiny_zimage.EMOJI,
 )
@@ -109,8 +109,8 @@ SMOKE = Shapes(
     vision_layers=2,
     vision_heads=2,
     lm_vocab=640,
-    lm=LlamaShape(64, 2, 4, 2, 128),
-    draft=LlamaShape(32, 1, 2, 1, 64),
+    lm=TrainedLlamaShape(64, 2, 4, 2, 128),
+    draft=TrainedLlamaShape(32, 1, 2, 1, 64),
     zimage_vocab=640,
     zimage=tiny_zimage.ZImageShape(vae_groups=4),
     chats=2000,

@@ -42,18 +42,18 @@ def save(
         raise ValueError(f"{path.name}: {len(images)} images, {len(texts)} texts and {len(names)} names")
     font = ImageFont.load_default(11)
     margin = 10 + round(max(map(font.getlength, names))) if names else 0
-    tall = cell + GAP + (_LINES * _LINE if texts else 0)
+    cell_height = cell + GAP + (_LINES * _LINE if texts else 0)
     width = margin + columns * cell + (math.ceil(columns / group) - 1) * GAP
-    grid = Image.new("RGB", (width, rows * tall - GAP), "white")
+    grid = Image.new("RGB", (width, rows * cell_height - GAP), "white")
     pen = ImageDraw.Draw(grid)
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
-        x, y = margin + column * cell + column // group * GAP, row * tall
+        x, y = margin + column * cell + column // group * GAP, row * cell_height
         grid.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.LANCZOS), (x, y))
         for line, words in enumerate(_wrapped(texts[number], font, cell)[:_LINES] if texts else ()):
             pen.text((x, y + cell + line * _LINE), words, fill=(40, 40, 40), font=font)
     for row, name in enumerate(names):
-        pen.text((2, row * tall + cell // 2 - 7), name, fill=(40, 40, 40), font=font)
+        pen.text((2, row * cell_height + cell // 2 - 7), name, fill=(40, 40, 40), font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -72,14 +72,18 @@ def main() -> None:
     options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     options.add_argument("file", type=Path, metavar="FILE")
     options.add_argument("--first", type=int, default=8, metavar="N", help="images of each of several runs")
-    given = options.parse_args()
-    runs = [EvaluationRun.read(folder) for folder in given.runs]
+    arguments = options.parse_args()
+    runs = [EvaluationRun.read(folder) for folder in arguments.runs]
     if len(runs) == 1:
-        save(given.file, [Image.open(file) for file in runs[0].files()], [one.text for one in runs[0].captions])
+        save(
+            arguments.file,
+            [Image.open(file) for file in runs[0].files()],
+            [caption.text for caption in runs[0].captions],
+        )
         return
-    columns = min(given.first, len(runs[0].captions))
+    columns = min(arguments.first, len(runs[0].captions))
     images = [Image.open(file) for run in runs for file in run.files()[:columns]]
-    save(given.file, images, names=[run.name for run in runs], columns=columns, cell=96)
+    save(arguments.file, images, names=[run.name for run in runs], columns=columns, cell=96)
 
 
 if __name__ == "__main__":

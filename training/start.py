@@ -25,7 +25,7 @@ from training.run import TrainingRun, from_options, parser
 _EMBEDDINGS = "token_embedding.weight"
 
 
-def train(run: TrainingRun, *, denoiser: bool = False) -> None:
+def convert(run: TrainingRun, *, denoiser: bool = False) -> None:
     """Write `start/unet.pt`, `start/vae.pt` and `start/clip.pt`; for the denoiser alone `start/unet.pt` and
     `latents/latents.pt`. The stage `tokens` comes before it.
     """
@@ -48,8 +48,8 @@ def train(run: TrainingRun, *, denoiser: bool = False) -> None:
     checkpoint.save(folder / "unet.pt", {name: parts[name] for name in ("unet", "text", "text_2")})
 
 
-def train_text(run: TrainingRun) -> None:
-    """Writes `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
+def convert_text(run: TrainingRun) -> None:
+    """Write `start/lm.pt`, `start/draft.pt` and `tokens/lm` of the exported models; raises `OSError` without them."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     for stage, name in (("lm", "emoji-lm"), ("draft", "emoji-lm-draft")):
@@ -76,16 +76,16 @@ def read(run: TrainingRun, *, clip: bool = True) -> dict[str, Any]:
         **({"clip": (CLIPModel, run.models / "emoji-clip")} if clip else {}),
     }
     models = {name: cls.from_pretrained(folder, local_files_only=True) for name, (cls, folder) in classes.items()}
-    found: dict[str, Any] = {name: model.float().state_dict() for name, model in models.items()}
-    found["vocab"] = (source / "tokenizer" / "vocab.json").read_text(encoding="utf-8")
-    return found | {"scaling_factor": float(models["vae"].config.scaling_factor)}
+    tensors: dict[str, Any] = {name: model.float().state_dict() for name, model in models.items()}
+    tensors["vocab"] = (source / "tokenizer" / "vocab.json").read_text(encoding="utf-8")
+    return tensors | {"scaling_factor": float(models["vae"].config.scaling_factor)}
 
 
 def keep(run: TrainingRun, folder: Path) -> list[str]:
     """Write `STAGE/state.pt` of each stage that has one, with the averaged weights alone in float16, and the latents'
     scale; returns the stages' names.
     """
-    kept = []
+    rows = []
     for name in ("vae", "clip", "unet", "tiny_vae"):
         state = checkpoint.load(run.work / name / "state.pt")
         if state is not None:
@@ -94,33 +94,33 @@ def keep(run: TrainingRun, folder: Path) -> list[str]:
                 for module, weights in state["averaged"].items()
             }
             checkpoint.save(folder / name / "state.pt", {"averaged": averaged})
-            kept.append(name)
+            rows.append(name)
     scale = checkpoint.load(run.work / "latents" / "latents.pt")
     if scale is not None:
         checkpoint.save(folder / "latents" / "latents.pt", scale)
-    return kept
+    return rows
 
 
 def moved(embeddings: Tensor, old: dict[str, int], tokenizer: Any) -> Tensor:
     """Rows [V, W] for `tokenizer`'s tokens: known to `old` they stay, a new one is the mean of its pieces'."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    made = torch.empty(len(vocabulary), embeddings.shape[1])
+    table = torch.empty(len(vocabulary), embeddings.shape[1])
     for token, place in vocabulary.items():
         rows = [old[token]] if token in old else [old[piece] for piece in _pieces(token, old)]
-        made[place] = embeddings[rows].mean(0) if rows else embeddings.mean(0)
-    return made
+        table[place] = embeddings[rows].mean(0) if rows else embeddings.mean(0)
+    return table
 
 
 def _pieces(token: str, old: dict[str, int]) -> list[str]:
     """The longest known pieces of a token, from its beginning."""
-    rest, found = token, []
+    rest, pieces = token, []
     while rest:
         length = next((n for n in range(len(rest), 0, -1) if rest[:n] in old), 0)
         if not length:
             break
-        found.append(rest[:length])
+        pieces.append(rest[:length])
         rest = rest[length:]
-    return found
+    return pieces
 
 
 def main() -> None:
@@ -129,14 +129,14 @@ def main() -> None:
     options.add_argument("--denoiser", action="store_true", help="train the denoiser alone, with the codec as it is")
     options.add_argument("--text", action="store_true", help="begin with the exported language models")
     options.add_argument("--keep", type=Path, help="write the averaged weights of what is trained into this folder")
-    given = options.parse_args()
-    run = from_options(given)
-    if given.keep:
-        print(f"{given.keep}: {', '.join(keep(run, given.keep)) or 'nothing is trained'}")
-    elif given.text:
-        train_text(run)
+    arguments = options.parse_args()
+    run = from_options(arguments)
+    if arguments.keep:
+        print(f"{arguments.keep}: {', '.join(keep(run, arguments.keep)) or 'nothing is trained'}")
+    elif arguments.text:
+        convert_text(run)
     else:
-        train(run, denoiser=given.denoiser)
+        convert(run, denoiser=arguments.denoiser)
 
 
 if __name__ == "__main__":

@@ -45,19 +45,19 @@ class StockPipeline:
         # As given: the pipeline repeats embeddings for all prompts, by which each would see all images.
         self._pipeline.prepare_ip_adapter_image_embeds = lambda image, embeds, *_: embeds
 
-    def draw(self, texts: Sequence[str], shown: Sequence[Image.Image] = (), strength: float = 1.0) -> list[Pixels]:
-        """Images of texts, with an adapter each with one that is `shown`."""
-        found: list[Pixels] = []
-        if shown:
+    def draw(self, texts: Sequence[str], conditions: Sequence[Image.Image] = (), strength: float = 1.0) -> list[Pixels]:
+        """Images of texts, with an adapter each with one that is `conditions`."""
+        pictures: list[Pixels] = []
+        if conditions:
             self._pipeline.set_ip_adapter_scale(strength)
         for start in range(0, len(texts), self._chunk):
             part = list(texts[start : start + self._chunk])
-            given: dict[str, Any] = dict(self._given)
-            if shown:
-                images = list(shown[start : start + self._chunk])
+            arguments: dict[str, Any] = dict(self._given)
+            if conditions:
+                images = list(conditions[start : start + self._chunk])
                 seen = self._pipeline.encode_image(images, self._pipeline.device, 1)
-                given["ip_adapter_image_embeds"] = [torch.cat(seen[::-1])[:, None]]
+                arguments["ip_adapter_image_embeds"] = [torch.cat(seen[::-1])[:, None]]
             seeds = [torch.Generator("cpu").manual_seed(SEED + start + n) for n in range(len(part))]
-            made = self._pipeline(prompt=part, generator=seeds, **given).images
-            found += [(image * 255).round().astype(np.uint8) for image in made]
-        return found
+            outputs = self._pipeline(prompt=part, generator=seeds, **arguments).images
+            pictures += [(image * 255).round().astype(np.uint8) for image in outputs]
+        return pictures

@@ -29,7 +29,7 @@ NATIVE, LARGER = 0.68, 0.20
 
 
 @dataclass(frozen=True)
-class Batch:
+class SceneBatch:
     """`ids` and `foils`, END-padded [B, L]; a missing foil is the empty caption. `label` [B] is equal where rows
     show one emoji.
     """
@@ -42,7 +42,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class World:
-    """What scenes are made from: rows, their pictures uint8 [N, 4, S, S], a composer, and single emoji's wordings."""
+    """The parts that scenes are made from: rows, their pictures uint8 [N, 4, S, S], a composer, and single emoji's
+    wordings.
+    """
 
     rows: list[PictureRow]
     images: Tensor
@@ -52,7 +54,7 @@ class World:
 
     @classmethod
     def read(cls, run: TrainingRun) -> World:
-        """Of the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
+        """Read the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
         rows = emoji.read_rows(run.data)
         images = emoji.read_pictures(run.data, rows, run.size)
         hidden = captions.held_out(rows, run.held_out)
@@ -75,12 +77,12 @@ def buckets(run: TrainingRun) -> dict[tuple[int, int], float]:
     """Sizes (width, height) that training draws, and their shares: all that the model offers, and one larger."""
     multiple = FACTOR * 2 ** (len(run.picture.channels) - 1)
     native, larger = (run.size, run.size), (run.size * 3 // 2,) * 2
-    found = {native: NATIVE}
+    by_size = {native: NATIVE}
     if larger[0] % multiple == 0:
-        found[larger] = LARGER
-    others = [size for size in sizes(run.size, multiple) if size != native]
-    found |= {size: (1 - NATIVE - LARGER) / len(others) for size in others}
-    return found
+        by_size[larger] = LARGER
+    other_sizes = [size for size in sizes(run.size, multiple) if size != native]
+    by_size |= {size: (1 - NATIVE - LARGER) / len(other_sizes) for size in other_sizes}
+    return by_size
 
 
 class _Batches(Dataset[dict[str, Any]]):
@@ -102,11 +104,11 @@ class _Batches(Dataset[dict[str, Any]]):
         area = size[0] * size[1] / (self._native[0] * self._native[1])
         rows = max(1, round(self._rows / area)) if area > 1.5 else self._rows
         first = (iteration * self._processes + self._rank) * self._rows
-        drawn = [self._world.scene(first + number, size) for number in range(rows)]
-        packed = pack([scene for scene, _ in drawn])
-        ids = tokens.encode(self._tokenizer, [scene.caption for scene, _ in drawn])
-        foils = tokens.encode(self._tokenizer, [scene.foil or "" for scene, _ in drawn])
-        label = torch.tensor([row if row >= 0 else -1 - number for number, (_, row) in enumerate(drawn)])
+        samples = [self._world.scene(first + number, size) for number in range(rows)]
+        packed = pack([scene for scene, _ in samples])
+        ids = tokens.encode(self._tokenizer, [scene.caption for scene, _ in samples])
+        foils = tokens.encode(self._tokenizer, [scene.foil or "" for scene, _ in samples])
+        label = torch.tensor([row if row >= 0 else -1 - number for number, (_, row) in enumerate(samples)])
         parts = (packed.layers, packed.backdrops, packed.flags, packed.time_ids)
         return {"ids": ids, "foils": foils, "label": label, "parts": parts, "size": size}
 
@@ -133,19 +135,19 @@ class SceneStream:
         self._next = -1
         self._batches: Iterator[dict[str, Any]] = iter(())
 
-    def at(self, iteration: int) -> Batch:
+    def at(self, iteration: int) -> SceneBatch:
         """The batch of an iteration, on the device; fast where iterations follow one another."""
         if iteration != self._next:
             self._batches = iter(())  # earlier worker processes end before others are forked
             self._batches = self._from(iteration)
-        found = next(self._batches)
+        batch = next(self._batches)
         self._next = iteration + 1
         device = self._run.device
-        ids, foils, label = (found[key].to(device, non_blocking=True) for key in ("ids", "foils", "label"))
-        layers, backdrops, flags, times = found["parts"]
-        return Batch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(found["size"])))
+        ids, foils, label = (batch[key].to(device, non_blocking=True) for key in ("ids", "foils", "label"))
+        layers, backdrops, flags, times = batch["parts"]
+        return SceneBatch(ids, foils, label, PackedScenes(layers, backdrops, flags, times, tuple(batch["size"])))
 
-    def draw(self, batch: Batch) -> Tensor:
+    def draw(self, batch: SceneBatch) -> Tensor:
         """The batch's pixels [B, 3, H, W] in -1..1."""
         return self.renderer.draw(batch.scenes)
 
@@ -171,5 +173,5 @@ class PerSize:
         self._fast: Any = torch.compile(module, dynamic=False) if run.compile else module
 
     def at(self, size: tuple[int, int]) -> Any:
-        """What to call for pictures of `size`."""
+        """The callable for pictures of `size`."""
         return self._fast if size == self._native else self._plain

@@ -30,14 +30,14 @@ def pencil(pixels: Tensor) -> Tensor:
     """A pencil drawing of pixels [B, 3, H, W] in -1..1: their edges in graphite on paper, lightly shaded, without
     colours. An edge is where any of the three channels changes.
     """
-    given = (pixels.float() + 1) / 2
-    wide = F.pad(given, (1, 1, 1, 1), mode="replicate")
-    rows = (wide[..., :-2, :] + 2 * wide[..., 1:-1, :] + wide[..., 2:, :]) / 4
-    columns = (wide[..., :-2] + 2 * wide[..., 1:-1] + wide[..., 2:]) / 4
+    grey = (pixels.float() + 1) / 2
+    padded = F.pad(grey, (1, 1, 1, 1), mode="replicate")
+    rows = (padded[..., :-2, :] + 2 * padded[..., 1:-1, :] + padded[..., 2:, :]) / 4
+    columns = (padded[..., :-2] + 2 * padded[..., 1:-1] + padded[..., 2:]) / 4
     slope = ((rows[..., 2:] - rows[..., :-2]).square() + (columns[..., 2:, :] - columns[..., :-2, :]).square()).sqrt()
-    ink = torch.maximum(_GAIN * slope.amax(1), _SHADE * (1 - hues.luma(given))).clamp(0, 1)[:, None]
-    drawn = [paper + (graphite - paper) * ink for paper, graphite in zip(_PAPER, _GRAPHITE, strict=True)]
-    return torch.cat(drawn, 1) * 2 - 1
+    ink = torch.maximum(_GAIN * slope.amax(1), _SHADE * (1 - hues.luma(grey))).clamp(0, 1)[:, None]
+    channels = [paper + (graphite - paper) * ink for paper, graphite in zip(_PAPER, _GRAPHITE, strict=True)]
+    return torch.cat(channels, 1) * 2 - 1
 
 
 STYLES: dict[str, Callable[[Tensor], Tensor]] = {"mosaic": mosaic, "pencil": pencil}

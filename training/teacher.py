@@ -22,7 +22,7 @@ CHUNK = 1024  # pictures drawn together on a GPU
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the teacher made of which noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
+    """The teacher's images and their noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
 
     ids: torch.Tensor
     noise: torch.Tensor
@@ -55,18 +55,18 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, x: torch.Tensor, step: torch.Tensor, states: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """The noise in x [B, 4, h, w] at timesteps [B], with guidance; the unconditional embedding is zero."""
-        states, pooled = (torch.cat([torch.zeros_like(given), given]) for given in (states, pooled))
-        given = self.unet(
+        states, pooled = (torch.cat([torch.zeros_like(predictions), predictions]) for predictions in (states, pooled))
+        predictions = self.unet(
             torch.cat([x, x]), torch.cat([step, step]), states, added_cond_kwargs=self.told(pooled), return_dict=False
         )
-        without, with_ = given[0].float().chunk(2)
-        found: torch.Tensor = without + GUIDANCE * (with_ - without)
-        return found
+        without, with_ = predictions[0].float().chunk(2)
+        prediction: torch.Tensor = without + GUIDANCE * (with_ - without)
+        return prediction
 
 
 @torch.no_grad()
 def train(run: TrainingRun) -> None:
-    """Draws for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
+    """Draw for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
     stream = SceneStream(run, CHUNK if run.on_gpu else (run.batch or 32), native=True)
     teacher = Teacher(run)
     denoise: Any = torch.compile(teacher) if run.compile else teacher
@@ -74,10 +74,10 @@ def train(run: TrainingRun) -> None:
     generator = torch.Generator(device=run.device).manual_seed(run.seed)
     steps = list(zip(plan.timesteps.to(run.device), plan.coefficients.tolist(), strict=True))
     side, begun = run.size // 8, time.monotonic()
-    kept: list[Pairs] = []
+    batches: list[Pairs] = []
     ends: list[torch.cuda.Event] = []
     while True:
-        ids = stream.at(len(kept)).ids
+        ids = stream.at(len(batches)).ids
         noise = torch.randn(len(ids), 4, side, side, generator=generator, device=run.device)
         with run.autocast():
             states, pooled = teacher.read(ids)
@@ -85,22 +85,22 @@ def train(run: TrainingRun) -> None:
             for step, (c_in, a_x, a_m, b_x, b_0, *_) in steps:
                 guess = denoise(x * c_in, step.expand(len(x)), states, pooled)
                 x = b_x * x + b_0 * (a_x * x + a_m * guess)
-        kept.append(Pairs(ids.short(), noise.half(), x.half()))
+        batches.append(Pairs(ids.short(), noise.half(), x.half()))
         if run.on_gpu:  # the next batch is queued while this one is drawn, and no more, for the clock's sake
             ends.append(torch.cuda.Event())
             ends[-1].record()
             if len(ends) > 1:
                 ends[-2].synchronize()
         spent = (time.monotonic() - begun) / 60
-        if (len(kept) >= run.iterations) if run.iterations is not None else (spent >= (run.minutes or 1.0)):
+        if (len(batches) >= run.iterations) if run.iterations is not None else (spent >= (run.minutes or 1.0)):
             break
-    state = {f.name: torch.cat([getattr(one, f.name) for one in kept]).cpu() for f in dataclasses.fields(Pairs)}
+    state = {f.name: torch.cat([getattr(pair, f.name) for pair in batches]).cpu() for f in dataclasses.fields(Pairs)}
     checkpoint.save(run.folder("teacher") / "pairs.pt", state)
     print(f"teacher pairs={len(state['ids'])} minutes={spent:.2f}", flush=True)
 
 
 def load(run: TrainingRun) -> Pairs:
-    """What the stage wrote, on the run's device; raises `FileNotFoundError` before it has run."""
+    """Load the stage's output on the run's device; raises `FileNotFoundError` before it has run."""
     state = checkpoint.need(run.work / "teacher" / "pairs.pt", "teacher")
     return Pairs(**{name: tensor.to(run.device) for name, tensor in state.items()})
 

@@ -40,13 +40,13 @@ class TinyLoss(nn.Module):
 
     def forward(self, latent: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Latents [B, 4, h, w] and their pixels [B, 3, H, W] to loss, error of the encoder, mean square of pixels."""
-        made = self.tiny.decoder(latent).float()
-        found = F.mse_loss(self.tiny.encoder(true).float(), latent)
-        return vae.reconstruction_loss(made, true) + 0.1 * found, found, F.mse_loss(made, true)
+        reconstruction = self.tiny.decoder(latent).float()
+        loss = F.mse_loss(self.tiny.encoder(true).float(), latent)
+        return vae.reconstruction_loss(reconstruction, true) + 0.1 * loss, loss, F.mse_loss(reconstruction, true)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains on the latents of scenes and on what the codec decodes of them."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train on the latents of scenes and on what the codec decodes of them."""
     codec = latents.load_codec(run).to(run.device, memory_format=torch.channels_last)
     batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
     stream = SceneStream(run, batch, native=True)
@@ -54,15 +54,15 @@ def train(run: TrainingRun) -> loop.Outcome:
     measure: Any = torch.compile(TinyLoss(tiny)) if run.compile else TinyLoss(tiny)
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
+        factory: Any = {"generator": generator, "device": run.device}
         latent = latents.encode(run, codec, stream.draw(stream.at(iteration))) * scale
-        spread = NOISE * torch.rand(batch, 1, 1, 1, **given)
-        latent = latent + spread * torch.randn(latent.shape, **given)
+        spread = NOISE * torch.rand(batch, 1, 1, 1, **factory)
+        latent = latent + spread * torch.randn(latent.shape, **factory)
         with run.autocast():
             with torch.no_grad():
                 true = codec.decode(latent / scale, return_dict=False)[0].float().clamp(-1, 1)
-            total, found, square = measure(latent, true)
-        return total, {"encoder": found.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
+            total, value, square = measure(latent, true)
+        return total, {"encoder": value.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
 
     stage = loop.Stage("tiny_vae", {"vae": tiny}, loss, rate=2e-3, decay=0.0, average=0.998, warmup=50)
     return loop.train(stage, run)

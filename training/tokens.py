@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def train(run: TrainingRun) -> None:
-    """Writes `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
+    """Write `tokens/clip`, `tokens/clip_2` (they differ only in the padding token, as SDXL's do) and `tokens/lm`."""
     rows = emoji.read_rows(run.data)
     folder = run.folder("tokens")
     composer = scenes.Composer(subjects.choose(rows, emoji.read_pictures(run.data, rows, run.size)), run.seed)
@@ -64,8 +64,8 @@ def pad_ids(run: TrainingRun) -> tuple[int, int]:
 
 def encode(tokenizer: Any, texts: list[str]) -> torch.Tensor:
     """Texts to ids, int64 [B, TOKENS], padded and truncated as the pipeline does."""
-    found = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt")
-    ids: torch.Tensor = found.input_ids
+    encoded = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt")
+    ids: torch.Tensor = encoded.input_ids
     return ids
 
 
@@ -83,7 +83,7 @@ def _trained(run: TrainingRun, name: str) -> Path:
 
 
 def picture_text(rows: list[emoji.PictureRow]) -> list[str]:
-    """What a tokenizer of prompts learns its merges from: captions as they will be drawn, names, and keywords."""
+    """The text from which a tokenizer of prompts learns merges: captions as they will be drawn, names, keywords."""
     draw = random.Random(0)
     names = list(captions.COLOURS)
     text = [captions.with_background(row.name, draw.choice(names)) for row in rows]
@@ -94,13 +94,13 @@ def picture_text(rows: list[emoji.PictureRow]) -> list[str]:
 
 
 def byte_pairs(
-    text: list[str], size: int, letters: list[str], like: Any, **more: Any
+    text: list[str], size: int, letters: list[str], reference: Any, **more: Any
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a text split as the tokenizer `like` splits it."""
+    """Vocabulary and merges of a text split as the tokenizer `reference` splits it."""
     trained = Tokenizer(models.BPE(**more))
-    trained.normalizer, trained.pre_tokenizer = like.normalizer, like.pre_tokenizer
-    given: Any = {"initial_alphabet": letters, "show_progress": False, "special_tokens": [], **more}
-    trained.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, **given))
+    trained.normalizer, trained.pre_tokenizer = reference.normalizer, reference.pre_tokenizer
+    trainer_options: Any = {"initial_alphabet": letters, "show_progress": False, "special_tokens": [], **more}
+    trained.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, **trainer_options))
     model = json.loads(trained.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
@@ -113,10 +113,10 @@ def _clip_vocab(text: list[str], size: int) -> tuple[dict[str, int], list[tuple[
 
     blank = CLIPTokenizer().backend_tokenizer
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    _, found = byte_pairs(text, size, letters, blank, end_of_word_suffix="</w>")
+    _, vocabulary = byte_pairs(text, size, letters, blank, end_of_word_suffix="</w>")
     order = dict.fromkeys([*letters, *(letter + "</w>" for letter in letters)])
     merges: list[tuple[str, str]] = []
-    for left, right in found:
+    for left, right in vocabulary:
         if len(order) == size - 2:
             break
         order[left + right] = None

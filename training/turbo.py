@@ -28,8 +28,8 @@ def build(run: TrainingRun) -> Any:
     return model.to(run.device)
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
     pairs, source = teacher.load(run), teacher.Teacher(run)
     student = build(run)
     predict: Any = torch.compile(student) if run.compile else student
@@ -37,13 +37,13 @@ def train(run: TrainingRun) -> loop.Outcome:
     signal = unet.alphas_bar(run.device)
 
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        index = torch.randint(len(pairs.ids), (batch,), **given)
+        factory: Any = {"generator": generator, "device": run.device}
+        index = torch.randint(len(pairs.ids), (batch,), **factory)
         clean = pairs.latents[index].float()
-        later = (1 + torch.randint(CLOCK - 1, (batch,), **given)) * (TIMESTEPS // CLOCK) - 1
-        first = torch.rand(batch, **given) < FIRST
+        later = (1 + torch.randint(CLOCK - 1, (batch,), **factory)) * (TIMESTEPS // CLOCK) - 1
+        first = torch.rand(batch, **factory) < FIRST
         step = torch.where(first, TIMESTEPS - 1, later)
-        noise = torch.randn(clean.shape, **given)
+        noise = torch.randn(clean.shape, **factory)
         noise = torch.where(first[:, None, None, None], pairs.noise[index].float(), noise)
         alpha, sigma = (share.sqrt()[:, None, None, None] for share in (signal[step], 1 - signal[step]))
         with run.autocast():

@@ -51,11 +51,11 @@ def build(run: TrainingRun) -> TrainedModules:
 
 
 def adopt_(parts: TrainedModules, towers: clip.CLIPLoss) -> None:
-    """Starts the text towers from the ones that `clip` trained."""
+    """Start the text towers from the ones that `clip` trained."""
     parts.text.load_state_dict(towers.text.state_dict())
-    own = parts.text_2.state_dict()
+    state = parts.text_2.state_dict()
     trained = {key.removeprefix("clip."): value for key, value in towers.state_dict().items()}
-    parts.text_2.load_state_dict({key: trained[key] for key in own})
+    parts.text_2.load_state_dict({key: trained[key] for key in state})
 
 
 def alphas_bar(device: torch.device) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Noised(NamedTuple):
 
 
 class EpsilonObjective:
-    """What a network must find in noised latents, and how its errors count, by `weights`."""
+    """The objective of a network on noised latents: its target, and how its errors count, by `weights`."""
 
     def __init__(self, device: torch.device) -> None:
         self._signal = alphas_bar(device)
@@ -92,19 +92,19 @@ class EpsilonObjective:
 
     def noised(self, clean: torch.Tensor, generator: torch.Generator) -> Noised:
         """One timestep out of each of B equal intervals: less variance than independent draws."""
-        given: Any = {"generator": generator, "device": clean.device}
+        factory: Any = {"generator": generator, "device": clean.device}
         batch = len(clean)
-        order = torch.randperm(batch, **given)
-        step = ((order + torch.rand(batch, **given)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
-        noise = torch.randn(clean.shape, **given)
+        order = torch.randperm(batch, **factory)
+        step = ((order + torch.rand(batch, **factory)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
+        noise = torch.randn(clean.shape, **factory)
         share = self._signal[step][:, None, None, None]
         return Noised(share.sqrt() * clean + (1 - share).sqrt() * noise, noise, step)
 
-    def loss(self, guess: torch.Tensor, given: Noised) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, guess: torch.Tensor, noised: Noised) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The weighted error of a guess at the noise, and the plain one over all rows and over the noisiest."""
-        square = (guess.float() - given.noise).square().mean(dim=(1, 2, 3))
-        late = given.step >= 600
-        return (self._weight[given.step] * square).mean(), {
+        square = (guess.float() - noised.noise).square().mean(dim=(1, 2, 3))
+        late = noised.step >= 600
+        return (self._weight[noised.step] * square).mean(), {
             "eps": square.detach().mean(),
             "eps_noisy": (square.detach() * late).sum() / late.sum().clamp(min=1),
         }
@@ -131,7 +131,7 @@ class Frozen:
 
     @classmethod
     def load(cls, run: TrainingRun, parts: TrainedModules) -> Frozen:
-        """With the run's codec and tokenizers."""
+        """Load the frozen parts with the run's codec and tokenizers."""
         end = int(tokens.clip_tokenizer(run).eos_token_id)
         return cls(run, parts, latents.load_codec(run), EpsilonObjective(run.device), end, tokens.pad_ids(run))
 
@@ -150,7 +150,7 @@ class Frozen:
         return states * keep[:, None, None], pooled * keep[:, None]
 
 
-def train(run: TrainingRun) -> loop.Outcome:
+def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the denoiser and both text towers, from `start/` where that has them."""
     # On a CPU reading a caption costs as much as a denoising, so it is read once and used often.
     repeats = 1 if run.on_gpu else 4
@@ -162,19 +162,19 @@ def train(run: TrainingRun) -> loop.Outcome:
     unet, frozen = PerSize(run, parts.unet), Frozen.load(run, parts)
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
-        drawn = stream.at(iteration)
-        clean = frozen.encode(stream.draw(drawn))
+        batch = stream.at(iteration)
+        clean = frozen.encode(stream.draw(batch))
         silent = torch.rand(len(clean), 1, generator=generator, device=run.device) < DROP_TEXT
-        ids = torch.where(silent, empty, drawn.ids)
+        ids = torch.where(silent, empty, batch.ids)
         noised = frozen.objective.noised(clean.repeat_interleave(repeats, 0), generator)
         keep = (torch.rand(len(noised.step), generator=generator, device=run.device) >= DROP_ALL).float()
-        time_ids = drawn.scenes.time_ids.to(run.device, non_blocking=True).repeat_interleave(repeats, 0)
+        time_ids = batch.scenes.time_ids.to(run.device, non_blocking=True).repeat_interleave(repeats, 0)
         with run.autocast():
             states, pooled = read_text(parts, ids, tokens.repad(ids, frozen.end, frozen.pads[1]))
             states = states.repeat_interleave(repeats, 0) * keep[:, None, None]
-            told = {"text_embeds": pooled.repeat_interleave(repeats, 0) * keep[:, None], "time_ids": time_ids}
-            model = unet.at(drawn.scenes.size)
-            guess = model(noised.latents, noised.step, states, added_cond_kwargs=told, return_dict=False)[0]
+            conditions = {"text_embeds": pooled.repeat_interleave(repeats, 0) * keep[:, None], "time_ids": time_ids}
+            model = unet.at(batch.scenes.size)
+            guess = model(noised.latents, noised.step, states, added_cond_kwargs=conditions, return_dict=False)[0]
         return frozen.objective.loss(guess, noised)
 
     average, rates = 0.9995 if run.on_gpu else 0.999, {"text": 0.3, "text_2": 0.3}

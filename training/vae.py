@@ -30,13 +30,13 @@ def build(run: TrainingRun) -> Any:
     return model.to(run.device, memory_format=torch.channels_last)
 
 
-def reconstruction_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+def reconstruction_loss(output: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     """L1 on pixels and on their first differences, at full, half and quarter scale. [B, 3, H, W] in -1..1."""
-    total = torch.zeros((), device=made.device)
+    total = torch.zeros((), device=output.device)
     for scale in range(3):
         if scale:
-            made, true = F.avg_pool2d(made, 2), F.avg_pool2d(true, 2)
-        error = made - true
+            output, true = F.avg_pool2d(output, 2), F.avg_pool2d(true, 2)
+        error = output - true
         down = error[:, :, 1:] - error[:, :, :-1]
         right = error[:, :, :, 1:] - error[:, :, :, :-1]
         total = total + error.abs().mean() + 0.5 * (down.abs().mean() + right.abs().mean())
@@ -56,24 +56,24 @@ class VAELoss(nn.Module):
         mean, log_variance = moments.float().chunk(2, dim=1)
         log_variance = log_variance.clamp(-30, 20)
         latent = mean + (0.5 * log_variance).exp() * noise
-        made = self.vae.decoder(self.vae.post_quant_conv(latent)).float()
+        output = self.vae.decoder(self.vae.post_quant_conv(latent)).float()
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        return reconstruction_loss(made, true) + KL_WEIGHT * kl, kl, F.mse_loss(made, true)
+        return reconstruction_loss(output, true) + KL_WEIGHT * kl, kl, F.mse_loss(output, true)
 
 
-def backgrounds(palette: torch.Tensor, count: int, given: dict[str, Any]) -> torch.Tensor:
+def backgrounds(palette: torch.Tensor, count: int, factory: dict[str, Any]) -> torch.Tensor:
     """Random colours [count, 3] from 0 to 1: a quarter is white, most are of the palette [n, 3], the rest any.
 
-    `given` are the generator and the device.
+    `factory` are the generator and the device.
     """
-    named = palette[torch.randint(len(palette), (count,), **given)]
-    free = torch.rand(count, 3, **given)
-    kind = torch.rand(count, 1, **given)
+    named = palette[torch.randint(len(palette), (count,), **factory)]
+    free = torch.rand(count, 3, **factory)
+    kind = torch.rand(count, 1, **factory)
     return torch.where(kind < 0.25, torch.ones_like(free), torch.where(kind < 0.8, named, free))
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the codec, from `start/` where that has one."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the codec, from `start/` where that has one."""
     batch = run.batch or (96 if run.on_gpu else 8)
     stream = SceneStream(run, batch)
     vae = build(run)
@@ -81,12 +81,12 @@ def train(run: TrainingRun) -> loop.Outcome:
     codec = PerSize(run, VAELoss(vae))
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        drawn = stream.at(iteration)
-        true = stream.draw(drawn)
+        batch = stream.at(iteration)
+        true = stream.draw(batch)
         shape = (len(true), 4, true.shape[-2] // 8, true.shape[-1] // 8)
         noise = torch.randn(shape, generator=generator, device=run.device)
         with run.autocast():
-            total, kl, square = codec.at(drawn.scenes.size)(true.contiguous(memory_format=torch.channels_last), noise)
+            total, kl, square = codec.at(batch.scenes.size)(true.contiguous(memory_format=torch.channels_last), noise)
         return total, {"kl": kl.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
 
     stage = loop.Stage("vae", {"vae": vae}, loss, rate=run.rate(2e-3, "vae"), decay=0.0, average=0.998, warmup=50)

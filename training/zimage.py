@@ -25,7 +25,7 @@ SAMPLED = 0.5  # share of rows at the sampler's own noise levels; the others are
 
 
 @dataclass
-class TrainedModules:
+class ZImageModules:
     """The picture model's trained parts."""
 
     transformer: Any
@@ -36,7 +36,7 @@ class TrainedModules:
         return {"transformer": self.transformer, "text": self.text}
 
 
-def build(run: TrainingRun) -> TrainedModules:
+def build(run: TrainingRun) -> ZImageModules:
     """Fresh parts on the run's device.
 
     The text encoder's last layer and norm stay untrained: Z-Image reads what enters them.
@@ -54,7 +54,7 @@ def build(run: TrainingRun) -> TrainedModules:
         nn.init.zeros_(transformer.all_final_layer["2-1"].linear.weight)
     text.layers[-1].requires_grad_(False)
     text.norm.requires_grad_(False)
-    return TrainedModules(transformer.to(run.device), text.to(run.device))
+    return ZImageModules(transformer.to(run.device), text.to(run.device))
 
 
 def sigmas(run: TrainingRun) -> torch.Tensor:
@@ -94,33 +94,33 @@ class Batches:
         self._per_picture = lengths[0].numel()
         self._table = table.flatten(0, 2)
         self._bounds: list[torch.Tensor] = []
-        least = 0
-        for most in zimage_tokens.BUCKETS:
-            inside = mass * ((lengths > least) & (lengths <= most))
+        lower = 0
+        for upper in zimage_tokens.BUCKETS:
+            inside = mass * ((lengths > lower) & (lengths <= upper))
             self._bounds.append(inside.flatten().double().cumsum(0))
-            least = most
+            lower = upper
         self._any_long = float(self._bounds[1][-1]) > 0
 
     def bucket(self, iteration: int) -> int:
-        """Which bucket a step reads: the second one now and then, where there is anything in it."""
+        """The bucket that a step reads: the second one now and then, where there is anything in it."""
         return int(iteration % LONG_EVERY == LONG_EVERY - 1 and self._any_long)
 
     def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids [B, L], their lengths [B], and latents fp32 [B, C, h, w]."""
-        given: Any = {"generator": generator, "device": self._device}
+        factory: Any = {"generator": generator, "device": self._device}
         bounds, count = self._bounds[bucket], self.size
-        chosen = torch.rand(count, dtype=torch.float64, **given) * bounds[-1]
-        number = torch.searchsorted(bounds, chosen, right=True).clamp(max=len(bounds) - 1)
+        positions = torch.rand(count, dtype=torch.float64, **factory) * bounds[-1]
+        number = torch.searchsorted(bounds, positions, right=True).clamp(max=len(bounds) - 1)
         picture, colour = number // self._per_picture, number % self._colours
         ids = self._table[number].long()
         if bucket == 0:
-            ids = torch.where(torch.rand(count, 1, **given) < DROP_TEXT, self._empty, ids)
+            ids = torch.where(torch.rand(count, 1, **factory) < DROP_TEXT, self._empty, ids)
         clean = self._latents[(colour - 1).clamp(min=0), picture].float()
         return ids[:, : zimage_tokens.BUCKETS[bucket]], (ids != self._pad).sum(1), clean
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the transformer and the text encoder."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the transformer and the text encoder."""
     batches = Batches(run)
     parts = build(run)
     module = ZImageBatch(parts.transformer, parts.text)
@@ -129,14 +129,14 @@ def train(run: TrainingRun) -> loop.Outcome:
     levels, shift = sigmas(run).to(run.device), run.zimage.shift
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
+        factory: Any = {"generator": generator, "device": run.device}
         bucket = batches.bucket(iteration)
         ids, lengths, clean = batches.draw(bucket, generator)
         # One level out of each of `batch` equal intervals: less variance than independent draws.
-        even = (torch.randperm(batch, **given) + torch.rand(batch, **given)) / batch
+        even = (torch.randperm(batch, **factory) + torch.rand(batch, **factory)) / batch
         exact = levels[(even * STEPS).long().clamp(max=STEPS - 1)]
-        sigma = torch.where(torch.rand(batch, **given) < SAMPLED, exact, shifted(even, shift))
-        noise = torch.randn(clean.shape, **given)
+        sigma = torch.where(torch.rand(batch, **factory) < SAMPLED, exact, shifted(even, shift))
+        noise = torch.randn(clean.shape, **factory)
         share = sigma[:, None, None, None]
         noisy = (1 - share) * clean + share * noise
         with run.autocast():
@@ -149,7 +149,7 @@ def train(run: TrainingRun) -> loop.Outcome:
     return loop.train(loop.Stage("zimage", parts.modules(), loss, rate=2e-3, average=average, rates={"text": 0.7}), run)
 
 
-def load(run: TrainingRun) -> TrainedModules:
+def load(run: TrainingRun) -> ZImageModules:
     """The trained parts with averaged weights; raises `FileNotFoundError` when they are not trained."""
     parts = build(run)
     loop.load_average("zimage", parts.modules(), run)

@@ -35,8 +35,8 @@ class RealRotaryProcessor:
         query, key = _rotate(attn.norm_q(query), freqs_cis), _rotate(attn.norm_k(key), freqs_cis)
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        found: torch.Tensor = attn.to_out[0](mixed)
-        return found
+        out: torch.Tensor = attn.to_out[0](mixed)
+        return out
 
 
 def _rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -93,26 +93,26 @@ class ZImageBatch(nn.Module):
         """Noisy latents [B, C, h, w], t = 1 - sigma [B] and ids [B, L] of `lengths` [B] to the transformer's output,
         [B, C, h, w]. L is a multiple of 32, and no row's length would fit the next smaller one.
         """
-        own = self.transformer
-        adaln = own.t_embedder(t * own.t_scale)
+        transformer = self.transformer
+        adaln = transformer.t_embedder(t * transformer.t_scale)
         patches = patchify(latents)
         count = patches.shape[1]
-        x = own.all_x_embedder["2-1"](patches)
+        x = transformer.all_x_embedder["2-1"](patches)
         missing = x_turns.shape[0] - count
         if missing:
-            x = torch.cat((x, own.x_pad_token.to(x.dtype).expand(len(x), missing, -1)), dim=1)
-        for layer in own.noise_refiner:
+            x = torch.cat((x, transformer.x_pad_token.to(x.dtype).expand(len(x), missing, -1)), dim=1)
+        for layer in transformer.noise_refiner:
             x = layer(x, None, x_turns, adaln)
-        caption = own.cap_embedder(read(self.text, ids))
+        caption = transformer.cap_embedder(read(self.text, ids))
         padding = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
-        caption = torch.where(padding[:, :, None], own.cap_pad_token, caption)
-        for layer in own.context_refiner:
+        caption = torch.where(padding[:, :, None], transformer.cap_pad_token, caption)
+        for layer in transformer.context_refiner:
             caption = layer(caption, None, cap_turns)
         both, both_turns = torch.cat((x, caption), dim=1), torch.cat((x_turns, cap_turns))
-        for layer in own.layers:
+        for layer in transformer.layers:
             both = layer(both, None, both_turns, adaln)
-        found: torch.Tensor = own.all_final_layer["2-1"](both[:, :count], c=adaln)
-        return unpatchify(found, latents.shape)
+        prediction: torch.Tensor = transformer.all_final_layer["2-1"](both[:, :count], c=adaln)
+        return unpatchify(prediction, latents.shape)
 
 
 def read(text: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -121,8 +121,8 @@ def read(text: Any, ids: torch.Tensor) -> torch.Tensor:
     turned = text.rotary_emb(x, torch.arange(ids.shape[1], device=ids.device)[None])
     for layer in text.layers[:-1]:
         x = layer(x, attention_mask=None, position_embeddings=turned)
-    found: torch.Tensor = x
-    return found
+    states: torch.Tensor = x
+    return states
 
 
 def patchify(latents: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ RECASED = 0.2  # share of the wordings that start with a capital letter, or are 
 
 
 def train(run: TrainingRun) -> None:
-    """Writes `zimage_tokens/tokenizer` and the caption table."""
+    """Write `zimage_tokens/tokenizer` and the caption table."""
     rows = emoji.read_rows(run.data)
     blank = byte_tokenizer()
     letters = [token for token in blank.get_vocab() if token not in SPECIAL]
@@ -54,24 +54,28 @@ def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> torch.Tenso
     """
     path = run.folder("zimage_tokens") / f"table-{run.variants}-{run.seed}.pt"
     if path.exists():
-        kept: torch.Tensor = torch.load(path, weights_only=True)
-        if len(kept) == len(rows):
-            return kept
+        states: torch.Tensor = torch.load(path, weights_only=True)
+        if len(states) == len(rows):
+            return states
     reader = tokenizer(run)
     table = torch.empty(len(rows), run.variants, 1 + len(captions.COLOURS), BUCKETS[-1], dtype=torch.int16)
-    for index, found in enumerate(wordings(rows, run.variants, run.seed)):
-        texts = [text for one in found for text in (one, *(captions.with_background(one, c) for c in captions.COLOURS))]
+    for index, encoded_wordings in enumerate(wordings(rows, run.variants, run.seed)):
+        texts = [
+            text
+            for wording in encoded_wordings
+            for text in (wording, *(captions.with_background(wording, c) for c in captions.COLOURS))
+        ]
         table[index] = encode(reader, texts).view(run.variants, -1, BUCKETS[-1]).to(torch.int16)
     torch.save(table, path)
     return table
 
 
 def wordings(rows: list[emoji.PictureRow], count: int, seed: int) -> Iterator[list[str]]:
-    """As `captions.wordings`, some of them recased."""
+    """The wordings of `captions.wordings`, some of them recased."""
     draw = random.Random(seed)
     for row in rows:
-        plain, *others = captions.subjects(row, count, draw)
-        yield [plain, *(recased(one, draw) for one in others)]
+        plain, *subjects = captions.subjects(row, count, draw)
+        yield [plain, *(recased(subject, draw) for subject in subjects)]
 
 
 def recased(text: str, draw: random.Random) -> str:
@@ -90,8 +94,8 @@ def encode(reader: Any, texts: list[str]) -> torch.Tensor:
         )
         for text in texts
     ]
-    found = reader(written, padding="max_length", max_length=BUCKETS[-1], truncation=True, return_tensors="pt")
-    ids: torch.Tensor = found.input_ids
+    encoded = reader(written, padding="max_length", max_length=BUCKETS[-1], truncation=True, return_tensors="pt")
+    ids: torch.Tensor = encoded.input_ids
     return ids
 
 

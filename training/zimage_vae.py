@@ -34,7 +34,7 @@ def build(run: TrainingRun) -> Any:
 
 
 def adopt_(codec: Any, run: TrainingRun) -> None:
-    """Starts every layer but the two at the latents from the stage `vae`, or from the emoji-xl that was exported.
+    """Start every layer but the two at the latents from the stage `vae`, or from the emoji-xl that was exported.
 
     Raises `FileNotFoundError` when there is neither.
     """
@@ -47,13 +47,18 @@ def adopt_(codec: Any, run: TrainingRun) -> None:
         if not folder.exists():
             raise
         trained = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
-    known, own = trained.state_dict(), codec.state_dict()
-    codec.load_state_dict({key: known[key] if _shared(key, known, own) else own[key] for key in own})
+    source_state, target_state = trained.state_dict(), codec.state_dict()
+    codec.load_state_dict(
+        {
+            key: source_state[key] if _shared(key, source_state, target_state) else target_state[key]
+            for key in target_state
+        }
+    )
 
 
-def _shared(key: str, known: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
-    ours = key.startswith(("encoder.conv_out", "decoder.conv_in"))
-    return not ours and key in known and known[key].shape == own[key].shape
+def _shared(key: str, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> bool:
+    is_border = key.startswith(("encoder.conv_out", "decoder.conv_in"))
+    return not is_border and key in source and source[key].shape == target[key].shape
 
 
 class CodecLoss(nn.Module):
@@ -68,13 +73,13 @@ class CodecLoss(nn.Module):
         latent = self.codec.encoder(true).float()[:, :CHANNELS]
         mean, deviation = latent.mean(dim=(0, 2, 3)), latent.std(dim=(0, 2, 3))
         departure = mean.square().mean() + (deviation - 1).square().mean()
-        made = self.codec.decoder(latent + noise).float()
-        square = (made - true).square().mean()
-        return vae.reconstruction_loss(made, true) + NORMAL_WEIGHT * departure, departure, square
+        output = self.codec.decoder(latent + noise).float()
+        square = (output - true).square().mean()
+        return vae.reconstruction_loss(output, true) + NORMAL_WEIGHT * departure, departure, square
 
 
-def train(run: TrainingRun) -> loop.Outcome:
-    """Trains the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
+def train(run: TrainingRun) -> loop.StageOutcome:
+    """Train the codec on every picture, held-out variants included, and writes `zimage_vae/latents.pt`."""
     rows = emoji.read_rows(run.data)
     images = emoji.read_pictures(run.data, rows, run.size)
     on_device = images.to(run.device)
@@ -88,11 +93,11 @@ def train(run: TrainingRun) -> loop.Outcome:
     side = run.size // 8
 
     def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        given: Any = {"generator": generator, "device": run.device}
-        index = torch.randint(len(rows), (batch,), **given)
-        true = emoji.composite(on_device[index], vae.backgrounds(palette, batch, given))
-        noise = torch.randn(batch, CHANNELS, side, side, **given)
-        noise = noise * (NOISE * torch.rand(batch, 1, 1, 1, **given))
+        factory: Any = {"generator": generator, "device": run.device}
+        index = torch.randint(len(rows), (batch,), **factory)
+        true = emoji.composite(on_device[index], vae.backgrounds(palette, batch, factory))
+        noise = torch.randn(batch, CHANNELS, side, side, **factory)
+        noise = noise * (NOISE * torch.rand(batch, 1, 1, 1, **factory))
         with run.autocast():
             total, departure, square = measure(true.contiguous(memory_format=torch.channels_last), noise)
         return total, {"departure": departure.detach(), "psnr_db": 10 * torch.log10(4 / square.detach())}
@@ -106,7 +111,7 @@ def train(run: TrainingRun) -> loop.Outcome:
 
 @torch.no_grad()
 def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
-    """Gives the fresh latents mean 0 and deviation 1 per channel."""
+    """Give the fresh latents mean 0 and deviation 1 per channel."""
     last = codec.encoder.conv_out
     probe = encode_pictures(run, codec, *_probe(images))
     mean, deviation = (x.to(run.device) for x in (probe.mean(dim=(0, 2, 3)), probe.std(dim=(0, 2, 3))))
@@ -117,12 +122,12 @@ def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
 @torch.no_grad()
 def encode_pictures(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
     """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
-    found = []
+    latents = []
     for part in torch.arange(len(images)).split(256):
         pixels = emoji.composite(images[part].to(run.device), colours[part].to(run.device))
         posterior = codec.encode(pixels.contiguous(memory_format=torch.channels_last)).latent_dist
-        found.append(posterior.mean.float().cpu())
-    return torch.cat(found)
+        latents.append(posterior.mean.float().cpu())
+    return torch.cat(latents)
 
 
 @torch.no_grad()

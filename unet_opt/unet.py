@@ -50,7 +50,7 @@ def deep(
             doubled = pair[0] is block.resnets[-1] and block.upsamplers
             h = _step(ops, pair, ops.cat(h, skips.pop()), times, text, None if doubled else joints[at][0])
         for sampler in block.upsamplers or ():
-            h = ops.upsample(h, sampler.conv, like=skips[-1], out=joints[at][0])
+            h = ops.upsample(h, sampler.conv, target=skips[-1], out=joints[at][0])
     features = [h, *skips[:0:-1]]
     eps, last = _end(ops, unet, h, skips, joints[at:], times, text)
     return (eps, *features, last)

@@ -39,7 +39,7 @@ def products(unet: Any, height: int, width: int) -> Iterator[tuple[str, int, int
     for call in trace(bind(network.deep, unet), *input_shapes(unet, height, width)).calls:
         if call.operation not in _PRODUCTS or any(rules.rule(names[id(layer)]).reason for layer in call.layers):
             continue  # computes no product, or one in floats
-        (*_, depth), (_, high, wide, columns) = call.given, call.made
+        (*_, depth), (_, high, wide, columns) = call.inputs, call.output
         positions = high * wide
         match call.operation:
             case "conv":

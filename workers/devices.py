@@ -129,7 +129,7 @@ def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tup
         where, found = str(device), decisions(device, model.precision)
     log.info("%s runs in %s on %s", model.name, model.precision, where)
     for decision in found:
-        say(decision, asked=not settings.kernels or settings.backend == TORCH)
+        say(decision, requested=not settings.kernels or settings.backend == TORCH)
     return found
 
 

@@ -1,1 +1,1 @@
-"""What every benchmark shares: models, load, timing, services, provenance, tables and result files."""
+"""The harness of every benchmark: models, load, timing, services, provenance, tables and result files."""

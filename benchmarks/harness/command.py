@@ -23,9 +23,9 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return command
 
 
-def names(text: str, known: Iterable[str], option: str) -> list[str]:
+def names(text: str, allowed: Iterable[str], option: str) -> list[str]:
     """The comma-separated names. Raises SystemExit for one that is not known."""
-    chosen, offered = [name for name in text.split(",") if name], list(known)
-    if unknown := [name for name in chosen if name not in offered]:
+    selected, offered = [name for name in text.split(",") if name], list(allowed)
+    if unknown := [name for name in selected if name not in offered]:
         raise SystemExit(f"{option}: there is no {', '.join(unknown)}; there are {', '.join(offered)}")
-    return chosen
+    return selected

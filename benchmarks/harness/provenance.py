@@ -57,14 +57,14 @@ _DIGITS = 10  # of a commit's id
 _BEGUN_S = time.time()
 
 
-def provenance(whole: Iterable[str] = (), imported: Iterable[str] = ()) -> dict[str, Any]:
+def provenance(artifacts: Iterable[str] = (), imported: Iterable[str] = ()) -> dict[str, Any]:
     """The provenance of this process's measurement.
 
-    `whole` are files and folders below `ROOT` that count whole: data, such as models, and what child processes run.
+    `artifacts` are files and folders below `ROOT` that count whole: data, such as models, and what child processes run.
     Of all others what this process has imported counts, and `imported`, which child processes report by `loaded`.
     """
     head = commit()
-    folders = sorted(set(whole))
+    folders = sorted(set(artifacts))
     parts = {room: digest(files(room)) for room in folders} | _by_folder({*loaded(), *imported}, folders)
     if head is not None and not head.endswith(DIRTY) and _changed_meanwhile(parts):
         head += DIRTY
@@ -78,7 +78,7 @@ def machine() -> dict[str, Any]:
     """Processor, GPU, memory, load and package versions."""
     import torch
 
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "processor": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
@@ -92,8 +92,8 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0]
         versions = {"triton": getattr(sys.modules.get("triton"), "__version__", None), "driver": driver.strip() or None}
-        about |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), **versions}
-    return about
+        description |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), **versions}
+    return description
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------
@@ -116,12 +116,12 @@ def commit() -> str | None:
 
 
 def knows(commit: str) -> bool:
-    """Whether this repository has the commit."""
+    """Return whether this repository has the commit."""
     return _is_repository() and _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
 
 
 def is_whole() -> bool:
-    """Whether this is a repository with all of its history."""
+    """Return whether this is a repository with all of its history."""
     return _is_repository() and (_git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
 
 
@@ -154,15 +154,15 @@ def _beside(folder: Path) -> Iterator[str]:
 
 
 def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
-    """By folder the digest and the names of the files of it that lie in none of the rooms."""
+    """The digest and the names by folder of the files that lie in none of the rooms."""
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         if not any(name == room or name.startswith(f"{room}/") for room in rooms):
             folder, _, file = name.rpartition("/")
             folders.setdefault(folder, []).append(file)
     return {
-        folder: " ".join((digest({f"{folder}/{file}": _blob(ROOT / folder / file) for file in own}), *own))
-        for folder, own in folders.items()
+        folder: " ".join((digest({f"{folder}/{file}": _blob(ROOT / folder / file) for file in names}), *names))
+        for folder, names in folders.items()
     }
 
 
@@ -170,7 +170,7 @@ def _by_folder(names: Iterable[str], rooms: Sequence[str]) -> dict[str, str]:
 
 
 def is_source(path: str) -> bool:
-    """Whether figures may depend on a file, named relative to `ROOT`."""
+    """Return whether figures may depend on a file, named relative to `ROOT`."""
     below = any(path == folder or path.startswith(f"{folder}/") for folder in _NOT_MEASURED)
     return Path(path).suffix in _SOURCE and not below
 
@@ -187,14 +187,14 @@ def files(room: str) -> dict[str, str]:
 
 
 def files_at(commit: str, room: str) -> dict[str, str]:
-    """The same as they were at a commit."""
+    """The files as they were at a commit."""
     listed = _git("ls-tree", "-r", "-z", commit, "--", room) or ""
     entries = [entry.partition("\t") for entry in listed.split("\0") if entry]
-    return {name: about.split()[2] for about, _, name in entries if is_source(name) or name == room}
+    return {name: entry.split()[2] for entry, _, name in entries if is_source(name) or name == room}
 
 
 def is_unchanged(room: str, recorded: str, at: str | None = None) -> bool:
-    """Whether a recorded room is the same now, or at a commit: all of it, or the files that the record names."""
+    """Return whether a recorded room is the same now, or at a commit: all of it, or the files that the record names."""
     was, *named = recorded.split(" ")
     blobs = files(room) if at is None else files_at(at, room)
     if named:
@@ -219,7 +219,7 @@ def _blob(path: Path) -> str:
 
 
 def _changed_meanwhile(rooms: Mapping[str, str]) -> bool:
-    """Whether a file was written after this process began, so that it may differ from the measured code."""
+    """Return whether a file was written after this process began, so that it may differ from the measured code."""
     for room, recorded in rooms.items():
         _, *named = recorded.split(" ")
         for name in (f"{room}/{file}" for file in named) if named else files(room):
@@ -259,7 +259,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it fails, or does not exist."""
+    """The output of a command; None where it fails, or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

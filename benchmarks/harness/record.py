@@ -56,27 +56,27 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left")
+    rendered = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
-        drawn.add_column(name, justify="left" if index == 0 else "right")
+        rendered.add_column(name, justify="left" if index == 0 else "right")
     for row in rows:
-        drawn.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console().print(drawn)
+        rendered.add_row(*("" if cell is None else str(cell) for cell in row))
+    Console().print(rendered)
 
 
 def publish(
-    name: str, result: dict[str, Any], folder: Path | None = None, *, whole: Iterable[str] = (),
-    imported: Iterable[str] = (), shown: bool = True,
+    name: str, result: dict[str, Any], folder: Path | None = None, *, artifacts: Iterable[str] = (),
+    imported: Iterable[str] = (), verbose: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Store the result with its provenance as `name`.json, return both, and print them as the last line of stdout.
 
-    `whole` and `imported` are as in `provenance.provenance`. Not `shown`: a result so far, of which the last will be
-    printed. Where the tree has uncommitted changes the file says so, and stderr too: docs cannot cite it.
+    `artifacts` and `imported` are as in `provenance.provenance`. Not `verbose`: a result so far; the last is printed.
+    Where the tree has uncommitted changes the file says so, and stderr too: docs cannot cite it.
     """
-    measured = provenance.provenance(whole, imported)
+    measured = provenance.provenance(artifacts, imported)
     complete = {**result, "provenance": measured}
     (writable(folder or RESULTS) / f"{name}.json").write_text(json.dumps(complete, indent=1) + "\n")
-    if not shown:
+    if not verbose:
         return complete
     commit = measured["commit"]
     if commit is None:

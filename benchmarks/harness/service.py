@@ -24,10 +24,10 @@ def running(settings: Settings, folder: Path) -> Iterator[tuple[str, str, ChildP
     until it was ready. Raises `BenchError`.
     """
     redis, url = RedisServer(folder / "redis", tied=True), f"http://127.0.0.1:{(port := free_port())}"
-    own = {"redis_url": redis.url, "data_dir": folder, "host": "127.0.0.1", "port": port}
-    given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
+    overrides = {"redis_url": redis.url, "data_dir": folder, "host": "127.0.0.1", "port": port}
+    explicit = {field: getattr(settings, field) for field in settings.model_fields_set} | overrides
     variables = {name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")}
-    variables |= {f"DIPTYCH_{field.upper()}": str(value) for field, value in given.items() if value is not None}
+    variables |= {f"DIPTYCH_{field.upper()}": str(value) for field, value in explicit.items() if value is not None}
     command = [sys.executable, "-P", "-m", "cli", "serve"]
     serve = ChildProcess("serve", command, variables | {"PYTHONPATH": str(_IMPORTS)}, folder / "serve.log")
     redis.start()

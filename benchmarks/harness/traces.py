@@ -27,7 +27,7 @@ Draw = Callable[[Sequence[Request]], None]
 
 
 class Order(NamedTuple):
-    """What everybody asks for. `cached` None: without DeepCache."""
+    """The image that every client asks for. `cached` None: without DeepCache."""
 
     side: int
     steps: int
@@ -100,7 +100,7 @@ def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
 
 
 class Played(NamedTuple):
-    """What came of a trace: seconds that each picture took, and all of it together."""
+    """The outcome of a trace: seconds that each picture took, and all of it together."""
 
     latencies: list[float]
     seconds: float

@@ -34,7 +34,7 @@ class CostError(BenchError):
 
 
 class Costs:
-    """One device's table. `held` is bytes by size and part ("request", "row", or a shallow phase's features a row)."""
+    """The costs of one device. `held_bytes`: by size and part ("request", "row", a shallow phase's features a row)."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class Costs:
         *,
         device: str = "",
         source: str = "",
-        held: Mapping[Size, Mapping[str, int]] | None = None,
+        held_bytes: Mapping[Size, Mapping[str, int]] | None = None,
     ) -> None:
         self.name = name
         self.device = device
         self.source = source
         self.measured = {key: dict(sorted(rows.items())) for key, rows in measured.items()}
-        self.held = dict(held or {})
+        self.held_bytes = dict(held_bytes or {})
         self._curves: dict[tuple[str, Size], CostCurve] = {}
         self._known: dict[tuple[str, Size, int], float] = {}
         for key, rows in self.measured.items():
@@ -73,7 +73,7 @@ class Costs:
 
     def least_s(self, phase: str, size: Size, rows: int, limit: int) -> float:
         """Seconds that `rows` rows cost at the width, up to `limit`, at which a row costs least."""
-        return rows * min(self(phase, size, wide) / wide for wide in range(1, limit + 1))
+        return rows * min(self(phase, size, width) / width for width in range(1, limit + 1))
 
     @property
     def sizes(self) -> list[Size]:
@@ -85,8 +85,8 @@ class Costs:
         table: dict[str, Any] = {"device": self.device, "source": self.source}
         for (phase, size), rows in sorted(self.measured.items(), key=lambda item: (PHASES.index(item[0][0]), item[0])):
             table.setdefault(phase, {})[_word(size)] = {str(count): seconds for count, seconds in rows.items()}
-        if self.held:
-            table["held_bytes"] = {_word(size): dict(parts) for size, parts in self.held.items()}
+        if self.held_bytes:
+            table["held_bytes"] = {_word(size): dict(parts) for size, parts in self.held_bytes.items()}
         return table
 
 
@@ -106,8 +106,8 @@ def read(path: Path) -> Costs:
         fields = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
         table = _Table.model_validate(fields)
     except OSError as error:
-        there = f"; shipped are {', '.join(shipped())}"
-        raise CostError(f"--costs: {path} cannot be read ({error.strerror}){there}") from error
+        available = f"; shipped are {', '.join(shipped())}"
+        raise CostError(f"--costs: {path} cannot be read ({error.strerror}){available}") from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part != "[key]")
@@ -120,8 +120,8 @@ def read(path: Path) -> Costs:
         for phase in PHASES
         for word, by_rows in rows.get(phase, {}).items()
     }
-    held = {_size(word): parts for word, parts in rows.get("held_bytes", {}).items()}
-    return Costs(path.name, measured, device=table.device, source=table.source, held=held)
+    held_bytes = {_size(word): parts for word, parts in rows.get("held_bytes", {}).items()}
+    return Costs(path.name, measured, device=table.device, source=table.source, held_bytes=held_bytes)
 
 
 Words = Annotated[str, Field(pattern=r"\S")]

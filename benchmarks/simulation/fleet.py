@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.costs import STEPS, Costs
-from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket, Span
-from benchmarks.simulation.traffic import Job
+from benchmarks.simulation.runner import Device, IterationSpan, SimulatedRunner, SimulatedTicket
+from benchmarks.simulation.traffic import SimulatedJob
 from core.batching.batcher import Batch
 from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
@@ -47,15 +47,15 @@ class Backlog:
     """Jobs that no worker has taken: by priority level, then first in, first out."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Job]] = []
+        self._heap: list[tuple[int, int, SimulatedJob]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, job: Job) -> None:
+    def push(self, job: SimulatedJob) -> None:
         heapq.heappush(self._heap, (level(job.priority), job.index, job))
 
-    def pop(self) -> Job:
+    def pop(self) -> SimulatedJob:
         return heapq.heappop(self._heap)[2]
 
 
@@ -79,7 +79,7 @@ class StepLevel:
         gpus: int,
         image_jobs: int = 32,
         depth: int = 1,
-        on_launch: Callable[[int, Span], None] = lambda engine, span: None,
+        on_launch: Callable[[int, IterationSpan], None] = lambda engine, span: None,
     ) -> None:
         self.clock = Clock()
         self._depth = depth
@@ -94,11 +94,11 @@ class StepLevel:
         self._backlog = Backlog()
         self._events: list[tuple[float, int, _Engine]] = []
         self._changed: dict[_Engine, None] = {}  # whose scheduler may decide otherwise than when it was last asked
-        self._jobs: Sequence[Job] = ()
+        self._jobs: Sequence[SimulatedJob] = ()
         self._served = Served([], [])
         self._sequence = 0
 
-    def run(self, jobs: Sequence[Job]) -> Served:
+    def run(self, jobs: Sequence[SimulatedJob]) -> Served:
         """Serve all jobs, given in the order of their arrival. Can be called once per instance."""
         self._jobs = jobs
         self._served = Served([math.nan] * len(jobs), [False] * len(jobs))
@@ -184,8 +184,8 @@ class StepLevel:
         self._sequence += 1
         heapq.heappush(self._events, (when, self._sequence, engine))
 
-    def _count(self, engine: int) -> Callable[[Span], None]:
-        def count(span: Span) -> None:
+    def _count(self, engine: int) -> Callable[[IterationSpan], None]:
+        def count(span: IterationSpan) -> None:
             served = self._served
             served.busy_s += span.ends - span.begins
             if span.phase in STEPS:

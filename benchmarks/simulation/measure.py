@@ -37,8 +37,8 @@ def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
         for size in sizes:
             if size not in runner.sizes and size not in runner.model.size_range:
                 offered = ", ".join(f"{width}x{height}" for width, height in runner.sizes)
-                others = f"; and {runner.model.size_range}"
-                raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}{others}")
+                hint = f"; and {runner.model.size_range}"
+                raise CostError(f"--sizes: {size[0]}x{size[1]} is not offered; offered: {offered}{hint}")
         for size in sizes:
             runtime.lane.call(partial(runner.backend.prepare, size))
         runner.backend.wait()
@@ -55,16 +55,16 @@ def table(runner: ImageRunner, sizes: Sequence[Size]) -> Costs:
     """The runner's current curves. If a width has eager and compiled code, the cheaper one counts, as in the runner."""
     measured: dict[tuple[str, Size], Seconds] = {}
     for (phase, size, _), seconds in runner.backend.costs.measured().items():
-        known = measured.get((phase, size), {})
-        least = {rows: min(known.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
-        measured[phase, size] = {**known, **least}
-    about, model = provenance.provenance(), runner.model
-    machine = about["machine"]
+        stored = measured.get((phase, size), {})
+        fastest = {rows: min(stored.get(rows, took_s), took_s) for rows, took_s in seconds.items()}
+        measured[phase, size] = {**stored, **fastest}
+    header, model = provenance.provenance(), runner.model
+    machine = header["machine"]
     where = machine["gpu"] if model.device.type == "cuda" else f"{machine['processor']}, {machine['threads']} threads"
-    how = f"{about['date']}, at {about['commit']}, torch {machine['torch']}, load average {machine['load_average']}"
+    how = f"{header['date']}, at {header['commit']}, torch {machine['torch']}, load average {machine['load_average']}"
     device, source = f"{where}, {model.name}, {model.precision}", f"diptych bench simulate --measure, {how}"
-    held = {size: _held(runner, size) for size in sizes}
-    return Costs(model.name, measured, device=device, source=source, held=held)
+    held_bytes = {size: _held(runner, size) for size in sizes}
+    return Costs(model.name, measured, device=device, source=source, held_bytes=held_bytes)
 
 
 def save(costs: Costs, path: Path) -> None:
@@ -91,9 +91,9 @@ def _draw(runner: ImageRunner, size: Size, together: int, depth: str) -> None:
 
 def _held(runner: ImageRunner, size: Size) -> dict[str, int]:
     """A request's memory: once per request, per row, and a row's features by phase."""
-    narrow, wide = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
+    narrow, sizes = (runner.holdings.size_bytes(picture(size, 2, guided, None)) for guided in (False, True))
     cached = {
         phase: runner.holdings.size_bytes(picture(size, 2, False, DeepCache(2, depth))) - narrow
         for depth, phase in SHALLOW.items()
     }
-    return {"request": 2 * narrow - wide, "row": wide - narrow, **cached}
+    return {"request": 2 * narrow - sizes, "row": sizes - narrow, **cached}

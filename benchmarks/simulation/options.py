@@ -13,7 +13,7 @@ from benchmarks.simulate import Plan
 from benchmarks.simulation import traffic
 from benchmarks.simulation.costs import ANY, Costs, Size
 from benchmarks.simulation.runner import Device
-from benchmarks.simulation.traffic import Bursts, Choice, Guidance, Mix
+from benchmarks.simulation.traffic import Bursts, Guidance, Mix, WeightedChoice
 from contract.card import MAX_STEPS
 from contract.plan import GuidanceSchedule, parse
 from core.config import Settings
@@ -63,18 +63,18 @@ def sizes(text: str | None) -> tuple[Size, ...]:
     return _mix("--sizes", text, _size).values if text else ()
 
 
-def _mix(option: str, text: str, read: Callable[[str], T]) -> Choice[T]:
+def _mix(option: str, text: str, read: Callable[[str], T]) -> WeightedChoice[T]:
     try:
         return traffic.parse(text, read)
     except ValueError as error:
         raise BenchError(f"{option}: {error}") from error
 
 
-def _list(option: str, text: str, read: Callable[[str], T], what: str) -> tuple[T, ...]:
+def _list(option: str, text: str, read: Callable[[str], T], name: str) -> tuple[T, ...]:
     try:
         values = tuple(read(word) for word in text.split(","))
     except ValueError:
-        raise BenchError(f"{option}: must be {what}, with commas between them") from None
+        raise BenchError(f"{option}: must be {name}, with commas between them") from None
     if list(values) != sorted(set(values)):  # type: ignore[type-var]
         raise BenchError(f"{option}: must rise")
     return values
@@ -105,10 +105,10 @@ def _size(word: str) -> Size:
     return int(width), int(height)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     def read(word: str) -> int:
-        if not (re.fullmatch(r"[0-9]{1,6}", word) and least <= int(word) <= most):
-            raise ValueError(f"{word}: must be a whole number between {least} and {most}")
+        if not (re.fullmatch(r"[0-9]{1,6}", word) and minimum <= int(word) <= maximum):
+            raise ValueError(f"{word}: must be a whole number between {minimum} and {maximum}")
         return int(word)
 
     return read

@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool = False, log_y: bool = False) -> str:
-    """Renders the SVG. Logarithmic axes omit values that are not positive."""
+    """Render the SVG. Logarithmic axes omit values that are not positive."""
     lines = [
         line._replace(dots=[(x, y) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)])
         for line in lines
@@ -69,12 +69,12 @@ def _series(lines: Sequence[Line], px: Callable[[float], float], py: Callable[[f
     """Each line with its dots and its entry in the legend."""
     legend_x = float(_LEFT)
     for line in lines:
-        shown = [(px(x), py(y)) for x, y in line.dots]
+        points = [(px(x), py(y)) for x, y in line.dots]
         series, thin = line.series % _SERIES, " thin" if line.dashed else ""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield f'<polyline class="line s{series}{thin}" points="{path}"/>'
         if not line.dashed:
-            yield from (f'<circle class="d{series}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in shown)
+            yield from (f'<circle class="d{series}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
         if line.label:
             yield (
                 f'<line class="line s{series}{thin}" x1="{legend_x:.0f}" x2="{legend_x + 22:.0f}" y1="46" y2="46"/>'

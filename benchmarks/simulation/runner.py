@@ -37,7 +37,7 @@ class Group(NamedTuple):
     size: Size
 
 
-class Span(NamedTuple):
+class IterationSpan(NamedTuple):
     """A finished iteration: lane, times, phase, width."""
 
     lane: str
@@ -69,15 +69,15 @@ def limit(costs: Costs, device: Device, group: Group) -> int:
 
 def held_bytes(costs: Costs, parameters: ImageParameters) -> int:
     """An image's memory from its admission to its last guided step; 0 if the table does not contain it."""
-    parts = costs.held.get((parameters.width, parameters.height), {})
+    parts = costs.held_bytes.get((parameters.width, parameters.height), {})
     widths = [rows for rows, _ in steps_of(parameters)]
     narrows = max(widths) > widths[-1]  # what is kept is copied while both rows are still there
     return parts.get("request", 0) + (max(widths) + narrows) * _row_bytes(costs, parameters)
 
 
 def _row_bytes(costs: Costs, parameters: ImageParameters) -> int:
-    """What each row of it holds."""
-    parts = costs.held.get((parameters.width, parameters.height), {})
+    """The memory of each row of it."""
+    parts = costs.held_bytes.get((parameters.width, parameters.height), {})
     cached = parameters.deepcache
     features = 0 if cached is None or all(cached.plan(parameters.steps)) else parts.get(SHALLOW[cached.depth], 0)
     return parts.get("row", 0) + features
@@ -95,7 +95,7 @@ class _Work:
         return self.life[self.at][0]
 
     def narrows(self) -> bool:
-        """Whether no step from here on has two rows, but the one before had."""
+        """Return whether no step from here on has two rows, but the one before had."""
         before, left = self.life[self.at - 1], self.life[self.at : -1]
         return bool(left) and before[0].phase in STEPS and before[1] == 2 and max(rows for _, rows in left) == 1
 
@@ -128,7 +128,7 @@ class SimulatedRunner:
         costs: Costs,
         device: Device,
         clock: Callable[[], float],
-        on_launch: Callable[[Span], None] = lambda span: None,
+        on_launch: Callable[[IterationSpan], None] = lambda span: None,
     ) -> None:
         self.clock = clock
         self.patience_s = device.patience_s
@@ -184,8 +184,8 @@ class SimulatedRunner:
     def left_s(self, request: Request, rows: int) -> float:
         work: _Work = request.work
         to_come = work.life[work.at : work.at + self.iterations(request)]
-        others = rows - self.rows(request)
-        return sum(self.cost(group, others + own if group.phase in STEPS else rows) for group, own in to_come)
+        other_rows = rows - self.rows(request)
+        return sum(self.cost(group, other_rows + steps if group.phase in STEPS else rows) for group, steps in to_come)
 
     def next_group(self, request: Request) -> Group | None:
         work: _Work = request.work
@@ -213,7 +213,7 @@ class SimulatedRunner:
         lane = self.lane(group)
         begins = max(self.clock(), self._free_at.get(lane, 0.0))
         ends = self._free_at[lane] = begins + self.cost(group, rows)
-        self._on_launch(Span(lane, begins, ends, group.phase, rows))
+        self._on_launch(IterationSpan(lane, begins, ends, group.phase, rows))
         return SimulatedTicket(self, requests, ends)
 
     def commit(self, request: Request) -> Outcome:
@@ -226,9 +226,9 @@ class SimulatedRunner:
         work.at += 1
         request.phase = work.group.phase
         if work.narrows():  # the second row, and the copy's
-            given = 2 * _row_bytes(self._costs, request.parameters)
-            work.size_bytes -= given
-            self.memory.give(given)
+            size_bytes = 2 * _row_bytes(self._costs, request.parameters)
+            work.size_bytes -= size_bytes
+            self.memory.give(size_bytes)
         return Outcome(progress)
 
 

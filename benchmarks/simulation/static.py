@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.simulation.costs import STEPS, Costs
 from benchmarks.simulation.fleet import Served
 from benchmarks.simulation.runner import Device, limit, phases_of
-from benchmarks.simulation.traffic import Job
+from benchmarks.simulation.traffic import SimulatedJob
 from contract.image import ImageParameters
 from core.jobs.broker import level
 
@@ -29,8 +29,8 @@ def draw(costs: Costs, device: Device, parameters: ImageParameters, count: int) 
     for group, rows in phases_of(parameters):
         together = max(1, limit(costs, device, group) // rows)
         for start in range(0, count, together):
-            wide = rows * min(together, count - start)
-            forwards.append((group.phase, wide, costs(*group, wide)))
+            width = rows * min(together, count - start)
+            forwards.append((group.phase, width, costs(*group, width)))
     return forwards
 
 
@@ -39,27 +39,27 @@ class _Kind:
 
     def __init__(self) -> None:
         self.count = 0
-        self._urgent: list[tuple[int, int, Job]] = []
-        self._oldest: deque[Job] = deque()
+        self._urgent: list[tuple[int, int, SimulatedJob]] = []
+        self._oldest: deque[SimulatedJob] = deque()
 
-    def push(self, job: Job) -> None:
+    def push(self, job: SimulatedJob) -> None:
         self.count += 1
         heapq.heappush(self._urgent, (level(job.priority), job.index, job))
         self._oldest.append(job)
 
-    def first(self, left: Sequence[bool]) -> tuple[int, int, Job]:
+    def first(self, left: Sequence[bool]) -> tuple[int, int, SimulatedJob]:
         """The most urgent waiting job."""
         while left[self._urgent[0][1]]:
             heapq.heappop(self._urgent)
         return self._urgent[0]
 
-    def oldest(self, left: Sequence[bool]) -> Job:
+    def oldest(self, left: Sequence[bool]) -> SimulatedJob:
         while left[self._oldest[0].index]:
             self._oldest.popleft()
         return self._oldest[0]
 
 
-class RequestLevel:
+class SimulatedRequestLevel:
     """`on_batch` is called for every batch with its device, start, end and jobs."""
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestLevel:
         gpus: int,
         batch: int,
         window_s: float = 0.0,
-        on_batch: Callable[[int, float, float, list[Job]], None] = lambda gpu, begins, ends, jobs: None,
+        on_batch: Callable[[int, float, float, list[SimulatedJob]], None] = lambda gpu, begins, ends, jobs: None,
     ) -> None:
         self._costs = costs
         self._device = device
@@ -80,13 +80,13 @@ class RequestLevel:
         self._free = deque(range(gpus))  # who has been free for longest first
         self._kinds: dict[ImageParameters, _Kind] = {}
         self._left: list[bool] = []  # by job: whether it waits no more
-        self._deadlines: list[tuple[float, int, Job]] = []
+        self._deadlines: list[tuple[float, int, SimulatedJob]] = []
         self._events: list[tuple[float, int]] = []  # when, and which device becomes free: -1 where a window ends
         self._wakes = math.inf  # the next of those windows
         self._known: dict[tuple[ImageParameters, int], tuple[float, int, int]] = {}
         self._served = Served([], [])
 
-    def run(self, jobs: Sequence[Job]) -> Served:
+    def run(self, jobs: Sequence[SimulatedJob]) -> Served:
         """Serve all jobs, given in the order of their arrival. Can be called once per instance."""
         self._served = Served([math.nan] * len(jobs), [False] * len(jobs))
         self._left = [False] * len(jobs)
@@ -107,7 +107,7 @@ class RequestLevel:
                 heapq.heappush(self._events, (until, -1))
         return self._served
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: SimulatedJob) -> None:
         self._kinds.setdefault(job.parameters, _Kind()).push(job)
         if job.deadline < math.inf:
             heapq.heappush(self._deadlines, (job.deadline, job.index, job))
@@ -141,28 +141,28 @@ class RequestLevel:
         return min(ripe, key=lambda entry: entry[0], default=(None, None))[1]
 
     def _until(self, kind: _Kind) -> float:
-        """When the window of a kind's oldest job ends."""
+        """The time at which the window of a kind's oldest job ends."""
         return kind.oldest(self._left).arrival + self._window_s
 
     def _launch(self, parameters: ImageParameters, now: float) -> None:
         kind = self._kinds[parameters]
-        taken: list[Job] = []
-        while kind.count and len(taken) < self._batch:
+        batch: list[SimulatedJob] = []
+        while kind.count and len(batch) < self._batch:
             job = kind.first(self._left)[2]
             self._left[job.index] = True
             kind.count -= 1
-            taken.append(job)
-        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(parameters, len(taken))
+            batch.append(job)
+        gpu, (seconds, forwards, rows) = self._free.popleft(), self._cost(parameters, len(batch))
         ends = now + seconds
         heapq.heappush(self._events, (ends, gpu))
         served = self._served
         served.busy_s += seconds
         served.forwards += forwards
         served.rows += rows
-        for job in taken:
+        for job in batch:
             served.ended[job.index] = ends
             served.missed[job.index] = job.deadline <= ends
-        self._on_batch(gpu, now, ends, taken)
+        self._on_batch(gpu, now, ends, batch)
 
     def _cost(self, parameters: ImageParameters, count: int) -> tuple[float, int, int]:
         """Seconds of a batch, and its denoising forwards with their rows."""

@@ -17,7 +17,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
-class Choice(Generic[T]):
+class WeightedChoice(Generic[T]):
     """A weighted random choice."""
 
     values: tuple[T, ...]
@@ -30,11 +30,11 @@ class Choice(Generic[T]):
         return [self.values[index] for index in rng.choice(len(self.values), count, p=self.shares())]
 
 
-def always(value: T) -> Choice[T]:
-    return Choice((value,), (1.0,))
+def always(value: T) -> WeightedChoice[T]:
+    return WeightedChoice((value,), (1.0,))
 
 
-def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
+def parse(text: str, read: Callable[[str], T]) -> WeightedChoice[T]:
     """Parse values with weights: "20", or "20=3,30=1". Raises ValueError with a message for users."""
     values, weights = [], []
     for part in text.split(","):
@@ -48,7 +48,7 @@ def parse(text: str, read: Callable[[str], T]) -> Choice[T]:
             raise ValueError(f"{part.strip()}: the weight must be above 0")
     if len(set(values)) < len(values):
         raise ValueError("names a value twice")
-    return Choice(tuple(values), tuple(weights))
+    return WeightedChoice(tuple(values), tuple(weights))
 
 
 Guidance = bool | tuple[float, float]
@@ -59,12 +59,12 @@ Guidance = bool | tuple[float, float]
 class Mix:
     """The distribution of requests, with independent fields. `deadline_s` counts from the arrival."""
 
-    size: Choice[tuple[int, int]]
-    steps: Choice[int] = field(default_factory=lambda: always(20))
-    guided: Choice[Guidance] = field(default_factory=lambda: always(True))
-    deepcache: Choice[DeepCache | None] = field(default_factory=lambda: always(None))
-    deadline_s: Choice[float] = field(default_factory=lambda: always(math.inf))
-    priority: Choice[int] = field(default_factory=lambda: always(5))
+    size: WeightedChoice[tuple[int, int]]
+    steps: WeightedChoice[int] = field(default_factory=lambda: always(20))
+    guided: WeightedChoice[Guidance] = field(default_factory=lambda: always(True))
+    deepcache: WeightedChoice[DeepCache | None] = field(default_factory=lambda: always(None))
+    deadline_s: WeightedChoice[float] = field(default_factory=lambda: always(math.inf))
+    priority: WeightedChoice[int] = field(default_factory=lambda: always(5))
 
     def kinds(self) -> list[tuple[ImageParameters, float]]:
         """Every possible request, with its probability."""
@@ -85,7 +85,7 @@ def picture(size: tuple[int, int], steps: int, guided: Guidance, deepcache: Deep
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """One image request. `deadline` is a point in time; infinite without a deadline."""
 
     index: int
@@ -110,7 +110,7 @@ class Bursts:
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts | None = None) -> Floats:
-    """That many arrival times at this mean rate; without bursts a Poisson process."""
+    """Return `count` arrival times at this mean rate; without bursts a Poisson process."""
     if bursts is None:
         return rng.exponential(1 / rate, count).cumsum()
     share = bursts.on_s / (bursts.on_s + bursts.off_s)
@@ -124,21 +124,21 @@ def arrivals(rng: np.random.Generator, count: int, rate: float, bursts: Bursts |
     return moments
 
 
-def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = None) -> list[Job]:
-    """That many jobs in the order of their arrival. Equal arguments give equal jobs; the rate affects only times."""
+def jobs(seed: int, count: int, rate: float, mix: Mix, bursts: Bursts | None = None) -> list[SimulatedJob]:
+    """Return `count` jobs in order of arrival. Equal arguments give equal jobs; the rate affects only times."""
     clock, rng = np.random.default_rng(seed).spawn(2)
     when: Sequence[float] = arrivals(clock, count, rate, bursts).tolist()
     columns = [choice.draw(rng, count) for choice in (mix.size, mix.steps, mix.guided, mix.deepcache)]
-    known: dict[Any, ImageParameters] = {}
+    parameters_by_key: dict[Any, ImageParameters] = {}
     parameters = []
     for key in zip(*columns, strict=True):
-        if key not in known:
-            known[key] = picture(*key)
-        parameters.append(known[key])
+        if key not in parameters_by_key:
+            parameters_by_key[key] = picture(*key)
+        parameters.append(parameters_by_key[key])
     priorities, deadlines = mix.priority.draw(rng, count), mix.deadline_s.draw(rng, count)
     return [
-        Job(index, arrival, asked, priority, arrival + deadline_s)
-        for index, (arrival, asked, priority, deadline_s) in enumerate(
+        SimulatedJob(index, arrival, request, priority, arrival + deadline_s)
+        for index, (arrival, request, priority, deadline_s) in enumerate(
             zip(when, parameters, priorities, deadlines, strict=True)
         )
     ]

@@ -30,7 +30,7 @@ class Admission:
         self.waiting[request.modality].add(request)
 
     def withdraw(self, requests: Sequence[Request], left: Sequence[Request]) -> None:
-        """Of all that wait these are taken out, and the others are `left`."""
+        """Take these out of all that wait; the others are `left`."""
         for request in requests:
             self.shares.leave(request)
             self.elders.remove(request)
@@ -98,12 +98,12 @@ class Admission:
         name, first = batch.runner.modality, batch.requests[0]
         runner = self._growing.get(name)
         while runner is not None and not runner.reserve(batch.requests):
-            others = [r for r in self.running[name].values() if r is not first and not r.in_flight]
-            if not others:
+            victims = [r for r in self.running[name].values() if r is not first and not r.in_flight]
+            if not victims:
                 if len(self.running[name]) == 1:  # else what is under way will end and can then be preempted
                     first.error = _too_large(first)
                 return False
-            last = max(others, key=self.shares.order)
+            last = max(victims, key=self.shares.order)
             if last in batch.requests:
                 batch.requests.remove(last)
                 batch.rows -= runner.rows(last)
@@ -111,7 +111,7 @@ class Admission:
         return True
 
     def _preempt(self, runner: PreemptibleRunner, request: Request) -> None:
-        """It waits again."""
+        """Preempt the request: it waits again."""
         runner.preempt(request)
         self.shares.stop(request)
         del self.running[request.modality][request.id]
@@ -119,12 +119,12 @@ class Admission:
         self.waiting[request.modality].add(request)
 
     def _promote(self, request: Request) -> None:
-        """It is an elder from now on."""
+        """Mark the request as aged."""
         running = request.state is State.RUNNING
         if running:
             self.shares.stop(request)
         self.shares.leave(request)
-        request.elder = True
+        request.aged = True
         self.shares.enter(request)
         if running:
             self.shares.begin(request)

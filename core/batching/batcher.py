@@ -43,7 +43,7 @@ class Batcher:
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
 
     def ready(self, running: Mapping[str, Mapping[str, Request]]) -> dict[str, dict[Key, list[Request]]]:
-        """Of running requests, by modality, those that are not in flight: by lane and by who may share a forward."""
+        """The running requests that are not in flight, by modality: by lane and by who may share a forward."""
         lanes: dict[str, dict[Key, list[Request]]] = {}
         for name, requests in running.items():
             runner = self._runners[name]
@@ -63,7 +63,7 @@ class Batcher:
         led = min(groups, key=lambda key: self._shares.order(groups[key][0]))
         if self._shares.yields(groups[led][0]):
             return None
-        elder = groups[led][0].elder
+        aged = groups[led][0].aged
         # retries first, or the first one to succeed would run ahead alone and its cohort never meet again
         retries = [key for key in groups if key[2] and key[:2] == led[:2]]
         if retries:
@@ -71,33 +71,33 @@ class Batcher:
         else:
             one_shot, cohort = self._before(lane, led, groups, now)
         batch = self._batch(lane, one_shot or cohort or led, groups)
-        if any(self._joins_later(batch, flying, elder) for flying in self.flying.get(lane, ())):
+        if any(self._joins_later(batch, flying, aged) for flying in self.flying.get(lane, ())):
             return None
-        _put(self._yielded, lane, elder and one_shot is not None)
+        _put(self._yielded, lane, aged and one_shot is not None)
         _put(self._held, lane, cohort is not None)
         return batch
 
     def _before(self, lane: str, led: Key, groups: Groups, now: float) -> tuple[Key | None, Key | None]:
         """The group that goes before the leader's: a one-shot one, or a cohort. At most one of the two."""
-        elder = groups[led][0].elder
-        if not (elder and lane in self._yielded):
+        aged = groups[led][0].aged
+        if not (aged and lane in self._yielded):
             one_shot = self._policy.one_shot_before(led, groups, now)
             if one_shot is not None:
                 return one_shot, None
-        if elder or lane in self._held:
+        if aged or lane in self._held:
             return None, None
         return None, self._policy.cohort_before(led, groups, now)
 
-    def _batch(self, lane: str, chosen: Key, groups: Groups) -> Batch:
-        name, group, alone = chosen
+    def _batch(self, lane: str, key: Key, groups: Groups) -> Batch:
+        name, group, alone = key
         runner = self._runners[name]
-        requests = self._policy.widest(runner, group, groups[chosen], bool(alone))
+        requests = self._policy.widest(runner, group, groups[key], bool(alone))
         return Batch(runner, group, lane, requests, sum(runner.rows(r) for r in requests))
 
-    def _joins_later(self, batch: Batch, flying: Batch, elder: bool) -> bool:
-        """Whether the batch should not queue behind one that is in flight, but wait for that one's end."""
+    def _joins_later(self, batch: Batch, flying: Batch, aged: bool) -> bool:
+        """Return whether the batch should not queue behind one that is in flight, but wait for that one's end."""
         first, runner, group = batch.requests[0], batch.runner, batch.group
-        if not elder and any(r.tenant == first.tenant and r.priority < first.priority for r in flying.requests):
+        if not aged and any(r.tenant == first.tenant and r.priority < first.priority for r in flying.requests):
             return True
         # Behind a batch of its own group a second one is worth its place only where cost is linear in
         # rows: elsewhere its requests do better to join the first ones at the next iteration.
@@ -122,8 +122,8 @@ class Batcher:
             request.in_flight = False
 
 
-def _put(lanes: set[str], lane: str, there: bool) -> None:
-    if there:
+def _put(lanes: set[str], lane: str, present: bool) -> None:
+    if present:
         lanes.add(lane)
     else:
         lanes.discard(lane)

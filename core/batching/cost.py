@@ -42,13 +42,13 @@ class CostCurve:
             return
         expected = self(rows) if self._rows else math.inf
         seconds = min(seconds, 4 * expected)
-        known = self._seconds.get(rows)
-        if known is None:
+        previous = self._seconds.get(rows)
+        if previous is None:
             insort(self._rows, rows)
             self._seconds[rows] = seconds
         else:
-            weight = self._FALL if seconds < known else self._RISE
-            self._seconds[rows] = known + weight * (seconds - known)
+            weight = self._FALL if seconds < previous else self._RISE
+            self._seconds[rows] = previous + weight * (seconds - previous)
         self._observations += 1
         self._seen[rows] = self._observations
 
@@ -59,15 +59,15 @@ class CostCurve:
         self._seen.clear()
 
     def __call__(self, rows: int) -> float:
-        known, fixed = self._rows, self._FIXED_ROWS
+        measured, fixed = self._rows, self._FIXED_ROWS
         if rows in self._seconds:
             return self._recalled(rows)
-        if not known:
+        if not measured:
             return self._guess_s * (fixed + rows) / (fixed + 1)
-        if len(known) == 1:
-            return self._recalled(known[0]) * (fixed + rows) / (fixed + known[0])
-        right = min(max(bisect_left(known, rows), 1), len(known) - 1)
-        low, high = known[right - 1], known[right]
+        if len(measured) == 1:
+            return self._recalled(measured[0]) * (fixed + rows) / (fixed + measured[0])
+        right = min(max(bisect_left(measured, rows), 1), len(measured) - 1)
+        low, high = measured[right - 1], measured[right]
         low_s, high_s = self._recalled(low), self._recalled(high)
         slope = max(0.0, (high_s - low_s) / (high - low))
         return max(low_s + slope * (rows - low), min(low_s, high_s) * 0.1)

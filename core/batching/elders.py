@@ -21,12 +21,12 @@ class Elders:
         self._young: OrderedDict[str, Request] = OrderedDict()  # of all tenants
 
     def add(self, request: Request) -> None:
-        request.elder = False
+        request.aged = False
         self._oldest.setdefault((request.modality, request.tenant), OrderedDict())[request.id] = request
         self._young[request.id] = request
 
     def remove(self, request: Request) -> None:
-        """It is not live any more: the next oldest takes its place if it is old."""
+        """Remove a request that is no longer live; the next oldest takes its place if it is old."""
         key = request.modality, request.tenant
         self._young.pop(request.id, None)
         del self._oldest[key][request.id]
@@ -45,5 +45,5 @@ class Elders:
             self._look(next(iter(self._oldest[request.modality, request.tenant].values())))
 
     def _look(self, oldest: Request) -> None:
-        if oldest.id not in self._young and not oldest.elder:
+        if oldest.id not in self._young and not oldest.aged:
             self._promote(oldest)

@@ -107,9 +107,9 @@ class Engine:
             time.sleep(_POLL_S)
         return unstarted + [r for r in unfinished if r.state is not State.DONE]
 
-    def _ask(self, what: str) -> list[Request]:
+    def _ask(self, operation: str) -> list[Request]:
         answer: Future[list[Request]] = Future()
-        self._inbox.append((what, answer))
+        self._inbox.append((operation, answer))
         self._wake.set()
         while not answer.done() and self.alive:
             time.sleep(_POLL_S)
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def busy_since(self) -> float | None:
-        """When the oldest iteration under way was launched, on the engine's clock. None: nothing is under way."""
+        """The launch time of the oldest iteration under way, on the engine's clock. None: nothing is under way."""
         return min((started for _, _, started in tuple(self._executor.flying)), default=None)
 
     # -- the engine's thread ---------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Engine:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Until there is something to do: a ticket is ready, a request has come, a deadline passes."""
+        """Wait until there is something to do: a ticket is ready, a request has come, a deadline passes."""
         if not self._executor.flying:
             if self._scheduler.idle and not self._checked:
                 self._scheduler.check_idle()
@@ -193,13 +193,13 @@ class Engine:
     def _take_inbox(self) -> bool:
         came = len(self._inbox)
         for _ in range(came):  # and no more: whoever keeps talking must not keep the engine from working
-            what, value = self._inbox.popleft()
-            if what == "add":
+            message, value = self._inbox.popleft()
+            if message == "add":
                 self._checked = False
                 self._scheduler.add(value, self.clock())
-            elif what == "abort":
+            elif message == "abort":
                 self._scheduler.abort(value, self.clock())
-            elif what == "hand back":
+            elif message == "hand back":
                 handed = self._scheduler.hand_back()
                 for request in handed:
                     self._pending.resolve(request, Closed("handed back: the engine is draining"))

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What an observer receives for each batch that ended.
+    """The record of a batch that ended, passed to observers.
 
     `seconds` are those from its launch to its outcome. Where iterations run ahead of the device, a short one's outcome
     comes before its end, and a later one waits for both.

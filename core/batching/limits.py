@@ -1,4 +1,4 @@
-"""How many rows a batch may hold where memory has run out: halved at once, doubled after long good conduct."""
+"""Limits the rows of a batch where memory has run out: halved at once, doubled after long good conduct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRIAL = 64  # batches at a lowered limit before twice as much is tried; doubled
 
 @dataclass(slots=True)
 class _Cap:
-    """At most `rows`, until `trial` batches of about that width have succeeded."""
+    """A limit of `rows` rows, until `trial` batches of about that width have succeeded."""
 
     runner: Runner
     rows: int

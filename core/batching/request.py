@@ -10,7 +10,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """Where a request stands. The last four are final: a request reaches exactly one of them, once."""
+    """The state of a request. The last four are final: a request reaches exactly one of them, once."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +26,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """What one iteration brought one request. Listeners receive it, too.
+    """The result of one iteration for one request. Listeners receive it, too.
 
     `progress` is (steps done, steps in all) as a person counts them. `result` is set on the iteration
     that finishes the request; `error` on one that fails it alone.
@@ -73,7 +73,7 @@ class Request:
     stop: State | None = field(default=None, repr=False)  # the end that was asked for while it was in flight
     due: float = field(default=math.inf, repr=False)  # deadline, or the one that the runner's patience implies
     sequence: int = field(default=0, repr=False)
-    elder: bool = field(default=False, repr=False)  # its tenant's oldest, and has waited longer than anything should
+    aged: bool = field(default=False, repr=False)  # its tenant's oldest, and has waited longer than anything should
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority <= 9:
@@ -89,4 +89,4 @@ class Request:
     @property
     def turn(self) -> tuple[int, float, int]:
         """Sort key among one tenant's requests: elders first, the older before the younger, then by urgency."""
-        return (-1, 0.0, self.sequence) if self.elder else (self.priority, self.due, self.sequence)
+        return (-1, 0.0, self.sequence) if self.aged else (self.priority, self.due, self.sequence)

@@ -1,4 +1,4 @@
-"""What the scheduler and the engine ask of a modality: Runner and Ticket, and a lane for the CPU."""
+"""The interfaces of a modality to scheduler and engine: Runner and Ticket, and a lane for the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeviceLost(RuntimeError):
 
 
 class NotYet(NamedTuple):
-    """Why a request is not admitted now: `resource`, one of its `resources`, has no room; "": what all requests share
+    """A request cannot be admitted now: `resource`, one of its `resources`, has no room; "": what all requests share
     has none.
     """
 
@@ -33,7 +33,7 @@ class Ticket(Protocol):
     """One iteration under way. A transaction: nothing about a request changes before `outcome` is called."""
 
     def ready(self) -> bool:
-        """Whether the iteration has ended, without blocking."""
+        """Return whether the iteration has ended, without blocking."""
         ...
 
     def notify(self, wake: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ class Runner(Protocol):
         ...
 
     def resources(self, request: Request) -> frozenset[str]:
-        """What the request needs beside what all requests share, by name, such as a cache of files. It never changes.
+        """The names of what a request needs beside what all share, such as a cache of files. They never change.
 
         A request that waits for one of these delays only requests that need one of them too.
         """
@@ -82,7 +82,7 @@ class Runner(Protocol):
         ...
 
     def held(self) -> int:
-        """How many slots and pages are taken by all requests. The engine checks that idle means none."""
+        """The number of slots and pages are taken by all requests. The engine checks that idle means none."""
         ...
 
     def group(self, request: Request) -> Hashable:
@@ -90,11 +90,11 @@ class Runner(Protocol):
         ...
 
     def rows(self, request: Request) -> int:
-        """How many rows the request brings into a forward."""
+        """The number of rows the request brings into a forward."""
         ...
 
     def iterations(self, request: Request) -> int:
-        """How many iterations the request still needs before a phase of one shot: 1 in such a phase."""
+        """The number of iterations the request still needs before a phase of one shot: 1 in such a phase."""
         ...
 
     def left_s(self, request: Request, rows: int) -> float:
@@ -137,7 +137,7 @@ class PreemptibleRunner(Runner, Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether its iterations run beside others' on the device, and not in turns with them.
+        """Return whether its iterations run beside others' on the device, and not in turns with them.
 
         Then nobody's batches are held narrow for its pace.
         """

@@ -1,4 +1,4 @@
-"""Which requests share the next forward, on each lane of the device.
+"""Selects the requests that share the next forward, on each lane of the device.
 
 Pure Python with no clock and no threads: time is handed in, so that the same code runs under a virtual clock
 in tests and in the simulator.
@@ -96,15 +96,15 @@ class Scheduler:
     def hand_back(self) -> list[Request]:
         """Take out and forget every request that has not started, most urgent first. It may be added anew."""
         waiting = sorted((r for r in self._live.values() if r.state is State.WAITING), key=lambda r: r.urgency)
-        taken = [request for request in waiting if request.started is None]
-        for request in taken:
+        requests = [request for request in waiting if request.started is None]
+        for request in requests:
             del self._live[request.id]
             request.sequence = 0
         # what was begun and has to wait again stays
-        self._admission.withdraw(taken, [request for request in waiting if request.started is not None])
+        self._admission.withdraw(requests, [request for request in waiting if request.started is not None])
         self._deadlines = [entry for entry in self._deadlines if self._live.get(entry[2].id) is entry[2]]
         heapq.heapify(self._deadlines)
-        return taken
+        return requests
 
     # -- what comes out --------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Scheduler:
                 request.alone = True
 
     def _end(self, request: Request, state: State, now: float) -> None:
-        """At once, or when its iteration ends: until then its slots are in use."""
+        """End the request at once, or when its iteration ends: until then its slots are in use."""
         if request.in_flight:
             request.stop = request.stop or state
             return

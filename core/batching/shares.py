@@ -42,7 +42,7 @@ class _Device:
 
 def account(request: Request) -> Account:
     """The account that a request is charged to."""
-    return request.tenant, request.priority > PRIORITY and not request.elder
+    return request.tenant, request.priority > PRIORITY and not request.aged
 
 
 class Shares:
@@ -61,30 +61,30 @@ class Shares:
 
     def enter(self, request: Request) -> None:
         """The request is live from now on, and waits."""
-        device, who = self._devices[request.modality], account(request)
+        device, key = self._devices[request.modality], account(request)
         if not device.live:
             device.charged.clear()
             device.virtual = [0.0, 0.0]
         if len(device.charged) > 2 * len(device.live) + 16:  # whoever is gone and comes back begins no lower
             for other in [a for a, s in device.charged.items() if a not in device.live and s <= device.virtual[a[1]]]:
                 del device.charged[other]
-        if who not in device.live:
-            device.lift(who)
-        device.live[who] += 1
+        if key not in device.live:
+            device.lift(key)
+        device.live[key] += 1
 
     def leave(self, request: Request) -> None:
-        """It has ended, or was taken out; it no longer runs."""
+        """Record that a request has ended, or was taken out; it no longer runs."""
         _decrement(self._devices[request.modality].live, account(request))
 
     def begin(self, request: Request) -> None:
-        """It was admitted."""
-        device, who = self._devices[request.modality], account(request)
-        if who not in device.running:
-            device.lift(who)
-        device.running[who] += 1
+        """Record that a request was admitted."""
+        device, key = self._devices[request.modality], account(request)
+        if key not in device.running:
+            device.lift(key)
+        device.running[key] += 1
 
     def stop(self, request: Request) -> None:
-        """It ends, or waits again."""
+        """Record that a request ends, or waits again."""
         _decrement(self._devices[request.modality].running, account(request))
 
     def charge(self, runner: Runner, group: Hashable, requests: Sequence[Request], rows: int) -> None:
@@ -93,48 +93,48 @@ class Shares:
         Where the rest is next to nothing the first one's pays it all: nobody is to go without turns for what cost
         nobody anything.
         """
-        device, who = self._devices[runner.modality], account(requests[0])
+        device, key = self._devices[runner.modality], account(requests[0])
         seconds = runner.cost(group, rows)
-        joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != who[0]]
-        beside = sum(own for _, own in joined)
-        alone_s = runner.cost(group, rows - beside) if joined else seconds
-        device.virtual[who[1]] = max(
-            device.virtual[who[1]] + seconds / sum(other[1] == who[1] for other in device.live),
-            min(device.charged[other] for other in device.running if other[1] == who[1]),
+        joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != key[0]]
+        total_cost = sum(cost for _, cost in joined)
+        alone_s = runner.cost(group, rows - total_cost) if joined else seconds
+        device.virtual[key[1]] = max(
+            device.virtual[key[1]] + seconds / sum(other[1] == key[1] for other in device.live),
+            min(device.charged[other] for other in device.running if other[1] == key[1]),
         )
         if seconds <= _BESIDE * alone_s:
             alone_s = seconds
-        device.charged[who] += alone_s
-        for other, own in joined:
-            device.charged[other] += (seconds - alone_s) * own / beside
+        device.charged[key] += alone_s
+        for other, cost in joined:
+            device.charged[other] += (seconds - alone_s) * cost / total_cost
 
     # -- who goes first --------------------------------------------------------------------------------------
 
     def order(self, request: Request) -> Order:
-        who = account(request)
-        return who[1], self._devices[request.modality].charged[who], request.turn
+        key = account(request)
+        return key[1], self._devices[request.modality].charged[key], request.turn
 
     def behind(self, request: Request, leader: Request) -> bool:
-        """Whether a request may not be put before the leader."""
+        """Return whether a request may not be put before the leader."""
         if request.priority > leader.priority:
             return True
         return request.tenant != leader.tenant and self.order(request)[:2] > self.order(leader)[:2]
 
     def preemption_victim(self, request: Request, running: Mapping[str, Request]) -> Request | None:
         """The request that is to wait again for this one: the least urgent of the tenant that holds the most places."""
-        held = Counter(other.tenant for other in running.values())
-        fair, waits = held[request.tenant] + 1, account(request)[1]
-        more = [r for r in running.values() if held[r.tenant] > fair and not r.in_flight and account(r)[1] >= waits]
-        return max(more, key=lambda r: (held[r.tenant], self.order(r)), default=None)
+        counts = Counter(other.tenant for other in running.values())
+        fair, waits = counts[request.tenant] + 1, account(request)[1]
+        more = [r for r in running.values() if counts[r.tenant] > fair and not r.in_flight and account(r)[1] >= waits]
+        return max(more, key=lambda r: (counts[r.tenant], self.order(r)), default=None)
 
     def yields(self, request: Request) -> bool:
-        """Whether another tenant's request that runs on the device, on whatever lane, is to have it first."""
-        device, who = self._devices[request.modality], account(request)
-        mine = who[1], device.charged[who]
-        return any(other[0] != who[0] and (other[1], device.charged[other]) < mine for other in device.running)
+        """Return whether another tenant's request that runs on the device, on whatever lane, is to have it first."""
+        device, key = self._devices[request.modality], account(request)
+        charged = key[1], device.charged[key]
+        return any(other[0] != key[0] and (other[1], device.charged[other]) < charged for other in device.running)
 
     def joining(self, runner: Runner, group: Hashable, requests: Sequence[Request]) -> list[Request]:
-        """Of requests that could share an iteration: the first one's tenant's, then those of others that may join.
+        """The requests that could share an iteration: the first one's tenant's, then those of others that may join.
 
         With others of as many tenants, each of which would have its turn otherwise, it takes at most that many times as
         long as without them; and nobody joins who is further ahead of the first one than that. Where they make next to
@@ -145,25 +145,25 @@ class Shares:
         if len(joined) == len(requests):
             return joined
         leader = account(requests[0])
-        others = [(request, account(request)) for request in requests if request.tenant != tenant]
+        candidates = [(request, account(request)) for request in requests if request.tenant != tenant]
         rows = sum(map(runner.rows, joined))
         alone_s = paid_s = runner.cost(group, rows)
         charged = self._devices[runner.modality].charged
-        ahead = {who: charged[who] - charged[leader] for who in {who for _, who in others}}
-        most_s = alone_s * len({tenant} | {who[0] for who in ahead if who[1] <= leader[1]})
-        for request, who in others:
+        ahead = {owner: charged[owner] - charged[leader] for owner in {owner for _, owner in candidates}}
+        most_s = alone_s * len({tenant} | {owner[0] for owner in ahead if owner[1] <= leader[1]})
+        for request, owner in candidates:
             more = rows + runner.rows(request)
             wide_s = runner.cost(group, more)
             if wide_s > _BESIDE * alone_s:
-                if who[1] > leader[1] or wide_s > most_s or ahead[who] + wide_s - paid_s > most_s:
+                if owner[1] > leader[1] or wide_s > most_s or ahead[owner] + wide_s - paid_s > most_s:
                     continue
-                ahead[who] += wide_s - paid_s
+                ahead[owner] += wide_s - paid_s
             joined.append(request)
             rows, paid_s = more, wide_s
         return joined
 
 
-def _decrement(counter: Counter[Account], who: Account) -> None:
-    counter[who] -= 1
-    if not counter[who]:
-        del counter[who]
+def _decrement(counter: Counter[Account], key: Account) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

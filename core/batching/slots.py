@@ -52,8 +52,8 @@ class Slots:
     def check(self) -> None:
         """Raise `IntegrityError` unless every slot is either free or taken, once."""
         if sorted([*self._free, *self._taken]) != list(range(self.capacity)):
-            free, taken = len(self._free), len(self._taken)
-            raise IntegrityError(f"{self.capacity} slots, but {free} free and {taken} taken")
+            free, counts = len(self._free), len(self._taken)
+            raise IntegrityError(f"{self.capacity} slots, but {free} free and {counts} taken")
 
 
 class Budget:

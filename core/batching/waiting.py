@@ -24,12 +24,12 @@ class Waiting:
         self.count = 0
 
     def add(self, request: Request) -> None:
-        """It waits from now on."""
+        """Add a request to those that wait."""
         self.count += 1
         self.place(request)
 
     def place(self, request: Request) -> None:
-        """It waits, and from now on by the order that it has now."""
+        """Put a waiting request into the order that it has now."""
         needed = self._resources(request)
         if needed not in self._queues:
             self._queues[needed] = _Queue(self._shares)
@@ -46,7 +46,7 @@ class Waiting:
             self.reset([request for queue in self._queues.values() for request in queue.requests()])
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """These wait, and no others."""
+        """Replace all waiting requests by these."""
         self._queues, self.count = {}, 0
         for request in requests:
             self.add(request)
@@ -67,46 +67,46 @@ class _Queue:
 
     @property
     def size(self) -> int:
-        """How many entries there are, outdated ones too."""
+        """The number of entries there are, outdated ones too."""
         return max(self._entries, len(self._places))
 
     def place(self, request: Request) -> None:
-        """It waits by the order that it has now."""
-        who, order = account(request), self._shares.order(request)
+        """Put a waiting request into the order that it has now."""
+        owner, order = account(request), self._shares.order(request)
         self._added += 1
         self._entries += 1
-        heapq.heappush(self._heaps.setdefault(who, []), (request.turn, self._added, request))
-        if who not in self._place or order < self._place[who]:
-            self._place[who] = order
-            heapq.heappush(self._places, (order, who))
+        heapq.heappush(self._heaps.setdefault(owner, []), (request.turn, self._added, request))
+        if owner not in self._place or order < self._place[owner]:
+            self._place[owner] = order
+            heapq.heappush(self._places, (order, owner))
 
     def first(self) -> Request | None:
         """The request to admit next."""
         while self._places:
-            order, who = self._places[0]
-            if self._place.get(who) != order:
+            order, owner = self._places[0]
+            if self._place.get(owner) != order:
                 heapq.heappop(self._places)
                 continue
-            heap = self._heaps[who]
-            while heap and not _waits(heap[0], who):
+            heap = self._heaps[owner]
+            while heap and not _waits(heap[0], owner):
                 heapq.heappop(heap)
                 self._entries -= 1
             if not heap:
                 heapq.heappop(self._places)
-                del self._heaps[who], self._place[who]
+                del self._heaps[owner], self._place[owner]
                 continue
             now = self._shares.order(heap[0][2])
             if now == order:
                 return heap[0][2]
-            self._place[who] = now
-            heapq.heapreplace(self._places, (now, who))
+            self._place[owner] = now
+            heapq.heapreplace(self._places, (now, owner))
         return None
 
     def requests(self) -> list[Request]:
-        """Those that wait, each once."""
-        entries = [(entry, who) for who, heap in self._heaps.items() for entry in heap]
-        return [*{entry[2].id: entry[2] for entry, who in entries if _waits(entry, who)}.values()]
+        """The waiting requests, each once."""
+        entries = [(entry, owner) for owner, heap in self._heaps.items() for entry in heap]
+        return [*{entry[2].id: entry[2] for entry, owner in entries if _waits(entry, owner)}.values()]
 
 
-def _waits(entry: _Entry, who: Account) -> bool:
-    return entry[2].state is State.WAITING and entry[0] == entry[2].turn and account(entry[2]) == who
+def _waits(entry: _Entry, owner: Account) -> bool:
+    return entry[2].state is State.WAITING and entry[0] == entry[2].turn and account(entry[2]) == owner

@@ -83,11 +83,11 @@ def digest(root: Path, names: Sequence[str]) -> str:
 
     Raises OSError for a missing one.
     """
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in names:
-        found = sorted((root / name).rglob("*")) if (root / name).is_dir() else [root / name]
-        for path in found:
+        files = sorted((root / name).rglob("*")) if (root / name).is_dir() else [root / name]
+        for path in files:
             if path.suffix in _SOURCES:
                 data = path.read_bytes()
-                made.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
-    return made.hexdigest()[:16]
+                hasher.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
+    return hasher.hexdigest()[:16]

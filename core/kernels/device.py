@@ -60,15 +60,15 @@ class KernelChoice:
     reason: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.operation}: {TITLES[self.implementation]}"
-        return f"{said}: {self.reason}" if self.reason else said
+        text = f"{self.operation}: {TITLES[self.implementation]}"
+        return f"{text}: {self.reason}" if self.reason else text
 
 
 def lacks(device: DeviceInfo, precision: str) -> str | None:
-    """Why our kernels cannot run a model of this precision on the device, or None if they can."""
+    """Return why our kernels cannot run a model of this precision on the device, or None if they can."""
     if device.kind == "cpu":
-        if (why := cpu_kernels_lack(precision)) is not None:
-            return why
+        if (reason := cpu_kernels_lack(precision)) is not None:
+            return reason
         return None if device.instructions is not None else device.cpu_lacks or "there are no CPU kernels"
     if precision not in _LEAST:
         return f"the GPU kernels support {', '.join(_LEAST)}, not {precision}"
@@ -76,24 +76,26 @@ def lacks(device: DeviceInfo, precision: str) -> str | None:
         return "Triton is not installed"
     if device.capability is None:
         return "no CUDA device"
-    least = _LEAST[precision]
-    if device.capability < least:
-        return f"{precision} needs compute capability {_dotted(least)}, {device.name} has {_dotted(device.capability)}"
+    minimum = _LEAST[precision]
+    if device.capability < minimum:
+        return (
+            f"{precision} needs compute capability {_dotted(minimum)}, {device.name} has {_dotted(device.capability)}"
+        )
     return None
 
 
 def instead(device: DeviceInfo, precision: str) -> str:
     """Alternatives to a precision that the device lacks, in words."""
-    found = [other for other in ("int8", "bf16") if other != precision and lacks(device, other) is None]
+    alternatives = [other for other in ("int8", "bf16") if other != precision and lacks(device, other) is None]
     if device.kind == "cpu":
-        found = [*(other for other in found if other != "bf16"), "fp32"]
-    elif not found:  # torch multiplies them itself
-        found = ["bf16" if (device.capability or _HOPPER) >= _LEAST["bf16"] else "fp16"]
-    return " or ".join(found)
+        alternatives = [*(other for other in alternatives if other != "bf16"), "fp32"]
+    elif not alternatives:  # torch multiplies them itself
+        alternatives = ["bf16" if (device.capability or _HOPPER) >= _LEAST["bf16"] else "fp16"]
+    return " or ".join(alternatives)
 
 
 def hopper_lacks(capability: Capability | None, nvrtc_lacks: str | None = None) -> str | None:
-    """Why the Hopper kernels cannot run, or None if they can."""
+    """Return why the Hopper kernels cannot run, or None if they can."""
     if capability is None:
         return "no CUDA device"
     if capability != _HOPPER:
@@ -107,15 +109,15 @@ def decisions(device: DeviceInfo, precision: str) -> tuple[KernelChoice, ...]:
     8-bit precisions that `lacks` rejects are refused before generation (`workers.devices`), as torch would only emulate
     them. A layer whose shape the Hopper kernels do not support falls back to Triton's, and logs it (`say`).
     """
-    why = lacks(device, precision)
-    if why is not None:
-        return (KernelChoice(EVERY_LAYER, TORCH, why),)
+    reason = lacks(device, precision)
+    if reason is not None:
+        return (KernelChoice(EVERY_LAYER, TORCH, reason),)
     if device.instructions is not None:
         return (KernelChoice(EVERY_LAYER, device.instructions, device.cpu_lacks or ""),)
-    why = hopper_lacks(device.capability, device.nvrtc_lacks)
+    reason = hopper_lacks(device.capability, device.nvrtc_lacks)
 
     def best(operation: str, otherwise: str) -> KernelChoice:
-        return KernelChoice(operation, HOPPER) if why is None else KernelChoice(operation, otherwise, why)
+        return KernelChoice(operation, HOPPER) if reason is None else KernelChoice(operation, otherwise, reason)
 
     attention, group_norm = best(ATTENTION, TORCH), KernelChoice(GROUP_NORM, TRITON)
     if precision == "bf16":
@@ -126,18 +128,18 @@ def decisions(device: DeviceInfo, precision: str) -> tuple[KernelChoice, ...]:
     return (*eight_bits, attention, group_norm, KernelChoice(QUANTIZE, TRITON))
 
 
-def summary(found: Sequence[KernelChoice]) -> tuple[str, str]:
+def summary(choices: Sequence[KernelChoice]) -> tuple[str, str]:
     """The fastest kernels among the decisions, and why no faster ones run ("" if these are the fastest)."""
-    best = min(found, key=lambda decision: _RANK.index(decision.implementation))
+    best = min(choices, key=lambda decision: _RANK.index(decision.implementation))
     # Operations that always run on Triton need no reason; attention runs on Hopper's whenever anything does.
-    reason = next((one.reason for one in found if one.operation == ATTENTION), best.reason)
+    reason = next((choice.reason for choice in choices if choice.operation == ATTENTION), best.reason)
     return best.implementation, reason
 
 
 @functools.cache
-def say(decision: KernelChoice, *, asked: bool = False) -> None:
+def say(decision: KernelChoice, *, requested: bool = False) -> None:
     """Log a decision, once per process; torch for all layers as a warning, unless that was requested."""
-    warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH and not asked
+    warn = decision.operation == EVERY_LAYER and decision.implementation == TORCH and not requested
     log.log(logging.WARNING if warn else logging.INFO, "%s", decision)
 
 

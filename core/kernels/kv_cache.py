@@ -29,11 +29,11 @@ class TokenBatch:
     tokens: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     sequences: Tensor  # int32 [T], rows of the cache's table
-    picked: Tensor  # int32 [L]: the rows whose logits are wanted
+    output_rows: Tensor  # int32 [L]: the rows whose logits are wanted
 
     @classmethod
-    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], picked: list[int]) -> TokenBatch:
-        columns = (tokens, positions, sequences, picked)
+    def of(cls, tokens: list[int], positions: list[int], sequences: list[int], output_rows: list[int]) -> TokenBatch:
+        columns = (tokens, positions, sequences, output_rows)
         return cls(*(torch.from_numpy(np.asarray(column, np.int32)) for column in columns))
 
 
@@ -65,29 +65,28 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kind: Kind = "float",
-        beside: KVCache | None = None,
+        companion: KVCache | None = None,
         turned: bool | None = None,
     ) -> None:
-        """At most `sequences` of at most `context` tokens are in the cache at once. `beside`: the cache whose table it
-        shares.
+        """Allocate room for `sequences` sequences of at most `context` tokens at once.
 
-        `turned`: the GPU layout; default: by device.
+        `companion`: the cache whose table it shares. `turned`: the GPU layout; default: by device.
         """
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.turned = torch.device(device).type != "cpu" if turned is None else turned
-        held = {"float": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
+        storage_dtype = {"float": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
         # Zeros, not uninitialized memory: a page is read by whole vectors, also where no token was written yet.
         page = (PAGE, head_dim) if self.turned else (head_dim, PAGE)
-        self.keys = torch.zeros(layers, pages, kv_heads, *page, dtype=held, device=device)
-        self.values = torch.zeros(layers, pages, kv_heads, *reversed(page), dtype=held, device=device)
+        self.keys = torch.zeros(layers, pages, kv_heads, *page, dtype=storage_dtype, device=device)
+        self.values = torch.zeros(layers, pages, kv_heads, *reversed(page), dtype=storage_dtype, device=device)
         self.key_scales = self.value_scales = None
         if kind != "float":
             self.key_scales = torch.ones(layers, pages, kv_heads, PAGE, device=device)
             self.value_scales = torch.ones_like(self.key_scales)
         self.table = torch.zeros(sequences, -(-context // PAGE), dtype=torch.int32, device=device)
         self._placed: deque[tuple[int, int, list[int]]] = deque()
-        if beside is not None:
-            self.table, self._placed = beside.table, beside._placed
+        if companion is not None:
+            self.table, self._placed = companion.table, companion._placed
         self.dtype = dtype
 
     @property
@@ -119,12 +118,12 @@ class KVCache:
     def settle(self) -> None:
         """Write the placed pages into the table, in order, on the current stream."""
         width = self.table.shape[1]
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         while self._placed:
             sequence, start, pages = self._placed.popleft()
-            found.update(zip(range(sequence * width + start, (sequence + 1) * width), pages, strict=False))
-        if found:
-            both = torch.from_numpy(np.array([[*found], [*found.values()]], np.int32)).to(self.table.device)
+            counts.update(zip(range(sequence * width + start, (sequence + 1) * width), pages, strict=False))
+        if counts:
+            both = torch.from_numpy(np.array([[*counts], [*counts.values()]], np.int32)).to(self.table.device)
             self.table.view(-1)[both[0].long()] = both[1]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, step: TokenBatch) -> None:

@@ -51,7 +51,7 @@ class PackedAdapter(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of the memory for adapters."""
+        """The memory that the adapter takes."""
         ...
 
 
@@ -62,8 +62,8 @@ class PackedBranches:
         """`factors` are by the layers' names. Raises ValueError, naming the layer, for one that does not fit, or of a
         layer that is not among `layers`.
         """
-        known = {name for layer in layers for name in layer.names}
-        if unknown := sorted(factors.keys() - known):
+        layer_names = {name for layer in layers for name in layer.names}
+        if unknown := sorted(factors.keys() - layer_names):
             raise ValueError(f"layer {unknown[0]}: the kernels do not run it, and so no branch of it")
         self._packed: dict[Weights, PackedBranch] = {}
         for layer in layers:
@@ -71,7 +71,7 @@ class PackedBranches:
                 self._packed[layer.weights] = _pack(library, layer, factors)
 
     def of(self, layer: PackedLayer) -> PackedBranch | None:
-        """Its share in this layer, if it has one."""
+        """The adapter's branch of this layer, or None."""
         return self._packed.get(layer.weights)
 
     @property
@@ -90,10 +90,12 @@ class RowBranches:
 
     def addresses(self, layer: PackedLayer) -> Any:
         """An array of the branches of each adapter in this layer, for a product's `branches`; None without any."""
-        found = [adapter.of(layer) for adapter in self.adapters]
-        if not any(found):
+        addresses = [adapter.of(layer) for adapter in self.adapters]
+        if not any(addresses):
             return None
-        return (ctypes.c_void_p * len(found))(*(None if one is None else one.address for one in found))
+        return (ctypes.c_void_p * len(addresses))(
+            *(None if address is None else address.address for address in addresses)
+        )
 
 
 def _pack(library: ctypes.CDLL, layer: PackedLayer, factors: Mapping[str, LowRank]) -> PackedBranch:

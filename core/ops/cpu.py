@@ -22,7 +22,7 @@ from core.kernels.cpu.arguments import pointer
 from core.kernels.cpu.program import HEAD_MULTIPLE
 from core.kernels.cpu.token_program import TokenProgram
 from core.ops.branches import LowRank, PackedBranches, RowBranches
-from core.ops.cpu_arrays import Array, Bound, Pair
+from core.ops.cpu_arrays import Array, ArrayPair, Bound
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.packed import PackedLayer, PackedLayers
 
@@ -45,14 +45,14 @@ class CpuOps:
 
     def linear(
         self,
-        x: Array | Pair,
+        x: Array | ArrayPair,
         *layers: Layer,
         act: Activation | None = None,
         residual: Array | None = None,
         out: Array | None = None,
         within: Array | None = None,
     ) -> Array:
-        if isinstance(x, Pair):
+        if isinstance(x, ArrayPair):
             return self._linear_of_pair(x, *layers)
         packed = self._layers(*layers)
         return self._product(x, packed, x.shape[:-1], residual=residual, within=within, act=act)
@@ -76,32 +76,32 @@ class CpuOps:
             act=act,
         )  # fmt: skip
 
-    def upsample(self, x: Array, layer: Layer, *, like: Array | None = None, out: Array | None = None) -> Array:
+    def upsample(self, x: Array, layer: Layer, *, target: Array | None = None, out: Array | None = None) -> Array:
         packed, (height, width) = self._layers(layer), x.sides
-        sides = doubled((height, width), None if like is None else like.sides)
+        sides = doubled((height, width), None if target is None else target.sides)
         cut = 2 * height - sides[0], 2 * width - sides[1]
         return self._product(x, packed, (x.images, *sides), (x.images, height, width), upsample=True, cut=cut)
 
-    def group_norm(self, x: Array | Pair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
-        first, second = x if isinstance(x, Pair) else (x, None)
-        made = self.program.group_norm(
+    def group_norm(self, x: Array | ArrayPair, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Array:
+        first, second = x if isinstance(x, ArrayPair) else (x, None)
+        out = self.program.group_norm(
             first.x, None if second is None else second.x, norm, images=first.images, silu=silu,
             inverse=self._layers.inverse(*to),
         )  # fmt: skip
-        return self._own(made, first.shape[:-1])
+        return self._own(out, first.shape[:-1])
 
     def layer_norm(self, x: Array, norm: Layer, *, scale: Array | None = None, to: Sequence[Layer] = ()) -> Array:
-        made = self.program.layer_norm(x.x, norm, self._layers.inverse(*to), row_scale=_of(scale))
-        return self._own(made, x.shape[:-1])
+        out = self.program.layer_norm(x.x, norm, self._layers.inverse(*to), row_scale=_of(scale))
+        return self._own(out, x.shape[:-1])
 
     def rms_norm(
         self, x: Array, norm: Layer, *, scale: Array | None = None, residual: Array | None = None,
         to: Sequence[Layer] = (),
     ) -> Array:  # fmt: skip
-        made = self.program.rms_norm(
+        out = self.program.rms_norm(
             x.x, norm.weight, rms_eps(norm), self._layers.inverse(*to), row_scale=_of(scale), residual=_of(residual)
         )
-        return self._own(made, x.shape[:-1])
+        return self._own(out, x.shape[:-1])
 
     def rotate(
         self, x: Array, angles: Array, *, heads: int, norms: tuple[Layer, Layer] | None = None,
@@ -121,7 +121,7 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         keys, values = (q.x if isinstance(part, Bound) else part.x for part in (k, v))
         d = q.x.shape[-1] // heads
-        made = self.program.attention(
+        out = self.program.attention(
             q.x, keys, values, images=q.images, heads=heads, kv_heads=keys.shape[-1] // d, scale=1 / math.sqrt(d),
             inverse=self._layers.inverse(*to), lengths=_of(lengths), causal=causal,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class CpuOps:
             if len(bound) < 2 or any(part.shape != (q.images, q.shape[-1]) for part in bound):
                 raise ValueError(f"keys and values do not fit queries {[*q.shape]}")
             self.bound_calls.append((self.program.last, bound[0], bound[1]))
-        return self._own(made, q.shape[:-1])
+        return self._own(out, q.shape[:-1])
 
     def columns(self, x: Array | Bound, start: int, count: int) -> Array | Bound:
         if start + count > x.shape[-1]:
@@ -139,8 +139,8 @@ class CpuOps:
             return Bound(x.images, count, x.start + start)
         return Array(x.x[:, start : start + count], (*x.shape[:-1], count), None, x)
 
-    def cat(self, x: Array, y: Array) -> Pair:
-        return Pair(x, y)
+    def cat(self, x: Array, y: Array) -> ArrayPair:
+        return ArrayPair(x, y)
 
     def join(self, x: Array, y: Array) -> Array:
         images, rows = x.images, x.images * (x.shape[1] + y.shape[1])
@@ -159,7 +159,7 @@ class CpuOps:
     def shape(self, x: Array) -> tuple[int, ...]:
         return x.shape
 
-    def joint(self, like: Array, channels: tuple[int, int], halvings: int) -> tuple[Array | None, Array | None]:
+    def joint(self, target: Array, channels: tuple[int, int], halvings: int) -> tuple[Array | None, Array | None]:
         return None, None
 
     def place(self, x: Array, out: Array | None) -> Array:
@@ -185,8 +185,8 @@ class CpuOps:
             done = call
         self.program.run(done)
 
-    def _own(self, made: Tensor, shape: tuple[int, ...]) -> Array:
-        return Array(made, (*shape, made.shape[-1]), self.program)
+    def _own(self, out: Tensor, shape: tuple[int, ...]) -> Array:
+        return Array(out, (*shape, out.shape[-1]), self.program)
 
     def _product(
         self, x: Array, layer: PackedLayer, shape: tuple[int, ...], grid: tuple[int, int, int] | None = None, *,
@@ -194,30 +194,30 @@ class CpuOps:
     ) -> Array:  # fmt: skip
         weights, inverse = layer.weights, layer.inverse
         if weights.by_row or (within is not None and inverse is not None):
-            given = None if weights.by_row or inverse is None or within is None else (inverse, within.x)
-            quantized, scales = self.program.quantize_rows(x.x, given)
+            conversion = None if weights.by_row or inverse is None or within is None else (inverse, within.x)
+            quantized, scales = self.program.quantize_rows(x.x, conversion)
             x, by = self._own(quantized, x.shape[:-1]), Array(scales, scales.shape, self.program)
             weights, options["a_scale"] = replace(weights, by_row=True), by.x  # of one tap they are laid out alike
         elif inverse is not None and x.x.dtype == torch.float32:
             x = self._own(self.program.quantize(x.x, inverse), x.shape[:-1])
         _check_reader(x, layer)
         self._reads.append((len(self.program), layer, x.x))
-        made = self.program.product(x.x, weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual), **options)
+        out = self.program.product(x.x, weights, grid=grid or (1, 1, x.x.shape[0]), residual=_of(residual), **options)
         self.products.append((self.program.last, layer))
-        return self._own(made, shape)
+        return self._own(out, shape)
 
-    def _linear_of_pair(self, pair: Pair, *layers: Layer) -> Array:
+    def _linear_of_pair(self, pair: ArrayPair, *layers: Layer) -> Array:
         """A layer in floats over two arrays: the share of the second is added onto that of the first."""
         (layer,) = layers
         width = pair.x.x.shape[-1]
         first = self._layers.columns(layer, 0, width, bias=True)
         second = self._layers.columns(layer, width, pair.y.x.shape[-1], bias=False)
-        made = self._product(pair.x, first, pair.x.shape[:-1])
+        out = self._product(pair.x, first, pair.x.shape[:-1])
         self._reads.append((len(self.program), second, pair.y.x))
         rows = pair.y.x.shape[0]
-        self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=made.x, out=made.x)
+        self.program.product(pair.y.x, second.weights, grid=(1, 1, rows), residual=out.x, out=out.x)
         self.products.append((self.program.last, second))
-        return made
+        return out
 
 
 def head_norms(norms: tuple[Layer, Layer] | None) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class _Written:
         self._inputs = [
             Bound(shape[0], shape[-1]) if index == bound else ops.input(shape) for index, shape in enumerate(shapes)
         ]
-        found = walk(ops, *self._inputs)
-        self._outputs: tuple[Array, ...] = found if isinstance(found, tuple) else (found,)
+        outputs = walk(ops, *self._inputs)
+        self._outputs: tuple[Array, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
         self._kept: tuple[Tensor, Tensor | None] | None = None
         # The branches that the products point to. Held weakly: a program that is not used again must not keep adapters
         # that a cache has evicted.
@@ -259,19 +259,19 @@ class _Written:
         self._addresses: list[Any] = []
 
     def __call__(
-        self, given: Sequence[Tensor], lengths: Tensor | None, branches: RowBranches | None, watch: Watch | None
+        self, tensors: Sequence[Tensor], lengths: Tensor | None, branches: RowBranches | None, watch: Watch | None
     ) -> tuple[Tensor, ...]:
         now = None if self._adapted is None else self._adapted()
         if now is not branches or (branches is None and self._adapted is not None):
             self._adapt(branches)
-        for own, tensor in zip(self._inputs, given, strict=True):
-            if isinstance(own, Bound):
-                self._bind(own, tensor, lengths)
+        for buffer, tensor in zip(self._inputs, tensors, strict=True):
+            if isinstance(buffer, Bound):
+                self._bind(buffer, tensor, lengths)
             else:
-                own.x.view(own.shape).copy_(tensor)
+                buffer.x.view(buffer.shape).copy_(tensor)
         self.ops.run(watch)
-        first, *others = (out.x.view(out.shape) for out in self._outputs)
-        return first.clone(), *others
+        first, *views = (out.x.view(out.shape) for out in self._outputs)
+        return first.clone(), *views
 
     def _adapt(self, branches: RowBranches | None) -> None:
         """Point each product at its branches. Without any it has none, and the rows' bits are those of the model."""
@@ -280,15 +280,15 @@ class _Written:
             raise ValueError(f"adapters of {branches.table.images} rows do not fit a batch of {images}")
         self._addresses = []
         for call, layer in self.ops.products:
-            found = None if branches is None else branches.addresses(layer)
-            call.branches = None if found is None else ctypes.addressof(found)
-            call.rows = None if found is None or branches is None else branches.table.address
-            self._addresses.append(found)
+            addresses = None if branches is None else branches.addresses(layer)
+            call.branches = None if addresses is None else ctypes.addressof(addresses)
+            call.rows = None if addresses is None or branches is None else branches.table.address
+            self._addresses.append(addresses)
         self._adapted = None if branches is None else ref(branches)
 
-    def _bind(self, wanted: Bound, tensor: Tensor, lengths: Tensor | None) -> None:
+    def _bind(self, bound: Bound, tensor: Tensor, lengths: Tensor | None) -> None:
         """Point attention at these keys and values, [B, tokens, channels], of which `lengths` [B] count."""
-        shape = (wanted.images, max(1, tensor.shape[1]), wanted.channels)
+        shape = (bound.images, max(1, tensor.shape[1]), bound.channels)
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape != shape or not _on_cpu(tensor):
             raise ValueError(
                 f"keys and values must be contiguous fp32 [{shape[0]}, tokens, {shape[2]}] on the CPU, "
@@ -334,23 +334,24 @@ class CpuLowering:
         self._last: RowBranches | None = None
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """As `core.ops.ops.Lowering`: writes a program of these shapes, and drops it."""
+        """Write a program of these shapes, and drop it; see `core.ops.ops.Lowering`."""
         with self._lock:
             _Written(CpuOps(self._library, self.layers), walk, shapes, bound)
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        """As `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one that is unsupported.
+        """Return the walk as a program; see `core.ops.ops.Lowering`. Calls raise ValueError, naming the layer, for one
+        that is unsupported.
 
         Calls take `lengths` [B]: how many of each image's tokens of the bound input count; default: all.
         """
 
-        def run(*given: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+        def run(*tensors: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
             shapes = tuple(
                 (tensor.shape[0], tensor.shape[-1]) if index == bound else tuple(tensor.shape)
-                for index, tensor in enumerate(given)
+                for index, tensor in enumerate(tensors)
             )
             with self._lock:
-                return self._program(walk, (name, shapes), bound)(given, lengths, self._branches, self.watch)
+                return self._program(walk, (name, shapes), bound)(tensors, lengths, self._branches, self.watch)
 
         return run
 
@@ -364,11 +365,11 @@ class CpuLowering:
     @contextmanager
     def adapted(self, rows: Sequence[Sequence[tuple[PackedBranches, float]]]) -> Iterator[None]:
         """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""
-        made = RowBranches(rows) if any(rows) else None
+        branches = RowBranches(rows) if any(rows) else None
         last = self._last  # another thread may clear it
-        if made is not None and last is not None and made.key == last.key:
-            made = last  # which programs are bound to
-        self._branches = self._last = made
+        if branches is not None and last is not None and branches.key == last.key:
+            branches = last  # which programs are bound to
+        self._branches = self._last = branches
         try:
             yield
         finally:

@@ -19,9 +19,9 @@ class Array:
 
     __slots__ = ("_program", "_whole", "reader", "shape", "x")
 
-    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, whole: Array | None = None) -> None:
+    def __init__(self, x: Tensor, shape: tuple[int, ...], program: Program | None, parent: Array | None = None) -> None:
         self.x, self.shape = x, shape
-        self._program, self._whole = program, whole  # a program: the buffer is this array's own
+        self._program, self._whole = program, parent  # a program: the buffer is this array's own
         self.reader: PackedLayer | None = None  # of bytes
 
     def __del__(self) -> None:
@@ -39,7 +39,7 @@ class Array:
         return height, width
 
 
-class Pair(NamedTuple):
+class ArrayPair(NamedTuple):
     """Two arrays read as one, x's channels first."""
 
     x: Array
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """So many channels from `start` on of the bound input, which is known when the program runs."""
+    """A range of channels, from `start` on, of the bound input, which is known when the program runs."""
 
     images: int
     channels: int

@@ -41,8 +41,8 @@ class CpuTokenOps(CpuOps):
     def attend_paged(self, q: Array, rows: TokenPositions, layer: int, *, scale: float, to: Layer) -> Array:
         pages, heads = PagedLayer(*self._cache.layer(layer)), q.shape[-1] // self._cache.head_dim
         inverse = self._layers.inverse(to)
-        made = self.program.paged_attention(q.x, rows, pages, heads=heads, scale=scale, inverse=inverse)
-        return self._own(made, q.shape[:-1])
+        out = self.program.paged_attention(q.x, rows, pages, heads=heads, scale=scale, inverse=inverse)
+        return self._own(out, q.shape[:-1])
 
     def head(self, x: Array, layer: Layer, out: None = None) -> Array:
         return self.linear(x, layer)

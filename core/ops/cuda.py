@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from core.kernels.cuda import rotary
 from core.kernels.cuda.low_rank import Window
 from core.ops.branches import LowRank
-from core.ops.cuda_branches import AdaptableLayers, BranchShape, CudaBranches, RowBranches, Uses
+from core.ops.cuda_branches import AdaptableLayers, BranchShape, CudaBranches, CudaRowBranches, Uses
 from core.ops.fused import (
     Conv,
     FusedLayer,
+    FusedRmsNorm,
     Gated,
     Linear,
     Norm,
     Reader,
-    RmsNorm,
     UpConv,
     attend,
     attend_wide,
-    for_layer,
+    cast_for_layer,
 )
 from core.ops.ops import Activation, Layer, Walk, doubled, rms_eps
 from core.ops.reference import ACTIVATIONS, excess
@@ -52,7 +52,7 @@ class CudaOps:
         """`base` is the type of activations between layers; `rows` the most images of a call."""
         self._base, self._rows = base, rows
         self.layers: list[FusedLayer] = []
-        self.branches = RowBranches(rows)
+        self.branches = CudaRowBranches(rows)
         self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
@@ -101,9 +101,9 @@ class CudaOps:
         y = conv(x, bias, residual, out, relu=relu, shares=self.branches.shares(conv, x, conv.window(x)))
         return y if act is None or relu else y.copy_(ACTIVATIONS[act](y))
 
-    def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def upsample(self, x: Tensor, layer: Layer, *, target: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         conv = self._layer(UpConv, layer)
-        height, width = doubled(x.shape[1:3], None if like is None else like.shape[1:3])
+        height, width = doubled(x.shape[1:3], None if target is None else target.shape[1:3])
         x = self._for(x, conv)
         window = Window(height, width, (height, width), conv.taps, padding=1, doubled=True)
         return conv.double(x, height, width, out, self.branches.shares(conv, x, window))
@@ -118,8 +118,8 @@ class CudaOps:
         self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
-        made = self._made(lambda: RmsNorm(norm, self._base), RmsNorm, norm)
-        y = made(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
+        layer = self._made(lambda: FusedRmsNorm(norm, self._base), FusedRmsNorm, norm)
+        y = layer(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
         return y.view(x.shape)
 
     def rotate(
@@ -132,10 +132,10 @@ class CudaOps:
         if x.is_cuda:
             rotary.rotate_heads(rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved)
             return x
-        made = rotary.rotate_heads_reference(
+        rotated = rotary.rotate_heads_reference(
             rows, turns, heads, kv_heads, norms=weights, eps=eps, interleaved=interleaved
         )
-        return torch.cat([made, rows[:, made.shape[1] :]], dim=1).view(x.shape)
+        return torch.cat([rotated, rows[:, rotated.shape[1] :]], dim=1).view(x.shape)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, heads: int, lengths: Tensor | None = None, causal: bool = False,
@@ -145,15 +145,15 @@ class CudaOps:
         q_, k_, v_ = (x.flatten(1, -2).unflatten(-1, (-1, width)) for x in (q, k, v))  # [B, T, heads, d]
         reader = self._reader(to)
         if heads == 1 and width > _WIDEST_HEAD:
-            return for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
+            return cast_for_layer(attend_wide(q_, k_, v_).view(q.shape), reader)
         return attend(q_, k_, v_, reader, lengths, causal).view(q.shape)
 
     def columns(self, x: Tensor, start: int, count: int) -> Tensor:
         return x[..., start : start + count]
 
     def cat(self, x: Tensor, y: Tensor) -> Tensor:
-        beside = x.data_ptr() + x.shape[-1] * x.itemsize == y.data_ptr() and x.stride() == y.stride()
-        if beside and x.shape[-1] + y.shape[-1] == x.stride(-2):  # two slots of one joint
+        adjacent = x.data_ptr() + x.shape[-1] * x.itemsize == y.data_ptr() and x.stride() == y.stride()
+        if adjacent and x.shape[-1] + y.shape[-1] == x.stride(-2):  # two slots of one joint
             return x.as_strided((*x.shape[:-1], x.stride(-2)), x.stride())
         return torch.cat([x, y], dim=-1)
 
@@ -169,13 +169,13 @@ class CudaOps:
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
-        """In memory that calls of all widths and of like sizes share, so that a shallow step finds no more to copy than
-        its features.
+    def joint(self, target: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
+        """Join both in memory that calls of all widths and of like sizes share, so that a shallow step copies no more
+        than its features.
 
         Recorded graphs keep its address: it is never given back, and so made for the next power of two of pixels.
         """
-        rows, (height, width) = like.shape[0], (-(-side >> halvings) for side in like.shape[1:3])
+        rows, (height, width) = target.shape[0], (-(-side >> halvings) for side in target.shape[1:3])
         if rows > self._rows:
             raise ValueError(f"{rows} rows, and there is room for {self._rows}")
         pixels = 1 << (height * width - 1).bit_length()
@@ -183,9 +183,9 @@ class CudaOps:
         self._joint += 1
         if key not in self._joints:
             shape = (self._rows * pixels, sum(channels))
-            self._joints[key] = torch.empty(shape, dtype=self._base, device=like.device)
-        whole = self._joints[key][: rows * height * width].view(rows, height, width, -1)
-        return whole[..., : channels[0]], whole[..., channels[0] :]
+            self._joints[key] = torch.empty(shape, dtype=self._base, device=target.device)
+        joined = self._joints[key][: rows * height * width].view(rows, height, width, -1)
+        return joined[..., : channels[0]], joined[..., channels[0] :]
 
     def place(self, x: Tensor, out: Tensor | None) -> Tensor:
         return x if out is None else out.copy_(x)
@@ -199,7 +199,7 @@ class CudaOps:
 
     def _for(self, x: Tensor, layer: FusedLayer) -> Tensor:
         """x in the type that the layer reads."""
-        return x if layer.kind is None or x.dtype == layer.kind else for_layer(x, layer.reads)
+        return x if layer.kind is None or x.dtype == layer.kind else cast_for_layer(x, layer.reads)
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
         """Made once: it compares the layers' scales, for which the host waits."""
@@ -207,10 +207,10 @@ class CudaOps:
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
         def make() -> F_:
-            made = kind(modules, self._base)
-            made.number = len(self.layers)
-            self.layers.append(made)
-            return made
+            layer = kind(modules, self._base)
+            layer.number = len(self.layers)
+            self.layers.append(layer)
+            return layer
 
         return self._made(make, kind, *modules)
 
@@ -226,8 +226,8 @@ class CudaOps:
     def _made(self, make: Callable[[], T], *key: object) -> T:
         if key not in self._kept:
             self._kept[key] = make()
-        made: T = self._kept[key]
-        return made
+        layer: T = self._kept[key]
+        return layer
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
@@ -255,15 +255,15 @@ class CudaLowering:
         self._lock = threading.Lock()  # adapters are packed on any thread
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """As `core.ops.ops.Lowering`: joined weights exist before anything is recorded."""
+        """Join weights before anything is recorded; see `core.ops.ops.Lowering`."""
         for call in trace(walk, *shapes).calls:
             self._ops.pack(call.operation, call.layers)
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             self._ops.begin()
-            found = walk(self._ops, *given)
-            return found if isinstance(found, tuple) else (found,)
+            outputs = walk(self._ops, *tensors)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
 
         return run
 
@@ -292,7 +292,7 @@ class CudaLowering:
 
     @property
     def folds(self) -> bool:
-        """Whether products that can add adapters' shares themselves, instead of a kernel behind them."""
+        """Return whether products that can add adapters' shares themselves, instead of a kernel behind them."""
         return self._ops.branches.folds
 
     @folds.setter
@@ -301,7 +301,7 @@ class CudaLowering:
 
     @property
     def branch_shape(self) -> BranchShape | None:
-        """What fixes the launches of calls now, beside their own shapes; None for rows without adapters."""
+        """The key that, beside their own shapes, fixes the launches of calls now; None for rows without adapters."""
         return self._ops.branches.shape
 
     @property

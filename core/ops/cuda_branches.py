@@ -17,7 +17,7 @@ from core import transfers
 from core.kernels.branches import BranchPart
 from core.kernels.cuda import low_rank
 from core.kernels.cuda.language import power
-from core.kernels.cuda.low_rank import ENTRY, RowAdapters, Shares, Window
+from core.kernels.cuda.low_rank import ENTRY, BranchShares, RowAdapters, Window
 from core.ops.branches import LowRank, as_part
 from core.ops.fused import FusedLayer
 
@@ -29,8 +29,8 @@ _ALIGNED = 16  # bytes
 
 
 class BranchShape(NamedTuple):
-    """What fixes the launches of a batch's branches: adapters of a row, ranks of one in a layer, at most; and the
-    layers, as a set of bits by their numbers, that have any.
+    """The key that fixes the launches of a batch's branches: adapters of a row, ranks of one in a layer, at most; and
+    the layers, as a set of bits by their numbers, that have any.
     """
 
     uses: int
@@ -44,15 +44,15 @@ class CudaBranches:
     def __init__(self, layers: Mapping[int, low_rank.LayerFactors], count: int, device: torch.device) -> None:
         """`layers` by their numbers, of `count` that there are."""
         self.layers = sum(1 << number for number in layers)
-        self.ranks = max((own.ranks for own in layers.values()), default=0)
+        self.ranks = max((names.ranks for names in layers.values()), default=0)
         tensors, size = [], count * ENTRY * 8
         table = torch.zeros(count, ENTRY, dtype=torch.int64)
-        for number, own in layers.items():
-            for place, tensor in enumerate((own.down, own.up, own.spans)):
+        for number, names in layers.items():
+            for place, tensor in enumerate((names.down, names.up, names.spans)):
                 table[number, place] = size
                 tensors.append((size, tensor))
                 size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-            table[number, ENTRY - 1] = own.ranks
+            table[number, ENTRY - 1] = names.ranks
         memory = transfers.allocated(size, device)
         table[:, : ENTRY - 1] += memory.data_ptr()
         host = torch.empty(size, dtype=torch.uint8)
@@ -85,12 +85,12 @@ class AdaptableLayers:
         """An adapter by its layers' names. Raises ValueError, naming the layer, for a factor that fits none."""
         if unknown := sorted(factors.keys() - {name for names in self._names for name in names}):
             raise ValueError(f"layer {unknown[0]}: the kernels do not run it, and so no branch of it")
-        made = {
+        packed = {
             number: self._packed(number, factors)
             for number, names in enumerate(self._names)
             if any(name in factors for name in names)
         }
-        return CudaBranches(made, len(self._layers), self._layers[0].weight.device)
+        return CudaBranches(packed, len(self._layers), self._layers[0].weight.device)
 
     def _packed(self, number: int, factors: Mapping[str, LowRank]) -> low_rank.LayerFactors:
         layer, parts, start = self._layers[number], list[BranchPart](), 0
@@ -109,8 +109,8 @@ class AdaptableLayers:
         return low_rank.pack(parts, start, layer.base, eight=layer.kind == torch.int8)
 
 
-class RowBranches:
-    """Which rows of a lowering's calls get which adapters. Filled and read on the thread that computes."""
+class CudaRowBranches:
+    """The adapters of each row of a lowering's calls. Filled and read on the thread that computes."""
 
     def __init__(self, rows: int) -> None:
         """`rows` is the most images of a call."""
@@ -123,7 +123,7 @@ class RowBranches:
 
     @property
     def shape(self) -> BranchShape | None:
-        """That of the calls inside `adapted` or `like`; None outside, and for rows without any."""
+        """The shape of the calls inside `adapted` or `like`; None outside, and for rows without any."""
         return None if self._now is None else self._now[0]
 
     @contextmanager
@@ -178,21 +178,23 @@ class RowBranches:
                 addresses[number, place], scales[number, place] = adapter.address, scale
         if uses not in self._tables:
             self._tables[uses] = torch.zeros_like(addresses, device=device), torch.zeros_like(scales, device=device)
-        for own, given in zip(self._tables[uses], (addresses, scales), strict=True):
+        for table, values in zip(self._tables[uses], (addresses, scales), strict=True):
             # Not from pageable memory: the host would wait for the steps that are queued.
-            own.copy_(given.pin_memory() if own.is_cuda else given, non_blocking=True)
+            table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
     def has(self, layer: FusedLayer) -> bool:
-        """Whether rows may have a share in this layer now."""
+        """Return whether rows may have a share in this layer now."""
         return self._now is not None and bool(self._now[0].layers >> layer.number & 1)
 
-    def shares(self, layer: FusedLayer, x: Tensor, window: Window, row_scale: Tensor | None = None) -> Shares | None:
-        """What is added to the layer's result of x [B, H, W, C]; None if no row has a share in it."""
+    def shares(
+        self, layer: FusedLayer, x: Tensor, window: Window, row_scale: Tensor | None = None
+    ) -> BranchShares | None:
+        """The shares that are added to the layer's result of x [B, H, W, C]; None if no row has one."""
         if not self.has(layer):
             return None
         assert self._now is not None
         self._check(x)
-        return Shares(x, self._now[1], layer.number, window, row_scale, layer.base, self.folds).computed()
+        return BranchShares(x, self._now[1], layer.number, window, row_scale, layer.base, self.folds).computed()
 
     def _check(self, x: Tensor) -> None:
         if len(x) > self._rows:

@@ -32,7 +32,7 @@ class FusedBatch:
     tokens: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]; -1: a padding row
     sequences: Tensor  # int32 [T]
-    picked: Tensor | None  # int32 [L]; None: all, in order
+    output_rows: Tensor | None  # int32 [L]; None: all, in order
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
     parts: int  # at least `decode_kernel.reach` of the longest sequence among the singles
@@ -69,15 +69,15 @@ def _tile(x: Tensor, columns: int) -> Tile | None:
 class Residual:
     """The residual stream [T, C]: `x` in memory, and what the next norm brings into it.
 
-    That is rows `index` of x, or plus `sums`. Of a norm's result only rows `picked` are wanted, if given.
+    That is rows `index` of x, or plus `sums`. If `output_rows` is given, a norm returns only these rows.
     """
 
-    __slots__ = ("index", "picked", "sums", "x")
+    __slots__ = ("index", "output_rows", "sums", "x")
 
     def __init__(self, x: Tensor, index: Tensor | None = None) -> None:
         self.x, self.index = x, index
         self.sums: SplitSums | None = None
-        self.picked: Tensor | None = None
+        self.output_rows: Tensor | None = None
 
 
 class CudaTokenOps:
@@ -106,17 +106,17 @@ class CudaTokenOps:
         weight, eps = self._norms.get(norm) or self._norm(norm)
         inverse, dtype = self._reader(tuple(to))
         if x.index is not None:
-            kept = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
-            a = add_norm(x.x, weight, eps, inverse, dtype, index=x.index, kept=kept, early=self.early)
-            x.x, x.index = kept, None
+            out = torch.empty(len(x.index), x.x.shape[1], dtype=self._base, device=x.x.device)
+            a = add_norm(x.x, weight, eps, inverse, dtype, index=x.index, sum_out=out, early=self.early)
+            x.x, x.index = out, None
         elif x.sums is not None:
-            a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, kept=x.x, early=self.early)
+            a = add_norm(x.x, weight, eps, inverse, dtype, sums=x.sums, sum_out=x.x, early=self.early)
             x.sums = None
         else:
             a = add_norm(x.x, weight, eps, inverse, dtype)
-        if x.picked is None:
+        if x.output_rows is None:
             return a
-        rows = x.picked.long()
+        rows = x.output_rows.long()
         return a.view(torch.uint8)[rows].view(a.dtype) if a.element_size() == 1 else a[rows]
 
     def linear(self, x: Tensor, *layers: Layer, residual: Residual | None = None) -> SplitSums | Residual:
@@ -138,18 +138,18 @@ class CudaTokenOps:
         inverse, dtype = self._reader((to,))
         if len(x) > MOST_ROWS:
             return gate(product.many(x), inverse, dtype)
-        given = (product.weight, product.scale, product.bias)
-        return stream_kernel.gated(x, *given, inverse, dtype, early=self.early)
+        tensors = (product.weight, product.scale, product.bias)
+        return stream_kernel.gated(x, *tensors, inverse, dtype, early=self.early)
 
     def rotate_paged(
         self, qkv: SplitSums, rows: FusedBatch, layer: int, *, heads: int, norms: tuple[Layer, Layer] | None = None
     ) -> Tensor:
         """[T, heads, d]."""
-        given = (qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base)
+        arguments = (qkv, self._angles, rows.positions, rows.sequences, self._cache, layer, heads, self._base)
         if norms is None:
-            return rotate(*given, early=self.early)
+            return rotate(*arguments, early=self.early)
         (q_norm, eps), (k_norm, _) = (self._norms.get(norm) or self._norm(norm) for norm in norms)
-        return rotate(*given, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
+        return rotate(*arguments, q_norm=q_norm, k_norm=k_norm, eps=eps, early=self.early)
 
     def attend_paged(self, q: Tensor, rows: FusedBatch, layer: int, *, scale: float, to: Layer) -> Tensor:
         inverse, dtype = self._reader((to,))
@@ -166,14 +166,14 @@ class CudaTokenOps:
 
     def head(self, x: Tensor, layer: Layer, out: Tensor | None = None) -> Tensor:
         product = self._product((layer,))
-        made = torch.empty(len(x), len(product.weight), device=x.device) if out is None else out
+        logits = torch.empty(len(x), len(product.weight), device=x.device) if out is None else out
         for start in range(0, len(x), MOST_ROWS):
             part = x[start : start + MOST_ROWS]
-            to = made[start : start + len(part)]
+            to = logits[start : start + len(part)]
             sums = stream_kernel.stream(part, product.weight, out=to, early=self.early)
             if sums.data_ptr() != to.data_ptr() or product.scale is not None or product.bias is not None:
                 to.copy_(SplitSums(sums, product.scale, product.bias).whole())
-        return made
+        return logits
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -188,18 +188,18 @@ class CudaTokenOps:
         return sum(product.weight.nbytes for product in self._products.values())
 
     def _product(self, layers: tuple[Layer, ...]) -> TokenLinear:
-        found = self._products.get(layers)
-        if found is None:
-            found = self._products[layers] = TokenLinear(layers, self._base)
-        return found
+        product = self._products.get(layers)
+        if product is None:
+            product = self._products[layers] = TokenLinear(layers, self._base)
+        return product
 
     def _reader(self, to: tuple[Layer, ...]) -> tuple[Tensor | None, torch.dtype]:
-        found = self._readers.get(to)
-        if found is None:
+        reader = self._readers.get(to)
+        if reader is None:
             kind, inverse = Reader.of(to)
-            found = self._readers[to] = inverse, kind or self._base
-        return found
+            reader = self._readers[to] = inverse, kind or self._base
+        return reader
 
     def _norm(self, norm: Layer) -> tuple[Tensor, float]:
-        found = self._norms[norm] = norm.weight.detach(), rms_eps(norm)
-        return found
+        entry = self._norms[norm] = norm.weight.detach(), rms_eps(norm)
+        return entry

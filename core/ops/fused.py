@@ -21,7 +21,7 @@ from core.kernels.cuda import layer_norm as layer_norms
 from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention
-from core.kernels.cuda.low_rank import Shares, Window
+from core.kernels.cuda.low_rank import BranchShares, Window
 from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
@@ -30,14 +30,14 @@ from core.quant.linear import ScaledConv2d, ScaledWeights
 
 
 class Reader(NamedTuple):
-    """What a layer reads: the 8-bit type, or None for the base type, and what multiplies the input [K] before."""
+    """The input type of a layer: the 8-bit type, or None for the base type, and the factor [K] applied before."""
 
     kind: torch.dtype | None
     inverse: Tensor | None
 
     @classmethod
     def of(cls, modules: Sequence[Any]) -> Reader:
-        """Of layers that read one input. Raises ValueError for layers that cannot share it."""
+        """The reader of layers with one input. Raises ValueError for layers that cannot share it."""
         first = modules[0]
         quantized = isinstance(first, ScaledWeights)
         if quantized and not first.STATIC:
@@ -70,12 +70,12 @@ class FusedLayer:
 
     @property
     def plain_bias(self) -> Tensor | None:
-        """In the base type, for torch's own products."""
+        """The bias in the base type, for torch's own products."""
         return None if self.bias is None else self.bias.to(self.base)
 
     @property
     def channels(self) -> int:
-        """Of the input."""
+        """The number of channels of the input."""
         return int(self.weight.shape[1])
 
 
@@ -97,16 +97,16 @@ def _joined(modules: Sequence[Any], name: str) -> Tensor:
         return tensors[0]
     # E4M3 as bytes: torch does not concatenate it everywhere.
     plain = torch.uint8 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
-    whole = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
+    joined = torch.cat([tensor.view(plain) for tensor in tensors]).view(tensors[0].dtype)
     at = 0
     for module, tensor in zip(modules, tensors, strict=True):
-        part = whole[at : at + len(tensor)]
+        part = joined[at : at + len(tensor)]
         at += len(tensor)
         if name in module._parameters:
             getattr(module, name).data = part
         else:
             module._buffers[name] = part
-    return whole
+    return joined
 
 
 class Linear(FusedLayer):
@@ -119,7 +119,7 @@ class Linear(FusedLayer):
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, tile: Tile | None = None, *,
-        row_scale: Tensor | None = None, shares: Shares | None = None,
+        row_scale: Tensor | None = None, shares: BranchShares | None = None,
     ) -> Tensor:  # fmt: skip
         """`out` [M, N], whose rows may be strided, receives the result; it may be `residual`. `row_scale` [M]
         multiplies the products of 8-bit rows. `shares` of adapters are added.
@@ -131,10 +131,10 @@ class Linear(FusedLayer):
             y = y if out is None or out is residual else out.copy_(y)
             return y if shares is None else shares.add(y)
         assert self.scale is not None
-        given = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
+        arguments = (x, self.weight, self.scale, self.bias, row_scale, residual, self.base)
         if x.is_cuda:
-            return linears.linear_int8(*given, out=out, tile=tile, shares=shares)
-        y = linears.linear_int8_reference(*given)
+            return linears.linear_int8(*arguments, out=out, tile=tile, shares=shares)
+        y = linears.linear_int8_reference(*arguments)
         y = y if out is None else out.copy_(y)
         return y if shares is None else shares.add(y)
 
@@ -142,17 +142,17 @@ class Linear(FusedLayer):
 class Gated(Linear):
     """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: Reader, act: Activation, shares: Shares | None = None) -> Tensor:
+    def gate(self, x: Tensor, then: Reader, act: Activation, shares: BranchShares | None = None) -> Tensor:
         """`shares` of adapters are added to hidden and gate."""
         if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x, shares=shares).chunk(2, dim=-1)
-            return for_layer(hidden * ACTIVATIONS[act](gate), then)
+            return cast_for_layer(hidden * ACTIVATIONS[act](gate), then)
         assert self.scale is not None and then.inverse is not None
-        given = (x, self.weight, self.scale, self.bias, then.inverse)
+        arguments = (x, self.weight, self.scale, self.bias, then.inverse)
         if x.is_cuda:
-            return linears.linear_geglu_int8(*given, act=act, shares=shares)
+            return linears.linear_geglu_int8(*arguments, act=act, shares=shares)
         added = None if shares is None else shares.alone(len(self.weight))
-        return linears.linear_geglu_int8_reference(*given, act=act, added=added)
+        return linears.linear_geglu_int8_reference(*arguments, act=act, added=added)
 
 
 class Conv(FusedLayer):
@@ -178,14 +178,14 @@ class Conv(FusedLayer):
         return int(self.weight.shape[1 if self.kind is None else 3])
 
     def window(self, x: Tensor) -> Window:
-        """What the result's pixels read of x [B, H, W, C]."""
+        """The window of x [B, H, W, C] that the result's pixels read."""
         ends = 2 * self.padding if self.padding else 1
         height, width = ((side + ends - self.taps) // self.stride + 1 for side in x.shape[1:3])
         return Window(height, width, (x.shape[1], x.shape[2]), self.taps, self.stride, self.padding)
 
     def __call__(
         self, x: Tensor, row_bias: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None, *,
-        relu: bool = False, shares: Shares | None = None,
+        relu: bool = False, shares: BranchShares | None = None,
     ) -> Tensor:  # fmt: skip
         """x [B, H, W, C] → [B, H', W', N]. `row_bias` fp32 [B, N]: one per image. `relu` acts last, and not together
         with `shares`, which are added.
@@ -200,16 +200,16 @@ class Conv(FusedLayer):
             y = y if out is None else out.copy_(y)
             return y if shares is None else shares.add(y)
         assert self.scale is not None
-        given = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
+        arguments = (x, self.weight, self.scale, self.bias, row_bias, residual, self.stride, self.base)
         if x.is_cuda:
-            return convs.conv3x3_int8(*given, relu=relu, out=out, shares=shares)
-        y = convs.conv3x3_int8_reference(*given, relu=relu)
+            return convs.conv3x3_int8(*arguments, relu=relu, out=out, shares=shares)
+        y = convs.conv3x3_int8_reference(*arguments, relu=relu)
         y = y if out is None else out.copy_(y)
         return y if shares is None else shares.add(y)
 
 
 class UpConv(Conv):
-    """The same after a nearest-neighbour upsampling by two; in 8 bits the larger image is never materialized.
+    """A convolution after a nearest-neighbour upsampling by two; in 8 bits the larger image is never materialized.
 
     Taps that read the same pixel are summed, and the sums are quantized again.
     """
@@ -226,7 +226,7 @@ class UpConv(Conv):
             self.steps = step.contiguous()
 
     def double(
-        self, x: Tensor, height: int, width: int, out: Tensor | None = None, shares: Shares | None = None
+        self, x: Tensor, height: int, width: int, out: Tensor | None = None, shares: BranchShares | None = None
     ) -> Tensor:
         """x [B, H, W, C] → [B, height, width, N]: twice H and W, or one less.
 
@@ -268,7 +268,7 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps, inverse, kind or self.base, row_scale=scale)
 
 
-class RmsNorm:
+class FusedRmsNorm:
     """RMSNorm, in the type that the next layer reads."""
 
     def __init__(self, norm: Any, base: torch.dtype) -> None:
@@ -282,7 +282,7 @@ class RmsNorm:
 
 
 def attend_wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same for one head of hundreds of channels: the scores of one image at a time, since they take 2·T² bytes."""
+    """Compute `attend` for one head of hundreds of channels: one image at a time, since scores take 2·T² bytes."""
     scale = 1.0 / math.sqrt(q.shape[-1])
     images = zip(q.squeeze(2), k.squeeze(2), v.squeeze(2), strict=True)
     return torch.stack([((a * scale) @ b.t()).softmax(-1) @ c for a, b, c in images])
@@ -297,13 +297,13 @@ def attend(
     """
     crossed = lengths is not None and q.shape[1] != k.shape[1]
     if q.is_cuda and q.dtype == torch.bfloat16 and not crossed:
-        made = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
-        return made.flatten(0, 1)
+        out = attention(q, k, v, then.inverse, then.kind or q.dtype, lengths=lengths, causal=causal)
+        return out.flatten(0, 1)
     y = TorchOps().attend(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], lengths=lengths, causal=causal)
-    return for_layer(y.flatten(0, 1), then)
+    return cast_for_layer(y.flatten(0, 1), then)
 
 
-def for_layer(x: Tensor, then: Reader) -> Tensor:
+def cast_for_layer(x: Tensor, then: Reader) -> Tensor:
     """x [..., C] in the type that the next layer reads."""
     if then.kind is None or then.inverse is None:
         return x

@@ -31,18 +31,18 @@ def rms_eps(norm: Layer) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
-def doubled(sides: Sequence[int], like: Sequence[int] | None) -> tuple[int, int]:
-    """Height and width of a map after `Ops.upsample`: those of `like`, or twice its own.
+def doubled(sides: Sequence[int], target: Sequence[int] | None) -> tuple[int, int]:
+    """Height and width of a map after `Ops.upsample`: those of `target`, or twice its own.
 
     They may be one less, where a map of odd sides was halved: nearest neighbours then give the doubled map without its
     last row or column. Raises ValueError for any other.
     """
     height, width = (2 * side for side in sides)
-    if like is None:
+    if target is None:
         return height, width
-    if like[0] not in (height - 1, height) or like[1] not in (width - 1, width):
-        raise ValueError(f"a map of {sides[0]}×{sides[1]} does not double to {like[0]}×{like[1]}")
-    return like[0], like[1]
+    if target[0] not in (height - 1, height) or target[1] not in (width - 1, width):
+        raise ValueError(f"a map of {sides[0]}×{sides[1]} does not double to {target[0]}×{target[1]}")
+    return target[0], target[1]
 
 
 def bind(walk: Callable[..., Any], weights: Any) -> Walk:
@@ -79,8 +79,8 @@ class Ops(Protocol[A]):
         Padding is 1, or, for a layer without, 1 on the right and at the bottom, as autoencoders halve maps.
         """
 
-    def upsample(self, x: A, layer: Layer, *, like: A | None = None, out: A | None = None) -> A:
-        """A 3×3 convolution of the map doubled by nearest neighbours, to the sides of `like`: see `doubled`."""
+    def upsample(self, x: A, layer: Layer, *, target: A | None = None, out: A | None = None) -> A:
+        """A 3×3 convolution of the map doubled by nearest neighbours, to the sides of `target`: see `doubled`."""
 
     def group_norm(self, x: A, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> A:
         """GroupNorm, and SiLU, for the layers `to`."""
@@ -129,10 +129,10 @@ class Ops(Protocol[A]):
     def shape(self, x: A) -> tuple[int, ...]:
         """The shape of x, channels last."""
 
-    def joint(self, like: A, channels: tuple[int, int], halvings: int) -> tuple[A | None, A | None]:
+    def joint(self, target: A, channels: tuple[int, int], halvings: int) -> tuple[A | None, A | None]:
         """Slots side by side for two arrays that are concatenated later; None where that brings nothing.
 
-        The maps are those of `like` with sides halved so many times.
+        The maps are those of `target` with sides halved so many times.
         """
 
     def place(self, x: A, out: A | None) -> A:

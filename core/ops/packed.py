@@ -63,11 +63,11 @@ class PackedLayers:
         return self._once([module], (first, count, bias), make)
 
     def embedding(self, module: nn.Embedding) -> Tensor:
-        """Its weight [n, channels], which a layer may share that `release` drops."""
+        """The layer's weight [n, channels], which may be shared with a layer that `release` drops."""
         return self._embeddings.setdefault(module, module.weight.detach())
 
     def inverse(self, *modules: nn.Module) -> Tensor | None:
-        """What the input of these layers, which read it side by side, is quantized with; None for floats."""
+        """The factor that quantizes the input of these layers, which read it side by side; None for floats."""
         if not modules:
             return None
         try:
@@ -135,12 +135,12 @@ def _inverse(modules: Sequence[nn.Module]) -> Tensor | None:
 
 def _biases(modules: Sequence[nn.Module]) -> Tensor:
     """Concatenated, [n]; zeros for a layer without one."""
-    found = []
+    biases = []
     for module in modules:
         assert isinstance(module, nn.Linear | nn.Conv2d | Int8Layer)
         bias = torch.zeros(module.weight.shape[0]) if module.bias is None else module.bias.detach().float()
-        found.append(bias)
-    return torch.cat(found)
+        biases.append(bias)
+    return torch.cat(biases)
 
 
 def _float_weight(module: nn.Module) -> Tensor:

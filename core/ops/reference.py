@@ -57,8 +57,8 @@ class TorchOps:
         y = y if residual is None else y + residual
         return ACTIVATIONS[act](y) if act else y
 
-    def upsample(self, x: Tensor, layer: Layer, *, like: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        size = doubled(x.shape[1:3], None if like is None else like.shape[1:3])
+    def upsample(self, x: Tensor, layer: Layer, *, target: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        size = doubled(x.shape[1:3], None if target is None else target.shape[1:3])
         return _on_map(layer, F.interpolate(x.permute(0, 3, 1, 2), size=size, mode="nearest").permute(0, 2, 3, 1))
 
     def group_norm(self, x: Tensor, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Tensor:
@@ -132,7 +132,7 @@ class TorchOps:
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def joint(self, like: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
+    def joint(self, target: Tensor, channels: tuple[int, int], halvings: int) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
     def place(self, x: Tensor, out: Tensor | None) -> Tensor:
@@ -140,7 +140,8 @@ class TorchOps:
 
 
 def excess(x: Tensor, layer: ScaledWeights, within: Tensor) -> Tensor:
-    """By how much each token of x [B, …, K] exceeds the range of a layer's static scales, [B, …, 1]; at least 1.
+    """The factor by which each token of x [B, …, K] exceeds the range of a layer's static scales, [B, …, 1]; at least
+    1.
 
     Also 1 for images that `within` [B] is 0 for.
     """
@@ -162,7 +163,7 @@ def _is_conv(layer: Any) -> bool:
 
 
 def _padding(layer: Any) -> int:
-    """Of a convolution, plain or quantized."""
+    """The padding of a convolution, plain or quantized."""
     return int(layer.padding if isinstance(layer.padding, int) else layer.padding[0])
 
 
@@ -182,11 +183,11 @@ class TorchLowering:
         self._ops = TorchOps()
 
     def prepare(self, walk: Walk, *shapes: tuple[int, ...], bound: int | None = None) -> None:
-        """Nothing: torch packs no weights."""
+        """Do nothing: torch packs no weights."""
 
     def lower(self, walk: Walk, name: str, *, bound: int | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        def run(*given: Tensor | None) -> tuple[Tensor, ...]:
-            found = walk(self._ops, *given)
-            return found if isinstance(found, tuple) else (found,)
+        def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+            outputs = walk(self._ops, *tensors)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
 
         return run

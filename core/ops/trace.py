@@ -10,35 +10,35 @@ from core.ops.ops import Activation, Layer, Walk, doubled
 Shape = tuple[int, ...]  # of an array, channels last
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """An operation that a walk asks for."""
 
     operation: str  # the method of `Ops`
     layers: tuple[Layer, ...]
-    given: Shape
-    made: Shape
+    inputs: Shape
+    output: Shape
 
 
 class Trace(NamedTuple):
-    """What was asked for, in order, and the shapes of what the walk returned."""
+    """The calls of a walk in order, and the shapes that it returned."""
 
-    calls: list[Call]
+    calls: list[TracedCall]
     outputs: tuple[Shape, ...]
 
 
 def trace(walk: Walk, *shapes: Shape) -> Trace:
     """Follow a walk over inputs of these shapes. Needs no weights, only their modules."""
     ops = TraceOps()
-    found = walk(ops, *shapes)
-    one = bool(found) and isinstance(found[0], int)
-    return Trace(ops.calls, (found,) if one else tuple(found))
+    outputs = walk(ops, *shapes)
+    is_single = bool(outputs) and isinstance(outputs[0], int)
+    return Trace(ops.calls, (outputs,) if is_single else tuple(outputs))
 
 
 class TraceOps:
     """`core.ops.ops.Ops` on shapes."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
 
     def linear(
         self,
@@ -65,8 +65,8 @@ class TraceOps:
         height, width = ((side + before - 2) // stride + 1 for side in x[1:3])
         return self._call("conv", (layer,), x, (x[0], height, width, _width(layer)))
 
-    def upsample(self, x: Shape, layer: Layer, *, like: Shape | None = None, out: Shape | None = None) -> Shape:
-        height, width = doubled(x[1:3], None if like is None else like[1:3])
+    def upsample(self, x: Shape, layer: Layer, *, target: Shape | None = None, out: Shape | None = None) -> Shape:
+        height, width = doubled(x[1:3], None if target is None else target[1:3])
         return self._call("upsample", (layer,), x, (x[0], height, width, _width(layer)))
 
     def group_norm(self, x: Shape, norm: Layer, *, silu: bool = False, to: Sequence[Layer] = ()) -> Shape:
@@ -125,15 +125,15 @@ class TraceOps:
     def shape(self, x: Shape) -> Shape:
         return x
 
-    def joint(self, like: Shape, channels: tuple[int, int], halvings: int) -> tuple[Shape | None, Shape | None]:
+    def joint(self, target: Shape, channels: tuple[int, int], halvings: int) -> tuple[Shape | None, Shape | None]:
         return None, None
 
     def place(self, x: Shape, out: Shape | None) -> Shape:
         return x
 
-    def _call(self, operation: str, layers: tuple[Layer, ...], given: Shape, made: Shape) -> Shape:
-        self.calls.append(Call(operation, layers, given, made))
-        return made
+    def _call(self, operation: str, layers: tuple[Layer, ...], inputs: Shape, output: Shape) -> Shape:
+        self.calls.append(TracedCall(operation, layers, inputs, output))
+        return output
 
 
 def _width(layer: Any) -> int:

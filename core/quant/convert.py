@@ -43,31 +43,31 @@ class Recipe:
     """Rules in order, for linear layers and convolutions.
 
     `shares` names layers' inputs: layers with the same name read one input and get equal scales. `halves` says where
-    the second part of a concatenated input begins, or None. `chosen` has single layers' own rules, which come first.
+    the second part of a concatenated input begins, or None. `layer_rules` has rules of single layers, which come first.
     """
 
     name: str
     rules: tuple[Rule, ...]
     shares: Callable[[str], str] = lambda name: name
     halves: Callable[[str], int | None] = lambda name: None
-    chosen: Mapping[str, Rule] = field(default_factory=dict)
+    layer_rules: Mapping[str, Rule] = field(default_factory=dict)
 
     def rule(self, layer: str) -> Rule:
         """The rule for a layer. Raises `RecipeError` if none matches."""
-        return self.chosen.get(layer) or self._by_pattern(layer)
+        return self.layer_rules.get(layer) or self._by_pattern(layer)
 
     def keeping(self, model: nn.Module, pattern: re.Pattern[str], reason: str) -> Recipe:
         """The recipe that leaves all layers unquantized whose whole name matches, and those that share their inputs."""
         left = [family for family in self.families(model) if any(pattern.fullmatch(name) for name in family)]
         rules = {name: replace(self.rule(name), reason=reason) for family in left for name in family}
-        return replace(self, chosen={**self.chosen, **rules})
+        return replace(self, layer_rules={**self.layer_rules, **rules})
 
     def families(self, model: nn.Module) -> list[list[str]]:
         """The layers to be quantized, those that read one input together. Raises as `targets`."""
-        found: dict[str, list[str]] = defaultdict(list)
+        families: dict[str, list[str]] = defaultdict(list)
         for name in self.targets(model):
-            found[self.shares(name)].append(name)
-        return [*found.values()]
+            families[self.shares(name)].append(name)
+        return [*families.values()]
 
     def _by_pattern(self, layer: str) -> Rule:
         for rule in self.rules:
@@ -80,14 +80,14 @@ class Recipe:
         layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
         decided = {name: self._by_pattern(name) for name in layers}
         for rule in self.rules:
-            if rule.required and not any(found is rule for found in decided.values()):
+            if rule.required and not any(selected is rule for selected in decided.values()):
                 raise RecipeError(f"{self.name}: the model has no layer for the rule {rule.pattern!r}")
-        return [name for name, rule in decided.items() if not self.chosen.get(name, rule).reason]
+        return [name for name, rule in decided.items() if not self.layer_rules.get(name, rule).reason]
 
 
 @dataclass
 class QuantizationReport:
-    """What `quantize_` changed, what it left unquantized, with the reason, and which weights GPTQ rounded."""
+    """The layers that `quantize_` changed and left, with reasons, and those whose weights GPTQ rounded."""
 
     changed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -115,23 +115,23 @@ def quantize_(
         if statistics is None or not statistics.largest:
             raise StatisticsError("there are no statistics: calibration saw no data")
     families = recipe.families(model)
-    made: dict[str, nn.Module] = {}
+    replacements: dict[str, nn.Module] = {}
     for family in families:
-        made |= _family(model, family, recipe, statistics, scheme)
+        replacements |= _family(model, family, recipe, statistics, scheme)
     report = QuantizationReport(recipe.targets(model))
     if gptq:
-        report.compensated = _compensate(model, families, made, statistics, scheme)
+        report.compensated = _compensate(model, families, replacements, statistics, scheme)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in made:
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in replacements:
             report.skipped[name] = recipe.rule(name).reason
-    swap_(model, made)
+    swap_(model, replacements)
     return report
 
 
-def swap_(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
+def swap_(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
     """Replace the modules with these names, under every name that a module has."""
-    places = {name: model.get_submodule(name) for name in made}
-    new = {id(places[name]): module for name, module in made.items()}
+    places = {name: model.get_submodule(name) for name in replacements}
+    new = {id(places[name]): module for name, module in replacements.items()}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in new:
             parent, _, leaf = name.rpartition(".")
@@ -152,37 +152,37 @@ def _family(
         inverse = inverse_of(largest, recipe, statistics)
     name = family[0]
     try:
-        made: dict[str, nn.Module] = {}
+        replacements: dict[str, nn.Module] = {}
         for name, layer in layers.items():
-            made[name] = SCHEMES[scheme].quantize(layer, inverse)
+            replacements[name] = SCHEMES[scheme].quantize(layer, inverse)
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from error
-    return made
+    return replacements
 
 
 def _compensate(
     model: nn.Module,
     families: list[list[str]],
-    made: Mapping[str, nn.Module],
+    replacements: Mapping[str, nn.Module],
     statistics: Statistics | None,
     scheme: Scheme,
 ) -> list[str]:
-    """Round the new layers' weights by GPTQ; the names of those that it made better."""
+    """Round the new layers' weights by GPTQ; returns the names of the layers that it improved."""
     if scheme != "int8":
         raise RecipeError(f"gptq: rounds weights of int8, not of {scheme}")
-    found = []
+    compensated = []
     for family in families:
         rows = None if statistics is None else statistics.rows(family)
         if rows is None:
             raise StatisticsError(f"{family[0]}: calibration kept no rows of its input, and GPTQ needs them")
-        found += [name for name in family if compensate_(made[name], model.get_submodule(name), rows)]
-    return found
+        compensated += [name for name in family if compensate_(replacements[name], model.get_submodule(name), rows)]
+    return compensated
 
 
 def inverse_of(
     largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics, rule: Rule | None = None
 ) -> Tensor:
-    """What multiplies the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
+    """The factor for the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
 
     `rule` overrides that of the recipe. Raises `StatisticsError`, and `RecipeError` for layers that cannot share it.
     """
@@ -216,7 +216,7 @@ def largest_weights(name: str, layer: nn.Module) -> Tensor:
     """Largest magnitude of the weights of each input channel, [K]. Raises `StatisticsError` for NaN and infinity."""
     assert isinstance(layer, (nn.Linear, nn.Conv2d))
     weight = layer.weight.detach().float().abs()
-    found = weight.amax(0) if weight.dim() == 2 else weight.amax((0, 2, 3))
-    if not torch.isfinite(found).all():
+    largest = weight.amax(0) if weight.dim() == 2 else weight.amax((0, 2, 3))
+    if not torch.isfinite(largest).all():
         raise StatisticsError(f"{name}: its weights are not finite")
-    return found
+    return largest

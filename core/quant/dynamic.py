@@ -28,8 +28,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def product(levels: Tensor, weight: Tensor) -> Tensor:
     """levels [..., K] times weight [N, K], both int8, in fp32 [..., N]: exact to 1,040 inputs, then sums of such."""
     parts = zip(levels.split(_EXACT, dim=-1), weight.split(_EXACT, dim=-1), strict=True)
-    (first, *others) = (F.linear(a.float(), b.float()) for a, b in parts)
-    for other in others:
+    (first, *partials) = (F.linear(a.float(), b.float()) for a, b in parts)
+    for other in partials:
         first += other
     return first
 
@@ -55,13 +55,13 @@ class Int8DynamicConv2d(ScaledConv2d):
         """x [B, C, h, w] to [B, N, H, W] of x's type; each tap of the kernel is a product over the pixels under it."""
         around = (0, 0, *[self.padding] * 4)
         levels, scale = (F.pad(part, around) for part in quantize_rows(x.permute(0, 2, 3, 1)))
-        _, tall, wide, _ = self.weight.shape
+        _, kernel_height, kernel_width, _ = self.weight.shape
         height, width = (
-            side - kernel + 1 for side, kernel in zip(levels.shape[1:3], (tall, wide), strict=True)
+            side - kernel + 1 for side, kernel in zip(levels.shape[1:3], (kernel_height, kernel_width), strict=True)
         )  # of the result, before strides
         y = torch.zeros((), device=x.device)
-        for row in range(tall):
-            for column in range(wide):
+        for row in range(kernel_height):
+            for column in range(kernel_width):
                 under = (slice(None), slice(row, row + height, self.stride), slice(column, column + width, self.stride))
                 y = y + product(levels[under], self.weight[:, row, column]) * scale[under]
         y = y * self.scale

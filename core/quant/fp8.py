@@ -24,7 +24,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def available(device: torch.device) -> bool:
-    """Whether this device multiplies FP8."""
+    """Return whether this device multiplies FP8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -45,11 +45,11 @@ class Fp8Linear(ScaledLinear):
         """x [..., K] to [..., N] of x's type."""
         rows = to_e4m3(x.float() * self.inverse).reshape(-1, self.in_features).contiguous()
         if available(x.device) and not (self.in_features % 16 or self.out_features % 16):
-            one = torch.ones((rows.shape[0], 1), device=x.device)
-            made = torch._scaled_mm(
-                rows, self.weight.t(), scale_a=one, scale_b=self.scale[None], out_dtype=torch.bfloat16
+            ones = torch.ones((rows.shape[0], 1), device=x.device)
+            out = torch._scaled_mm(
+                rows, self.weight.t(), scale_a=ones, scale_b=self.scale[None], out_dtype=torch.bfloat16
             )
-            y: Tensor = made.float()
+            y: Tensor = out.float()
         else:
             y = F.linear(rows.float(), self.weight.float()) * self.scale
         y = y.view(*x.shape[:-1], self.out_features)

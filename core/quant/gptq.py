@@ -15,32 +15,32 @@ _BLOCK = 128  # columns that are rounded before all later ones are updated
 _FITTED = 4 / 5  # of the rows; the others tell whether anything was gained
 
 
-def compensate_(made: nn.Module, layer: nn.Module, rows: Tensor) -> bool:
-    """Round the weight of the INT8 layer `made` of `layer` anew, for inputs like `rows` [n, K]. In place.
+def compensate_(quantized: nn.Module, layer: nn.Module, rows: Tensor) -> bool:
+    """Round the weight of the INT8 layer `quantized` of `layer` anew, for inputs like `rows` [n, K]. In place.
 
     Returns whether that lowers the error of the output on a fifth of the rows, which were not used; else nothing
     changes. A convolution is rounded as if neighbouring pixels were independent.
     """
-    assert isinstance(made, (Int8Linear, Int8Conv2d)) and isinstance(layer, (nn.Linear, nn.Conv2d))
-    rounded = made.weight if made.weight.dim() == 2 else made.weight.flatten(1, 2)
+    assert isinstance(quantized, (Int8Linear, Int8Conv2d)) and isinstance(layer, (nn.Linear, nn.Conv2d))
+    rounded = quantized.weight if quantized.weight.dim() == 2 else quantized.weight.flatten(1, 2)
     rounded = rounded.reshape(-1, rounded.shape[-1])  # [N · taps, K]
     weight = layer.weight.detach().float()
     weight = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1)
-    weight = weight.reshape(rounded.shape) / made.inverse
-    scale = made.scale.repeat_interleave(len(rounded) // len(made.scale))
-    x = quantize(rows.to(weight.device), made.inverse).double()
+    weight = weight.reshape(rounded.shape) / quantized.inverse
+    scale = quantized.scale.repeat_interleave(len(rounded) // len(quantized.scale))
+    x = quantize(rows.to(weight.device), quantized.inverse).double()
     fitted = round(len(x) * _FITTED)
     if not 0 < fitted < len(x):
         return False
-    found = round_weight(weight, scale, x[:fitted].T @ x[:fitted])
+    result = round_weight(weight, scale, x[:fitted].T @ x[:fitted])
     left = x[fitted:]
 
     def off(levels: Tensor) -> float:
         return float((left @ (levels.double() * scale[:, None] - weight).T).square().sum())
 
-    if not off(found) < off(rounded):
+    if not off(result) < off(rounded):
         return False
-    made.weight = found.view(made.weight.shape)
+    quantized.weight = result.view(quantized.weight.shape)
     return True
 
 
@@ -62,6 +62,6 @@ def round_weight(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
             left[:, column + 1 : stop] -= error[:, None] * upper[column, column + 1 : stop]
             errors[:, column - start] = error
         left[:, stop:] -= errors @ upper[start:stop, stop:]
-    found = torch.empty_like(levels)
-    found[:, order] = levels
-    return found.to(torch.int8)
+    rounded = torch.empty_like(levels)
+    rounded[:, order] = levels
+    return rounded.to(torch.int8)

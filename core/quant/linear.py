@@ -26,8 +26,8 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = weight.float().flatten(1)
     scale = rows.abs().amax(dim=1) / LEVELS
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # the smallest floats underflow to zero when divided
-    whole = (rows / scale[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
-    return whole.view(weight.shape), scale
+    quantized = (rows / scale[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8)
+    return quantized.view(weight.shape), scale
 
 
 class FixedDtypeModule(nn.Module):
@@ -35,8 +35,8 @@ class FixedDtypeModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def moved(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return made if made.dtype == tensor.dtype else tensor.to(made.device)
+            converted = fn(tensor)
+            return converted if converted.dtype == tensor.dtype else tensor.to(converted.device)
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -71,7 +71,7 @@ class ScaledWeights(FixedDtypeModule):
 
 
 class ScaledLinear(ScaledWeights):
-    """Of a linear layer; weight [N, K]."""
+    """A quantized linear layer; weight [N, K]."""
 
     def __init__(self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None) -> None:
         super().__init__(weight, scale, inverse, bias)
@@ -100,7 +100,7 @@ class ScaledLinear(ScaledWeights):
 
 
 class ScaledConv2d(ScaledWeights):
-    """Of a convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
+    """A quantized convolution; weight [N, kh, kw, C], channels last, as the kernels read it."""
 
     def __init__(
         self, weight: Tensor, scale: Tensor, inverse: Tensor | None, bias: Tensor | None, *, stride: int, padding: int
@@ -112,12 +112,12 @@ class ScaledConv2d(ScaledWeights):
 
     @classmethod
     def of(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
-        """As `ScaledLinear.of`; `inverse` is [C]. Raises ValueError for what `steps` rejects."""
+        """Build it like `ScaledLinear.of`; `inverse` is [C]. Raises ValueError for what `steps` rejects."""
         return cls.scaled(layer, _stretched(inverse, cls.TOP))
 
     @classmethod
     def scaled(cls, layer: nn.Conv2d, inverse: Tensor | None) -> Self:
-        """As `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
+        """Scale like `ScaledLinear.scaled`. Raises ValueError for what `steps` rejects."""
         stride, padding = steps(layer)
         folded = _folded(layer.weight.detach().float().permute(0, 2, 3, 1), inverse)
         weight, scale = cls.rounded(folded.contiguous())
@@ -125,7 +125,7 @@ class ScaledConv2d(ScaledWeights):
 
     @classmethod
     def restored(cls, layer: nn.Conv2d, tensors: Mapping[str, Tensor]) -> Self:
-        """As `ScaledLinear.restored`. Raises ValueError for what `steps` rejects."""
+        """Restore like `ScaledLinear.restored`. Raises ValueError for what `steps` rejects."""
         if "weight" not in tensors:
             return cls.scaled(layer, tensors.get("inverse"))
         stride, padding = steps(layer)
@@ -155,8 +155,8 @@ class Int8Conv2d(ScaledConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, h, w] to [B, N, H, W] of x's type."""
-        whole = quantize(x.permute(0, 2, 3, 1), self.inverse).float().permute(0, 3, 1, 2)
-        y = F.conv2d(whole, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
+        quantized = quantize(x.permute(0, 2, 3, 1), self.inverse).float().permute(0, 3, 1, 2)
+        y = F.conv2d(quantized, self.weight.float().permute(0, 3, 1, 2), stride=self.stride, padding=self.padding)
         y = y * self.scale.view(-1, 1, 1)
         return (y if self.bias is None else y + self.bias.view(-1, 1, 1)).to(x.dtype)
 

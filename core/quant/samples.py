@@ -26,7 +26,7 @@ class Samples:
     keys: dict[str, Tensor] = field(default_factory=dict)  # fp64 [n], ascending
 
     def pick(self, layer: str, x: Tensor, place: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """Of an input x [..., K] the rows [n, K], and their keys [n], that `add` may keep.
+        """Select the rows [n, K] of an input x [..., K], and their keys [n], that `add` may keep.
 
         `place` is the number of the batch, the step, and the call within both.
         """
@@ -35,11 +35,11 @@ class Samples:
         flat = x.detach().flatten(0, -2)
         keys = torch.rand(len(flat), generator=generator, dtype=torch.float64)
         if len(flat) > self.count:
-            keys, found = keys.topk(self.count, largest=False)
-            flat = flat[found.to(flat.device)]
-        known = self.keys.get(layer)
-        if known is not None and len(known) == self.count:
-            near = keys < known[-1]
+            keys, smallest = keys.topk(self.count, largest=False)
+            flat = flat[smallest.to(flat.device)]
+        present = self.keys.get(layer)
+        if present is not None and len(present) == self.count:
+            near = keys < present[-1]
             keys, flat = keys[near], flat[near.to(flat.device)]
         return flat.cpu().clone(), keys
 
@@ -51,7 +51,7 @@ class Samples:
         self.rows[layer], self.keys[layer] = rows[order], keys[order]
 
     def fit(self, ranges: Mapping[str, Tensor]) -> bool:
-        """Whether rows and keys fit one another, and layers whose inputs have these ranges [steps, K]."""
+        """Return whether rows and keys fit one another, and layers whose inputs have these ranges [steps, K]."""
         return self.rows.keys() == self.keys.keys() <= ranges.keys() and all(
             rows.shape == (len(self.keys[name]), ranges[name].shape[-1]) for name, rows in self.rows.items()
         )

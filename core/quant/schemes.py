@@ -17,7 +17,7 @@ from core.quant.linear import Int8Conv2d, Int8Linear, ScaledConv2d, ScaledLinear
 
 @dataclass(frozen=True)
 class Scheme:
-    """How layers are quantized: the classes that replace linear layers and convolutions."""
+    """A quantization scheme: the classes that replace linear layers and convolutions."""
 
     name: Name
     linear: type[ScaledLinear]
@@ -25,7 +25,7 @@ class Scheme:
 
     @property
     def static(self) -> bool:
-        """Whether inputs have static scales, from calibration."""
+        """Return whether inputs have static scales, from calibration."""
         return self.linear.STATIC
 
     def quantize(self, layer: nn.Module, inverse: Tensor | None) -> ScaledWeights:

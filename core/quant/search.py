@@ -29,18 +29,18 @@ ALPHAS: tuple[float | None, ...] = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found for layers that read one input, and the errors by it and by the recipe's rule (`usual`)."""
+    """The best rule for layers that read one input, its error, and the error of the recipe's rule (`usual`)."""
 
     alpha: float | None
     error: float
     usual: float
 
     @classmethod
-    def read(cls, said: Any) -> Choice:
+    def read(cls, entry: Any) -> Choice:
         """The choice of a manifest. Raises ValueError for anything else."""
         try:
-            alpha = None if said["alpha"] is None else float(said["alpha"])
-            return cls(alpha, float(said["error"]), float(said["usual"]))
+            alpha = None if entry["alpha"] is None else float(entry["alpha"])
+            return cls(alpha, float(entry["error"]), float(entry["usual"]))
         except (TypeError, KeyError) as error:
             raise ValueError(f"is no choice of scales ({error})") from error
 
@@ -48,25 +48,25 @@ class Choice:
 def search(
     model: nn.Module, recipe: Recipe, statistics: Statistics, *, scheme: Scheme = "int8"
 ) -> dict[str, Choice]:  # fmt: skip
-    """What has the least error for each layer that `recipe` quantizes; never a larger one than the recipe's own rule.
+    """Search the rule of least error for each layer that `recipe` quantizes; never worse than the recipe's own rule.
 
     Layers with one input get the same. Raises `StatisticsError` without samples of a layer, and as `quantize_` does.
     """
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for family in recipe.families(model):
-        found |= dict.fromkeys(family, _best(model, family, recipe, statistics, scheme))
-    return found
+        choices |= dict.fromkeys(family, _best(model, family, recipe, statistics, scheme))
+    return choices
 
 
 def chosen(recipe: Recipe, choices: Mapping[str, Choice]) -> Recipe:
     """The recipe with these layers' choices. Raises `RecipeError` for a layer that it does not quantize."""
-    rules = dict(recipe.chosen)
+    rules = dict(recipe.layer_rules)
     for name, choice in choices.items():
         rule = recipe.rule(name)
         if rule.reason:
             raise RecipeError(f"{recipe.name}: layer {name} is not quantized, and has no use for scales")
         rules[name] = replace(rule, alpha=choice.alpha)
-    return replace(recipe, name=f"{recipe.name}-searched", chosen=rules)
+    return replace(recipe, name=f"{recipe.name}-searched", layer_rules=rules)
 
 
 def sampled(recipe: Recipe, model: nn.Module) -> list[str]:
@@ -101,18 +101,18 @@ class LayerErrors:
         self._kinds = SCHEMES[scheme]
         self._weights = [_taps(layer) for layer in layers]
         self._rows = rows.to(self._weights[0].device).float()
-        self._wanted = [self._rows @ weight.flatten(0, 1).T for weight in self._weights]
+        self._expected = [self._rows @ weight.flatten(0, 1).T for weight in self._weights]
 
     @torch.inference_mode()
     def __call__(self, inverse: Tensor) -> float:
-        """With inputs scaled by `inverse` [K]."""
+        """The error with inputs scaled by `inverse` [K]."""
         kind = self._kinds.linear
         inverse = inverse * (kind.TOP / 127)
         total = 0.0
-        for weight, wanted in zip(self._weights, self._wanted, strict=True):
+        for weight, expected in zip(self._weights, self._expected, strict=True):
             rounded, scale = kind.rounded(weight / inverse)
-            made = kind(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)(self._rows)
-            total += float((made - wanted).square().sum()) / (float(wanted.square().sum()) or 1.0)
+            actual = kind(rounded.flatten(0, 1), scale.repeat_interleave(weight.shape[1]), inverse, None)(self._rows)
+            total += float((actual - expected).square().sum()) / (float(expected.square().sum()) or 1.0)
         return math.sqrt(total / len(self._weights))
 
 

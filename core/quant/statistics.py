@@ -64,8 +64,8 @@ class Statistics:
 
     def rows(self, layers: Sequence[str]) -> Tensor | None:
         """The rows [n, K] that were kept of the one input of these layers; None: there are none."""
-        known = {} if self.samples is None else self.samples.rows
-        return next((known[name] for name in layers if name in known and len(known[name])), None)
+        sampled = {} if self.samples is None else self.samples.rows
+        return next((sampled[name] for name in layers if name in sampled and len(sampled[name])), None)
 
     @contextmanager
     def observe(self, model: nn.Module, layers: Iterable[str], step: int) -> Iterator[None]:
@@ -98,27 +98,27 @@ class Statistics:
 
     @contextmanager
     def batch(self, step: int) -> Iterator[See]:
-        """Yields a function that records layers' inputs, all of them one batch of this step.
+        """Yield a function that records layers' inputs, all of them one batch of this step.
 
         Nothing is added if the body raises.
         """
         seen: dict[str, tuple[Tensor, Tensor]] = {}
-        picked: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        sampled: dict[str, list[tuple[Tensor, Tensor]]] = {}
         number = self.batches[step] if step < len(self.batches) else 0
 
         def see(layers: Sequence[str], x: Tensor) -> None:
-            found = _extremes(x)
+            extremes = _extremes(x)
             for name in layers:
                 if self.samples is not None and name in self.samples.layers:
-                    calls = picked.setdefault(name, [])
+                    calls = sampled.setdefault(name, [])
                     calls.append(self.samples.pick(name, x, (number, step, len(calls))))
-                before = seen.get(name, found)  # a layer may be called more than once a batch
-                seen[name] = torch.maximum(before[0], found[0]), torch.maximum(before[1], found[1])
+                before = seen.get(name, extremes)  # a layer may be called more than once a batch
+                seen[name] = torch.maximum(before[0], extremes[0]), torch.maximum(before[1], extremes[1])
 
         yield see
         self._add(seen, step)
         if self.samples is not None:
-            for name, calls in picked.items():
+            for name, calls in sampled.items():
                 for rows, keys in calls:
                     self.samples.add(name, rows, keys)
 
@@ -127,9 +127,9 @@ class Statistics:
             self.batches.append(0)
         count = self.batches[step]
         self.batches[step] += 1
-        found = [part for pair in seen.values() for part in pair]
+        tensors = [part for pair in seen.values() for part in pair]
         # One copy from a GPU instead of two for each layer, each of which would synchronize.
-        on_host = torch.cat(found).cpu().split([len(part) for part in found]) if found else ()
+        on_host = torch.cat(tensors).cpu().split([len(part) for part in tensors]) if tensors else ()
         for name, largest, high in zip(seen, on_host[::2], on_host[1::2], strict=True):
             for table, empty in ((self.largest, 0.0), (self.smallest, torch.inf), (self.typical, 0.0)):
                 rows = table.get(name, largest.new_empty(0, largest.numel()))
@@ -144,12 +144,12 @@ class Statistics:
         """Write everything into one safetensors file atomically. Raises `StatisticsError`."""
         tables = self._tables() + self._sampled()
         tensors = {f"{kind}/{name}": t.contiguous() for kind, table in tables for name, t in table.items()}
-        about = {"model": self.model, "data": self.data, "batches": json.dumps(self.batches)}
+        metadata = {"model": self.model, "data": self.data, "batches": json.dumps(self.batches)}
         if self.samples is not None:
-            about["sampled"] = json.dumps([self.samples.count, sorted(self.samples.layers)])
+            metadata["sampled"] = json.dumps([self.samples.count, sorted(self.samples.layers)])
         partial = path.with_name(path.name + ".part")
         try:
-            save_file(tensors, partial, about)
+            save_file(tensors, partial, metadata)
             partial.replace(path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -160,21 +160,21 @@ class Statistics:
         """Raises `StatisticsError` for a file of another format."""
         try:
             with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                if not {"model", "data", "batches"} <= about.keys():
+                metadata = file.metadata() or {}
+                if not {"model", "data", "batches"} <= metadata.keys():
                     raise ValueError("it does not say of which model")
-                made = cls(about["model"], batches=json.loads(about["batches"]), data=about["data"])
-                if "sampled" in about:
-                    count, layers = json.loads(about["sampled"])
-                    made.samples = Samples(layers, int(count))
-                tables = dict(made._tables() + made._sampled())
+                statistics = cls(metadata["model"], batches=json.loads(metadata["batches"]), data=metadata["data"])
+                if "sampled" in metadata:
+                    count, layers = json.loads(metadata["sampled"])
+                    statistics.samples = Samples(layers, int(count))
+                tables = dict(statistics._tables() + statistics._sampled())
                 for key in list(file.keys()):
                     kind, _, name = key.partition("/")
                     tables[kind][name] = file.get_tensor(key)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise StatisticsError(f"{path}: holds no statistics ({error})") from error
-        made._check(path)
-        return made
+        statistics._check(path)
+        return statistics
 
     def _tables(self) -> list[tuple[str, dict[str, Tensor]]]:
         return [("largest", self.largest), ("smallest", self.smallest), ("typical", self.typical)]
@@ -190,9 +190,9 @@ class Statistics:
         steps = self.batches
         sound = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
         for name in {name for _, table in self._tables() for name in table} if sound else ():
-            found = [table.get(name) for _, table in self._tables()]
-            shapes = {None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in found}
-            channels = 0 if found[0] is None else found[0].shape[-1:].numel()
+            tables = [table.get(name) for _, table in self._tables()]
+            shapes = {None if tensor is None else (tensor.dtype, *tensor.shape) for tensor in tables}
+            channels = 0 if tables[0] is None else tables[0].shape[-1:].numel()
             sound = sound and shapes == {(torch.float32, len(steps), channels)}
         if not (sound and self._sampled_fit()):
             raise StatisticsError(f"{path}: holds no statistics (its tables do not fit one another)")

@@ -67,10 +67,10 @@ def save(model: nn.Module, folder: Path, manifest: Manifest, *, weights: bool = 
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial)
         partial.chmod(0o644)  # safetensors makes it private: a model is often served by another user
-        whole = asdict(replace(manifest, weights=weights, sha256=_sha256(partial)))
+        document = asdict(replace(manifest, weights=weights, sha256=_sha256(partial)))
         partial.replace(folder / WEIGHTS)
         described = folder / (MANIFEST + ".part")
-        described.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", "utf-8")
+        described.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", "utf-8")
         described.replace(folder / MANIFEST)
         return (folder / WEIGHTS).stat().st_size
     except (OSError, SafetensorError) as error:
@@ -87,22 +87,22 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises `QuantizedStoreError` if there is none, or one of another format."""
     path = folder / MANIFEST
     try:
-        whole = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise QuantizedStoreError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise QuantizedStoreError(f"{path}: is damaged ({error})") from error
-    if not isinstance(whole, dict):
+    if not isinstance(document, dict):
         raise QuantizedStoreError(f"{path}: is damaged (no object)")
-    if whole.get("format") != _FORMAT:
-        raise QuantizedStoreError(f"{path}: format {whole.get('format')!r} is not known, only {_FORMAT}")
+    if document.get("format") != _FORMAT:
+        raise QuantizedStoreError(f"{path}: format {document.get('format')!r} is not known, only {_FORMAT}")
     kinds = {"str": str, "bool": bool, "int": int}
     for field in fields(Manifest):
-        if not isinstance(whole.get(field.name), kinds.get(str(field.type), dict)):
+        if not isinstance(document.get(field.name), kinds.get(str(field.type), dict)):
             raise QuantizedStoreError(f"{path}: is damaged (no {field.name})")
-    if not all(isinstance(kind, str) for kind in whole["layers"].values()):
+    if not all(isinstance(kind, str) for kind in document["layers"].values()):
         raise QuantizedStoreError(f"{path}: is damaged (no kinds of layers)")
-    return Manifest(**{field.name: whole[field.name] for field in fields(Manifest)})
+    return Manifest(**{field.name: document[field.name] for field in fields(Manifest)})
 
 
 def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manifest:
@@ -118,9 +118,9 @@ def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manif
     if source is None and not manifest.weights:
         raise QuantizedStoreError(f"{folder}: holds scales alone, so the digest of the model's weights must be known")
     tensors = _read(folder / WEIGHTS, manifest)
-    made = {name: _layer(model, folder, manifest, name, tensors) for name in manifest.layers}
-    rest = {} if not manifest.weights else _rest(model, folder, made, tensors)
-    swap_(model, made)
+    layers = {name: _layer(model, folder, manifest, name, tensors) for name in manifest.layers}
+    rest = {} if not manifest.weights else _rest(model, folder, layers, tensors)
+    swap_(model, layers)
     if manifest.weights:
         model.load_state_dict(rest, strict=False)
     else:
@@ -131,8 +131,8 @@ def load_(model: nn.Module, folder: Path, *, source: str | None = None) -> Manif
 def _kept(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """The stored form: matrices of unquantized layers in bf16; vectors are small and unchanged."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    whole = isinstance(owner, ScaledWeights) or not tensor.is_floating_point() or tensor.dim() < 2
-    return tensor if whole else tensor.bfloat16()
+    is_exact = isinstance(owner, ScaledWeights) or not tensor.is_floating_point() or tensor.dim() < 2
+    return tensor if is_exact else tensor.bfloat16()
 
 
 def _read(path: Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -154,9 +154,9 @@ def _layer(model: nn.Module, folder: Path, manifest: Manifest, name: str, tensor
     except AttributeError as error:
         raise QuantizedStoreError(f"{folder}: the model has no layer {name}") from error
     if not isinstance(layer, nn.Conv2d if issubclass(kind, ScaledConv2d) else nn.Linear):
-        found = type(layer).__name__
+        kind_name = type(layer).__name__
         raise QuantizedStoreError(
-            f"{folder}: layer {name} is a {found} in the model, but the manifest has {kind.__name__}"
+            f"{folder}: layer {name} is a {kind_name} in the model, but the manifest has {kind.__name__}"
         )
     if not manifest.weights and layer.weight.dtype != torch.float32:
         raise QuantizedStoreError(
@@ -183,30 +183,30 @@ def _made(
     shapes: dict[str, tuple[int, ...]] = {"inverse": (k,)} if kind.STATIC else {}
     if weights:
         shapes |= {"weight": (n, *kernel, k), "scale": (n,)} | ({} if layer.bias is None else {"bias": (n,)})
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part, shape in shapes.items():
         tensor = parts[part]
         if tensor is None:
             raise KeyError(part)
         if tensor.shape != shape:
             raise ValueError(f"{part} is {[*tensor.shape]}, not {[*shape]}")
-        found[part] = tensor.to(layer.weight.device)
+        tensors[part] = tensor.to(layer.weight.device)
     if issubclass(kind, ScaledConv2d):
         assert isinstance(layer, nn.Conv2d)
-        return kind.restored(layer, found)
+        return kind.restored(layer, tensors)
     assert isinstance(layer, nn.Linear)
-    return kind.restored(layer, found)
+    return kind.restored(layer, tensors)
 
 
 def _rest(
-    model: nn.Module, folder: Path, made: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
+    model: nn.Module, folder: Path, replaced: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of unquantized layers. Raises `QuantizedStoreError` if they differ from the model's."""
-    own = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in made}
-    rest = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in made}
-    for name in sorted(own.keys() ^ rest.keys()):
+    remaining = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in replaced}
+    rest = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in replaced}
+    for name in sorted(remaining.keys() ^ rest.keys()):
         raise QuantizedStoreError(f"{folder / WEIGHTS}: does not fit the model (first difference: {name})")
-    for name, tensor in own.items():
+    for name, tensor in remaining.items():
         if tensor.shape != rest[name].shape:
             raise QuantizedStoreError(
                 f"{folder / WEIGHTS}: {name} is {[*rest[name].shape]}, and {[*tensor.shape]} in the model"
@@ -215,14 +215,14 @@ def _rest(
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory with an earlier one: a file cannot hold two names for one memory."""
+    """Copy of tensors that share memory with an earlier one: a file cannot hold two names for one memory."""
     seen: set[int] = set()
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         where = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if where in seen else tensor
+        copies[name] = tensor.clone() if where in seen else tensor
         seen.add(where)
-    return found
+    return copies
 
 
 def _sha256(path: Path) -> str:

@@ -52,7 +52,7 @@ _SIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class TextRequest:
+class CaptionRequest:
     """One text request. A chat's `messages`, or a `prompt` that is continued up to the line's end.
 
     With `idea` the answer is no caption but a subject, which may be torn and is not stored.
@@ -121,7 +121,7 @@ class CaptionClient:
         self._subjects = tuple(subjects)
         self._template = template
 
-    def first(self, row: int, attempt: int) -> TextRequest:
+    def first(self, row: int, attempt: int) -> CaptionRequest:
         """The first question of a row's k-th attempt, both counted from 0."""
         seed = seed_of(self._seed, row, attempt)
         if self._subjects:
@@ -130,23 +130,23 @@ class CaptionClient:
             return self._about(theme_of(seed), seed)
         instructed, text = _OPEN[(row + attempt) % len(_OPEN)]
         messages = _messages(self.instruction if instructed else "", text)
-        return TextRequest(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
+        return CaptionRequest(seed, IDEA_TEMPERATURE, 1.0, IDEA_TOKENS, messages, idea=True)
 
-    def then(self, asked: TextRequest, answer: str) -> TextRequest | None:
+    def then(self, request: CaptionRequest, answer: str) -> CaptionRequest | None:
         """The question after an answer; None if the answer is the caption."""
-        return replace(self._about(answer, asked.seed), subject="") if asked.idea else None
+        return replace(self._about(answer, request.seed), subject="") if request.idea else None
 
-    def _about(self, subject: str, seed: int) -> TextRequest:
+    def _about(self, subject: str, seed: int) -> CaptionRequest:
         system, words = "", self._template
         if words is None:
             system, words = self.instruction, SUBJECT
             if not system:
                 words = _INSTRUCTION if self.chat else _CONTINUED
         text = words.replace(SUBJECT, subject)
-        given = (seed, self.temperature, self.top_p, self.max_tokens)
+        options = (seed, self.temperature, self.top_p, self.max_tokens)
         if self.chat:
-            return TextRequest(*given, _messages(system, text), subject=subject)
-        return TextRequest(*given, prompt=text, subject=subject)
+            return CaptionRequest(*options, _messages(system, text), subject=subject)
+        return CaptionRequest(*options, prompt=text, subject=subject)
 
 
 def _messages(system: str, text: str) -> tuple[tuple[str, str], ...]:

@@ -122,14 +122,14 @@ class CaptionFile:
         try:
             head = json.loads(self.manifest.read_text("utf-8"))
             settings, digest = dict(head["settings"]), head["sha256"]
-            whole = hashlib.sha256(self.out.read_bytes()).hexdigest()
+            file_digest = hashlib.sha256(self.out.read_bytes()).hexdigest()
             self.rows = [CaptionRow(**row) for row in head["rows"]]
             self.written_by = head["written_by"]
         except FileNotFoundError:
             raise CaptionFileError(f"{self.out} is there, and was not written by this command; name another") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CaptionFileError(f"{self.manifest} is damaged ({error}); name another file") from None
-        if digest != whole:
+        if digest != file_digest:
             raise CaptionFileError(f"{self.out} was changed after it was written; name another file")
         return settings
 
@@ -156,17 +156,17 @@ class CaptionFile:
     def finish(self) -> None:
         """Write the table and its manifest, of all rows. In an order in which a kill loses nothing."""
         assert len(self.rows) == self.count
-        about = any(row.subject for row in self.rows)
+        has_subjects = any(row.subject for row in self.rows)
         cells = [
-            (f"{row.index:05d}", row.caption, str(row.seed), *((row.subject,) if about else ()))
+            (f"{row.index:05d}", row.caption, str(row.seed), *((row.subject,) if has_subjects else ()))
             for row in self.rows
             if row.caption is not None
         ]
-        data = tables.render(("id", "caption", "seed", *(("subject",) if about else ())), cells)
-        made = {"version": VERSION, "settings": self.settings, "written_by": self.written_by}
+        data = tables.render(("id", "caption", "seed", *(("subject",) if has_subjects else ())), cells)
+        header = {"version": VERSION, "settings": self.settings, "written_by": self.written_by}
         counted = {"captions": self.made, "missing": [row.index for row in self.rows if row.caption is None]}
-        found = {"again": dict(self.again), "sha256": hashlib.sha256(data).hexdigest()}
-        write_json(self.manifest, made | counted | found | {"rows": [asdict(row) for row in self.rows]})
+        footer = {"again": dict(self.again), "sha256": hashlib.sha256(data).hexdigest()}
+        write_json(self.manifest, header | counted | footer | {"rows": [asdict(row) for row in self.rows]})
         write(self.out, data)
         self.part.unlink()
         self.finished = True
@@ -208,8 +208,10 @@ def _read_row(part: Path, index: int, line: bytes) -> CaptionRow:
     raise CaptionFileError(f"{part}: line {index + 2} is not row {index}; remove the file")
 
 
-def _refuse_differences(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differ = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
+def _refuse_differences(title: str, stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    differ = [name for name in dict.fromkeys([*current, *stored]) if stored.get(name) != current.get(name)]
     if differ:
-        said = "; ".join(f"{name} is {there.get(name)!r} there, {here.get(name)!r} here" for name in differ[:5])
-        raise CaptionFileError(f"{what}: {said}")
+        differences = "; ".join(
+            f"{name} is {stored.get(name)!r} there, {current.get(name)!r} here" for name in differ[:5]
+        )
+        raise CaptionFileError(f"{title}: {differences}")

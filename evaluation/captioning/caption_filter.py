@@ -33,7 +33,7 @@ def tokenizers(name: str) -> list[Any]:
 
     if seeded(name):
         return [tiny.byte_tokenizer(), tiny.byte_tokenizer(pad="!")]
-    folder, found = _folder(name), []
+    folder, result = _folder(name), []
     for part in ("tokenizer", "tokenizer_2"):
         where = folder / part
         if not where.is_dir():
@@ -44,19 +44,19 @@ def tokenizers(name: str) -> list[Any]:
             if not (where / "merges.txt").is_file():
                 raise ModelError(f"{where}: merges.txt is missing")
         try:
-            found.append(CLIPTokenizer.from_pretrained(str(where), local_files_only=True))
+            result.append(CLIPTokenizer.from_pretrained(str(where), local_files_only=True))
         except Exception as error:  # many libraries, many exceptions: it does not load
             raise ModelError(f"{where}: does not load ({type(error).__name__}: {first_line(error)})") from error
-    return found
+    return result
 
 
 def _folder(name: str) -> Path:
     """The tokenizers' folder; if `name` is a hub id and no folder, only they are downloaded first."""
     from pipeline.checkpoints import folder
 
-    found = folder.local(name)  # it reports what is wrong
-    if found is not None:
-        return found
+    path = folder.local(name)  # it reports what is wrong
+    if path is not None:
+        return path
     from huggingface_hub import snapshot_download
 
     try:
@@ -85,18 +85,18 @@ class CaptionFilter:
 
     def tokens(self, caption: str) -> int:
         """The token count of the encoder that splits it finest, both special tokens included."""
-        return max(len(one(caption, verbose=False).input_ids) for one in self._tokenizers)
+        return max(len(tokenizer(caption, verbose=False).input_ids) for tokenizer in self._tokenizers)
 
-    def wrong(self, text: str, whole: bool) -> str | None:
-        """Why an answer is no valid caption, apart from duplicates; None if it is one. `whole`: it ended by itself."""
-        if not whole:
+    def wrong(self, text: str, complete: bool) -> str | None:
+        """Return why an answer is no valid caption, duplicates aside, or None. `complete`: it ended by itself."""
+        if not complete:
             return UNFINISHED
         if "\ufffd" in text or text_error(text, MAX_PROMPT_CHARACTERS) is not None:
             return BROKEN
         caption = squeeze(text)
         if not any(character.isalnum() for character in caption):
             return EMPTY
-        reach = min(one.model_max_length for one in self._tokenizers)
+        reach = min(tokenizer.model_max_length for tokenizer in self._tokenizers)
         return LONG if self.tokens(caption) > reach else None
 
     def has(self, caption: str) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
-from evaluation.captioning.caption_client import CaptionClient, TextRequest
+from evaluation.captioning.caption_client import CaptionClient, CaptionRequest
 from evaluation.captioning.caption_file import CaptionFile, CaptionRow
 from evaluation.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
 from evaluation.captioning.text_sources import TextResponse, TextSource
@@ -42,7 +42,7 @@ class _Open:
     index: int
     begun: int = 0
     under_way: int = 0
-    made: dict[int, tuple[TextRequest, str | None, str]] = field(default_factory=dict)  # question, reason, caption
+    made: dict[int, tuple[CaptionRequest, str | None, str]] = field(default_factory=dict)  # question, reason, caption
     again: Counter[str] = field(default_factory=Counter)
     looked: int = 0  # so many attempts are known to be invalid
 
@@ -56,7 +56,7 @@ class CaptionGenerator:
         self._file, self._asker, self._author, self._screen = file, asker, author, screen
         self._attempts = attempts
         self._rows: list[_Open] = []
-        self._asked: dict[Future[Any], tuple[_Open, int, TextRequest]] = {}
+        self._asked: dict[Future[Any], tuple[_Open, int, CaptionRequest]] = {}
         for row in file.rows:
             if row.caption is not None:
                 screen.keep(row.caption)
@@ -110,10 +110,10 @@ class CaptionGenerator:
 
     def _take(self, future: Future[Any]) -> None:
         row, attempt, question = self._asked.pop(future)
-        said: TextResponse = self._author.answer(future.result())
+        response: TextResponse = self._author.answer(future.result())
         if question.idea:
-            idea = squeeze(said.text.replace("\ufffd", ""))
-            wrong = None if said.whole else UNFINISHED
+            idea = squeeze(response.text.replace("\ufffd", ""))
+            wrong = None if response.complete else UNFINISHED
             wrong = wrong or (None if idea else EMPTY) or (BROKEN if text_error(idea, MAX_PROMPT_CHARACTERS) else None)
             if wrong is None:
                 then = self._asker.then(question, idea)
@@ -122,7 +122,7 @@ class CaptionGenerator:
                 return
             row.made[attempt] = (question, wrong, "")
         else:
-            row.made[attempt] = (question, self._screen.wrong(said.text, said.whole), squeeze(said.text))
+            row.made[attempt] = (question, self._screen.wrong(response.text, response.complete), squeeze(response.text))
         row.under_way -= 1
         self._look(row)
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.text import TextJob
-from evaluation.captioning.caption_client import TextRequest
+from evaluation.captioning.caption_client import CaptionRequest
 from evaluation.service import ServiceClient, SourceError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class TextResponse(NamedTuple):
     """A text. `whole`: it ended by itself, not at the token limit."""
 
     text: str
-    whole: bool
+    complete: bool
 
 
 class TextSource(Protocol):
@@ -35,14 +35,14 @@ class TextSource(Protocol):
         """Settings that must be equal for all captions of a file."""
         ...
 
-    def submit(self, question: TextRequest) -> Future[Any]: ...
+    def submit(self, question: CaptionRequest) -> Future[Any]: ...
 
     def answer(self, result: Any) -> TextResponse:
         """The answer from a future's result."""
         ...
 
 
-class LocalEngine:
+class LocalTextEngine:
     """The engine of this process."""
 
     def __init__(self, engine: Engine, runner: TextRunner, width: int) -> None:
@@ -59,13 +59,13 @@ class LocalEngine:
         model = self._runner.model
         return {"model": model.name, "weights": model.digest, "precision": model.precision, "device": model.device.type}
 
-    def check(self, question: TextRequest) -> None:
+    def check(self, question: CaptionRequest) -> None:
         """Raises `Invalid` for a question that the model does not accept."""
         from core.batching.request import Request
 
         self._runner.check(Request("check", "text", self._wanted(question)))
 
-    def submit(self, question: TextRequest) -> Future[Any]:
+    def submit(self, question: CaptionRequest) -> Future[Any]:
         """Raises `Invalid`, as `check` does."""
         from core.batching.request import Request
 
@@ -74,12 +74,12 @@ class LocalEngine:
     def answer(self, result: Any) -> TextResponse:
         return TextResponse(result.text, result.finish == "stop")
 
-    def _wanted(self, question: TextRequest) -> Any:
-        given = {} if question.chat else {"prompts": [question.prompt]}
-        return self._panel.requests(TextJob.read(question.fields() | given))[0]
+    def _wanted(self, question: CaptionRequest) -> Any:
+        fields = {} if question.chat else {"prompts": [question.prompt]}
+        return self._panel.requests(TextJob.read(question.fields() | fields))[0]
 
 
-class RemoteService:
+class RemoteTextService:
     """A service, through its chat or its plain completions. Each request waits on its own thread."""
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None, *, width: int = 64) -> None:
@@ -94,7 +94,7 @@ class RemoteService:
     def about(self) -> dict[str, Any]:
         return {"model": self.name, "precision": self._card.get("precision")}
 
-    def submit(self, question: TextRequest) -> Future[Any]:
+    def submit(self, question: CaptionRequest) -> Future[Any]:
         fields = {"model": self.name, **question.fields()}
         if question.chat:
             return self._service.submit(self._service.post, "/v1/chat/completions", fields)

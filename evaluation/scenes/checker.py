@@ -21,7 +21,7 @@ from evaluation import bootstrap
 from evaluation.bootstrap import Interval
 from evaluation.scenes import hues
 from evaluation.scenes.gallery import Gallery
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 
 FOUND = 0.70  # cosine from which a sprite is there
 _HIDDEN = 0.60  # the same for what stands behind another, over what is seen of it
@@ -44,7 +44,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is right; None where the prompt does not ask. `score` is the lowest of the things' best cosines."""
+    """The parts that are right; None where the prompt does not ask. `score` is the lowest of the best cosines."""
 
     subject: bool
     count: bool | None
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether all that is asked is right."""
+        """Return whether all that is asked is right."""
         return all(part is not False for part in (self.subject, self.count, self.colour, self.place))
 
 
@@ -83,39 +83,39 @@ class Checker:
         """The verdict on a picture [3, H, W] in 0..1. Raises `KeyError` for a subject without a sprite."""
         seen = _Seen(picture.to(self._device).float())
         behind = {"behind": 0, "in front of": 1}.get(truth.relation or "")
-        found = self._all(seen, truth, behind)
-        levels = [_HIDDEN if place == behind else FOUND for place in range(len(found))]
-        best = [matches[0].score if matches else 0.0 for matches in found]
+        matches_of = self._all(seen, truth, behind)
+        levels = [_HIDDEN if place == behind else FOUND for place in range(len(matches_of))]
+        best = [matches[0].score if matches else 0.0 for matches in matches_of]
         subject = all(score >= level for score, level in zip(best, levels, strict=True))
-        kept = [self._alike(matches, level) for matches, level in zip(found, levels, strict=True)]
-        count = self._counted(truth, kept)
-        colours = [self._coloured(seen, thing, m) for thing, m in zip(truth.things, kept, strict=True) if thing.colour]
-        placed = subject and self._placed(truth, kept) if truth.relation not in (None, "and") else None
+        alike = [self._alike(matches, level) for matches, level in zip(matches_of, levels, strict=True)]
+        count = self._counted(truth, alike)
+        colours = [self._coloured(seen, item, m) for item, m in zip(truth.items, alike, strict=True) if item.colour]
+        placed = subject and self._placed(truth, alike) if truth.relation not in (None, "and") else None
         if placed and behind is not None:
-            placed = self._ordered(seen, truth, kept, behind)
+            placed = self._ordered(seen, truth, alike, behind)
         return Verdict(subject, count, all(colours) if colours else None, placed, min(best))
 
     def _all(self, seen: _Seen, truth: Truth, behind: int | None) -> list[list[Match]]:
         """The matches of every thing; the thing `behind` comes last, as what covers it says nothing about it."""
-        found: list[list[Match]] = [[] for _ in truth.things]
-        for place in sorted(range(len(found)), key=lambda place: place == behind):
-            thing = truth.things[place]
+        matches_of: list[list[Match]] = [[] for _ in truth.items]
+        for place in sorted(range(len(matches_of)), key=lambda place: place == behind):
+            item = truth.items[place]
             if place == behind:  # of what is half hidden too little is seen to tell it from all others
-                found[place] = self._find(seen, thing, truth.sticker, self._cover(seen, truth, found, place))
+                matches_of[place] = self._find(seen, item, truth.sticker, self._cover(seen, truth, matches_of, place))
             else:
-                found[place] = self._its_own(seen, thing, self._find(seen, thing, truth.sticker, None))
-        return found
+                matches_of[place] = self._its_own(seen, item, self._find(seen, item, truth.sticker, None))
+        return matches_of
 
     @staticmethod
-    def _counted(truth: Truth, found: list[list[Match]]) -> bool | None:
-        """Whether there are as many of each thing as asked; None where one of each is."""
-        if all(thing.count == 1 for thing in truth.things):
+    def _counted(truth: Truth, matches_of: list[list[Match]]) -> bool | None:
+        """Return whether there are as many of each thing as asked; None where one of each is."""
+        if all(item.count == 1 for item in truth.items):
             return None
-        return all(len(matches) == thing.count for matches, thing in zip(found, truth.things, strict=True))
+        return all(len(matches) == item.count for matches, item in zip(matches_of, truth.items, strict=True))
 
-    def _find(self, seen: _Seen, thing: Thing, sticker: bool, cover: Tensor | None) -> list[Match]:
+    def _find(self, seen: _Seen, item: SceneItem, sticker: bool, cover: Tensor | None) -> list[Match]:
         """All matches of a thing, best first; where a colour is asked it may have any."""
-        variants = self._variants(thing)
+        variants = self._variants(item)
         best: Tensor | None = None
         for side in sides(seen.height, seen.width):
             scores = seen.match(_resized(variants, side), sticker, cover)  # [V, H, W]
@@ -125,22 +125,22 @@ class Checker:
         assert best is not None
         return _peaks(best)
 
-    def _its_own(self, seen: _Seen, thing: Thing, matches: list[Match]) -> list[Match]:
+    def _its_own(self, seen: _Seen, item: SceneItem, matches: list[Match]) -> list[Match]:
         """The matches above `FOUND` that look like no other subject more."""
-        kept = []
+        own_matches = []
         for match in matches:
             if match.score < FOUND:
                 break
             scores = self._gallery.scores(seen.stands_out, seen.ground, (match.x, match.y), match.side, match.variant)
-            if float(scores[self._places[thing.subject]]) >= float(scores.max()) - _TIE:
-                kept.append(match)
-        return kept
+            if float(scores[self._places[item.subject]]) >= float(scores.max()) - _TIE:
+                own_matches.append(match)
+        return own_matches
 
-    def _variants(self, thing: Thing) -> Tensor:
+    def _variants(self, item: SceneItem) -> Tensor:
         """Sprites [V, 4, S, S] in 0..1: as it is, and in all eight colours where one is asked."""
-        kept = self._sprites[thing.subject]
-        sprite = kept.pixels.to(self._device).float()[None] / 255
-        if not (thing.colour and kept.paintable):
+        sprites = self._sprites[item.subject]
+        sprite = sprites.pixels.to(self._device).float()[None] / 255
+        if not (item.colour and sprites.paintable):
             return sprite
         painted = hues.tint(
             sprite.expand(len(hues.WORDS), -1, -1, -1),
@@ -149,25 +149,25 @@ class Checker:
         )
         return torch.cat([sprite, painted])
 
-    def _alpha(self, seen: _Seen, thing: Thing, match: Match) -> Tensor:
-        """Where a match covers the picture, [H, W]."""
-        return self._placed_sprite(seen, thing, match)[3]
+    def _alpha(self, seen: _Seen, item: SceneItem, match: Match) -> Tensor:
+        """The area of the picture that a match covers, [H, W]."""
+        return self._placed_sprite(seen, item, match)[3]
 
-    def _placed_sprite(self, seen: _Seen, thing: Thing, match: Match) -> Tensor:
-        sprite = _resized(self._variants(thing)[match.variant][None], round(match.side))[0]
-        whole = torch.zeros(4, seen.height, seen.width, device=self._device)
+    def _placed_sprite(self, seen: _Seen, item: SceneItem, match: Match) -> Tensor:
+        sprite = _resized(self._variants(item)[match.variant][None], round(match.side))[0]
+        canvas = torch.zeros(4, seen.height, seen.width, device=self._device)
         side = sprite.shape[-1]
         top, left = round(match.y - side / 2), round(match.x - side / 2)
         y0, x0, y1, x1 = max(0, top), max(0, left), min(seen.height, top + side), min(seen.width, left + side)
-        whole[:, y0:y1, x0:x1] = sprite[:, y0 - top : y1 - top, x0 - left : x1 - left]
-        return whole
+        canvas[:, y0:y1, x0:x1] = sprite[:, y0 - top : y1 - top, x0 - left : x1 - left]
+        return canvas
 
-    def _cover(self, seen: _Seen, truth: Truth, found: list[list[Match]], behind: int) -> Tensor | None:
-        """What stays visible beside the thing in front, [H, W] of 0 and 1."""
+    def _cover(self, seen: _Seen, truth: Truth, matches_of: list[list[Match]], behind: int) -> Tensor | None:
+        """The area that stays visible beside the thing in front, [H, W] of 0 and 1."""
         other = 1 - behind
-        if not found[other] or found[other][0].score < FOUND:
+        if not matches_of[other] or matches_of[other][0].score < FOUND:
             return None
-        alpha = self._alpha(seen, truth.things[other], found[other][0])
+        alpha = self._alpha(seen, truth.items[other], matches_of[other][0])
         grown = F.max_pool2d(alpha[None, None], 5 if truth.sticker else 3, 1, 2 if truth.sticker else 1)[0, 0]
         return (grown < 0.1).float()
 
@@ -183,21 +183,21 @@ class Checker:
             and max(match.side, best.side) <= _SAME_SIDE * min(match.side, best.side)
         ]
 
-    def _coloured(self, seen: _Seen, thing: Thing, matches: list[Match]) -> bool:
-        """Whether most of what is coloured in the sprite has the asked hue, in as many of the best matches as asked."""
-        for match in matches[: thing.count]:
-            plain = self._placed_sprite(seen, Thing(thing.subject), match._replace(variant=0))
+    def _coloured(self, seen: _Seen, item: SceneItem, matches: list[Match]) -> bool:
+        """Return whether most of the sprite's coloured part has the hue asked for, in enough of the best matches."""
+        for match in matches[: item.count]:
+            plain = self._placed_sprite(seen, SceneItem(item.subject), match._replace(variant=0))
             straight = plain[:3] / plain[3:].clamp(min=1e-3)
             weight = (plain[3] > 0.9).float() * hues.coloured(straight)
             shares = hues.shares(seen.picture.flatten(1).T, weight.flatten())
-            if hues.WORDS[int(shares.argmax())] != thing.colour or float(shares.max()) < 0.5:
+            if hues.WORDS[int(shares.argmax())] != item.colour or float(shares.max()) < 0.5:
                 return False
         return bool(matches)
 
     @staticmethod
-    def _placed(truth: Truth, found: list[list[Match]]) -> bool:
-        """Whether the centres of the things' matches stand as the relation says."""
-        best = [part[: thing.count] for part, thing in zip(found, truth.things, strict=True)]
+    def _placed(truth: Truth, matches_of: list[list[Match]]) -> bool:
+        """Return whether the centres of the things' matches stand as the relation says."""
+        best = [part[: item.count] for part, item in zip(matches_of, truth.items, strict=True)]
         centres = [(sum(m.x for m in part) / len(part), sum(m.y for m in part) / len(part)) for part in best]
         if truth.relation == "row":
             return all(b[0] - a[0] > abs(b[1] - a[1]) for a, b in pairwise(centres))
@@ -214,16 +214,16 @@ class Checker:
                 return -down > abs(across)
             case "beside":
                 return abs(across) > abs(down)
-        reach = (found[0][0].side + found[1][0].side) / 2
+        reach = (matches_of[0][0].side + matches_of[1][0].side) / 2
         return math.hypot(across, down) < reach
 
-    def _ordered(self, seen: _Seen, truth: Truth, found: list[list[Match]], behind: int) -> bool:
-        """Whether the picture shows the front thing where both would be."""
-        drawn = [self._placed_sprite(seen, thing, m[0]) for thing, m in zip(truth.things, found, strict=True)]
-        both = (drawn[0][3] > 0.9) & (drawn[1][3] > 0.9)
+    def _ordered(self, seen: _Seen, truth: Truth, matches_of: list[list[Match]], behind: int) -> bool:
+        """Return whether the picture shows the front thing where both would be."""
+        layers = [self._placed_sprite(seen, item, m[0]) for item, m in zip(truth.items, matches_of, strict=True)]
+        both = (layers[0][3] > 0.9) & (layers[1][3] > 0.9)
         if not bool(both.any()):
             return False
-        errors = [(seen.picture - one[:3])[:, both].square().mean() for one in drawn]
+        errors = [(seen.picture - layer[:3])[:, both].square().mean() for layer in layers]
         return bool(errors[1 - behind] < errors[behind])
 
 
@@ -254,9 +254,9 @@ class _Seen:
         with_colour = self._correlate((seen * self._of(colour).conj()).sum(1), side)
         with_alpha = self._correlate(seen * self._of(alpha[:1]).conj(), side)  # [3, H, W]
         product = with_colour - (self.ground * with_alpha).sum(0)
-        own = self._own(colour, alpha, visible).clamp(min=1e-2)
+        variance = self._own(colour, alpha, visible).clamp(min=1e-2)
         # Where hardly anything stands out there is nothing to compare, but rounding.
-        return product / (own * torch.maximum(energy, 0.2 * own)).sqrt()
+        return product / (variance * torch.maximum(energy, 0.2 * variance)).sqrt()
 
     def _own(self, colour: Tensor, alpha: Tensor, visible: Tensor | None) -> Tensor:
         """Energy [V, H, W] of sprites on the ground at every place, over what is visible."""
@@ -278,22 +278,22 @@ class _Seen:
         return self._of(out), self._of(out.square().sum(0))
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        """Those of the whole picture, which sizes share."""
+        """The sums of the whole picture, which sizes share."""
         if self._padded not in self._spectra:
             self._spectra[self._padded] = self._both(self.stands_out)
         return self._spectra[self._padded]
 
     def _of(self, sprite: Tensor) -> Tensor:
-        found: Tensor = torch.fft.rfft2(sprite, s=self._padded)
-        return found
+        response: Tensor = torch.fft.rfft2(sprite, s=self._padded)
+        return response
 
     def _slide(self, spectrum: Tensor, kernel: Tensor) -> Tensor:
         return self._correlate(spectrum * self._of(kernel).conj(), kernel.shape[-1])
 
     def _correlate(self, product: Tensor, side: int) -> Tensor:
         """Correlation from its spectrum, indexed by the kernel's centre."""
-        found: Tensor = torch.fft.irfft2(product, s=self._padded)
-        return torch.roll(found, (side // 2, side // 2), (-2, -1))[..., : self.height, : self.width]
+        response: Tensor = torch.fft.irfft2(product, s=self._padded)
+        return torch.roll(response, (side // 2, side // 2), (-2, -1))[..., : self.height, : self.width]
 
 
 def background(picture: Tensor) -> Tensor:
@@ -309,9 +309,9 @@ def background(picture: Tensor) -> Tensor:
     )
     basis = torch.stack([torch.ones_like(x), x, y, ((x * x + y * y) / 2).sqrt()], -1).flatten(0, 1).double()
     values = picture.flatten(1).T.double()
-    wide = 2
+    margin = 2
     border = torch.ones(height, width, dtype=torch.bool, device=picture.device)
-    border[wide:-wide, wide:-wide] = False
+    border[margin:-margin, margin:-margin] = False
     weight = border.flatten().double()
     plain = values[border.flatten()].median(0).values
     distance = (values - plain).abs().amax(1)
@@ -323,8 +323,8 @@ def background(picture: Tensor) -> Tensor:
         fitted = basis @ torch.linalg.solve(gram, basis.T @ (part * values))
         distance = (values - fitted).abs().amax(1)
         weight = torch.where(border.flatten(), 1.0, 0.1).double() if level < 0.2 else weight
-    found: Tensor = fitted.T.reshape(3, height, width).float().clamp(0, 1)
-    return found
+    colour: Tensor = fitted.T.reshape(3, height, width).float().clamp(0, 1)
+    return colour
 
 
 def sides(height: int, width: int) -> list[int]:
@@ -354,25 +354,25 @@ def _peaks(best: Tensor) -> list[Match]:
     y, x = torch.meshgrid(
         torch.arange(height, device=score.device), torch.arange(width, device=score.device), indexing="ij"
     )
-    found: list[Match] = []
-    while len(found) < _MOST:
+    peaks: list[Match] = []
+    while len(peaks) < _MOST:
         place = int(score.argmax())
         row, column = divmod(place, width)
         value, side, variant = (float(part[row, column]) for part in (score, best[1], best[2]))
         if value <= 0.3:
             break
-        found.append(Match(value, column + 0.5, row + 0.5, side, int(variant)))
+        peaks.append(Match(value, column + 0.5, row + 0.5, side, int(variant)))
         score[((x - column).square() + (y - row).square()).float().sqrt() < 0.55 * side] = -1.0
-    return found
+    return peaks
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Interval]:
     """The share that is right of each part and of the whole, over the prompts that ask for it, with 95% intervals."""
-    found: dict[str, Interval] = {}
+    intervals: dict[str, Interval] = {}
     columns = {part.name: [getattr(v, part.name) for v in verdicts] for part in fields(Verdict) if part.name != "score"}
     columns["all"] = [verdict.right for verdict in verdicts]
     for name, values in columns.items():
-        asked = [value for value in values if value is not None]
-        if asked:
-            found[name] = bootstrap.share(sum(asked), len(asked))
-    return found
+        applicable = [value for value in values if value is not None]
+        if applicable:
+            intervals[name] = bootstrap.share(sum(applicable), len(applicable))
+    return intervals

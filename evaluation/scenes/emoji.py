@@ -48,7 +48,7 @@ class PictureRow:
 
 
 def read_rows(data: Path) -> list[PictureRow]:
-    """Reads `emoji/captions.tsv` under `data`.
+    """Read `emoji/captions.tsv` under `data`.
 
     Raises `ValueError` naming the line when a field is missing or a name is used twice.
     """
@@ -72,7 +72,7 @@ def read_rows(data: Path) -> list[PictureRow]:
 
 
 def read_pictures(data: Path, rows: list[PictureRow], size: int) -> torch.Tensor:
-    """Reads the rows' pictures from `emoji/images.zip`, as uint8 [N, 4, size, size], colour premultiplied by alpha.
+    """Read the rows' pictures from `emoji/images.zip`, as uint8 [N, 4, size, size], colour premultiplied by alpha.
 
     Premultiplied, because resizing straight colours bleeds the hidden colour of transparent pixels into
     edges. Raises `ValueError` naming the file when a picture is missing or not square.
@@ -99,12 +99,12 @@ def premultiply(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     if image.width != size:
         planes = [plane.resize((size, size), Image.Resampling.BOX) for plane in planes]
     scaled = np.stack([np.asarray(plane) for plane in planes])
-    found: npt.NDArray[np.uint8] = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
-    return found
+    premultiplied: npt.NDArray[np.uint8] = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
+    return premultiplied
 
 
 def composite(pictures: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
-    """Lays premultiplied uint8 [B, 4, H, W] on plain RGB `colours` [B, 3] in 0..1; returns [B, 3, H, W] in -1..1."""
+    """Lay premultiplied uint8 [B, 4, H, W] on plain RGB `colours` [B, 3] in 0..1; returns [B, 3, H, W] in -1..1."""
     layers = pictures.to(colours.dtype) / 255
     return (layers[:, :3] + (1 - layers[:, 3:]) * colours[:, :, None, None]) * 2 - 1
 

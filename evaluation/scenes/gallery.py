@@ -46,15 +46,15 @@ class Gallery:
         shifted = F.unfold(window[None], _KERNEL)[0]  # [3 K K, shifts]
         energy = mask.flatten(0, 1) @ F.unfold(window.square().sum(0)[None, None], _KERNEL)[0]  # [n scales, shifts]
         added = (colour - ground[:, None] * alpha[:, :, None]).flatten(2).flatten(0, 1)
-        own = added.square().sum(1, keepdim=True).clamp(min=1e-2)
-        cosine = added @ shifted / (own * torch.maximum(energy, 0.2 * own)).sqrt()
+        sprite_energy = added.square().sum(1, keepdim=True).clamp(min=1e-2)
+        cosine = added @ shifted / (sprite_energy * torch.maximum(energy, 0.2 * sprite_energy)).sqrt()
         return cosine.view(len(colour), -1).amax(1)
 
     def _kernels(self, variant: int) -> tuple[Tensor, Tensor, Tensor]:
         """Colours [N, scales, 3, K K], alphas and masks [N, scales, K K], in one variant."""
         if variant not in self._kept:
             parts = [self._scaled(part, variant) for part in self._sprites.split(_CHUNK)]
-            colour, alpha, mask = (torch.cat(one) for one in zip(*parts, strict=True))
+            colour, alpha, mask = (torch.cat(part) for part in zip(*parts, strict=True))
             self._kept[variant] = colour, alpha, mask
         return self._kept[variant]
 
@@ -65,14 +65,14 @@ class Gallery:
             pixels = F.interpolate(pixels, size=2 * _SIDE, mode="area")
             base = hues.palette(pixels.device)[variant - 1].expand(len(pixels), 3)
             pixels = hues.tint(pixels, hues.mean_luma(pixels), base)
-        found: list[Tensor] = []
+        scaled: list[Tensor] = []
         for scale in _SCALES:
             side = 2 * round(_SIDE * scale / 2)
             small = F.interpolate(pixels, size=side, mode="bilinear", antialias=True).clamp(0, 1)
-            whole = F.pad(small, ((_KERNEL - side) // 2,) * 4)
-            grown = (F.max_pool2d(whole[:, 3:], 3, 1, 1) > 0.05).float()
-            found.append(torch.cat([whole, grown], 1).flatten(2))
-        kernels = torch.stack(found, 1)
+            padded = F.pad(small, ((_KERNEL - side) // 2,) * 4)
+            grown = (F.max_pool2d(padded[:, 3:], 3, 1, 1) > 0.05).float()
+            scaled.append(torch.cat([padded, grown], 1).flatten(2))
+        kernels = torch.stack(scaled, 1)
         return kernels[:, :, :3], kernels[:, :, 3], kernels[:, :, 4]
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from evaluation.scenes import hues
 from evaluation.scenes.emoji import COLOURS
 from evaluation.scenes.subjects import Subject, article
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 
 NUMBERS = ("a", "two", "three", "four", "five")
 _SIZES = {"tiny": ("tiny", "very small"), "small": ("small", "little"), "big": ("big", "large", "huge")}
@@ -42,7 +42,7 @@ _FADING = (
 
 def say(truth: Truth, subjects: dict[str, Subject], draw: random.Random) -> str:
     """A caption of the truth."""
-    parts = [_phrase(thing, subjects[thing.subject], draw) for thing in truth.things]
+    parts = [_phrase(item, subjects[item.subject], draw) for item in truth.items]
     if truth.relation == "row":
         body = draw.choice(_ROWS).format(f"{', '.join(parts[:-1])} and {parts[-1]}")
     elif truth.relation is not None:
@@ -63,17 +63,17 @@ def say(truth: Truth, subjects: dict[str, Subject], draw: random.Random) -> str:
     return prefix + body + ends
 
 
-def _phrase(thing: Thing, subject: Subject, draw: random.Random) -> str:
-    words = [draw.choice(_SIZES[thing.size])] if thing.size else []
-    words += [thing.colour] if thing.colour else []
-    words.append(subject.noun if thing.count == 1 else subject.plural)
+def _phrase(item: SceneItem, subject: Subject, draw: random.Random) -> str:
+    words = [draw.choice(_SIZES[item.size])] if item.size else []
+    words += [item.colour] if item.colour else []
+    words.append(subject.noun if item.count == 1 else subject.plural)
     rest = " ".join(words)
-    if thing.count == 1:
+    if item.count == 1:
         return f"{article(rest)} {rest}"
-    return f"{NUMBERS[thing.count - 1]} {rest}"
+    return f"{NUMBERS[item.count - 1]} {rest}"
 
 
-class Reader:
+class CaptionParser:
     """Reads captions of `say` back."""
 
     def __init__(self, subjects: Iterable[Subject]) -> None:
@@ -102,46 +102,46 @@ class Reader:
         rest = caption
         background: tuple[str, ...] = ()
         for _, end in self._ends:
-            if found := end.search(rest):
-                background, rest = found.groups(), rest[: found.start()]
+            if match := end.search(rest):
+                background, rest = match.groups(), rest[: match.start()]
                 break
         sticker = next((form for form in _STICKERS if rest.endswith(form)), "")
         rest = rest.removesuffix(sticker)
         # "a row of" and nouns begin with an article too: prefixes are tried last.
         for body in (rest, *(rest.removeprefix(prefix) for prefix in _PREFIXES if rest.startswith(prefix))):
-            things, relation = self._body(body)
-            if things:
-                return Truth(things, relation, background, bool(sticker))
+            items, relation = self._body(body)
+            if items:
+                return Truth(items, relation, background, bool(sticker))
         raise ValueError(f"caption {caption!r} is not of the grammar of scenes")
 
-    def _body(self, body: str) -> tuple[tuple[Thing, ...], str | None]:
-        one = self._thing(body)
-        if one is not None:
-            return (one,), None
+    def _body(self, body: str) -> tuple[tuple[SceneItem, ...], str | None]:
+        single = self._thing(body)
+        if single is not None:
+            return (single,), None
         for form in _ROWS:
             lead, tail = form.split("{}")
             if body.startswith(lead) and body.endswith(tail):
                 parts = re.split(r", | and ", body[len(lead) : len(body) - len(tail)])
-                things = tuple(thing for part in parts if (thing := self._thing(part)) is not None)
-                if len(things) == len(parts) >= 3:
-                    return things, "row"
+                items = tuple(item for part in parts if (item := self._thing(part)) is not None)
+                if len(items) == len(parts) >= 3:
+                    return items, "row"
         for relation, pattern in self._bodies:
-            if found := pattern.match(body):
-                things = tuple(thing for part in found.groups() if (thing := self._thing(part)) is not None)
-                if len(things) == 2:
-                    return things, relation
+            if match := pattern.match(body):
+                items = tuple(item for part in match.groups() if (item := self._thing(part)) is not None)
+                if len(items) == 2:
+                    return items, relation
         return (), None
 
-    def _thing(self, phrase: str) -> Thing | None:
-        found = self._head.fullmatch(phrase)
-        if found is None:
+    def _thing(self, phrase: str) -> SceneItem | None:
+        match = self._head.fullmatch(phrase)
+        if match is None:
             return None
-        number = found["number"]
+        number = match["number"]
         count = 1 if number == "an" else NUMBERS.index(number) + 1
-        subject = (self._singular if count == 1 else self._plural).get(found["noun"])
+        subject = (self._singular if count == 1 else self._plural).get(match["noun"])
         if subject is None:
             return None
-        return Thing(subject.noun, count, found["colour"], self._sizes.get(found["size"] or ""))
+        return SceneItem(subject.noun, count, match["colour"], self._sizes.get(match["size"] or ""))
 
 
 class Foils:
@@ -153,32 +153,32 @@ class Foils:
         self._paintable = [subject for subject in subjects if subject.colours]
 
     def captions(self, truth: Truth, count: int, draw: random.Random) -> list[str]:
-        """At most `count` different captions with one thing wrong."""
+        """Return at most `count` different captions with one thing wrong."""
         wrong = dict.fromkeys(self.wrong(truth, draw) for _ in range(count))
-        return [say(one, self._by_noun, draw) for one in wrong if one != truth]
+        return [say(wrong_truth, self._by_noun, draw) for wrong_truth in wrong if wrong_truth != truth]
 
     def wrong(self, truth: Truth, draw: random.Random) -> Truth:
         """The truth with one thing wrong, or as it is where the draw repeats what is there."""
-        place = draw.randrange(len(truth.things))
-        thing = truth.things[place]
-        colours = self._by_noun[thing.subject].colours
+        place = draw.randrange(len(truth.items))
+        item = truth.items[place]
+        colours = self._by_noun[item.subject].colours
         changes = [
             "subject",
-            *(["colour"] * 2 if thing.colour else ()),
+            *(["colour"] * 2 if item.colour else ()),
             *(["count"] * 2 if truth.relation is None else ()),
         ]
         changes += ["turn"] * 2 if truth.relation not in (None, "beside", "and") else []
         change = draw.choice(changes)
         if change == "turn":
-            return replace(truth, things=truth.things[::-1])
+            return replace(truth, items=truth.items[::-1])
         if change == "colour":
-            thing = replace(thing, colour=draw.choice(colours))
+            item = replace(item, colour=draw.choice(colours))
         elif change == "count":
-            size = None if thing.size == "big" else thing.size
-            thing = replace(thing, count=draw.choice([n for n in range(1, 6) if n != thing.count]), size=size)
+            size = None if item.size == "big" else item.size
+            item = replace(item, count=draw.choice([n for n in range(1, 6) if n != item.count]), size=size)
         else:
-            pick = self._paintable if thing.colour else self._subjects
-            thing = replace(thing, subject=draw.choice(pick).noun)
-            if thing.subject in {other.subject for other in truth.things}:
+            pick = self._paintable if item.colour else self._subjects
+            item = replace(item, subject=draw.choice(pick).noun)
+            if item.subject in {other.subject for other in truth.items}:
                 return truth
-        return replace(truth, things=(*truth.things[:place], thing, *truth.things[place + 1 :]))
+        return replace(truth, items=(*truth.items[:place], item, *truth.items[place + 1 :]))

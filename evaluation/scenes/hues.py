@@ -31,7 +31,7 @@ def chroma(rgb: Tensor) -> Tensor:
 
 
 def coloured(rgb: Tensor) -> Tensor:
-    """How far each pixel of [..., 3, H, W] is coloured and not grey, 0..1."""
+    """The degree to which each pixel of [..., 3, H, W] is coloured and not grey, 0..1."""
     return ((chroma(rgb) - _PALE) / (_VIVID - _PALE)).clamp(0, 1)
 
 
@@ -74,9 +74,11 @@ def palette(device: torch.device | str = "cpu") -> Tensor:
 def hue(rgb: Tensor) -> Tensor:
     """Hue in degrees, 0..360, of RGB [..., 3] in 0..1."""
     r, g, b = rgb.unbind(-1)
-    most, least = rgb.amax(-1), rgb.amin(-1)
-    span = (most - least).clamp(min=1e-6)
-    angle = torch.where(most == r, ((g - b) / span) % 6, torch.where(most == g, (b - r) / span + 2, (r - g) / span + 4))
+    maximum, minimum = rgb.amax(-1), rgb.amin(-1)
+    span = (maximum - minimum).clamp(min=1e-6)
+    angle = torch.where(
+        maximum == r, ((g - b) / span) % 6, torch.where(maximum == g, (b - r) / span + 2, (r - g) / span + 4)
+    )
     return angle * 60
 
 

@@ -23,7 +23,7 @@ from evaluation.pixels import Pixels
 from evaluation.run import EvaluationRun, RunError
 from evaluation.scenes import emoji, subjects
 from evaluation.scenes.checker import Checker, Sprite, Verdict, summary
-from evaluation.scenes.grammar import Foils, Reader
+from evaluation.scenes.grammar import CaptionParser, Foils
 
 SIDE = 128  # of sprites, in pixels
 _FOILS = 8  # captions with one thing wrong for each caption
@@ -41,16 +41,16 @@ class SceneJudge:
         rows = emoji.read_rows(data)
         images = emoji.read_pictures(data, rows, SIDE)
         nouns = subjects.choose(rows, images)
-        self.checker = Checker({one.noun: Sprite(images[one.row], bool(one.colours)) for one in nouns}, device)
+        self.checker = Checker({noun.noun: Sprite(images[noun.row], bool(noun.colours)) for noun in nouns}, device)
         self.digest = hashlib.sha256((data / "emoji" / "captions.tsv").read_bytes() + images.numpy().data).hexdigest()
-        self._reader, self._foils, self._clip = Reader(nouns), Foils(nouns), clip
+        self._reader, self._foils, self._clip = CaptionParser(nouns), Foils(nouns), clip
 
     def score(self, picture: Pixels, caption: str) -> float:
-        """Whether all that the caption says is right. Raises `Unscorable`."""
+        """Return whether all that the caption says is right. Raises `Unscorable`."""
         return float(self.verdict(picture, caption).right)
 
     def verdict(self, picture: Pixels, caption: str) -> Verdict:
-        """What is right of a uint8 [H, W, 3] picture. Raises `Unscorable` for a caption of another grammar."""
+        """Judge a uint8 [H, W, 3] picture. Raises `Unscorable` for a caption of another grammar."""
         try:
             truth = self._reader.read(caption)
         except ValueError as error:
@@ -69,26 +69,26 @@ class SceneJudge:
 
     def figures(self, pictures: Sequence[Pixels], captions: Sequence[str]) -> dict[str, Any]:
         """Shares with 95% intervals, and of each picture whether all is `right`. Raises `Unscorable`."""
-        verdicts = [self.verdict(*one) for one in zip(pictures, captions, strict=True)]
+        verdicts = [self.verdict(*pair) for pair in zip(pictures, captions, strict=True)]
         preferred = self.prefers(pictures, captions)
         clip = {} if preferred is None else {"clip_prefers_caption": preferred}
         return {**summary(verdicts), **clip, "right": [verdict.right for verdict in verdicts]}
 
-    def difference(self, ours: Sequence[Pixels], theirs: Sequence[Pixels]) -> dict[str, Any]:
-        """How much two pictures of one caption differ: means with intervals, PSNR in dB."""
-        if not ours:
+    def difference(self, left: Sequence[Pixels], right: Sequence[Pixels]) -> dict[str, Any]:
+        """The difference between two pictures of one caption: means with intervals, PSNR in dB."""
+        if not left:
             return {"pairs": 0}
-        counts = bootstrap.resamples(len(ours))
-        decibels = [pairs.psnr(*two) for two in zip(ours, theirs, strict=True)]
+        counts = bootstrap.resamples(len(left))
+        decibels = [pairs.psnr(*two) for two in zip(left, right, strict=True)]
         values: dict[str, Any] = {
             "psnr_db": decibels,
-            "ssim": [pairs.ssim(*two) for two in zip(ours, theirs, strict=True)],
+            "ssim": [pairs.ssim(*two) for two in zip(left, right, strict=True)],
         }
         if isinstance(self._clip, ClipLayers):
-            values[self._clip.figure] = self._clip.between(ours, theirs)
+            values[self._clip.figure] = self._clip.between(left, right)
         means = {name: bootstrap.mean(torch.as_tensor(part), counts).interval for name, part in values.items()}
-        close = bootstrap.share(sum(db < _CLOSE_DB for db in decibels), len(ours))
-        return {"pairs": len(ours), "share_under_30_db": close, **means}
+        close = bootstrap.share(sum(db < _CLOSE_DB for db in decibels), len(left))
+        return {"pairs": len(left), "share_under_30_db": close, **means}
 
     def run(
         self,
@@ -110,16 +110,16 @@ class SceneJudge:
         report["prompts"] = max(map(len, groups.values()))
         for name, indices in groups.items():
             texts = [run.captions[index].text for index in indices]
-            ours = _pictures(run, indices)
+            first = _pictures(run, indices)
             try:
-                report[name] = self.figures(ours, texts)
+                report[name] = self.figures(first, texts)
             except Unscorable as error:
                 raise RunError(f"{run.folder}: {error}") from None
             if again is not None:
-                theirs = _pictures(again, indices)
-                right = [self.verdict(*one).right for one in zip(theirs, texts, strict=True)]
+                second = _pictures(again, indices)
+                right = [self.verdict(*pair).right for pair in zip(second, texts, strict=True)]
                 both = [n for n, sure in enumerate(right) if sure and report[name]["right"][n]]
-                report[name]["two_seeds"] = self.difference([ours[n] for n in both], [theirs[n] for n in both])
+                report[name]["two_seeds"] = self.difference([first[n] for n in both], [second[n] for n in both])
             if true is not None:
                 files = [f"{run.captions[index].id}.png" for index in indices]
                 halves = ([pixels.read(true / half / file) for file in files] for half in ("own", "other"))

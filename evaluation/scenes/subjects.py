@@ -1,4 +1,4 @@
-"""What scenes are composed of: the emoji with a plain countable noun, told apart by their pictures."""
+"""Subjects that scenes are composed of: the emoji with a plain countable noun, told apart by their pictures."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def article(phrase: str) -> str:
 
 
 def named(row: PictureRow) -> bool:
-    """Whether the row's name is a noun that captions can count, colour and place."""
+    """Return whether the row's name is a noun that captions can count, colour and place."""
     name = row.name.lower()
     words = name.replace("-", " ").split()
     if row.group not in GROUPS and row.subgroup not in ALSO:
@@ -102,15 +102,15 @@ def choose(rows: list[PictureRow], images: torch.Tensor) -> list[Subject]:
 
     Of pictures that look alike the first is taken, so that a picture of a scene has one reading.
     """
-    found = [index for index, row in enumerate(rows) if named(row)]
-    sprites = images[found].float() / 255
+    candidates = [index for index, row in enumerate(rows) if named(row)]
+    sprites = images[candidates].float() / 255
     small = F.interpolate(sprites, size=32, mode="area")
     looks = F.normalize((torch.cat([small[:, :3] + 1 - small[:, 3:], small[:, 3:]], 1) - 0.5).flatten(1), dim=1)
-    kept: list[int] = []
-    for place in range(len(found)):
-        if not kept or float((looks[kept] @ looks[place]).max()) < _ALIKE:
-            kept.append(place)
-    return [_subject(rows[found[place]].name.lower(), found[place], sprites[place]) for place in kept]
+    selected: list[int] = []
+    for place in range(len(candidates)):
+        if not selected or float((looks[selected] @ looks[place]).max()) < _ALIKE:
+            selected.append(place)
+    return [_subject(rows[candidates[place]].name.lower(), candidates[place], sprites[place]) for place in selected]
 
 
 def _subject(noun: str, row: int, sprite: torch.Tensor) -> Subject:
@@ -118,8 +118,8 @@ def _subject(noun: str, row: int, sprite: torch.Tensor) -> Subject:
     area = alpha.sum().clamp(min=1e-3)
     straight = sprite[:3] / alpha.clamp(min=1e-3)
     share = float((alpha * hues.coloured(straight)).sum() / area)
-    mine = hues.shares(straight.flatten(1).T, alpha.flatten())
-    natural = hues.WORDS[int(mine.argmax())] if float(mine.max()) > 0.4 else None
+    own_shares = hues.shares(straight.flatten(1).T, alpha.flatten())
+    natural = hues.WORDS[int(own_shares.argmax())] if float(own_shares.max()) > 0.4 else None
     red, green, blue = (sprite[:3].flatten(1).sum(1) / area).tolist()
     colours = hues.WORDS if share > _COLOURED else ()
     cover = F.adaptive_avg_pool2d(alpha[None], COARSE)[0].tolist()

@@ -1,4 +1,4 @@
-"""What a prompt asks to be true of its picture: things, their counts, colours and sizes, and where they stand."""
+"""The content that a prompt asks of its picture: things, their counts, colours and sizes, and where they stand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES = ("tiny", "small", "big")
 
 
 @dataclass(frozen=True)
-class Thing:
+class SceneItem:
     """`count` pictures of one subject, by its noun; `colour` is one of `hues.WORDS`, `size` one of `SIZES`."""
 
     subject: str
@@ -26,7 +26,7 @@ class Truth:
     `sticker` is a white outline around every thing.
     """
 
-    things: tuple[Thing, ...]
+    items: tuple[SceneItem, ...]
     relation: str | None = None
     background: tuple[str, ...] = ()
     sticker: bool = False

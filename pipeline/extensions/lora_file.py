@@ -84,7 +84,9 @@ def converted(name: str, factors: Factors, device: torch.device, dtype: torch.dt
         for at, factor in factors.items()
     }
     check_finite(name, made)
-    tensors = iter(transfers.beside([part for factor in made.values() for part in (factor.down, factor.up)], device))
+    tensors = iter(
+        transfers.copy_to_device([part for factor in made.values() for part in (factor.down, factor.up)], device)
+    )
     return {at: replace(factor, down=next(tensors), up=next(tensors)) for at, factor in made.items()}
 
 

@@ -225,7 +225,7 @@ def _keeping(model: ImageModel, of: Mapping[str, Recipe], pattern: str) -> dict[
     except re.error as error:
         raise RecipeError(f"keep: {pattern!r} is no regular expression ({error})") from error
     kept = {part: recipe.keeping(model.parts[part], wanted, _KEPT) for part, recipe in of.items()}
-    if all(len(kept[part].chosen) == len(recipe.chosen) for part, recipe in of.items()):
+    if all(len(kept[part].layer_rules) == len(recipe.layer_rules) for part, recipe in of.items()):
         raise RecipeError(f"keep: no layer that would be quantized has a name that matches {pattern!r}")
     return kept
 

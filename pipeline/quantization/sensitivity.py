@@ -224,4 +224,4 @@ def _alone(recipe: Recipe, family: Sequence[str], families: Sequence[Sequence[st
     left: Mapping[str, Rule] = {
         name: replace(recipe.rule(name), reason=_LEFT) for other in families if other is not family for name in other
     }
-    return replace(recipe, chosen={**recipe.chosen, **left})
+    return replace(recipe, layer_rules={**recipe.layer_rules, **left})

@@ -17,7 +17,7 @@ from benchmarks import simulate
 from benchmarks.harness import record
 from benchmarks.simulation import costs, measure
 from benchmarks.simulation.runner import Device
-from benchmarks.simulation.traffic import Bursts, Choice, Mix, always
+from benchmarks.simulation.traffic import Bursts, Mix, WeightedChoice, always
 from contract.plan import AUTO, DeepCache
 from core.config import Settings
 from tests.benchmarks.simulation.tables import OTHER, SIZE, WIDTHS, affine
@@ -68,9 +68,10 @@ def test_a_sweep_is_reported(tmp_path: Path, table: Path, capsys: pytest.Capture
 def test_equal_seeds_give_equal_figures_on_every_machine() -> None:
     """In processes that order their sets differently."""
     code = (
-        "import json, sys; from benchmarks import simulate; from benchmarks.simulation.traffic import Choice, Mix;"
+        "import json, sys; from benchmarks import simulate;"
+        "from benchmarks.simulation.traffic import Mix, WeightedChoice;"
         "from tests.benchmarks.simulation.tables import OTHER, SIZE, affine; from contract.plan import AUTO;"
-        "mix = Mix(Choice((SIZE, OTHER), (1, 1)), deepcache=Choice((None, AUTO), (1, 1)));"
+        "mix = Mix(WeightedChoice((SIZE, OTHER), (1, 1)), deepcache=WeightedChoice((None, AUTO), (1, 1)));"
         "plan = simulate.Plan(mix, gpus=(3,), loads=(0.9,), pictures=300, seed=int(sys.argv[1]));"
         "print(json.dumps([point for point, _ in simulate.points(affine(), plan) if point]));"
         "assert 'torch' not in sys.modules"
@@ -82,7 +83,7 @@ def test_equal_seeds_give_equal_figures_on_every_machine() -> None:
         ).stdout
         for seed, order in (("1", "1"), ("2", "2"))
     ]  # fmt: skip
-    mix = Mix(Choice((SIZE, OTHER), (1, 1)), deepcache=Choice((None, AUTO), (1, 1)))
+    mix = Mix(WeightedChoice((SIZE, OTHER), (1, 1)), deepcache=WeightedChoice((None, AUTO), (1, 1)))
     plan = simulate.Plan(mix, gpus=(3,), loads=(0.9,), pictures=300, seed=1)
     here = json.loads(json.dumps([point for point, _ in simulate.points(affine(), plan) if point]))
     assert here == json.loads(said[0]) != json.loads(said[1])
@@ -206,8 +207,8 @@ def test_an_engine_is_measured_and_simulated(
     native = found.sizes[0]
     assert {phase for phase, _ in found.measured} == {"encode", "deep", "shallow", "shallow-resnet", "vae"}
     assert set(found.measured["encode", (0, 0)]) == {2, 4} and found.widest("deep", native) == Settings().max_rows
-    assert set(found.held[native]) == {"request", "row", "shallow", "shallow-resnet"}
-    assert found.held[native]["shallow"] > found.held[native]["shallow-resnet"] > 0
+    assert set(found.held_bytes[native]) == {"request", "row", "shallow", "shallow-resnet"}
+    assert found.held_bytes[native]["shallow"] > found.held[native]["shallow-resnet"] > 0
     assert json.loads(out.splitlines()[-1])["costs"]["device"] == found.device
     code, _, err = shell(capsys, *options, "--sizes", "5000x5000")
     assert code == 2 and "--sizes: 5000x5000 is not offered" in err

@@ -53,7 +53,7 @@ def test_the_embedded_model_writes_what_its_picture_model_draws(shell: Shell, mo
     assert len(read) > 81 and len({match[1] for match in read}) > 67
     assert len({match[2] for match in read} & {*COLOURS}) > 4
     sieve = caption_filter.CaptionFilter(caption_filter.tokenizers(str(EMBEDDED_MODEL)))
-    assert all(sieve.wrong(one.text, whole=True) is None for one in found)
+    assert all(sieve.wrong(one.text, complete=True) is None for one in found)
     write(shell, "other.tsv", 90, "--seed", "1")
     other = {one.text for one in captions.read(shell.folder / "other.tsv")}
     assert len(other & {one.text for one in found}) < 45

@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def test_copies_arrive_beside_others() -> None:
     given = [torch.arange(7), torch.rand(3, 5)]
-    made = [*transfers.beside(given, DEVICE), transfers.to_device(given[1], DEVICE)]
+    made = [*transfers.copy_to_device(given, DEVICE), transfers.to_device(given[1], DEVICE)]
     assert all(one.device.type == DEVICE.type for one in made)
     assert all(torch.equal(one.cpu(), wanted) for one, wanted in zip(made, [*given, given[1]], strict=True))
 

@@ -109,7 +109,7 @@ def test_a_gate_holds_is_open_or_fails(
 ) -> None:
     lens = embedded(CLIP)
     ratios = {lens.fid: figure(*fid), lens.score: figure(*score)}
-    found = compare.judged(ratios, lens, compare.Gates().of({"deepcache": "off"}), spread)
+    found = compare.check_gates(ratios, lens, compare.Gates().of({"deepcache": "off"}), spread)
     assert [gate["verdict"] for gate in found] == expected
 
 

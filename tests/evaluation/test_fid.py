@@ -133,6 +133,6 @@ def test_statistics_that_are_none_are_refused(
         path.write_bytes(held)
     elif held is not None:
         np.savez(path, **held)  # type: ignore[arg-type]
-    with pytest.raises(fid.StatisticsError, match=message) as refused:
+    with pytest.raises(fid.FidStatisticsError, match=message) as refused:
         fid.read(path, 4)
     assert str(path) in str(refused.value)

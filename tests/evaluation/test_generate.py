@@ -18,7 +18,7 @@ from contract.image import ImageParameters
 from evaluation import generate
 from evaluation.captions import Caption
 from evaluation.run import RunWriter
-from evaluation.sources import GeneratedImage
+from evaluation.sources import SourceImage
 
 DRAFT = ImageParameters("", 0, 8, 8, steps=4)
 CAPTIONS = [Caption(k, str(k), f"picture {k}") for k in range(30)]
@@ -51,13 +51,13 @@ class Counting:
             self._open.clear()
         return future
 
-    def take(self, result: Any) -> GeneratedImage:
+    def take(self, result: Any) -> SourceImage:
         chunks = PngInfo()
         printed = {"model": "m", "weights": "w", "precision": "fp32", "device": self._threads}
         chunks.add_itxt("fingerprint", json.dumps(printed))
         stream = io.BytesIO()
         Image.new("RGB", (8, 8), (result.seed % 256, 0, 0)).save(stream, "PNG", pnginfo=chunks)
-        return GeneratedImage(stream.getvalue(), ("[bold]a note[/bold]",) if result.prompt == "picture 3" else ())
+        return SourceImage(stream.getvalue(), ("[bold]a note[/bold]",) if result.prompt == "picture 3" else ())
 
     def pixels(self, result: Any) -> Any:
         raise NotImplementedError

@@ -98,7 +98,7 @@ def test_the_fewest_queries_are_those_that_loadgen_wants(
     test = loadgen.LoadGenSettings(scenario, target_qps=5000.0, duration_s=0.0, queries=count, user_conf=conf)
     warned: list[str] = []
     result = loadgen.run(test, panel, tmp_path, warned.append)  # type: ignore[arg-type]
-    assert result.valid is (missing == 0), result.told
+    assert result.valid is (missing == 0), result.message
     assert bool(warned) is (missing == 1 and not (scenario == "Server" and late)), (
         "that one is late is not known before"
     )

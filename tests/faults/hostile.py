@@ -117,7 +117,7 @@ def main() -> int:
         for kind, one in sorted(found.statuses.items())
     ]
     table("hostile requests", header, rows)
-    record.publish("hostile", result, whole=("api", "core/jobs", "tests/faults"))
+    record.publish("hostile", result, artifacts=("api", "core/jobs", "tests/faults"))
     for fault in found.faults:
         print(f"wrong: {fault}", file=sys.stderr)
     return int(bool(found.faults))

@@ -113,7 +113,7 @@ def main() -> int:
         print(json.dumps(result))
     else:
         whole = ("api", "core/jobs", "core/batching", "workers", "tests/faults/worst.py")
-        record.publish("neighbours", result, whole=whole)
+        record.publish("neighbours", result, artifacts=whole)
     failed = [failure for name in ("alone", "burner", "peer", "beside") for failure in felt[name].failed]
     for failure in failed:
         print(failure, file=sys.stderr)

@@ -120,7 +120,7 @@ def test_add_norm(to: torch.dtype, splits: int) -> None:
     sums = SplitSums(parts, scale, bias) if splits else None
     inverse = 30 + normal(generator, channels) if to in EIGHT else None
     kept = torch.empty_like(x)
-    found = add_norm(x, weight, 1e-5, inverse, to, sums=sums, kept=kept)
+    found = add_norm(x, weight, 1e-5, inverse, to, sums=sums, sum_out=kept)
     wanted_kept, wanted = add_norm_reference(x, weight, 1e-5, inverse, to, sums)
     close(kept, wanted_kept)
     close(found, wanted)

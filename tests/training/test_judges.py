@@ -36,10 +36,12 @@ def test_shares_are_of_what_is_drawn_and_go_into_the_card(large: TrainingRun) ->
     true = shown(large, {})
     known, folder = judge.scene_judge(large), large.folder("judge") / "emoji-xl"
     prompts = {"right": {text: text for text in true}, "nothing": {}}
-    right = judge.judged(prompts, lambda texts: [true[text] for text in texts], known, folder)
+    right = judge.judge_images(prompts, lambda texts: [true[text] for text in texts], known, folder)
     assert set(right) == {"right"} and set(right["right"]) == {"subject", "colour", "all"}
     assert right["right"]["all"].value == 1 and (folder / "right.png").stat().st_size > 0
-    blank = judge.judged(prompts, lambda texts: [np.full((128, 128, 3), 255, np.uint8)] * len(texts), known, folder)
+    blank = judge.judge_images(
+        prompts, lambda texts: [np.full((128, 128, 3), 255, np.uint8)] * len(texts), known, folder
+    )
     assert blank["right"]["all"].value == 0
     figures = {"emoji-xl": {"steps": 4, **right}, "emoji-lm": {"expansions": 3, "expansions_good": 0.5}}
     (large.folder("judge") / "figures.json").write_text(json.dumps(figures))
@@ -90,7 +92,7 @@ def test_copies_are_nearer_to_training_than_true_images_are(large: TrainingRun, 
             png = (tmp_path / "copies" / f"{caption.id}.png").read_bytes()
             writer.add(caption, caption.index, f"{caption.index}.png", png, session=0, seconds=0.0)
     drawn = EvaluationRun.read(tmp_path / "run")
-    found = nearest.judge(run, drawn, tmp_path / "true", SCENES, shown=2)
+    found = nearest.judge(run, drawn, tmp_path / "true", SCENES, limit=2)
     assert found["samples"]["distance"][0] == pytest.approx(0, abs=1e-5) and found["training_pictures"] == len(known)
     assert found["samples"]["most_psnr_db"] == 100 > found["true"]["most_psnr_db"]
     assert found["less_than_true"][2] < 0 and found["share_nearer_than_true"][0] == 1

@@ -155,7 +155,7 @@ def far(layer: nn.Linear) -> float:
 
 def test_commands_that_end_at_a_time_add_up_to_the_budget(run: TrainingRun) -> None:
     timed = dataclasses.replace(run, iterations=None, minutes=0.005)
-    ends: list[loop.Outcome] = []
+    ends: list[loop.StageOutcome] = []
     while not ends or not ends[-1].done:
         ends.append(loop.train(toy()[0], dataclasses.replace(timed, until=time.time() + 0.1)))
         assert len(ends) < 200

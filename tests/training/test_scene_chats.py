@@ -31,8 +31,8 @@ def chat(seed: int, held_out: bool = False) -> SceneChat:
 def test_answers_keep_what_is_asked_on_a_background_that_stands_out(seed: int, held_out: bool) -> None:
     scene = chat(seed, held_out)
     said = READER.read(scene.chat.answer)
-    assert keeps(scene.asked, said) and said.background
-    assert scene.asked.background or said.background[0] in COMPOSER.backgrounds(replace(said, background=()))
+    assert keeps(scene.truth, said) and said.background
+    assert scene.truth.background or said.background[0] in COMPOSER.backgrounds(replace(said, background=()))
     assert any(map(held, COMPOSER.families(said))) is held_out
     assert scene == chat(seed, held_out)
 
@@ -42,14 +42,14 @@ def test_answers_keep_what_is_asked_on_a_background_that_stands_out(seed: int, h
 def test_prompts_name_all_that_is_asked(seed: int) -> None:
     scene = chat(seed)
     prompt, many = scene.chat.prompt.lower(), ("", "", "two", "three", "four", "five")
-    for thing in scene.asked.things:
+    for thing in scene.truth.items:
         subject = COMPOSER.by_noun[thing.subject]
         assert any(word in prompt for word in (subject.noun, subject.plural, *KEYS.get(subject.noun, ())))
         assert thing.count == 1 or many[thing.count] in prompt or str(thing.count) in prompt
         assert not thing.colour or thing.colour in prompt
-    assert all(colour in prompt for colour in scene.asked.background)
-    one = scene.asked.things[0]
-    assert len(scene.asked.things) > 1 or one.count > 1 or one.colour or one.size, "that is a single emoji's"
+    assert all(colour in prompt for colour in scene.truth.background)
+    one = scene.truth.items[0]
+    assert len(scene.truth.items) > 1 or one.count > 1 or one.colour or one.size, "that is a single emoji's"
 
 
 def test_keywords_ask_where_they_mean_one_thing_that_can_be_counted() -> None:
@@ -57,13 +57,13 @@ def test_keywords_ask_where_they_mean_one_thing_that_can_be_counted() -> None:
     assert all(key in prompts for key in ("pooch", "pooches", "tom ", "hooter"))
     assert not any(key in prompts for key in ("pet", "fast"))
     for scene in islice(EXPANDER.chats(1), 2000):
-        assert "rocket" in scene.chat.prompt.lower() or all(thing.subject != "rocket" for thing in scene.asked.things)
+        assert "rocket" in scene.chat.prompt.lower() or all(thing.subject != "rocket" for thing in scene.truth.items)
 
 
 @settings(max_examples=300)
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
 def test_an_answer_with_one_thing_wrong_keeps_it_not(seed: int, draw: random.Random) -> None:
-    asked = chat(seed).asked
+    asked = chat(seed).truth
     for wrong in COMPOSER.foils.captions(asked, 4, draw):
         assert not keeps(asked, READER.read(wrong))
 

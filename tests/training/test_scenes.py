@@ -66,9 +66,9 @@ def test_no_held_out_family_is_drawn_or_named_wrong_and_captions_read_back(index
 def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int, int]) -> None:
     scene = COMPOSER.compose(index, size)
     truth = scene.truth
-    assert truth is not None and sum(t.count for t in truth.things) == len(scene.layers) <= layout.MOST
+    assert truth is not None and sum(t.count for t in truth.items) == len(scene.layers) <= layout.MOST
     centres = {}
-    for thing in truth.things:
+    for thing in truth.items:
         mine = [layer for layer in scene.layers if layer.row == COMPOSER.by_noun[thing.subject].row]
         assert len(mine) == thing.count and all(layer.colour == thing.colour for layer in mine)
         centres[thing] = [sum(layer.square[axis] for layer in mine) / len(mine) for axis in (0, 1)]
@@ -78,14 +78,14 @@ def test_layers_are_the_truths_things_where_it_says(index: int, size: tuple[int,
                 low = layer.square[axis] + scene.corner[axis] - layer.square.side / 2
                 assert low >= -1 and low + layer.square.side <= canvas[axis] + 1
     if truth.relation in ("left of", "right of", "above", "below"):
-        one, two = (centres[thing] for thing in truth.things)
+        one, two = (centres[thing] for thing in truth.items)
         axis = 0 if truth.relation in ("left of", "right of") else 1
         assert (two[axis] - one[axis]) * (1 if truth.relation in ("left of", "above") else -1) > 0
     elif truth.relation == "row":
-        across = [centres[thing][0] for thing in truth.things]
+        across = [centres[thing][0] for thing in truth.items]
         assert across == sorted(across)
     elif truth.relation in ("behind", "in front of"):
-        front = truth.things[truth.relation == "behind"]
+        front = truth.items[truth.relation == "behind"]
         assert scene.layers[-1].row == COMPOSER.by_noun[front.subject].row
 
 
@@ -97,7 +97,7 @@ def test_size_words_order_the_things_and_crops_show_most_of_each(index: int, siz
     assert all(layout.visible(layer.square, size) >= 0.6 for layer in scene.layers)
     sides = {
         thing: [layer.square.side for layer in scene.layers if layer.row == COMPOSER.by_noun[thing.subject].row]
-        for thing in scene.truth.things
+        for thing in scene.truth.items
     }
     order = ("tiny", "small", None, "big")
     if scene.truth.relation != "row":  # in a row all are of one size, and none is said
@@ -148,7 +148,7 @@ def test_the_held_out_shares_are_about_what_they_say_and_stay() -> None:
 def test_relations_and_grammar_are_all_used() -> None:
     truths = [COMPOSER.compose(index).truth for index in range(2000)]
     assert {t.relation for t in truths if t} == {None, *RELATIONS}
-    assert {thing.count for t in truths if t for thing in t.things} == {1, 2, 3, 4, 5}
+    assert {thing.count for t in truths if t for thing in t.items} == {1, 2, 3, 4, 5}
 
 
 def test_rendering_is_exact_for_a_whole_picture_and_repeats() -> None:

@@ -37,7 +37,7 @@ def test_nothing_is_kept_of_what_is_not_trained(trained: Trained, tmp_path: Path
 def test_the_denoiser_alone_begins_with_the_exported_codec(trained: Trained, tmp_path: Path) -> None:
     run = dataclasses.replace(trained.run, work=tmp_path / "work")
     shutil.copytree(trained.run.work / "tokens", run.work / "tokens")
-    start.train(run, denoiser=True)
+    start.convert(run, denoiser=True)
     assert sorted(path.name for path in (run.work / "start").iterdir()) == ["unet.pt"]
     codec, wanted = latents.load_codec(run), latents.load_codec(trained.run)
     assert codec.config.scaling_factor == pytest.approx(wanted.config.scaling_factor)
@@ -52,7 +52,7 @@ def test_the_denoiser_alone_begins_with_the_exported_codec(trained: Trained, tmp
 def test_language_models_begin_where_the_exported_ones_ended(trained: Trained, tmp_path: Path) -> None:
     """With the tokenizer that they were exported with, and a rate at which they forget less."""
     run = dataclasses.replace(trained.run, work=tmp_path, iterations=1)
-    start.train_text(run)
+    start.convert_text(run)
     mine, wanted = tokens.lm_tokenizer(run), tokens.lm_tokenizer(trained.run)
     assert (mine.get_vocab(), mine.chat_template) == (wanted.get_vocab(), wanted.chat_template)
     for stage, draft in (("lm", False), ("draft", True)):

@@ -34,14 +34,15 @@ def check(
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
-        found = f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"
-        raise ValueError(f"{name}: must be {dtype} {[*shape]} on the CPU, not {found}")
+        actual = f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"
+        raise ValueError(f"{name}: must be {dtype} {[*shape]} on the CPU, not {actual}")
     if not (tensor.stride(-1) == 1 or tensor.shape[-1] == 1 if rows_apart else tensor.is_contiguous()):
         raise ValueError(f"{name}: its memory layout is not the kernels' (strides {[*tensor.stride()]})")
 
 
-def modulation(what: str, x: Tensor, row_scale: Tensor | None, residual: Tensor | None) -> dict[str, int | None]:
-    """What follows a normalization of x [rows, channels]: `row_scale` [images, channels], `residual` [rows, channels].
+def modulation(name: str, x: Tensor, row_scale: Tensor | None, residual: Tensor | None) -> dict[str, int | None]:
+    """The steps after a normalization of x [rows, channels]: `row_scale` [images, channels], `residual` [rows,
+    channels].
 
     Raises ValueError for shapes that the kernels do not support.
     """
@@ -50,7 +51,7 @@ def modulation(what: str, x: Tensor, row_scale: Tensor | None, residual: Tensor 
     check("row_scale", row_scale, images, channels, rows_apart=True)
     check("residual", residual, rows, channels)
     if not images or rows % images:
-        raise ValueError(f"{what}: {rows} rows are not those of {images} images")
+        raise ValueError(f"{name}: {rows} rows are not those of {images} images")
     return {
         "row_scale": pointer(row_scale),
         "residual": pointer(residual),
@@ -63,10 +64,10 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def as_floats(what: str, tensor: Tensor | None) -> Tensor:
-    """A parameter in contiguous fp32. Raises ValueError, naming `what`, if there is none."""
+def as_floats(name: str, tensor: Tensor | None) -> Tensor:
+    """A parameter in contiguous fp32. Raises ValueError, naming `name`, if there is none."""
     if tensor is None:
-        raise ValueError(f"the kernels do not support {what}")
+        raise ValueError(f"the kernels do not support {name}")
     return tensor.detach().float().contiguous()
 
 

@@ -75,28 +75,28 @@ def _packed_up(weights: Weights, parts: Sequence[BranchPart]) -> tuple[Tensor, T
     """`up` of all parts, [vectors, 16], and the spans int32 [vectors of columns, 3] that say where each lies."""
     vectors = -(-weights.n // _LANES)
     spans = torch.zeros(vectors, 3, dtype=torch.int32)
-    found: list[Tensor] = []
+    blocks: list[Tensor] = []
     rank = at = 0
     for part in aligned(parts, weights.n, _LANES):
-        own, ranks = -(-part.up.shape[0] // _LANES), part.up.shape[1]
+        shape, ranks = -(-part.up.shape[0] // _LANES), part.up.shape[1]
         padded = part.up
-        if own * _LANES > part.up.shape[0]:
-            padded = torch.cat([part.up, part.up.new_zeros(own * _LANES - part.up.shape[0], ranks)])
-        found.append(padded.view(own, _LANES, ranks).permute(0, 2, 1).reshape(-1, _LANES))
-        numbers = torch.arange(part.start // _LANES, part.start // _LANES + own)
+        if shape * _LANES > part.up.shape[0]:
+            padded = torch.cat([part.up, part.up.new_zeros(shape * _LANES - part.up.shape[0], ranks)])
+        blocks.append(padded.view(shape, _LANES, ranks).permute(0, 2, 1).reshape(-1, _LANES))
+        numbers = torch.arange(part.start // _LANES, part.start // _LANES + shape)
         if weights.geglu:  # vectors of hidden and gate alternate
             half = vectors // 2
             numbers = torch.where(numbers < half, 2 * numbers, 2 * (numbers - half) + 1)
-        starts = at + ranks * torch.arange(own)
+        starts = at + ranks * torch.arange(shape)
         spans[numbers] = torch.stack(
-            [torch.full((own,), rank), torch.full((own,), rank + ranks), starts], dim=1
+            [torch.full((shape,), rank), torch.full((shape,), rank + ranks), starts], dim=1
         ).int()  # fmt: skip
-        rank, at = rank + ranks, at + own * ranks
-    return torch.cat(found), spans
+        rank, at = rank + ranks, at + shape * ranks
+    return torch.cat(blocks), spans
 
 
 class BranchTable:
-    """Which adapters, by number, and with which scales, the rows of each image of a batch get."""
+    """The adapters, by number, and their scales for the rows of each image of a batch."""
 
     def __init__(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         self.images = len(rows)

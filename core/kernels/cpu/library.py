@@ -36,7 +36,7 @@ _PARTIAL = ".part"  # folders left behind by a killed compiler
 
 
 class KernelsUnavailable(RuntimeError):
-    """There are no INT8 kernels for this machine. The message says why."""
+    """An error: INT8 kernels cannot run on this machine. The message says why."""
 
 
 class LibraryIdentity(NamedTuple):
@@ -49,8 +49,8 @@ class LibraryIdentity(NamedTuple):
 
 def identity(loaded: ctypes.CDLL) -> LibraryIdentity:
     """A library's sources, compiler and instruction set, as compiled into it."""
-    told = (loaded.diptych_instructions(), loaded.diptych_digest(), loaded.diptych_compiler())
-    return LibraryIdentity(*(text.decode("utf-8", "replace") for text in told))
+    identity_fields = (loaded.diptych_instructions(), loaded.diptych_digest(), loaded.diptych_compiler())
+    return LibraryIdentity(*(text.decode("utf-8", "replace") for text in identity_fields))
 
 
 @cache
@@ -126,25 +126,27 @@ def _key(compiler: list[str]) -> str:
 
 def _digest(compiler: list[str]) -> tuple[str, str]:
     """A digest of all that the machine code depends on, and the compiler's version; no path is in either."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(path.name for path in _HERE.iterdir() if path.suffix in (".cpp", ".h")):
-        made.update(name.encode() + (_HERE / name).read_bytes())
+        digest.update(name.encode() + (_HERE / name).read_bytes())
     version = _said([*compiler, "--version"]).strip()
-    made.update(repr((compiler[1:], _FLAGS, version, sorted(_processor_flags()))).encode())
-    return made.hexdigest()[:16], version.partition("\n")[0]
+    digest.update(repr((compiler[1:], _FLAGS, version, sorted(_processor_flags()))).encode())
+    return digest.hexdigest()[:16], version.partition("\n")[0]
 
 
 def _openmp() -> Path | None:
     """The OpenMP runtime bundled with torch. A second one would keep a second team of threads."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return found[0] if found else None
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return libraries[0] if libraries else None
 
 
 def _check_ours(path: Path) -> None:
     """Reject code that another user could have written. Raises `KernelsUnavailable`."""
     for each in (path, path.parent):
-        there = each.stat()
-        if there.st_uid not in (os.getuid(), 0) or (there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX):
+        status = each.stat()
+        if status.st_uid not in (os.getuid(), 0) or (
+            status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        ):
             raise KernelsUnavailable(f"{each} belongs to another user, or everybody may write it")
 
 
@@ -155,8 +157,8 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded.diptych_run.restype = None
         loaded.diptych_size.argtypes = (ctypes.c_int64,)
         loaded.diptych_size.restype = ctypes.c_int64
-        for told in (loaded.diptych_instructions, loaded.diptych_digest, loaded.diptych_compiler):
-            told.argtypes, told.restype = (), ctypes.c_char_p
+        for function in (loaded.diptych_instructions, loaded.diptych_digest, loaded.diptych_compiler):
+            function.argtypes, function.restype = (), ctypes.c_char_p
         pointer, count, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         loaded.diptych_pack.argtypes = (pointer, pointer, count, count, count, flag, flag)
         loaded.diptych_pack_down.argtypes = (*[pointer] * 5, count, count, count, flag)
@@ -174,16 +176,16 @@ def _compile(compiler: list[str], path: Path) -> None:
         _sweep(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="int8-", suffix=_PARTIAL) as folder:
             work = Path(folder)
-            whole, made = work / "kernels.cpp", work / "kernels.so"
+            targets, partials = work / "kernels.cpp", work / "kernels.so"
             lines = [f'#include "{_HERE / name}"\n' for name in SOURCES]
             for name, text in zip(("digest", "compiler"), _digest(compiler), strict=True):
                 lines.append(f'extern "C" const char* diptych_{name}() {{ return {json.dumps(text)}; }}\n')
-            whole.write_text("".join(lines), "utf-8")
+            targets.write_text("".join(lines), "utf-8")
             linked = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else ["-fopenmp"]
-            _said([*compiler, *_FLAGS, "-c", str(whole), "-o", str(work / "kernels.o")])
-            _said([*compiler, "-shared", str(work / "kernels.o"), *linked, "-o", str(made)])
-            _load(made)  # a library that does not load is not kept
-            made.replace(path)
+            _said([*compiler, *_FLAGS, "-c", str(targets), "-o", str(work / "kernels.o")])
+            _said([*compiler, "-shared", str(work / "kernels.o"), *linked, "-o", str(partials)])
+            _load(partials)  # a library that does not load is not kept
+            partials.replace(path)
     except OSError as error:
         raise KernelsUnavailable(f"INT8 kernels cannot be compiled into {path.parent}: {error}") from error
     log.info("compiled INT8 kernels into %s", path)
@@ -205,7 +207,7 @@ def _said(command: list[str]) -> str:
             f"INT8 kernels need a C++ compiler, and {command[0]} cannot be run: {error}"
         ) from error
     try:
-        said, complained = process.communicate(timeout=_COMPILE_S)
+        output, complained = process.communicate(timeout=_COMPILE_S)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -217,7 +219,7 @@ def _said(command: list[str]) -> str:
         lines = [line.strip() for line in complained.splitlines() if line.strip()]
         reasons = [line for line in lines if "error" in line.lower()] or lines or ["no reason given"]
         raise KernelsUnavailable(f"INT8 kernels do not compile with {command[0]}: {reasons[0]}")
-    return said
+    return output
 
 
 def _sweep(cache_dir: Path) -> None:

@@ -94,16 +94,16 @@ def _pack(
         raise ValueError(f"weights of shape {[*weight.shape]} do not fit the kernels: they have one tap or nine")
     if geglu and (n % (2 * _LANES) or taps != 1):
         raise ValueError(f"GEGLU of {n} columns does not fit the kernels: no multiple of {2 * _LANES}")
-    wide = -(-n // _LANES) * _LANES
-    packed = torch.empty(wide * taps * channels, dtype=weight.dtype)
+    padded = -(-n // _LANES) * _LANES
+    packed = torch.empty(padded * taps * channels, dtype=weight.dtype)
     library.diptych_pack(weight.data_ptr(), packed.data_ptr(), n, taps, channels, kind, int(geglu))
 
-    def reach(what: str, values: Tensor) -> Tensor:
+    def reach(field: str, values: Tensor) -> Tensor:
         if values.shape != (n,):
-            raise ValueError(f"{what} of shape {[*values.shape]} does not fit {n} columns")
+            raise ValueError(f"{field} of shape {[*values.shape]} does not fit {n} columns")
         if geglu:  # column order: vectors of hidden and gate alternate
             return values.reshape(2, -1, _LANES).transpose(0, 1).reshape(-1).contiguous()
-        return torch.cat([values, values.new_zeros(wide - n)])
+        return torch.cat([values, values.new_zeros(padded - n)])
 
     return Weights(
         packed,
@@ -120,14 +120,14 @@ class ScratchArena:
     def __init__(self) -> None:
         self._blocks: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by address, while a program uses them
 
-    def take(self, size_bytes: int, taken: dict[int, Tensor]) -> Tensor:
+    def take(self, size_bytes: int, allocated: dict[int, Tensor]) -> Tensor:
         """A block of at least this size that the same program does not use yet; added to those that it uses."""
-        unused = [block for address, block in self._blocks.items() if address not in taken]
+        unused = [block for address, block in self._blocks.items() if address not in allocated]
         block = min((b for b in unused if b.nbytes >= size_bytes), key=lambda b: b.nbytes, default=None)
         if block is None:
             block = torch.empty(size_bytes, dtype=torch.uint8)
             self._blocks[block.data_ptr()] = block
-        taken[block.data_ptr()] = block
+        allocated[block.data_ptr()] = block
         return block
 
     @property
@@ -165,14 +165,14 @@ class Program:
             raise ValueError(f"a buffer of shape {[*shape]} holds nothing")
         free = self._free[count, dtype]
         if free:
-            found = free.pop()
+            block = free.pop()
         else:
             size_bytes = count * dtype.itemsize
             with torch.inference_mode(False):  # else calls outside of it could not write here
-                found = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
+                block = self._blocks.take(size_bytes, self._taken)[:size_bytes].view(dtype)
             self.size_bytes += size_bytes
-        self._lent[found.data_ptr()] = count
-        return found.view(shape)
+        self._lent[block.data_ptr()] = count
+        return block.view(shape)
 
     def give_back(self, *tensors: Tensor | None) -> None:
         """Release these buffers: calls added from now on may overwrite them.
@@ -370,8 +370,8 @@ class Program:
         Releases the GIL meanwhile.
         """
         if self._ready is None:
-            made = (calls.Call(s.KIND, ctypes.addressof(s)) for s in self._list)
-            self._ready = (calls.Call * len(self._list))(*made)
+            program_calls = (calls.Call(s.KIND, ctypes.addressof(s)) for s in self._list)
+            self._ready = (calls.Call * len(self._list))(*program_calls)
         torch.get_num_threads()  # OpenMP counts threads per calling thread: applies torch's setting here
         count = (len(self._list) if last is None else last) - first
         self._library.diptych_run(ctypes.byref(self._ready, first * ctypes.sizeof(calls.Call)), count)
@@ -392,7 +392,7 @@ class Program:
         check("out", out, rows, columns, dtype=dtype)
         return out
 
-    def _add(self, structure: Any, *kept: Any) -> None:
+    def _add(self, structure: Any, *owner: Any) -> None:
         self._list.append(structure)
-        self._kept.extend(kept)
+        self._kept.extend(owner)
         self._ready = None

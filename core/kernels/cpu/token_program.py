@@ -219,36 +219,38 @@ class TokenProgram(Program):
         self._place("take", x, out, images, rows, at, 0)
         return out
 
-    def _place(self, what: str, x: Tensor, out: Tensor, images: int, rows: int, first: int, at: int) -> None:
+    def _place(self, name: str, x: Tensor, out: Tensor, images: int, rows: int, first: int, at: int) -> None:
         """Copy `rows` rows of each image, from row `first` of x to row `at` of `out`."""
         dtype = torch.uint8 if x.dtype == torch.uint8 else torch.float32
         check("x", x, *x.shape, dtype=dtype, rows_apart=True)
         check("out", out, out.shape[0], x.shape[1], dtype=dtype, rows_apart=True)
-        held, room = x.shape[0] // images, out.shape[0] // images
+        row_counts, room = x.shape[0] // images, out.shape[0] // images
         if x.shape[0] % images or out.shape[0] % images:
-            raise ValueError(f"{what}: {x.shape[0]} and {out.shape[0]} rows are not those of {images} images")
-        if min(first, at) < 0 or not 0 < rows <= min(held - first, room - at):
-            raise ValueError(f"{what}: {rows} rows from {first} of {held} do not fit from {at} of {room}")
+            raise ValueError(f"{name}: {x.shape[0]} and {out.shape[0]} rows are not those of {images} images")
+        if min(first, at) < 0 or not 0 < rows <= min(row_counts - first, room - at):
+            raise ValueError(f"{name}: {rows} rows from {first} of {row_counts} do not fit from {at} of {room}")
         size, x_row, out_row = (count * dtype.itemsize for count in (x.shape[1], x.stride(0), out.stride(0)))
         self._add(
             calls.Place(
                 x=x.data_ptr() + first * x_row, out=out.data_ptr() + at * out_row, images=images, rows=rows,
-                size=size, x_row=x_row, x_image=held * x_row, out_row=out_row, out_image=room * out_row,
+                size=size, x_row=x_row, x_image=row_counts * x_row, out_row=out_row, out_image=room * out_row,
             ),
             x, out,
         )  # fmt: skip
 
     @staticmethod
     def _paged(
-        what: str, rows: int, places: TokenPositions, layer: PagedLayer, heads: int
+        argument: str, rows: int, places: TokenPositions, layer: PagedLayer, heads: int
     ) -> tuple[int, int, int, int, torch.dtype]:
         """Rows, pages, kv_heads, d and type. Raises ValueError for shapes that the kernels do not support."""
         pages, kv_heads, d, page = layer.keys.shape
         dtype = layer.keys.dtype
         if page != PAGE or d % 16 or heads % kv_heads:
-            raise ValueError(f"{what}: {heads} heads of width {d} on {kv_heads}, {page} a page, do not fit the kernels")
+            raise ValueError(
+                f"{argument}: {heads} heads of width {d} on {kv_heads}, {page} a page, do not fit the kernels"
+            )
         if (dtype == torch.int8) != (layer.key_scales is not None) or dtype not in (torch.int8, torch.float32):
-            raise ValueError(f"{what}: pages are fp32, or int8 with scales, not {dtype}")
+            raise ValueError(f"{argument}: pages are fp32, or int8 with scales, not {dtype}")
         check("keys", layer.keys, pages, kv_heads, d, PAGE, dtype=dtype)
         check("values", layer.values, pages, kv_heads, PAGE, d, dtype=dtype)
         check("key_scales", layer.key_scales, pages, kv_heads, PAGE)
@@ -261,9 +263,9 @@ class TokenProgram(Program):
 
 def _head_norm(name: str, weight: Tensor | None, d: int) -> Tensor | None:
     """The weights [d] of an RMSNorm of heads, in fp32."""
-    made = None if weight is None else as_floats(name, weight)
-    check(name, made, d)
-    return made
+    floats = None if weight is None else as_floats(name, weight)
+    check(name, floats, d)
+    return floats
 
 
 def _at(places: TokenPositions, layer: PagedLayer, heads: int) -> dict[str, int | None]:

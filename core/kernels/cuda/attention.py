@@ -66,9 +66,9 @@ def variant_for(queries: int, keys: int, output: str, head: int = 64, *, lengths
 
 
 def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Hopper kernel does not support this attention, or None."""
-    if (why := driver.lacks(q.device)) is not None:
-        return why
+    """Return why the Hopper kernel does not support this attention, or None."""
+    if (reason := driver.lacks(q.device)) is not None:
+        return reason
     for x in (q, k, v):
         if x.dtype != torch.bfloat16 or x.shape[3] not in (64, 128) or x.stride(3) != 1:
             return "not bf16 heads of 64 or 128"
@@ -147,13 +147,13 @@ def attention(
         raise ValueError(f"{q.shape[1]} queries, {k.shape[1]} keys: lengths and causality are for self-attention")
     if lengths is not None and (lengths.shape != q.shape[:1] or lengths.dtype != torch.int32):
         raise ValueError(f"{lengths.dtype} lengths {tuple(lengths.shape)} for {len(q)} images")
-    why = "causal" if causal else lacks(q, k, v)
-    if why is None:
+    reason = "causal" if causal else lacks(q, k, v)
+    if reason is None:
         return _launch(q, k, v, inverse, dtype, lengths, variant)
     if lengths is None:
-        say(KernelChoice(ATTENTION, TORCH, why))
+        say(KernelChoice(ATTENTION, TORCH, reason))
         return _torch(q, k, v, inverse, dtype, causal=causal)
-    say(KernelChoice(ATTENTION, TRITON, why))
+    say(KernelChoice(ATTENTION, TRITON, reason))
     out = torch.empty((*q.shape[:2], q.shape[2] * q.shape[3]), dtype=dtype, device=q.device)
     flash(q, k, v, lengths, inverse, out, causal=causal)
     return out

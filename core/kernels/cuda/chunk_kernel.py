@@ -20,7 +20,7 @@ _ROWS = 128  # of a tile: tokens times query heads
 
 
 def tokens_of(group: int) -> int:
-    """How many tokens a tile holds, of `group` query heads each."""
+    """The number of tokens a tile holds, of `group` query heads each."""
     return max(16, _ROWS // power(group))
 
 
@@ -48,39 +48,39 @@ def _chunks(  # type: ignore[no-untyped-def]
     real = (token < rows) & (group < G)
     position = tl.load(positions + first + token, token < rows, other=-1)
     heads = head * G + group
-    own = ((first + token) * H + heads).to(tl.int64)[:, None] * D + channel[None]
-    x = tl.load(q + own, real[:, None], other=0.0)
+    offsets = ((first + token) * H + heads).to(tl.int64)[:, None] * D + channel[None]
+    x = tl.load(q + offsets, real[:, None], other=0.0)
     count = tl.load(positions + first + rows - 1) + 1  # positions count up
     top = tl.full([M], -1e30, tl.float32)  # finite: padding rows see nothing
     total = tl.zeros([M], tl.float32)
-    made = tl.zeros([M, D], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
     for start in range(0, count, BLOCK):
         seen = start + tl.arange(0, BLOCK)
-        held = seen // SIZE * SIZE < count
-        page = tl.load(pages + seen // SIZE, mask=held, other=0).to(tl.int64) * KV + head
+        valid = seen // SIZE * SIZE < count
+        page = tl.load(pages + seen // SIZE, mask=valid, other=0).to(tl.int64) * KV + head
         within = seen % SIZE
-        k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=held[:, None], other=0.0)
+        k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
         # [D, BLOCK]; a page stores a channel's tokens contiguously
         at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
-        v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=held[None], other=0.0)
+        v = tl.load(values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=valid[None], other=0.0)
         s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
         if key_scales is not None:
-            s *= tl.load(key_scales + page * SIZE + within, mask=held, other=0.0)[None]
+            s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
         s = tl.where(seen[None] <= position[:, None], s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - above[:, None])
         fade = tl.exp2(top - above)
         total = total * fade + tl.sum(p, 1)
         if value_scales is not None:
-            p *= tl.load(value_scales + page * SIZE + within, mask=held, other=0.0)[None]
-        made = made * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
+            p *= tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)[None]
+        acc = acc * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
         top = above
-    y = made / tl.maximum(total, 1e-30)[:, None]
+    y = acc / tl.maximum(total, 1e-30)[:, None]
     if inverse is not None:
         y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
-        tl.store(out + own, levels(y, OUT_INT8), real[:, None])
+        tl.store(out + offsets, levels(y, OUT_INT8), real[:, None])
     else:
-        tl.store(out + own, y.to(out.dtype.element_ty), real[:, None])
+        tl.store(out + offsets, y.to(out.dtype.element_ty), real[:, None])
 
 
 def chunks(
@@ -97,7 +97,7 @@ def chunks(
     *,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """As `decode_kernel.decode`, of the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`."""
+    """Run `decode_kernel.decode` for the rows in `cut` (int32 [tiles, 3], by `tiles`), into their rows of `out`."""
     _, heads, d = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

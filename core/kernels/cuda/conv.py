@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.kernels.cuda import gemm, portable
 from core.kernels.cuda.language import evenly_spaced
-from core.kernels.cuda.low_rank import Shares, add_rest, folded
+from core.kernels.cuda.low_rank import BranchShares, add_rest, folded
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import CONV, TRITON, UPSAMPLE, KernelChoice, say
 
@@ -31,7 +31,7 @@ def conv3x3_int8(
     relu: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """y = scale · (x_q ∗ weight_q) + bias + row_bias + residual, padding 1, as `dtype` [B, H', W', Cout]; `relu` of it.
 
@@ -47,8 +47,8 @@ def conv3x3_int8(
         raise ValueError(f"x {tuple(x_q.shape)}, weight {tuple(weight_q.shape)}, stride {stride}")
     images, height, width = x_q.shape[:3]
     shape = (images, (height + stride - 1) // stride, (width + stride - 1) // stride, weight_q.shape[0])
-    given = (x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
-    return _conv(*given, shares)
+    arguments = (x_q, weight_q.flatten(1), scale, bias, row_bias, residual, dtype, out, shape, 3, stride, tile, relu)
+    return _conv(*arguments, shares)
 
 
 def upsample_conv3x3_int8(
@@ -60,7 +60,7 @@ def upsample_conv3x3_int8(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """The 3×3 convolution of the image at twice its height and width (nearest neighbour): [B, 2H, 2W, Cout].
 
@@ -89,7 +89,7 @@ def _conv(
     stride: int,
     tile: Tile | None,
     relu: bool,
-    shares: Shares | None,
+    shares: BranchShares | None,
 ) -> Tensor:
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, the output {dtype} {shape}")
@@ -99,18 +99,18 @@ def _conv(
         if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
     extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual, shares=folded(shares))
-    if (why := gemm.lacks(x, weight, scale, out, extras)) is None:
+    if (reason := gemm.lacks(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
         if relu:  # which is no part of this kernel's epilogue
             out.relu_()
     else:
-        say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, why))
+        say(KernelChoice(UPSAMPLE if taps == 2 else CONV, TRITON, reason))
         phases = 4 if taps == 2 else 1
         portable.conv(
             x, weight, scale, bias, row_bias, residual, out, taps=taps, stride=stride, phases=phases, relu=relu
         )
-    return add_rest(shares, out, able=why is None)
+    return add_rest(shares, out, able=reason is None)
 
 
 def upsample_weight(weight: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 
 def lacks(cache: KVCache) -> str | None:
-    """Why the kernel does not support this cache, or None."""
-    if (why := language.lacks()) is not None:
-        return why
+    """Return why the kernel does not support this cache, or None."""
+    if (reason := language.lacks()) is not None:
+        return reason
     if not cache.turned:
         return "its pages lie as a CPU reads them"
     d = cache.head_dim
@@ -37,7 +37,7 @@ def lacks(cache: KVCache) -> str | None:
 
 
 def reach(tokens: int) -> int:
-    """Into how many parts a sequence of so many tokens is split."""
+    """The number of parts that a sequence of so many tokens is split into."""
     part = max(PART, -(-tokens // (PARTS * _UNIT)) * _UNIT)
     return max(1, -(-tokens // part))
 
@@ -50,10 +50,10 @@ def _part(count, PART: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr):  
 
 @kernel()
 def _store_whole(  # type: ignore[no-untyped-def]
-    out, inverse, made, total, rows, heads, channel, real, D: tl.constexpr, OUT_INT8: tl.constexpr
+    out, inverse, acc, total, rows, heads, channel, real, D: tl.constexpr, OUT_INT8: tl.constexpr
 ):
-    """The result of a sequence that is one part: `made` by the sum of weights, `real` heads only."""
-    y = made / tl.maximum(total, 1e-30)[:, None]
+    """The result of a sequence that is one part: `acc` by the sum of weights, `real` heads only."""
+    y = acc / tl.maximum(total, 1e-30)[:, None]
     to = rows[:, None] * D + channel[None]
     if inverse is not None:
         y *= tl.load(inverse + heads[:, None] * D + channel[None], real[:, None], other=0.0)
@@ -85,38 +85,38 @@ def _parts(  # type: ignore[no-untyped-def]
         x = tl.load(q + (row * H + heads)[:, None] * D + channel[None], mask=(group < G)[:, None], other=0.0)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
-        made = tl.zeros([M, D], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
         end = tl.minimum(start + part, count)
         for first in range(start, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             # By whole pages, so that loads stay wide: values beyond the sequence's end in its last page are finite.
-            held = token // SIZE * SIZE < end
-            page = tl.load(pages + token // SIZE, mask=held, other=0).to(tl.int64) * KV + head
+            valid = token // SIZE * SIZE < end
+            page = tl.load(pages + token // SIZE, mask=valid, other=0).to(tl.int64) * KV + head
             within = token % SIZE
-            k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=held[:, None], other=0.0)
+            k = tl.load(keys + (page * SIZE + within)[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
             # [D, BLOCK]; a page stores a channel's tokens contiguously
             at = page[None] * (D * SIZE) + channel[:, None] * SIZE + within[None]
             v = tl.load(
-                values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=held[None], other=0.0
+                values + tl.max_contiguous(tl.multiple_of(at, (1, SIZE)), (1, SIZE)), mask=valid[None], other=0.0
             )
             s = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * scale  # [M, BLOCK]
             if key_scales is not None:
-                s *= tl.load(key_scales + page * SIZE + within, mask=held, other=0.0)[None]
+                s *= tl.load(key_scales + page * SIZE + within, mask=valid, other=0.0)[None]
             s = tl.where((token < end)[None], s, float("-inf"))
             above = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - above[:, None])
             fade = tl.exp2(top - above)
             total = total * fade + tl.sum(p, 1)
             if value_scales is not None:
-                p *= tl.load(value_scales + page * SIZE + within, mask=held, other=0.0)[None]
-            made = made * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
+                p *= tl.load(value_scales + page * SIZE + within, mask=valid, other=0.0)[None]
+            acc = acc * fade[:, None] + tl.dot(p.to(x.dtype), tl.trans(v.to(x.dtype)), input_precision="ieee")
             top = above
         real = group < G
         if REACH == 1:
-            _store_whole(out, inverse, made, total, row * H + heads, heads, channel, real, D, OUT_INT8)
+            _store_whole(out, inverse, acc, total, row * H + heads, heads, channel, real, D, OUT_INT8)
         else:
             at = (place * H + heads) * REACH + split
-            tl.store(made_parts + at[:, None] * D + channel[None], made, real[:, None])
+            tl.store(made_parts + at[:, None] * D + channel[None], acc, real[:, None])
             tl.store(largest + at, top, real)
             tl.store(sums + at, total, real)
 
@@ -136,13 +136,13 @@ def _together(  # type: ignore[no-untyped-def]
     count = tl.load(positions + row) + 1
     part = _part(count, PART, PARTS, UNIT)
     split, channel = tl.arange(0, PARTS), tl.arange(0, D)
-    there = (split * part < count) | (split == 0)
+    valid = (split * part < count) | (split == 0)
     at = (place * H + head) * REACH + split
-    top = tl.load(largest + at, mask=there, other=float("-inf"))
-    most = tl.maximum(tl.max(top, 0), -1e30)
-    share = tl.exp2(top - most)
-    total = tl.maximum(tl.sum(tl.load(sums + at, mask=there, other=0.0) * share, 0), 1e-30)
-    x = tl.load(made_parts + at[:, None] * D + channel[None], mask=there[:, None], other=0.0)
+    top = tl.load(largest + at, mask=valid, other=float("-inf"))
+    maximum = tl.maximum(tl.max(top, 0), -1e30)
+    share = tl.exp2(top - maximum)
+    total = tl.maximum(tl.sum(tl.load(sums + at, mask=valid, other=0.0) * share, 0), 1e-30)
+    x = tl.load(made_parts + at[:, None] * D + channel[None], mask=valid[:, None], other=0.0)
     y = tl.sum(x * share[:, None], 0) / total
     to = out + (row * H + head) * D + channel
     if inverse is not None:
@@ -181,22 +181,22 @@ def decode(
     group = heads // kv_heads
     parts = parts or reach(table.shape[1] * PAGE)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    made = largest = sums = None
+    partials = largest = sums = None
     if parts > 1:
-        made = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
+        partials = torch.empty(rows, heads, parts, d, device=q.device, dtype=torch.float32)
         largest = torch.empty(rows, heads, parts, device=q.device, dtype=torch.float32)
         sums = torch.empty_like(largest)
     int8 = out.dtype == torch.int8
     block, warps, stages = shapes[keys.element_size()]
     _parts[(rows, kv_heads, parts)](
-        q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out, made,
-        largest, sums, scale * 1.4426950408889634, table.stride(0),
+        q.contiguous(), keys, values, key_scales, value_scales, table, positions, sequences, index, inverse, out,
+        partials, largest, sums, scale * 1.4426950408889634, table.stride(0),
         heads, kv_heads, group, max(_LEAST, power(group)), d, parts, PART, PARTS, _UNIT, block, PAGE, int8, early,
         num_warps=warps, num_stages=stages, **options(early),
     )  # fmt: skip
     if parts > 1:
         _together[(rows, heads)](
-            made, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, int8, early,
+            partials, largest, sums, positions, index, inverse, out, heads, d, parts, PART, PARTS, _UNIT, int8, early,
             num_warps=4, **options(early),
         )  # fmt: skip
     return out
@@ -216,17 +216,17 @@ def decode_reference(
     inverse: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same, row by row in fp32, as `dtype` or q's."""
+    """The reference of `decode`: row by row in fp32, as `dtype` or q's."""
     keys, values = keys.float(), values.float()
     if key_scales is not None and value_scales is not None:
         keys, values = keys * key_scales[..., None], values * value_scales[:, :, None]
     group = q.shape[1] // keys.shape[1]
-    made = []
+    outputs = []
     for x, position, sequence in zip(q.float(), positions.tolist(), sequences.tolist(), strict=True):
         at = table[sequence, : position // PAGE + 1].long()
         k = keys[at].transpose(0, 1).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         v = values[at].permute(1, 0, 3, 2).flatten(1, 2)[:, : position + 1].repeat_interleave(group, 0)
         scores = torch.einsum("hd,htd->ht", x, k) * scale
-        made.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
-    y = torch.stack(made)
+        outputs.append(torch.einsum("ht,htd->hd", scores.softmax(-1), v))
+    y = torch.stack(outputs)
     return y.to(dtype or q.dtype) if inverse is None else to_levels(y * inverse.view(y.shape[1:]), dtype or torch.int8)

@@ -85,7 +85,7 @@ def keep_in(folder: Path) -> None:
 
 @functools.cache
 def lacks(device: torch.device) -> str | None:
-    """Why programs for Hopper cannot be built and run on this device, or None if they can."""
+    """Return why programs for Hopper cannot be built and run on this device, or None if they can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return hopper_lacks(None)
     return hopper_lacks(torch.cuda.get_device_capability(device), nvrtc_lacks())
@@ -93,7 +93,7 @@ def lacks(device: torch.device) -> str | None:
 
 @functools.cache
 def nvrtc_lacks() -> str | None:
-    """Why programs cannot be compiled and loaded in this process, or None if they can."""
+    """Return why programs cannot be compiled and loaded in this process, or None if they can."""
     try:
         _nvrtc()
         _cuda()
@@ -116,11 +116,11 @@ def driver_version() -> str:
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def _check(code: int, what: str) -> None:
+def _check(code: int, operation: str) -> None:
     if code:
         text = ctypes.c_char_p()
         _cuda().cuGetErrorString(code, ctypes.byref(text))
-        raise DriverError(f"{what}: {text.value.decode() if text.value else code}")
+        raise DriverError(f"{operation}: {text.value.decode() if text.value else code}")
 
 
 def _enter() -> None:
@@ -176,9 +176,9 @@ def compiled(text: str) -> bytes:
 
 
 @functools.cache
-def _not_kept(folder: Path, why: str) -> None:
+def _not_kept(folder: Path, reason: str) -> None:
     """Logged once: the reason is the same for all programs."""
-    log.warning("GPU kernels are compiled at every start: %s cannot be written (%s)", folder, why)
+    log.warning("GPU kernels are compiled at every start: %s cannot be written (%s)", folder, reason)
 
 
 class Kernel:

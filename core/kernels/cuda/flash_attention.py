@@ -25,7 +25,7 @@ shapes = {128: (128, 64, 4, 3), 256: (128, 64, 8, 2), 512: (64, 32, 4, 2)}
 
 @kernel()
 def _blocks(  # type: ignore[no-untyped-def]
-    x, keys, values, k_row, v_row, row, top, total, made, start, end, count, scale, D: tl.constexpr,
+    x, keys, values, k_row, v_row, row, top, total, acc, start, end, count, scale, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and result after the keys from `start` to `end`; of WHOLE blocks none is masked."""
@@ -36,9 +36,9 @@ def _blocks(  # type: ignore[no-untyped-def]
             k = tl.load(keys + token.to(tl.int64)[:, None] * k_row + channel)
             v = tl.load(values + token.to(tl.int64)[:, None] * v_row + channel)
         else:
-            there = (token < count)[:, None] & (channel < D)
-            k = tl.load(keys + token.to(tl.int64)[:, None] * k_row + channel, there, other=0.0)
-            v = tl.load(values + token.to(tl.int64)[:, None] * v_row + channel, there, other=0.0)
+            valid = (token < count)[:, None] & (channel < D)
+            k = tl.load(keys + token.to(tl.int64)[:, None] * k_row + channel, valid, other=0.0)
+            v = tl.load(values + token.to(tl.int64)[:, None] * v_row + channel, valid, other=0.0)
         s = tl.dot(x, tl.trans(k), input_precision="ieee")
         if not WHOLE:
             seen = (token < count)[None, :]
@@ -49,9 +49,9 @@ def _blocks(  # type: ignore[no-untyped-def]
         p = tl.exp2(s * scale - (above * scale)[:, None])
         fade = tl.exp2((top - above) * scale)
         total = total * fade + tl.sum(p, 1)
-        made = tl.dot(p.to(v.dtype), v, made * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = above
-    return top, total, made
+    return top, total, acc
 
 
 @kernel("queries", "keys")
@@ -75,19 +75,19 @@ def _flash(  # type: ignore[no-untyped-def]
     v += image * v_image + head // G * v_head
     top = tl.full([M], -1e30, tl.float32)  # finite: the difference of two infinities is no number
     total = tl.zeros([M], tl.float32)
-    made = tl.zeros([M, WIDTH], tl.float32)
+    acc = tl.zeros([M, WIDTH], tl.float32)
     end = tl.where(first < limit, count, 0)  # a tile of padding reads nothing
-    whole = end // BLOCK * BLOCK
+    unmasked_end = end // BLOCK * BLOCK
     if CAUSAL:
         end = tl.minimum(end, first + M)
-        whole = tl.minimum(whole, first // BLOCK * BLOCK)
-    top, total, made = _blocks(
-        x, k, v, k_row, v_row, row, top, total, made, 0, whole, count, scale, D, WIDTH, BLOCK, True, CAUSAL
+        unmasked_end = tl.minimum(unmasked_end, first // BLOCK * BLOCK)
+    top, total, acc = _blocks(
+        x, k, v, k_row, v_row, row, top, total, acc, 0, unmasked_end, count, scale, D, WIDTH, BLOCK, True, CAUSAL
     )
-    top, total, made = _blocks(
-        x, k, v, k_row, v_row, row, top, total, made, whole, end, count, scale, D, WIDTH, BLOCK, False, CAUSAL
+    top, total, acc = _blocks(
+        x, k, v, k_row, v_row, row, top, total, acc, unmasked_end, end, count, scale, D, WIDTH, BLOCK, False, CAUSAL
     )
-    y = tl.where((row < limit)[:, None], made / tl.maximum(total, 1e-30)[:, None], 0.0)
+    y = tl.where((row < limit)[:, None], acc / tl.maximum(total, 1e-30)[:, None], 0.0)
     to = out + (image * queries + row)[:, None] * (H * D) + head * D + channel
     if inverse is not None:
         if STEP:
@@ -102,7 +102,7 @@ def _flash(  # type: ignore[no-untyped-def]
 def flash(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, inverse: Tensor | None, out: Tensor, *, causal: bool
 ) -> None:
-    """As `attention.attention`, into `out` [B, Sq, H · d], contiguous."""
+    """Compute `attention.attention` into `out` [B, Sq, H · d], contiguous."""
     images, queries, heads, d = q.shape
     width = max(LEAST, power(d))
     rows, block, warps, stages = shapes[max(128, min(512, width * q.element_size()))]

@@ -50,7 +50,7 @@ def _summed(parts, scale, bias, row, rows, at, inside, N: tl.constexpr, SPLITS: 
 
 @kernel("rows")
 def _add_norm(  # type: ignore[no-untyped-def]
-    x, index, parts, scale, bias, kept, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
+    x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps, N: tl.constexpr, SPLITS: tl.constexpr,
     INT8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -67,9 +67,9 @@ def _add_norm(  # type: ignore[no-untyped-def]
     y = tl.load(x + source * N + c, inside, other=0.0).to(tl.float32)
     if parts is not None:
         y += _summed(parts, scale, bias, row, rows, c, inside, N, SPLITS)
-    if kept is not None:
-        rounded = y.to(kept.dtype.element_ty)
-        tl.store(kept + row * N + c, rounded, inside)
+    if sum_out is not None:
+        rounded = y.to(sum_out.dtype.element_ty)
+        tl.store(sum_out + row * N + c, rounded, inside)
         y = rounded.to(tl.float32)  # the norm is of the rounded values that others will read
     y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps) * factor
     if inverse is not None:
@@ -105,18 +105,18 @@ def _rotate(  # type: ignore[no-untyped-def]
     N: tl.constexpr = (H + 2 * KV) * D
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
-    here = position >= 0  # padding rows belong to no sequence
+    valid = position >= 0  # padding rows belong to no sequence
     at = tl.maximum(position, 0)
     c = tl.arange(0, HALF)
     # All reads come before any write: no load may be moved over a store.
     page = tl.load(table + tl.load(sequences + row) * table_stride + at // SIZE).to(tl.int64) * KV + head
     cosine, sine = tl.load(angles + at * D + c), tl.load(angles + at * D + HALF + c)
     g = tl.arange(0, GROUP)
-    own = (g < G)[:, None]
+    mask = (g < G)[:, None]
     column = (head * G + g)[:, None] * D + c[None]
     every = c < HALF
-    q_lo = _summed(parts, scale, bias, row, rows, column, own, N, SPLITS)
-    q_hi = _summed(parts, scale, bias, row, rows, column + HALF, own, N, SPLITS)
+    q_lo = _summed(parts, scale, bias, row, rows, column, mask, N, SPLITS)
+    q_hi = _summed(parts, scale, bias, row, rows, column + HALF, mask, N, SPLITS)
     first = _summed(parts, scale, bias, row, rows, (H + head) * D + c, every, N, SPLITS)
     second = _summed(parts, scale, bias, row, rows, (H + head) * D + HALF + c, every, N, SPLITS)
     v_lo = _summed(parts, scale, bias, row, rows, (H + KV + head) * D + c, every, N, SPLITS)
@@ -128,18 +128,18 @@ def _rotate(  # type: ignore[no-untyped-def]
         first, second = _head_norm(first, second, k_norm + c, eps, 0, HALF)
 
     to = q + row * (H * D) + column
-    tl.store(to, (q_lo * cosine[None] - q_hi * sine[None]).to(q.dtype.element_ty), own)
-    tl.store(to + HALF, (q_hi * cosine[None] + q_lo * sine[None]).to(q.dtype.element_ty), own)
+    tl.store(to, (q_lo * cosine[None] - q_hi * sine[None]).to(q.dtype.element_ty), mask)
+    tl.store(to + HALF, (q_hi * cosine[None] + q_lo * sine[None]).to(q.dtype.element_ty), mask)
     k_lo, k_hi = first * cosine - second * sine, second * cosine + first * sine
     place = at % SIZE
-    written = every & here
+    written = every & valid
     to_key = keys + (page * SIZE + place) * D + c
     to_value = values + page * (D * SIZE) + c * SIZE + place
     if key_scales is not None:
         unit = _unit(k_lo, k_hi, TOP)
         tl.store(to_key, levels(tl.div_rn(k_lo, unit), INT8), written)
         tl.store(to_key + HALF, levels(tl.div_rn(k_hi, unit), INT8), written)
-        tl.store(key_scales + page * SIZE + place, unit, here)
+        tl.store(key_scales + page * SIZE + place, unit, valid)
     else:
         tl.store(to_key, k_lo.to(keys.dtype.element_ty), written)
         tl.store(to_key + HALF, k_hi.to(keys.dtype.element_ty), written)
@@ -147,7 +147,7 @@ def _rotate(  # type: ignore[no-untyped-def]
         unit = _unit(v_lo, v_hi, TOP)
         tl.store(to_value, levels(tl.div_rn(v_lo, unit), INT8), written)
         tl.store(to_value + HALF * SIZE, levels(tl.div_rn(v_hi, unit), INT8), written)
-        tl.store(value_scales + page * SIZE + place, unit, here)
+        tl.store(value_scales + page * SIZE + place, unit, valid)
     else:
         tl.store(to_value, v_lo.to(values.dtype.element_ty), written)
         tl.store(to_value + HALF * SIZE, v_hi.to(values.dtype.element_ty), written)
@@ -178,12 +178,12 @@ def add_norm(
     *,
     sums: SplitSums | None = None,
     index: Tensor | None = None,
-    kept: Tensor | None = None,
+    sum_out: Tensor | None = None,
     early: int = 0,
 ) -> Tensor:
     """RMSNorm of x [T, C] (its rows `index` [T], where given) plus `sums`, times `inverse` [C] in `dtype`'s levels.
 
-    Without `inverse` as `dtype`, a float type. `kept` [T, C] receives the norm's input; it may be x itself, without
+    Without `inverse` as `dtype`, a float type. `sum_out` [T, C] receives the norm's input; it may be x itself, without
     `index`.
     """
     rows, channels = (len(x) if index is None else len(index)), x.shape[1]
@@ -191,7 +191,7 @@ def add_norm(
     block = power(channels)
     parts, scale, bias = (None, None, None) if sums is None else (sums.parts, sums.scale, sums.bias)
     _add_norm[(rows,)](
-        x, index, parts, scale, bias, kept, weight, inverse, out, rows, eps,
+        x, index, parts, scale, bias, sum_out, weight, inverse, out, rows, eps,
         channels, 1 if sums is None else len(sums.parts), dtype == torch.int8, block, early,
         num_warps=max(1, min(16, block // 256)), **options(early),
     )  # fmt: skip
@@ -246,9 +246,9 @@ def add_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """The norm's input, as x's type, and its norm."""
     y = x.float() if sums is None else x.float() + sums.whole()
-    kept = y.to(x.dtype)
-    y = F.rms_norm(kept.float(), (x.shape[1],), weight.float(), eps)
-    return kept, y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
+    rounded = y.to(x.dtype)
+    y = F.rms_norm(rounded.float(), (x.shape[1],), weight.float(), eps)
+    return rounded, y.to(dtype) if inverse is None else to_levels(y * inverse, dtype)
 
 
 def rotate_reference(

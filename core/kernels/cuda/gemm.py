@@ -18,7 +18,7 @@ from torch import Tensor
 from core.kernels.cuda import driver, tiles
 from core.kernels.cuda.gemm_source import GemmVariant, share_bytes, source
 from core.kernels.cuda.language import pixel_stride
-from core.kernels.cuda.low_rank import Shares
+from core.kernels.cuda.low_rank import BranchShares
 from core.kernels.cuda.tiles import Tile
 
 _SHARED_BYTES = 227 * 1024  # per block on Hopper
@@ -63,10 +63,10 @@ class EpilogueInputs:
     residual: Tensor | None = None  # as the output; of one that is gated bf16, to hidden and gate
     inverse: Tensor | None = None  # fp32 [1] or [N]: the output is gated, and quantized with it
     silu: bool = False  # it is gated with silu instead of gelu
-    shares: Shares | None = None  # of adapters
+    shares: BranchShares | None = None  # of adapters
 
     def arguments(self, *, linear: bool) -> dict[str, int | None]:
-        """These operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""
+        """The operands as fields of `GemmArguments`; of a linear layer rows of images follow one another."""
         return {
             "residual": _pointer(self.residual),
             "bias": _pointer(self.bias),
@@ -80,7 +80,7 @@ class EpilogueInputs:
         }
 
     def lacks(self) -> str | None:
-        """Why the Hopper kernel does not support them, or None."""
+        """Return why the Hopper kernel does not support them, or None."""
         if self.shares is not None and (self.shares.low is None or self.shares.dtype == torch.float32):
             return "what adapters add is fp32"
         if self.row_bias is not None and self.row_bias.stride(0) % 4:
@@ -103,9 +103,9 @@ def _kernel(variant: GemmVariant, device: int) -> driver.Kernel:
         return driver.Kernel(source(variant), variant.name, threads=384, shared_bytes=variant.shared_bytes)
 
 
-def stages(rows: int, columns: int, taken: int = 0) -> int:
+def stages(rows: int, columns: int, used_bytes: int = 0) -> int:
     """The largest ring depth that fits beside so many bytes."""
-    return min(8, (_SHARED_BYTES - 1024 - 16 * columns - taken) // ((rows + columns) * 128 + 16))
+    return min(8, (_SHARED_BYTES - 1024 - 16 * columns - used_bytes) // ((rows + columns) * 128 + 16))
 
 
 def slots(tile: Tile) -> int:
@@ -120,11 +120,11 @@ def slots(tile: Tile) -> int:
 def _pixels(rows: int, cluster: int, height: int, width: int) -> tuple[int, int]:
     """Height and width of a tile of `rows` pixels, a power of two wide, so that few of them exceed the edges."""
 
-    def cost(wide: int) -> tuple[int, int]:
-        return math.ceil(width / wide) * math.ceil(height / (rows // wide)), -wide
+    def cost(tile_width: int) -> tuple[int, int]:
+        return math.ceil(width / tile_width) * math.ceil(height / (rows // tile_width)), -tile_width
 
-    wide = min((1 << i for i in range(3, (rows // cluster).bit_length()) if 1 << i <= 128), key=cost)
-    return rows // wide, wide
+    tile_width = min((1 << i for i in range(3, (rows // cluster).bit_length()) if 1 << i <= 128), key=cost)
+    return rows // tile_width, tile_width
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -154,12 +154,12 @@ def product(
     columns = weight.shape[0] // phases  # per phase; half of them remain after gating
     device = x.device.index
     linear = kernel in ("linear", "geglu")
-    tall, wide = (out.shape[1] // 2, out.shape[2] // 2) if phases > 1 else (out.shape[1], out.shape[2])
+    height, width = (out.shape[1] // 2, out.shape[2] // 2) if phases > 1 else (out.shape[1], out.shape[2])
     if tile is None:
         name, count = torch.cuda.get_device_name(device), driver.multiprocessors(device)
-        tile = tiles.choose(name, kernel, images * tall * wide * phases, columns, weight.shape[1], count)
+        tile = tiles.choose(name, kernel, images * height * width * phases, columns, weight.shape[1], count)
     cluster = tile.cluster
-    tile_h, tile_w = (1, tile.rows) if linear else _pixels(tile.rows, cluster, tall, wide)
+    tile_h, tile_w = (1, tile.rows) if linear else _pixels(tile.rows, cluster, height, width)
     # The blocks of a cluster fetch a tile's pixels together, each a box of them.
     box_h, box_w = (1, tile_w // cluster) if linear else (tile_h // cluster, tile_w)
     column_tiles = math.ceil(columns / tile.columns)
@@ -172,8 +172,8 @@ def product(
         column_tiles=column_tiles,
         phases=phases,
         images=images,
-        tiles_h=math.ceil(tall / tile_h),
-        tiles_w=math.ceil(wide / tile_w),
+        tiles_h=math.ceil(height / tile_h),
+        tiles_w=math.ceil(width / tile_w),
         log_tile_w=tile_w.bit_length() - 1,
         box_dh=0 if linear else box_h,
         box_dw=box_w if linear else 0,
@@ -183,8 +183,8 @@ def product(
         stride=stride,
         pad_h=0 if linear else 1,
         pad_w=0 if linear else 1,
-        height=tall,
-        width=wide,
+        height=height,
+        width=width,
         up=2 if phases > 1 else 1,
     )
     maps = _activation_map(x, box_h, box_w, stride), _weight_map(weight, columns, tile.columns, gated=gated)
@@ -213,7 +213,7 @@ def _variant(tile: Tile, x: Tensor, out: Tensor, extras: EpilogueInputs, *, gate
 
 
 def _activation_map(x: Tensor, height: int, width: int, stride: int) -> driver.TensorMap:
-    """Fetches x [B, H, W, C] in boxes of so many pixels, `stride` apart, and 128 channels."""
+    """Fetch x [B, H, W, C] in boxes of so many pixels, `stride` apart, and 128 channels."""
     images, rows, columns, channels = x.shape
     return driver.tensor_map(
         x,
@@ -225,7 +225,7 @@ def _activation_map(x: Tensor, height: int, width: int, stride: int) -> driver.T
 
 
 def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool) -> driver.TensorMap:
-    """Fetches the rows of a tile's columns in the order in which the accumulators of one thread are neighbours.
+    """Fetch the rows of a tile's columns in the order in which the accumulators of one thread are neighbours.
 
     `columns` are those of one phase.
     """
@@ -241,9 +241,9 @@ def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool)
 
 
 def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:
-    """Why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
-    if (why := driver.lacks(x.device)) is not None:
-        return why
+    """Return why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
+    if (reason := driver.lacks(x.device)) is not None:
+        return reason
     if out.shape[-1] % 32 or x.shape[-1] % 16:
         return "columns must be a multiple of 32 and channels of 16"
     if out.dtype not in (torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn):

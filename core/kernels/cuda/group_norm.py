@@ -93,10 +93,10 @@ def _apply(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     image = tl.program_id(2)
-    known = channel < C
-    a = tl.load(coefficients + (image * 2) * C + channel, known, other=0.0)[None, :]
-    b = tl.load(coefficients + (image * 2 + 1) * C + channel, known, other=0.0)[None, :]
-    inside = (row < pixels)[:, None] & known[None, :]
+    valid = channel < C
+    a = tl.load(coefficients + (image * 2) * C + channel, valid, other=0.0)[None, :]
+    b = tl.load(coefficients + (image * 2 + 1) * C + channel, valid, other=0.0)[None, :]
+    inside = (row < pixels)[:, None] & valid[None, :]
     at = image.to(tl.int64) * pixels + row.to(tl.int64)
     value = tl.load(x + at[:, None] * stride + channel[None, :], inside, other=0.0).to(tl.float32)
     value = value * a + b
@@ -106,7 +106,7 @@ def _apply(  # type: ignore[no-untyped-def]
     if KIND == 0:
         tl.store(to, value.to(out.dtype.element_ty), inside)
     else:
-        factor = tl.load(inverse + channel, known, other=0.0)[None, :] if STEP else tl.load(inverse)
+        factor = tl.load(inverse + channel, valid, other=0.0)[None, :] if STEP else tl.load(inverse)
         tl.store(to, levels(value * factor, KIND == 1), inside)
 
 
@@ -125,10 +125,10 @@ def group_norm_int8(
     `inv_scale`: fp32, one number or [C] (a concatenation's halves may have a scale each); None with a floating `dtype`,
     which then is the output's and nothing is quantized. Sums are fp32. Raises `ValueError` if `groups` do not divide C.
     """
-    images, tall, wide, channels = x.shape
+    images, image_height, image_width, channels = x.shape
     if channels % groups:
         raise ValueError(f"{groups} groups do not divide {channels} channels")
-    pixels, stride = tall * wide, pixel_stride(x)
+    pixels, stride = image_height * image_width, pixel_stride(x)
     kind = 0 if dtype.is_floating_point and dtype.itemsize > 1 else 1 if dtype == torch.int8 else 2
     block = width(channels)
     across = (channels + block - 1) // block
@@ -137,7 +137,7 @@ def group_norm_int8(
     steps = (pixels + chunks * rows - 1) // (chunks * rows)
     sums = torch.empty((images, chunks, 2, channels), dtype=torch.float32, device=x.device)
     coefficients = torch.empty((images, 2, channels), dtype=torch.float32, device=x.device)
-    out = torch.empty((images, tall, wide, channels), dtype=dtype, device=x.device)
+    out = torch.empty((images, image_height, image_width, channels), dtype=dtype, device=x.device)
     _sums[(chunks, across, images)](x, sums, pixels, stride, channels, chunks, steps, rows, block, num_warps=8)
     per = channels // groups
     _coefficients[(groups, images)](

@@ -22,7 +22,7 @@ with suppress(ModuleNotFoundError):
 
 
 def lacks() -> str | None:
-    """Why Triton's kernels cannot be launched, or None if they can."""
+    """Return why Triton's kernels cannot be launched, or None if they can."""
     return "triton is not installed" if triton is None else None
 
 
@@ -59,7 +59,7 @@ def pixel_stride(x: Tensor) -> int:
 
 
 def evenly_spaced(x: Tensor) -> bool:
-    """Whether x [B, H, W, C] can be addressed by `pixel_stride` alone."""
+    """Return whether x [B, H, W, C] can be addressed by `pixel_stride` alone."""
     steps = (x.shape[1] * x.shape[2], x.shape[2], 1)
     return all(s == step * pixel_stride(x) for n, s, step in zip(x.shape, x.stride(), steps, strict=False) if n > 1)
 

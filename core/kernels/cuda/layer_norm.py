@@ -85,9 +85,9 @@ def _kernel(variant: LayerNormVariant, device: int) -> driver.Kernel:
 def lacks(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, inv_scale: Tensor | None, row_scale: Tensor | None = None
 ) -> str | None:
-    """Why the Hopper kernel does not support these rows, or None."""
-    if (why := driver.lacks(x.device)) is not None:
-        return why
+    """Return why the Hopper kernel does not support these rows, or None."""
+    if (reason := driver.lacks(x.device)) is not None:
+        return reason
     if weight is None or bias is None or inv_scale is None or row_scale is not None:
         return "no weights, a scale for each image, or no 8 bits"
     if any(t.dtype != torch.bfloat16 or t.data_ptr() % 16 or t.stride(-1) != 1 for t in (x, weight, bias)):
@@ -119,8 +119,8 @@ def layer_norm_int8(
         raise ValueError(f"{rows} rows, {images} images; weight and bias go together")
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
     step = 0 if inv_scale is None else per_channel(inv_scale, channels)
-    why = lacks(x, weight, bias, inv_scale, row_scale)
-    if rows and why is None:
+    reason = lacks(x, weight, bias, inv_scale, row_scale)
+    if rows and reason is None:
         assert weight is not None and bias is not None and inv_scale is not None  # for the type checker
         problem = LayerNormArguments(
             x=x.data_ptr(),
@@ -136,8 +136,8 @@ def layer_norm_int8(
         blocks = min((rows + 3) // 4, 8 * driver.multiprocessors(x.device.index))
         _kernel(LayerNormVariant(channels, dtype == torch.float8_e4m3fn), x.device.index).launch(blocks, problem)
         return out
-    if why is not None:
-        say(KernelChoice(LAYER_NORM, TRITON, why))
+    if reason is not None:
+        say(KernelChoice(LAYER_NORM, TRITON, reason))
     block = power(channels)
     together = max(1, 2048 // block)
     _layer_norm[((rows + together - 1) // together,)](

@@ -24,8 +24,8 @@ class LayerNormVariant:
 
 def source(variant: LayerNormVariant) -> str:
     """The whole program of one variant."""
-    wide = 8 if variant.channels % 256 == 0 else 4  # channels per load
-    head = {"NAME": variant.name, "CHANNELS": variant.channels, "FP8": int(variant.fp8), "WIDE": wide}
+    vector = 8 if variant.channels % 256 == 0 else 4  # channels per load
+    head = {"NAME": variant.name, "CHANNELS": variant.channels, "FP8": int(variant.fp8), "WIDE": vector}
     return "".join(f"#define {name} {value}\n" for name, value in head.items()) + _PROGRAM
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels.cuda import gemm, portable
-from core.kernels.cuda.low_rank import Shares, add_rest, folded
+from core.kernels.cuda.low_rank import BranchShares, add_rest, folded
 from core.kernels.cuda.quantize import per_channel, to_levels
 from core.kernels.cuda.tiles import Tile
 from core.kernels.device import GEGLU, LINEAR, TRITON, KernelChoice, say
@@ -36,7 +36,7 @@ def linear_int8(
     *,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """y[m,n] = row_scale[m] · scale[n] · Σ_k x_q[m,k] · weight_q[n,k] + bias[n] + residual[m,n], as `dtype` [M, N].
 
@@ -57,12 +57,12 @@ def linear_int8(
         shares=folded(shares),
     )  # fmt: skip
     x, to = _image(x_q), _image(out)
-    if (why := gemm.lacks(x, weight_q, scale, to, extras)) is None:
+    if (reason := gemm.lacks(x, weight_q, scale, to, extras)) is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="linear", tile=tile)
     else:
-        say(KernelChoice(LINEAR, TRITON, why))
+        say(KernelChoice(LINEAR, TRITON, reason))
         portable.linear(x_q, weight_q, scale, bias, row_scale, residual, out)
-    return add_rest(shares, out, able=why is None)
+    return add_rest(shares, out, able=reason is None)
 
 
 def linear_int8_reference(
@@ -95,7 +95,7 @@ def linear_geglu_int8(
     act: Activation = "gelu",
     added: Tensor | None = None,
     tile: Tile | None = None,
-    shares: Shares | None = None,
+    shares: BranchShares | None = None,
 ) -> Tensor:
     """q(hidden · act(gate) · out_inv_scale), [hidden, gate] = x · Wᵀ + bias + added, in the operands' 8-bit type.
 
@@ -116,13 +116,13 @@ def linear_geglu_int8(
     residual = None if added is None else _image(added)
     extras = gemm.EpilogueInputs(bias=bias, residual=residual, inverse=out_inv_scale, silu=act == "silu", shares=shares)
     x, to = _image(x_q), _image(out)
-    why = gemm.lacks(x, weight_q, scale, to, extras)
+    reason = gemm.lacks(x, weight_q, scale, to, extras)
     if added is not None and added.dtype != torch.bfloat16:
-        why = "what is added is not bf16"
-    if why is None:
+        reason = "what is added is not bf16"
+    if reason is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="geglu", tile=tile)
     else:
-        say(KernelChoice(GEGLU, TRITON, why))
+        say(KernelChoice(GEGLU, TRITON, reason))
         added = added if shares is None else shares.alone(2 * columns)
         portable.geglu(x_q, weight_q, scale, bias, added, out_inv_scale, step, out, silu=act == "silu")
     return out

@@ -29,8 +29,8 @@ _STAGES = 3  # of these that are in flight
 
 
 class Window(NamedTuple):
-    """What pixels of the input a layer's outputs [height, width] read: taps × taps of a map of `sides`, from -padding
-    on. `doubled`: that map is the input, doubled by nearest neighbours.
+    """The pixels of the input that a layer's outputs [height, width] read: taps × taps of a map of `sides`, from
+    -padding on. `doubled`: that map is the input, doubled by nearest neighbours.
     """
 
     height: int
@@ -83,19 +83,19 @@ def pack(parts: Sequence[BranchPart], columns: int, dtype: torch.dtype, *, eight
     parts = [_padded(part) for part in parts]
     tiles = -(-columns // _TILE)
     spans = torch.zeros(tiles, 3, dtype=torch.int32)
-    found: list[Tensor] = []
+    tables: list[Tensor] = []
     rank = at = 0
     down = torch.cat([part.down.flatten(1) for part in parts])
     for part in aligned(parts, columns, _TILE):
-        own, ranks = -(-part.up.shape[0] // _TILE), part.up.shape[1]
-        padded = F.pad(part.up, (0, 0, 0, own * _TILE - part.up.shape[0]))
-        found.append(padded.flatten())
+        shape, ranks = -(-part.up.shape[0] // _TILE), part.up.shape[1]
+        padded = F.pad(part.up, (0, 0, 0, shape * _TILE - part.up.shape[0]))
+        tables.append(padded.flatten())
         first = part.start // _TILE
-        spans[first : first + own, 0], spans[first : first + own, 1] = rank, rank + ranks
-        spans[first : first + own, 2] = at + ranks * _TILE * torch.arange(own)
-        rank, at = rank + ranks, at + own * ranks * _TILE
+        spans[first : first + shape, 0], spans[first : first + shape, 1] = rank, rank + ranks
+        spans[first : first + shape, 2] = at + ranks * _TILE * torch.arange(shape)
+        rank, at = rank + ranks, at + shape * ranks * _TILE
     packed = as_levels(down) if eight else down.to(dtype).contiguous()
-    return LayerFactors(packed, torch.cat(found).to(dtype), spans, len(down))
+    return LayerFactors(packed, torch.cat(tables).to(dtype), spans, len(down))
 
 
 def _padded(part: BranchPart) -> BranchPart:
@@ -105,18 +105,18 @@ def _padded(part: BranchPart) -> BranchPart:
 
 @kernel()
 def _ranks(  # type: ignore[no-untyped-def]
-    x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width, image_pixels,
-    stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width, width,
+    image_pixels, stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     DOUBLED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BR ranks, from `first` on, of the pixels m [BM] of an image. INT8 is multiplied by both halves of levels."""
     EIGHT: tl.constexpr = x.dtype.element_ty == tl.int8
     r = first + tl.arange(0, BR)
-    known = m < pixels
+    valid = m < pixels
     k = tl.arange(0, BK)
     if EIGHT:
-        weight = tl.multiple_of(factors.to(tl.pointer_type(tl.int8)), 16) + 4 * own  # behind the steps
-        lower = own * (TAPS * TAPS * C)
+        weight = tl.multiple_of(factors.to(tl.pointer_type(tl.int8)), 16) + 4 * rank  # behind the steps
+        lower = rank * (TAPS * TAPS * C)
         acc = tl.zeros((m.shape[0], BR), tl.int32)
         rest = tl.zeros((m.shape[0], BR), tl.int32)
     else:
@@ -124,38 +124,38 @@ def _ranks(  # type: ignore[no-untyped-def]
         acc = tl.zeros((m.shape[0], BR), tl.float32)
     for tap in range(0, TAPS * TAPS):
         row, column = m // out_width * STRIDE + tap // TAPS - PADDING, m % out_width * STRIDE + tap % TAPS - PADDING
-        visible = known & (row >= 0) & (row < high) & (column >= 0) & (column < wide)
+        visible = valid & (row >= 0) & (row < map_height) & (column >= 0) & (column < map_width)
         if DOUBLED:
             row, column = row >> 1, column >> 1
         pixel = image.to(tl.int64) * image_pixels + row * width + column
         a = x + pixel[:, None] * stride + k[None, :]
         b = weight + (r[None, :] * (TAPS * TAPS) + tap) * C + k[:, None]
         for at in range(0, C, BK):
-            seen, held = visible[:, None] & (k + at < C)[None, :], (r < own)[None, :] & (k + at < C)[:, None]
+            seen, masks = visible[:, None] & (k + at < C)[None, :], (r < rank)[None, :] & (k + at < C)[:, None]
             if EIGHT:
                 left = tl.load(a + at, seen, other=0)
-                acc = tl.dot(left, tl.load(b + at, held, other=0), acc, out_dtype=tl.int32)
-                rest = tl.dot(left, tl.load(b + lower + at, held, other=0), rest, out_dtype=tl.int32)
+                acc = tl.dot(left, tl.load(b + at, masks, other=0), acc, out_dtype=tl.int32)
+                rest = tl.dot(left, tl.load(b + lower + at, masks, other=0), rest, out_dtype=tl.int32)
             else:
                 left = tl.load(a + at, seen, other=0.0).to(low.dtype.element_ty)
-                acc = tl.dot(left, tl.load(b + at, held, other=0.0), acc, input_precision="ieee")
+                acc = tl.dot(left, tl.load(b + at, masks, other=0.0), acc, input_precision="ieee")
     if EIGHT:
-        steps = tl.load(factors.to(tl.pointer_type(tl.float32)) + r, r < own, other=0.0)
+        steps = tl.load(factors.to(tl.pointer_type(tl.float32)) + r, r < rank, other=0.0)
         sums = (acc.to(tl.float32) * 256.0 + rest.to(tl.float32)) * (steps * scale)[None, :]
     else:
         sums = acc * scale
     place = image.to(tl.int64) * pixels + m
     if row_scale is not None:
-        sums *= tl.load(row_scale + place, known, other=0.0)[:, None]
+        sums *= tl.load(row_scale + place, valid, other=0.0)[:, None]
     to = low + ((place * uses + use) * ranks)[:, None] + r[None, :]
-    tl.store(to, sums.to(low.dtype.element_ty), known[:, None] & (r < own)[None, :])
+    tl.store(to, sums.to(low.dtype.element_ty), valid[:, None] & (r < rank)[None, :])
 
 
 @kernel("layer")
 def _down(  # type: ignore[no-untyped-def]
-    x, addresses, scales, row_scale, low, layer, pixels, out_width, high, wide, width, image_pixels, stride, uses,
-    ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DOUBLED: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    x, addresses, scales, row_scale, low, layer, pixels, out_width, map_height, map_width, width, image_pixels,
+    stride, uses, ranks, C: tl.constexpr, TAPS: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    DOUBLED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program for some pixels of an image, some ranks of one of its adapters."""
     chunks = tl.cdiv(ranks, BR)
@@ -166,26 +166,26 @@ def _down(  # type: ignore[no-untyped-def]
     if adapter == 0:
         return
     entry = adapter.to(tl.pointer_type(tl.int64)) + layer * 4
-    own = tl.multiple_of(tl.load(entry + 3).to(tl.int32), 8)
-    if first >= own:
+    rank = tl.multiple_of(tl.load(entry + 3).to(tl.int32), 8)
+    if first >= rank:
         return
     factors = tl.load(entry)
     scale = tl.load(scales + image * uses + use)
     # As wide as the adapter's own ranks ask for, not as those beside it: bits must not depend on these.
-    if own - first <= BR // 4:
+    if rank - first <= BR // 4:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 4, BK,
         )  # fmt: skip
-    elif own - first <= BR // 2:
+    elif rank - first <= BR // 2:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR // 2, BK,
         )  # fmt: skip
     else:
         _ranks(
-            x, factors, low, scale, row_scale, m, image, use, first, own, pixels, out_width, high, wide, width,
-            image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
+            x, factors, low, scale, row_scale, m, image, use, first, rank, pixels, out_width, map_height, map_width,
+            width, image_pixels, stride, uses, ranks, C, TAPS, STRIDE, PADDING, DOUBLED, BR, BK,
         )  # fmt: skip
 
 
@@ -200,10 +200,10 @@ def _up(  # type: ignore[no-untyped-def]
     m = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     image = tl.program_id(1)
     within = tl.arange(0, BN)
-    known = m < pixels
+    valid = m < pixels
     place = image.to(tl.int64) * pixels + m
     acc = tl.zeros((BM, BN), tl.float32)
-    found = 0
+    matches = 0
     for use in range(0, uses):
         adapter = tl.load(addresses + image * uses + use)
         if adapter != 0:
@@ -216,22 +216,22 @@ def _up(  # type: ignore[no-untyped-def]
                 for at in range(first, last, BR):
                     r = at + tl.arange(0, BR)
                     a = low + ((place * uses + use) * ranks)[:, None] + r[None, :]
-                    left = tl.load(a, known[:, None] & (r < last)[None, :], other=0.0)
+                    left = tl.load(a, valid[:, None] & (r < last)[None, :], other=0.0)
                     b = weight + within[None, :] * (last - first) + (r - first)[:, None]
                     right = tl.load(b, (r < last)[:, None], other=0.0)
                     acc = tl.dot(left, right, acc, input_precision="ieee")
-                found += last - first
+                matches += last - first
     n = tile * BN + within
     to = out + place[:, None] * stride + n[None, :]
-    inside = known[:, None] & (n < columns)[None, :]
+    inside = valid[:, None] & (n < columns)[None, :]
     if ADD:
-        inside = inside & (found > 0)
+        inside = inside & (matches > 0)
         acc += tl.load(to, inside, other=0.0).to(tl.float32)
     tl.store(to, acc.to(out.dtype.element_ty), inside)
 
 
-class Shares(NamedTuple):
-    """What a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
+class BranchShares(NamedTuple):
+    """The sum that a batch's adapters add to a layer's result: scale · row_scale · up(down(x)) of each image's own.
 
     x [B, H, W, C] in the type of `up` or in 8 bits; `layer` is its number in the adapters' tables; row_scale
     [B · height · width]: fp32. `dtype`: that of `up` and the result. `folds`: a product that can adds them itself.
@@ -249,11 +249,11 @@ class Shares(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of an image."""
+        """The number of pixels of an image."""
         return self.window.height * self.window.width
 
-    def computed(self) -> Shares:
-        """With `low`, if it is on a GPU."""
+    def computed(self) -> BranchShares:
+        """The shares with `low` computed, if it is on a GPU."""
         return self._replace(low=down(self)) if self.x.is_cuda else self
 
     def add(self, out: Tensor, *, alone: bool = False) -> Tensor:
@@ -273,16 +273,16 @@ class Shares(NamedTuple):
 
     def alone(self, columns: int) -> Tensor:
         """[M, N], zeros in rows without."""
-        made = torch.empty(len(self.x) * self.pixels, columns, dtype=self.dtype, device=self.x.device)
-        return self.add(made, alone=True)
+        out = torch.empty(len(self.x) * self.pixels, columns, dtype=self.dtype, device=self.x.device)
+        return self.add(out, alone=True)
 
 
-def folded(shares: Shares | None) -> Shares | None:
-    """Those that a product is to add itself."""
+def folded(shares: BranchShares | None) -> BranchShares | None:
+    """The shares that a product is to add itself."""
     return shares if shares is not None and shares.folds else None
 
 
-def add_rest(shares: Shares | None, out: Tensor, *, able: bool) -> Tensor:
+def add_rest(shares: BranchShares | None, out: Tensor, *, able: bool) -> Tensor:
     """`out` with the shares that its product did not add; `able`: it adds those that fold."""
     return out if shares is None or (able and shares.folds) else shares.add(out)
 
@@ -294,8 +294,8 @@ def _together(pixels: int) -> int:
     return max(16, min(_ROWS, power(pixels)))
 
 
-def down(shares: Shares) -> Tensor:
-    """`Shares.low`, undefined in ranks that an adapter does not have in the layer."""
+def down(shares: BranchShares) -> Tensor:
+    """`BranchShares.low`, undefined in ranks that an adapter does not have in the layer."""
     x, (addresses, scales, ranks), layer, window, row_scale = shares[:5]
     images, _, width, channels = x.shape
     x = x if evenly_spaced(x) else x.contiguous()
@@ -309,7 +309,7 @@ def down(shares: Shares) -> Tensor:
     return low
 
 
-def up(shares: Shares, low: Tensor, out: Tensor, *, alone: bool = False) -> None:
+def up(shares: BranchShares, low: Tensor, out: Tensor, *, alone: bool = False) -> None:
     """out += up(low), or instead of what `out` [M, N] holds; its rows may be apart."""
     pixels, uses, together = shares.pixels, shares.rows.addresses.shape[1], _together(shares.pixels)
     columns = out.shape[1]
@@ -323,7 +323,7 @@ def add_reference(
     x: Tensor, out: Tensor, rows: RowAdapters, layer: int, window: Window, row_scale: Tensor | None = None, *,
     alone: bool = False,
 ) -> None:  # fmt: skip
-    """`Shares.add` on a CPU, by the adapters' own tables."""
+    """`BranchShares.add` on a CPU, by the adapters' own tables."""
     maps, height, width = x.float().permute(0, 3, 1, 2), window.height, window.width
     if window.doubled:
         maps = F.interpolate(maps, size=window.sides, mode="nearest")
@@ -334,18 +334,18 @@ def add_reference(
     for image, (addresses, scales) in enumerate(zip(rows.addresses.tolist(), rows.scales.tolist(), strict=False)):
         if image == len(x):
             break
-        made = torch.zeros(pixels, out.shape[1])
-        found = False
+        added = torch.zeros(pixels, out.shape[1])
+        matched = False
         for address, scale in zip(addresses, scales, strict=True):
             factors = _factors(address, layer, window.taps, x, out) if address else None
             if factors is not None:
-                found = True
+                matched = True
                 low = F.conv2d(maps[image : image + 1], factors[0], stride=window.stride)[0, :, :height, :width]
-                made += (low.flatten(1).t() * scale) @ factors[1]
-        if found:
-            own = slice(image * pixels, (image + 1) * pixels)
-            made = made if row_scale is None else made * row_scale[own, None]
-            out[own] = (out[own].float() + made).to(out.dtype)
+                added += (low.flatten(1).t() * scale) @ factors[1]
+        if matched:
+            span = slice(image * pixels, (image + 1) * pixels)
+            added = added if row_scale is None else added * row_scale[span, None]
+            out[span] = (out[span].float() + added).to(out.dtype)
 
 
 def _factors(address: int, layer: int, taps: int, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -361,17 +361,17 @@ def _factors(address: int, layer: int, taps: int, x: Tensor, out: Tensor) -> tup
     else:
         weight = _at(down, ranks * depth, out.dtype).float()
     weight = weight.view(ranks, taps, taps, x.shape[3])
-    whole = torch.zeros(ranks, -(-columns // _TILE) * _TILE)
-    tiles = _at(spans, whole.shape[1] // _TILE * 3, torch.int32).view(-1, 3)
+    padded = torch.zeros(ranks, -(-columns // _TILE) * _TILE)
+    tiles = _at(spans, padded.shape[1] // _TILE * 3, torch.int32).view(-1, 3)
     for tile, (first, last, start) in enumerate(tiles.tolist()):
         if first < last:
             block = _at(up + start * out.itemsize, (last - first) * _TILE, out.dtype).view(_TILE, -1)
-            whole[first:last, tile * _TILE : (tile + 1) * _TILE] = block.t()
-    return weight.permute(0, 3, 1, 2), whole[:, :columns]
+            padded[first:last, tile * _TILE : (tile + 1) * _TILE] = block.t()
+    return weight.permute(0, 3, 1, 2), padded[:, :columns]
 
 
 def _at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers at an address of this process."""
+    """A view of so many numbers at an address of this process."""
     memory: Any = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -382,6 +382,6 @@ def _opaque(
     x: Tensor, out: Tensor, addresses: Tensor, scales: Tensor, layer: int, window: Sequence[int], doubled: bool,
     row_scale: Tensor | None, alone: bool,
 ) -> None:  # fmt: skip
-    height, width, high, wide, taps, stride, padding = window
-    reads = Window(height, width, (high, wide), taps, stride, padding, doubled)
+    height, width, high, columns, taps, stride, padding = window
+    reads = Window(height, width, (high, columns), taps, stride, padding, doubled)
     add_reference(x, out, RowAdapters(addresses, scales, 0), layer, reads, row_scale, alone=alone)

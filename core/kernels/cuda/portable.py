@@ -85,9 +85,9 @@ def _geglu(  # type: ignore[no-untyped-def]
     b = weight + n.to(tl.int64)[None, :] * K + k[:, None]
     for at in range(0, K, BK):
         left = tl.load(a + at, (m < M)[:, None] & (k + at < K)[None, :], other=0.0)
-        known = (n < N)[None, :] & (k + at < K)[:, None]
-        hidden = tl.dot(left, tl.load(b + at, known, other=0.0), hidden, out_dtype=hidden.dtype)
-        gate = tl.dot(left, tl.load(b + at + N.to(tl.int64) * K, known, other=0.0), gate, out_dtype=gate.dtype)
+        valid = (n < N)[None, :] & (k + at < K)[:, None]
+        hidden = tl.dot(left, tl.load(b + at, valid, other=0.0), hidden, out_dtype=hidden.dtype)
+        gate = tl.dot(left, tl.load(b + at + N.to(tl.int64) * K, valid, other=0.0), gate, out_dtype=gate.dtype)
     h = hidden.to(tl.float32) * tl.load(scale + n, n < N, other=0.0)[None, :]
     g = gate.to(tl.float32) * tl.load(scale + N + n, n < N, other=0.0)[None, :]
     if bias is not None:
@@ -115,8 +115,8 @@ def _conv(  # type: ignore[no-untyped-def]
     images,
     height,
     width,
-    tall,
-    wide,
+    out_height,
+    out_width,
     N,
     out_stride,
     residual_stride,
@@ -131,33 +131,33 @@ def _conv(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """TAPS × TAPS taps; `tall` × `wide` pixels are computed per phase, of which there are 1 or, upsampling, 4."""
+    """TAPS × TAPS taps; `out_height` × `out_width` pixels for each of 1 phase or, upsampling, 4."""
     tiles = tl.cdiv(N, BN)
     m = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
     phase = tl.program_id(1)
-    known = m < images * tall * wide
-    image, h, w = m // (tall * wide), m // wide % tall, m % wide
+    valid = m < images * out_height * out_width
+    image, h, w = m // (out_height * out_width), m // out_width % out_height, m % out_width
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), tl.float32 if FP8 else tl.int32)
     for tap in range(0, TAPS * TAPS):
         row = h * STRIDE + tap // TAPS - 1 + phase // 2
         column = w * STRIDE + tap % TAPS - 1 + phase % 2
-        visible = known & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        visible = valid & (row >= 0) & (row < height) & (column >= 0) & (column < width)
         a = x + ((image.to(tl.int64) * height + row) * width + column)[:, None] * C + k[None, :]
         b = weight + ((phase * N + n.to(tl.int64)) * (TAPS * TAPS) + tap)[None, :] * C + k[:, None]
         for at in range(0, C, BK):
             left = tl.load(a + at, visible[:, None] & (k + at < C)[None, :], other=0.0)
             right = tl.load(b + at, (n < N)[None, :] & (k + at < C)[:, None], other=0.0)
             acc = tl.dot(left, right, acc, out_dtype=acc.dtype)
-    inside = known[:, None] & (n < N)[None, :]
+    inside = valid[:, None] & (n < N)[None, :]
     y = acc.to(tl.float32) * tl.load(scale + phase * N + n, n < N, other=0.0)[None, :]
     if bias is not None:
         y += tl.load(bias + n, n < N, other=0.0)[None, :]
     if row_bias is not None:
         y += tl.load(row_bias + image[:, None] * row_bias_stride + n[None, :], inside, other=0.0)
     up: tl.constexpr = 2 if PHASES == 4 else 1
-    pixel = (image.to(tl.int64) * (tall * up) + h * up + phase // 2) * (wide * up) + w * up + phase % 2
+    pixel = (image.to(tl.int64) * (out_height * up) + h * up + phase // 2) * (out_width * up) + w * up + phase % 2
     if residual is not None:
         y += tl.load(residual + pixel[:, None] * residual_stride + n[None, :], inside, other=0.0).to(tl.float32)
     if RELU:
@@ -178,7 +178,7 @@ def linear(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As `linear.linear_int8`, into `out` [M, N]."""
+    """Compute `linear.linear_int8` into `out` [M, N]."""
     (rows, depth), columns = x.shape, weight.shape[0]
     bm, bn = _rows(rows), 128
     stride = 0 if residual is None else residual.stride(0)
@@ -200,7 +200,7 @@ def geglu(
     *,
     silu: bool = False,
 ) -> None:
-    """As `linear.linear_geglu_int8`, into `out` [M, N]."""
+    """Compute `linear.linear_geglu_int8` into `out` [M, N]."""
     (rows, depth), columns = x.shape, weight.shape[0] // 2
     bm, bn = _rows(rows), 64
     _geglu[((rows + bm - 1) // bm * ((columns + bn - 1) // bn),)](
@@ -223,14 +223,14 @@ def conv(
     phases: int,
     relu: bool = False,
 ) -> None:
-    """As `conv.conv3x3_int8` (taps 3, phases 1) or `conv.upsample_conv3x3_int8` (taps 2, phases 4), into `out`."""
+    """Compute `conv.conv3x3_int8` (taps 3, phases 1) or `conv.upsample_conv3x3_int8` (taps 2, phases 4) into `out`."""
     images, height, width, channels = x.shape
     up = 2 if phases == 4 else 1
-    tall, wide, columns = out.shape[1] // up, out.shape[2] // up, out.shape[3]
-    rows = images * tall * wide
+    out_height, out_width, columns = out.shape[1] // up, out.shape[2] // up, out.shape[3]
+    rows = images * out_height * out_width
     bm, bn = _rows(rows), 128
     _conv[((rows + bm - 1) // bm * ((columns + bn - 1) // bn), phases)](
-        x, weight, scale, bias, row_bias, residual, out, images, height, width, tall, wide, columns,
+        x, weight, scale, bias, row_bias, residual, out, images, height, width, out_height, out_width, columns,
         pixel_stride(out), 0 if residual is None else pixel_stride(residual),
         0 if row_bias is None else row_bias.stride(0),
         channels, taps, stride, phases, relu, x.dtype.is_floating_point, bm, bn, 64, num_warps=8, num_stages=3,

@@ -19,29 +19,29 @@ CHANNELS = 512  # of one warp
 
 
 @kernel()
-def _of_image(weight, scale, image, stride, channel, known):  # type: ignore[no-untyped-def]
+def _of_image(weight, scale, image, stride, channel, valid):  # type: ignore[no-untyped-def]
     """weight · scale[image], fp32."""
-    factor = tl.load(weight + channel, known, other=0.0).to(tl.float32)
+    factor = tl.load(weight + channel, valid, other=0.0).to(tl.float32)
     if scale is not None:
-        factor *= tl.load(scale + image * stride + channel, known, other=0.0).to(tl.float32)
+        factor *= tl.load(scale + image * stride + channel, valid, other=0.0).to(tl.float32)
     return factor
 
 
 @kernel("rows")
 def _rms_norm(  # type: ignore[no-untyped-def]
-    y, weight, scale, residual, kept, next_weight, next_scale, inverse, out, rows, y_stride, residual_stride,
+    y, weight, scale, residual, sum_out, next_weight, next_scale, inverse, out, rows, y_stride, residual_stride,
     kept_stride, out_stride, scale_stride, next_stride, eps, C: tl.constexpr, STEP: tl.constexpr, INT8: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`rows` are those of one image; the next row is loaded before the current one is finished."""
     image = tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK)
-    known = channel < C
-    factor = _of_image(weight, scale, image, scale_stride, channel, known)
+    valid = channel < C
+    factor = _of_image(weight, scale, image, scale_stride, channel, valid)
     if next_weight is not None:
-        next_factor = _of_image(next_weight, next_scale, image, next_stride, channel, known)
+        next_factor = _of_image(next_weight, next_scale, image, next_stride, channel, valid)
     if inverse is not None:
-        level = tl.load(inverse + channel, known, other=0.0) if STEP else tl.load(inverse)
+        level = tl.load(inverse + channel, valid, other=0.0) if STEP else tl.load(inverse)
         if next_weight is not None:
             next_factor *= level
         elif residual is None:
@@ -49,11 +49,11 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) * ROWS
     end = image * rows + tl.minimum(first + ROWS, rows)
     first += image * rows
-    value = tl.load(y + first * y_stride + channel, known, other=0.0)
+    value = tl.load(y + first * y_stride + channel, valid, other=0.0)
     if residual is not None:
-        rest = tl.load(residual + first * residual_stride + channel, known, other=0.0)
+        rest = tl.load(residual + first * residual_stride + channel, valid, other=0.0)
     for row in range(first, end):
-        ahead = known & (row + 1 < end)
+        ahead = valid & (row + 1 < end)
         following = tl.load(y + (row + 1) * y_stride + channel, ahead, other=0.0)
         if residual is not None:
             following_rest = tl.load(residual + (row + 1) * residual_stride + channel, ahead, other=0.0)
@@ -63,25 +63,25 @@ def _rms_norm(  # type: ignore[no-untyped-def]
             x += rest.to(tl.float32)
             rest = following_rest
         if next_weight is not None:
-            rounded = x.to(kept.dtype.element_ty)
-            tl.store(kept + row * kept_stride + channel, rounded, known)
+            rounded = x.to(sum_out.dtype.element_ty)
+            tl.store(sum_out + row * kept_stride + channel, rounded, valid)
             x = rounded.to(tl.float32)  # the norm is of the rounded values that others will read
             x *= tl.rsqrt(tl.sum(x * x, 0) / C + eps) * next_factor
         if inverse is not None:
             if residual is not None and next_weight is None:
                 x *= level
-            tl.store(out + row * out_stride + channel, levels(x, INT8), known)
+            tl.store(out + row * out_stride + channel, levels(x, INT8), valid)
         else:
-            tl.store(out + row * out_stride + channel, x.to(out.dtype.element_ty), known)
+            tl.store(out + row * out_stride + channel, x.to(out.dtype.element_ty), valid)
         value = following
 
 
 def _images(rows: int, channels: int, *scales: Tensor | None) -> int:
-    """How many images the rows belong to. Raises `ValueError` if the scales disagree with the rows or each other."""
-    given = [scale for scale in scales if scale is not None]
-    images = len(given[0]) if given else 1
-    if any(scale.shape != (images, channels) or scale.stride(1) != 1 for scale in given) or rows % images:
-        shapes = ", ".join(str(tuple(scale.shape)) for scale in given)
+    """The number of images of the rows. Raises `ValueError` if the scales disagree with the rows or each other."""
+    present = [scale for scale in scales if scale is not None]
+    images = len(present[0]) if present else 1
+    if any(scale.shape != (images, channels) or scale.stride(1) != 1 for scale in present) or rows % images:
+        shapes = ", ".join(str(tuple(scale.shape)) for scale in present)
         raise ValueError(f"{rows} rows of {channels} channels do not go with scales {shapes} of [images, channels]")
     return images
 
@@ -119,17 +119,17 @@ def residual_norm(
     *,
     gate: Tensor | None = None,
     next_scale: Tensor | None = None,
-    kept: Tensor | None = None,
+    sum_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x' = x + gate · rms(y) · weight, as x's type, and rms(x') · next_weight · next_scale as `rms_norm` writes it.
 
     x and y [M, C]; gate and next_scale [B, C], fp32 or x's type, for each image's M / B rows. The second norm is of the
-    rounded x'. `kept` [M, C] receives x'; it may be x itself. Raises `ValueError` for shapes that disagree.
+    rounded x'. `sum_out` [M, C] receives x'; it may be x itself. Raises `ValueError` for shapes that disagree.
     """
-    kept = torch.empty(x.shape, dtype=x.dtype, device=x.device) if kept is None else kept
+    sum_out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if sum_out is None else sum_out
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _launch(y, weight, eps, inverse, out, gate, x, kept, next_weight, next_scale)
-    return kept, out
+    _launch(y, weight, eps, inverse, out, gate, x, sum_out, next_weight, next_scale)
+    return sum_out, out
 
 
 def _launch(
@@ -140,12 +140,12 @@ def _launch(
     out: Tensor,
     scale: Tensor | None,
     residual: Tensor | None,
-    kept: Tensor | None,
+    sum_out: Tensor | None,
     next_weight: Tensor | None,
     next_scale: Tensor | None,
 ) -> None:
     rows, channels = y.shape
-    for other in (y, residual, kept, out):
+    for other in (y, residual, sum_out, out):
         if other is not None and (other.shape != y.shape or other.stride(1) != 1):
             raise ValueError(f"x is {tuple(y.shape)}, its residual or output {tuple(other.shape)}")
     images = _images(rows, channels, scale, next_scale)
@@ -155,8 +155,8 @@ def _launch(
         return 0 if tensor is None else tensor.stride(0)
 
     _rms_norm[(-(-each // ROWS), images)](
-        y, weight, scale, residual, kept, next_weight, next_scale, inverse, out, each, stride(y), stride(residual),
-        stride(kept), stride(out), stride(scale), stride(next_scale), eps, channels,
+        y, weight, scale, residual, sum_out, next_weight, next_scale, inverse, out, each, stride(y), stride(residual),
+        stride(sum_out), stride(out), stride(scale), stride(next_scale), eps, channels,
         0 if inverse is None else per_channel(inverse, channels), out.dtype == torch.int8, ROWS, block,
         num_warps=max(1, min(16, block // CHANNELS)),
     )  # fmt: skip
@@ -191,5 +191,5 @@ def residual_norm_reference(
     gate: Tensor | None = None,
     next_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    kept = rms_norm_reference(y, weight, eps, None, x.dtype, row_scale=gate, residual=x)
-    return kept, rms_norm_reference(kept, next_weight, eps, inverse, dtype, row_scale=next_scale)
+    normed = rms_norm_reference(y, weight, eps, None, x.dtype, row_scale=gate, residual=x)
+    return normed, rms_norm_reference(normed, next_weight, eps, inverse, dtype, row_scale=next_scale)

@@ -22,8 +22,8 @@ def _pairs(  # type: ignore[no-untyped-def]
     """The first and the second of each pair at x [ROWS, D], in fp32: [ROWS, PAIRS] each."""
     if INTERLEAVED:
         channel = tl.arange(0, 2 * PAIRS)[None, :]
-        whole = tl.load(x + channel, real & (channel < D), other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(whole, (ROWS, PAIRS, 2)))
+        row = tl.load(x + channel, real & (channel < D), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(row, (ROWS, PAIRS, 2)))
     else:
         pair = tl.arange(0, PAIRS)[None, :]
         a = tl.load(x + pair, real & (pair < D // 2), other=0.0).to(tl.float32)
@@ -58,8 +58,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     turned_a, turned_b = a * cosine - b * sine, b * cosine + a * sine
     to = out + row * out_stride + head * D
     if INTERLEAVED:
-        whole = tl.reshape(tl.join(turned_a, turned_b), (HEADS, 2 * PAIRS))
-        tl.store(to + channel, whole.to(out.dtype.element_ty), real & (channel < D))
+        rotated = tl.reshape(tl.join(turned_a, turned_b), (HEADS, 2 * PAIRS))
+        tl.store(to + channel, rotated.to(out.dtype.element_ty), real & (channel < D))
     else:
         tl.store(to + pair, turned_a.to(out.dtype.element_ty), real & (pair < HALF))
         tl.store(to + HALF + pair, turned_b.to(out.dtype.element_ty), real & (pair < HALF))

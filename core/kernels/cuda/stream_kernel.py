@@ -51,15 +51,22 @@ def choose(
     columns and finish them. Nor are products as wide as a vocabulary. The tiles were the fastest, or within 3%, of
     their neighbours on an H200 (`benchmarks/kernels.py`). Small depths (of models for tests) get small tiles.
     """
-    tall = 16 if rows <= 16 else 64 if rows <= FEW else 128
+    tile_rows = 16 if rows <= 16 else 64 if rows <= FEW else 128
     deep = min(max(128 // size, 32), max(32, 1 << (depth - 1).bit_length()))
     if gated:
-        return StreamTile(tall, 64, deep, 1, 4, 4 if rows <= FEW else 3)
-    wide = 128 if math.ceil(columns / 128) > 3 * processors and rows <= FEW else 64
+        return StreamTile(tile_rows, 64, deep, 1, 4, 4 if rows <= FEW else 3)
+    tile_columns = 128 if math.ceil(columns / 128) > 3 * processors and rows <= FEW else 64
     steps = math.ceil(depth / deep)
-    tiles = math.ceil(columns / wide) * (math.ceil(rows / tall) if rows > FEW else 1)
+    tiles = math.ceil(columns / tile_columns) * (math.ceil(rows / tile_rows) if rows > FEW else 1)
     fitting = [n for n in (1, 2, 4, 7, 8, 14, 16) if steps % n == 0 and tiles * n <= 3 * processors and steps // n >= 4]
-    return StreamTile(tall, wide, deep, max(fitting, default=1), 4, {16: 6, 64: 6, 128: 4}[tall] if wide == 64 else 5)
+    return StreamTile(
+        tile_rows,
+        tile_columns,
+        deep,
+        max(fitting, default=1),
+        4,
+        {16: 6, 64: 6, 128: 4}[tile_rows] if tile_columns == 64 else 5,
+    )
 
 
 @kernel("rows")
@@ -74,17 +81,17 @@ def _stream(  # type: ignore[no-untyped-def]
     k = split * (STEPS * BK) + tl.arange(0, BK)
     left = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     right = x + m[None, :] * K + k[:, None]
-    known = (m < rows)[None, :]
+    valid = (m < rows)[None, :]
     acc = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
     enter(EARLY)
     for step in range(0, STEPS):
         if WHOLE:
             w = tl.load(left, eviction_policy="evict_first")
-            a = tl.load(right, known, other=0.0)
+            a = tl.load(right, valid, other=0.0)
         else:
             inside = k + step * BK < K
             w = tl.load(left, (n < N)[:, None] & inside[None, :], other=0.0)
-            a = tl.load(right, known & inside[:, None], other=0.0)
+            a = tl.load(right, valid & inside[:, None], other=0.0)
         if INT8:  # noqa: SIM108
             acc = tl.dot(w, a, acc, out_dtype=tl.int32)
         else:
@@ -92,7 +99,7 @@ def _stream(  # type: ignore[no-untyped-def]
         left += BK
         right += BK
     to = out + (split * rows + m).to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(to, acc, known & (n < N)[:, None])
+    tl.store(to, acc, valid & (n < N)[:, None])
 
 
 @kernel("rows")
@@ -107,26 +114,26 @@ def _gated(  # type: ignore[no-untyped-def]
     gate = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     up = gate + N * K
     right = x + m[None, :] * K + k[:, None]
-    known = (m < rows)[None, :]
-    there = n < N
+    valid = (m < rows)[None, :]
+    in_columns = n < N
     g = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
     u = tl.zeros((BN, BM), tl.int32 if INT8 else tl.float32)
     if scale is not None:  # constants: loaded while this program waits
-        gate_scale = tl.load(scale + n, there, other=0.0)
-        up_scale = tl.load(scale + N + n, there, other=0.0)
+        gate_scale = tl.load(scale + n, in_columns, other=0.0)
+        up_scale = tl.load(scale + N + n, in_columns, other=0.0)
     if inverse is not None:
-        out_step = tl.load(inverse + n, there, other=0.0)
+        out_step = tl.load(inverse + n, in_columns, other=0.0)
     enter(EARLY)
     for step in range(0, STEPS):
         if WHOLE:
             w = tl.load(gate, eviction_policy="evict_first")
             v = tl.load(up, eviction_policy="evict_first")
-            a = tl.load(right, known, other=0.0)
+            a = tl.load(right, valid, other=0.0)
         else:
             inside = k + step * BK < K
-            w = tl.load(gate, there[:, None] & inside[None, :], other=0.0)
-            v = tl.load(up, there[:, None] & inside[None, :], other=0.0)
-            a = tl.load(right, known & inside[:, None], other=0.0)
+            w = tl.load(gate, in_columns[:, None] & inside[None, :], other=0.0)
+            v = tl.load(up, in_columns[:, None] & inside[None, :], other=0.0)
+            a = tl.load(right, valid & inside[:, None], other=0.0)
         if INT8:
             g = tl.dot(w, a, g, out_dtype=tl.int32)
             u = tl.dot(v, a, u, out_dtype=tl.int32)
@@ -141,15 +148,15 @@ def _gated(  # type: ignore[no-untyped-def]
         gs *= gate_scale[:, None]
         us *= up_scale[:, None]
     if bias is not None:
-        gs += tl.load(bias + n, there, other=0.0)[:, None]
-        us += tl.load(bias + N + n, there, other=0.0)[:, None]
+        gs += tl.load(bias + n, in_columns, other=0.0)[:, None]
+        us += tl.load(bias + N + n, in_columns, other=0.0)[:, None]
     y = gs / (1.0 + tl.exp(-gs)) * us
     to = out + m.to(tl.int64)[None, :] * N + n[:, None]
     if inverse is not None:
         y *= out_step[:, None]
-        tl.store(to, levels(y, OUT_INT8), known & there[:, None])
+        tl.store(to, levels(y, OUT_INT8), valid & in_columns[:, None])
     else:
-        tl.store(to, y.to(out.dtype.element_ty), known & there[:, None])
+        tl.store(to, y.to(out.dtype.element_ty), valid & in_columns[:, None])
 
 
 def _whole(tile: StreamTile, columns: int, depth: int) -> bool:
@@ -168,16 +175,18 @@ def stream(
     tile = tile or choose(rows, columns, depth, x.element_size())
     int8 = x.dtype == torch.int8
     if out is None or tile.splits > 1:
-        made = torch.empty(tile.splits, rows, columns, dtype=torch.int32 if int8 else torch.float32, device=x.device)
+        partials = torch.empty(
+            tile.splits, rows, columns, dtype=torch.int32 if int8 else torch.float32, device=x.device
+        )
     else:
-        made = out[None]
+        partials = out[None]
     grid = (math.ceil(rows / tile.rows), math.ceil(columns / tile.columns), tile.splits)
     _stream[grid](
-        x, weight, made, rows, columns, depth, math.ceil(depth / tile.depth / tile.splits),
+        x, weight, partials, rows, columns, depth, math.ceil(depth / tile.depth / tile.splits),
         _whole(tile, columns, depth), int8, tile.rows, tile.columns, tile.depth, early,
         num_warps=tile.warps, num_stages=tile.stages, **options(early),
     )  # fmt: skip
-    return made
+    return partials
 
 
 def gated(
@@ -209,8 +218,8 @@ def gated(
 
 def stream_reference(x: Tensor, weight: Tensor) -> Tensor:
     """[1, T, N]."""
-    made = x.double() @ weight.double().t()
-    return made.to(torch.int32 if x.dtype == torch.int8 else torch.float32)[None]
+    product = x.double() @ weight.double().t()
+    return product.to(torch.int32 if x.dtype == torch.int8 else torch.float32)[None]
 
 
 def gated_reference(

@@ -43,14 +43,14 @@ SHAPES = ((2, 128, 0), (2, 160, 0), (1, 256, 0), (1, 160, 0), (1, 128, 0), (1, 6
 
 def candidates(columns: int, *, gated: bool = False) -> list[Tile]:
     """Possible tiles for `columns` columns of the product; a cluster needs an even number of them."""
-    found = []
+    tiles = []
     for blocks, width, turns in SHAPES:
         if gated and width % 64:
             continue
-        found.append(Tile(blocks, width, 1, turns))
+        tiles.append(Tile(blocks, width, 1, turns))
         if math.ceil(columns / width) % 2 == 0:
-            found.append(Tile(blocks, width, 2, turns))
-    return found
+            tiles.append(Tile(blocks, width, 2, turns))
+    return tiles
 
 
 def bucket(rows: int) -> int:
@@ -65,8 +65,8 @@ def table(device: str) -> dict[str, Any]:
     path = Path(__file__).with_name(f"{name}.json")
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    entries: dict[str, Any] = json.loads(path.read_text())
+    return entries
 
 
 def cheapest(rows: int, columns: int, multiprocessors: int, choices: list[Tile]) -> Tile:

@@ -117,7 +117,7 @@ def test_a_command_is_told_without_the_machines_folders(arguments: list[str], to
 
 
 def test_a_record_says_all_and_a_dirty_one_warns(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = record.publish("any", {"rate": 1.5}, tree / "benchmarks" / "results", whole=("core", "llm"))
+    whole = record.publish("any", {"rate": 1.5}, tree / "benchmarks" / "results", artifacts=("core", "llm"))
     assert json.loads((tree / "benchmarks" / "results" / "any.json").read_text()) == whole
     said = capsys.readouterr()
     assert json.loads(said.out) == whole and not said.err
@@ -126,7 +126,7 @@ def test_a_record_says_all_and_a_dirty_one_warns(tree: Path, capsys: pytest.Capt
     assert provenance.differing(about["commit"], about["rooms"]) == []
     (tree / "llm" / "c.py").write_text("changed")
     os.utime(tree / "llm" / "c.py", (0, 0))
-    dirty = record.publish("any", {}, tree / "benchmarks" / "results", whole=("core",))
+    dirty = record.publish("any", {}, tree / "benchmarks" / "results", artifacts=("core",))
     assert dirty["provenance"]["commit"] == f"{about['commit']}-dirty"
     assert "docs cannot cite" in capsys.readouterr().err
 

@@ -17,4 +17,4 @@ def affine(fixed: float = 0.02, each: float = 0.01) -> Costs:
         for size, scale in (((ANY, 1.0),) if phase == ENCODE else ((SIZE, 1.0), (OTHER, 1.5)))
     }
     held = {size: {"request": 1, "row": 10, "shallow": 5, "shallow-resnet": 2} for size in (SIZE, OTHER)}
-    return Costs("affine", measured, device="a formula", source="a formula", held=held)
+    return Costs("affine", measured, device="a formula", source="a formula", held_bytes=held)

@@ -41,7 +41,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps(affine().as_json()))
     found = read(path)
-    assert found.measured == affine().measured and found.held == affine().held
+    assert found.measured == affine().measured and found.held_bytes == affine().held_bytes
     assert found.device == "a formula" and found.name == "table.json"
 
 

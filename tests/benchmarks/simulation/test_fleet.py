@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 from benchmarks.simulate import capacity, solo_s
 from benchmarks.simulation.costs import DEEP
 from benchmarks.simulation.fleet import StepLevel
-from benchmarks.simulation.runner import Device, Span, phases_of
-from benchmarks.simulation.static import RequestLevel, draw
-from benchmarks.simulation.traffic import Bursts, Choice, Job, Mix, always, jobs, picture
+from benchmarks.simulation.runner import Device, IterationSpan, phases_of
+from benchmarks.simulation.static import SimulatedRequestLevel, draw
+from benchmarks.simulation.traffic import Bursts, Mix, SimulatedJob, WeightedChoice, always, jobs, picture
 from contract.plan import DeepCache
 from core.jobs.broker import level
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
 
 SOME = Mix(
-    size=Choice((SIZE, OTHER), (2.0, 1.0)),
-    steps=Choice((3, 5), (1.0, 1.0)),
-    guided=Choice((True, False), (3.0, 1.0)),
-    deepcache=Choice((None, DeepCache(2), DeepCache(3, "resnet")), (1.0, 1.0, 1.0)),
-    deadline_s=Choice((math.inf, 0.5, 3.0), (2.0, 1.0, 1.0)),
-    priority=Choice((5, 0, 9), (2.0, 1.0, 1.0)),
+    size=WeightedChoice((SIZE, OTHER), (2.0, 1.0)),
+    steps=WeightedChoice((3, 5), (1.0, 1.0)),
+    guided=WeightedChoice((True, False), (3.0, 1.0)),
+    deepcache=WeightedChoice((None, DeepCache(2), DeepCache(3, "resnet")), (1.0, 1.0, 1.0)),
+    deadline_s=WeightedChoice((math.inf, 0.5, 3.0), (2.0, 1.0, 1.0)),
+    priority=WeightedChoice((5, 0, 9), (2.0, 1.0, 1.0)),
 )
 PLAIN = Mix(size=always(SIZE), steps=always(4))
 
 
-def least_s(costs, job: Job) -> float:
+def least_s(costs, job: SimulatedJob) -> float:
     return solo_s(costs, job.parameters)  # nothing costs less where a wider forward costs more
 
 
@@ -59,7 +59,7 @@ def test_every_job_ends_once_and_no_lane_runs_two_batches(
     fixed: float,
 ) -> None:
     costs = affine(fixed)
-    spans: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    spans: dict[tuple[int, str], list[IterationSpan]] = defaultdict(list)
     device = Device(max_requests=6, max_rows=8, memory_bytes=memory)
     asked = jobs(seed, 40, rate, SOME, bursts)
     fleet = StepLevel(
@@ -106,9 +106,11 @@ def test_without_deadlines_no_row_runs_twice() -> None:
 @pytest.mark.parametrize("guided", [True, False])
 def test_one_request_on_one_device_takes_the_sum_of_its_costs(guided: bool, cached: DeepCache | None) -> None:
     costs, parameters = affine(), picture(SIZE, 7, guided, cached)
-    served = StepLevel(costs, Device(), gpus=1).run([Job(0, 2.5, parameters, 5, math.inf)])
+    served = StepLevel(costs, Device(), gpus=1).run([SimulatedJob(0, 2.5, parameters, 5, math.inf)])
     assert served.ended[0] - 2.5 == pytest.approx(sum(costs(*group, rows) for group, rows in phases_of(parameters)))
-    static = RequestLevel(costs, Device(), gpus=1, batch=8).run([Job(0, 2.5, parameters, 5, math.inf)])
+    static = SimulatedRequestLevel(costs, Device(), gpus=1, batch=8).run(
+        [SimulatedJob(0, 2.5, parameters, 5, math.inf)]
+    )
     assert static.ended[0] == pytest.approx(served.ended[0]) and static.busy_s == pytest.approx(served.busy_s)
 
 
@@ -126,17 +128,17 @@ def test_one_job_at_a_time_is_the_queue_of_the_textbooks(seed: int, gpus: int, l
         heapq.heappush(free, ends)
         expected.append(ends)
     assert StepLevel(costs, Device(), gpus=gpus, image_jobs=1).run(asked).ended == pytest.approx(expected)
-    assert RequestLevel(costs, Device(), gpus=gpus, batch=1).run(asked).ended == pytest.approx(expected)
+    assert SimulatedRequestLevel(costs, Device(), gpus=gpus, batch=1).run(asked).ended == pytest.approx(expected)
 
 
 def test_the_backlog_is_ordered_by_level_and_then_by_arrival() -> None:
     """All wait behind one job: kombu's four levels, and first in first out within one."""
     costs, parameters = affine(), picture(SIZE, 4, True, None)
     priorities = [5, 9, 0, 3, 5, 4, 8, 1]
-    asked = [Job(i, 0.001 * i, parameters, priority, math.inf) for i, priority in enumerate(priorities)]
+    asked = [SimulatedJob(i, 0.001 * i, parameters, priority, math.inf) for i, priority in enumerate(priorities)]
     for ended in (
         StepLevel(costs, Device(), gpus=1, image_jobs=1).run(asked).ended,
-        RequestLevel(costs, Device(), gpus=1, batch=1).run(asked).ended,
+        SimulatedRequestLevel(costs, Device(), gpus=1, batch=1).run(asked).ended,
     ):
         assert sorted(range(1, 8), key=lambda i: ended[i]) == sorted(
             range(1, 8), key=lambda i: (level(priorities[i]), i)
@@ -147,7 +149,7 @@ def test_whoever_has_asked_for_longest_gets_the_job() -> None:
     costs, parameters = affine(), picture(SIZE, 4, True, None)
     on: list[int] = []
     fleet = StepLevel(costs, Device(), gpus=3, on_launch=lambda engine, span: on.append(engine))
-    served = fleet.run([Job(i, 0.0, parameters, 5, math.inf) for i in range(3)])
+    served = fleet.run([SimulatedJob(i, 0.0, parameters, 5, math.inf) for i in range(3)])
     assert set(on) == {0, 1, 2} and served.ended == pytest.approx([solo_s(costs, parameters)] * 3)
 
 
@@ -158,7 +160,7 @@ def test_a_worker_has_no_more_in_hand_than_it_may() -> None:
     fleet = StepLevel(
         costs, Device(), gpus=2, image_jobs=2, on_launch=lambda engine, span: widest.update({(engine, span.rows): 1})
     )
-    served = fleet.run([Job(i, 0.0, parameters, 5, math.inf) for i in range(5)])
+    served = fleet.run([SimulatedJob(i, 0.0, parameters, 5, math.inf) for i in range(5)])
     assert max(rows for _, rows in widest) == 4
     assert served.ended[4] >= min(served.ended[:4]) + solo_s(costs, parameters) * (1 - 1e-9)
 
@@ -171,7 +173,7 @@ def test_throughput_at_saturation_comes_near_the_tables_bound(cached: DeepCache 
     bound = capacity(costs, device, mix)
     for served in (
         StepLevel(costs, device, gpus=1).run(asked),
-        RequestLevel(costs, device, gpus=1, batch=16).run(asked),
+        SimulatedRequestLevel(costs, device, gpus=1, batch=16).run(asked),
     ):
         reached = len(asked) / (max(served.ended) - asked[0].arrival)
         assert 0.9 * bound <= reached <= bound
@@ -179,8 +181,11 @@ def test_throughput_at_saturation_comes_near_the_tables_bound(cached: DeepCache 
 
 def test_hopeless_deadlines_are_missed_and_cost_next_to_nothing() -> None:
     costs, parameters = affine(), picture(SIZE, 4, True, None)
-    asked = [Job(i, 0.0, parameters, 5, 1e-6) for i in range(20)]
-    for fleet in (StepLevel(costs, Device(), gpus=1, image_jobs=2), RequestLevel(costs, Device(), gpus=1, batch=2)):
+    asked = [SimulatedJob(i, 0.0, parameters, 5, 1e-6) for i in range(20)]
+    for fleet in (
+        StepLevel(costs, Device(), gpus=1, image_jobs=2),
+        SimulatedRequestLevel(costs, Device(), gpus=1, batch=2),
+    ):
         served = fleet.run(asked)
         assert all(served.missed) and served.ended[-1] == 1e-6
         assert served.busy_s <= sum(seconds for *_, seconds in draw(costs, Device(), parameters, 2))
@@ -189,7 +194,7 @@ def test_hopeless_deadlines_are_missed_and_cost_next_to_nothing() -> None:
 def test_an_expired_request_leaves_at_its_deadline() -> None:
     """Behind a long forward of others, not at the end of it."""
     costs, parameters = affine(1.0, 0.0), picture(SIZE, 4, True, None)
-    asked = [Job(0, 0.0, parameters, 5, math.inf), Job(1, 0.1, parameters, 5, 0.3)]
+    asked = [SimulatedJob(0, 0.0, parameters, 5, math.inf), SimulatedJob(1, 0.1, parameters, 5, 0.3)]
     served = StepLevel(costs, Device(), gpus=1).run(asked)
     assert served.missed == [False, True] and served.ended[1] == 0.3
 
@@ -197,7 +202,7 @@ def test_an_expired_request_leaves_at_its_deadline() -> None:
 def test_load_is_spread_and_utilisation_is_the_load() -> None:
     costs, busy = affine(0.0, 0.02), np.zeros(8)
 
-    def count(engine: int, span: Span) -> None:
+    def count(engine: int, span: IterationSpan) -> None:
         busy[engine] += span.ends - span.begins
 
     asked = jobs(0, 4000, 0.6 * 8 * capacity(costs, Device(), PLAIN), PLAIN)

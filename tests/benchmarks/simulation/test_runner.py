@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation.runner import Device, SimulatedRunner, Span
+from benchmarks.simulation.runner import Device, IterationSpan, SimulatedRunner
 from benchmarks.simulation.traffic import Guidance, picture
 from contract.plan import DeepCache
 from core.batching.request import Request
@@ -131,7 +131,7 @@ def test_a_row_is_given_back_after_the_last_guided_step() -> None:
 
 
 def test_a_lane_runs_one_after_the_other() -> None:
-    spans: list[Span] = []
+    spans: list[IterationSpan] = []
     runner = SimulatedRunner(affine(), Device(), lambda: 1.0, spans.append)
     requests = [Request(str(n), "image", picture(SIZE, 4, False, None)) for n in range(2)]
     for request in requests:

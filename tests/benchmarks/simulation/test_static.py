@@ -14,8 +14,8 @@ from benchmarks.harness import traces
 from benchmarks.simulate import solo_s
 from benchmarks.simulation.fleet import Clock
 from benchmarks.simulation.runner import Device, SimulatedRunner, SimulatedTicket
-from benchmarks.simulation.static import RequestLevel, draw
-from benchmarks.simulation.traffic import Choice, Job, Mix, always, jobs, picture
+from benchmarks.simulation.static import SimulatedRequestLevel, draw
+from benchmarks.simulation.traffic import Mix, SimulatedJob, WeightedChoice, always, jobs, picture
 from contract.plan import DeepCache
 from core.batching.request import Request
 from tests.benchmarks.simulation.tables import OTHER, SIZE, affine
@@ -51,7 +51,7 @@ def test_without_a_window_batches_are_those_of_the_arrivals_benchmark(seed: int,
     """Its own thread is led through the trace, event by event, and asked what it draws each time."""
     asked = jobs(seed, 30, load / solo_s(affine(), WANTED), PLAIN)
     simulated: list[tuple[float, float, list[int]]] = []
-    RequestLevel(
+    SimulatedRequestLevel(
         affine(), Device(), gpus=1, batch=traces.BATCH,
         on_batch=lambda gpu, begins, ends, taken: simulated.append((begins, ends, [job.index for job in taken])),
     ).run(asked)  # fmt: skip
@@ -81,18 +81,20 @@ def test_without_a_window_batches_are_those_of_the_arrivals_benchmark(seed: int,
 
 def test_a_window_is_waited_for_by_less_than_a_batch() -> None:
     costs, each_s = affine(), solo_s(affine(), WANTED)
-    alone = RequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run([Job(0, 1.0, WANTED, 5, math.inf)])
+    alone = SimulatedRequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(
+        [SimulatedJob(0, 1.0, WANTED, 5, math.inf)]
+    )
     assert alone.ended == [pytest.approx(4.0 + each_s)]
-    together = [Job(i, 0.1 * i, WANTED, 5, math.inf) for i in range(4)]
+    together = [SimulatedJob(i, 0.1 * i, WANTED, 5, math.inf) for i in range(4)]
     batch_s = sum(seconds for *_, seconds in draw(costs, Device(), WANTED, 4))
-    full = RequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(together)
+    full = SimulatedRequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(together)
     assert full.ended == [pytest.approx(0.3 + batch_s)] * 4
 
 
 def test_the_window_is_that_of_the_oldest_whatever_its_priority() -> None:
     costs = affine()
-    asked = [Job(0, 0.0, WANTED, 9, math.inf), Job(1, 1.0, WANTED, 0, math.inf)]
-    served = RequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(asked)
+    asked = [SimulatedJob(0, 0.0, WANTED, 9, math.inf), SimulatedJob(1, 1.0, WANTED, 0, math.inf)]
+    served = SimulatedRequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(asked)
     batch_s = sum(seconds for *_, seconds in draw(costs, Device(), WANTED, 2))
     assert served.ended == [pytest.approx(3.0 + batch_s)] * 2
 
@@ -108,14 +110,14 @@ def test_batches_are_of_one_kind_and_devices_draw_one_at_a_time(
     seed: int, gpus: int, window_s: float, rate: float
 ) -> None:
     mix = Mix(
-        size=Choice((SIZE, OTHER), (1.0, 1.0)),
-        steps=Choice((3, 5), (1.0, 1.0)),
-        deepcache=Choice((None, DeepCache(2)), (1.0, 1.0)),
-        deadline_s=Choice((math.inf, 1.0), (1.0, 1.0)),
-        priority=Choice((0, 5), (1.0, 2.0)),
+        size=WeightedChoice((SIZE, OTHER), (1.0, 1.0)),
+        steps=WeightedChoice((3, 5), (1.0, 1.0)),
+        deepcache=WeightedChoice((None, DeepCache(2)), (1.0, 1.0)),
+        deadline_s=WeightedChoice((math.inf, 1.0), (1.0, 1.0)),
+        priority=WeightedChoice((0, 5), (1.0, 2.0)),
     )
     asked, batches = jobs(seed, 60, rate, mix), []
-    fleet = RequestLevel(
+    fleet = SimulatedRequestLevel(
         affine(), Device(), gpus=gpus, batch=4, window_s=window_s, on_batch=lambda *batch: batches.append(batch)
     )
     served = fleet.run(asked)

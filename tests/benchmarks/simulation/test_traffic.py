@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulation.traffic import Bursts, Choice, Mix, always, arrivals, jobs, parse
+from benchmarks.simulation.traffic import Bursts, Mix, WeightedChoice, always, arrivals, jobs, parse
 
-MIX = Mix(size=always((64, 64)), steps=Choice((4, 8), (3.0, 1.0)), guided=Choice((True, False), (1.0, 1.0)))
+MIX = Mix(
+    size=always((64, 64)), steps=WeightedChoice((4, 8), (3.0, 1.0)), guided=WeightedChoice((True, False), (1.0, 1.0))
+)
 
 
 @pytest.mark.parametrize("bursts", [None, Bursts(5, 15), Bursts(0.2, 0.1)])

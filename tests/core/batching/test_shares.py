@@ -319,7 +319,7 @@ def test_an_iteration_is_charged_whole_and_once(
     shares = Shares({"image": runner})
     requests = []
     for k, (tenant, priority, rows, elder) in enumerate(there):
-        request = Request(f"r{k}", "image", Ask(rows=rows, encode=False), priority=priority, tenant=tenant, elder=elder)
+        request = Request(f"r{k}", "image", Ask(rows=rows, encode=False), priority=priority, tenant=tenant, aged=elder)
         request.phase = "step"
         requests.append(request)
         shares.enter(request)

@@ -29,7 +29,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
         if request.state is State.RUNNING:
             shares.stop(request)
         shares.leave(request)
-        request.elder = True
+        request.aged = True
         shares.enter(request)
         if request.state is State.RUNNING:
             shares.begin(request)
@@ -80,5 +80,5 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
         for tenant in "abc":
             own = [r for r in live if r.tenant == tenant]
             aged = {own[0].id} if own and now - own[0].arrival >= 5.0 else set()
-            assert {r.id for r in own if r.elder} >= aged
-            assert sum(r.elder for r in own) <= 1
+            assert {r.id for r in own if r.aged} >= aged
+            assert sum(r.aged for r in own) <= 1

@@ -142,7 +142,7 @@ def test_convolutions_of_a_doubled_map(kind: str, cut: bool) -> None:
 
     def walk(ops: Any, x: Any) -> Any:
         like = normal(1, IMAGES, 5, 8, 1) if cut else None
-        return ops.upsample(x, bench.layers["conv"], like=like)
+        return ops.upsample(x, bench.layers["conv"], target=like)
 
     bench.lowering.prepare(lambda ops, x: ops.upsample(x, bench.layers["conv"]), (1, 3, 4, 16))
     x, rows = inputs(bench, 3, IMAGES, 3, 4, 16), company(bench, (4, 2))

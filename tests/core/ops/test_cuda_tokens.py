@@ -69,7 +69,7 @@ def test_only_picked_rows_reach_the_head() -> None:
     block, token = Block(), ops()
     x = token.embed(torch.arange(9, device=DEVICE).int(), block.embedding)
     whole = token.rms_norm(x, block.last, to=(block.head,))
-    x.picked = torch.tensor([7, 2], dtype=torch.int32, device=DEVICE)
+    x.output_rows = torch.tensor([7, 2], dtype=torch.int32, device=DEVICE)
     assert torch.equal(token.rms_norm(x, block.last, to=(block.head,)), whole[[7, 2]])
 
 

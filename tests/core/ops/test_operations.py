@@ -184,7 +184,7 @@ def test_upsample(
     like = normal(seed, sides[0], 2 * sides[1] - cut[0], 2 * sides[2] - cut[1], 4)
 
     def walk(ops: Any, x: Any, like: Any) -> Any:
-        return ops.upsample(x, layer, like=like)
+        return ops.upsample(x, layer, target=like)
 
     check(walk, (layer,), x, like, only=("cpu",) if int8 and cut == (0, 0) else ("cpu", "cuda"))
     if int8 and cut == (0, 0):  # its summed taps are rounded once more
@@ -198,7 +198,7 @@ def test_no_map_is_stretched_to_sides_that_are_not_twice_its_own(name: str, side
     layer, x, like = conv(0, 4, 6), normal(0, 2, 3, 2, 4), normal(1, 2, *sides, 4)
 
     def walk(ops: Any, x: Any, like: Any) -> Any:
-        return ops.upsample(x, layer, like=like)
+        return ops.upsample(x, layer, target=like)
 
     with pytest.raises(ValueError, match=f"a map of 3×2 does not double to {sides[0]}×{sides[1]}"):
         run(lowerings(layer)[name], walk, x, like)

@@ -17,7 +17,7 @@ from core.ops.cuda import CudaOps
 from core.ops.ops import bind
 from core.ops.packed import PackedLayers
 from core.ops.reference import TorchOps
-from core.ops.trace import Call, Trace, trace
+from core.ops.trace import Trace, TracedCall, trace
 from tests.core.quant.stage import kernels, normal
 from tests.unet_opt.shapes import UNETS, quantized, unet, vae
 from tests.unet_opt.test_vae import CONFIGS
@@ -33,7 +33,7 @@ class Seen:
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._ops, name)
@@ -43,7 +43,7 @@ class Seen:
         def seen(x: Any, *rest: Any, **options: Any) -> Any:
             given_shape, made = shape(x), own(x, *rest, **options)
             layers = tuple(each for each in rest if isinstance(each, nn.Module))
-            self.calls.append(Call(name, layers, given_shape, shape(made)))
+            self.calls.append(TracedCall(name, layers, given_shape, shape(made)))
             return made
 
         return seen

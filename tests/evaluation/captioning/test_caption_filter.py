@@ -27,7 +27,7 @@ ANSWERS = st.one_of(st.text(max_size=90), st.builds(lambda words, space: space.j
 def test_what_is_kept_is_distinct_and_can_be_drawn(answers: list[str]) -> None:
     sieve, kept = CaptionFilter(TOKENIZERS), list[str]()
     for text in answers:
-        if sieve.wrong(text, whole=True) is None and not sieve.has(caption_filter.squeeze(text)):
+        if sieve.wrong(text, complete=True) is None and not sieve.has(caption_filter.squeeze(text)):
             sieve.keep(caption_filter.squeeze(text))
             kept.append(caption_filter.squeeze(text))
     assert len({"".join(text.split()).casefold() for text in kept}) == len(kept)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from evaluation.captioning import caption_filter
-from evaluation.captioning.caption_client import CaptionClient, TextRequest, seed_of, theme_of
+from evaluation.captioning.caption_client import CaptionClient, CaptionRequest, seed_of, theme_of
 from evaluation.captioning.caption_file import CaptionFile
 from evaluation.captioning.caption_filter import CaptionFilter
 from evaluation.captioning.compose import CaptionGenerator, HopelessError
@@ -49,7 +49,7 @@ class Table:
         self.under_way, self.widest = 0, 0
         self._threads = ThreadPoolExecutor(width)
 
-    def submit(self, question: TextRequest) -> Future[Any]:
+    def submit(self, question: CaptionRequest) -> Future[Any]:
         self.under_way += 1
         self.widest = max(self.widest, self.under_way)
         return self._threads.submit(self._say, question)
@@ -63,7 +63,7 @@ class Table:
         assert isinstance(result, TextResponse)
         return result
 
-    def _say(self, question: TextRequest) -> TextResponse:
+    def _say(self, question: CaptionRequest) -> TextResponse:
         time.sleep(random.random() * 1e-3)  # of no seed: any order must do
         draw = random.Random(question.seed + question.idea)
         word = f"word {draw.randrange(self.words)}"
@@ -143,7 +143,7 @@ def test_more_rows_than_words_are_counted(tmp_path: Path) -> None:
 
 def test_what_never_brings_a_caption_is_given_up(tmp_path: Path) -> None:
     class Silent(Table):
-        def _say(self, question: TextRequest) -> TextResponse:
+        def _say(self, question: CaptionRequest) -> TextResponse:
             return TextResponse("", True)
 
     with (

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from evaluation.scenes import checker, emoji, hues, subjects
 from evaluation.scenes.checker import Checker, Sprite, Verdict
 from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 from training import render, scenes
 
 PAINT = {
@@ -63,7 +63,7 @@ def test_of_rendered_truth_nearly_all_is_right_and_of_other_scenes_nearly_none()
     others = [
         CHECKER.check(drawn[number - 1], truth).right
         for number, truth in enumerate(truths)
-        if {t.subject for t in truth.things} != {t.subject for t in truths[number - 1].things}
+        if {t.subject for t in truth.items} != {t.subject for t in truths[number - 1].items}
     ]
     # These few forms are more alike than the emoji are, of which fewer than one in a hundred passes for another.
     assert len(others) > 15 and sum(others) <= 0.06 * len(others)
@@ -77,24 +77,26 @@ def _check(truth: Truth, shows: Truth, seed: int) -> Verdict:
 @given(st.sampled_from(list(PAINT)), st.sampled_from(hues.WORDS), st.integers(1, 7), st.integers(0, 10**6))
 def test_another_colour_is_another_colour(noun: str, word: str, other: int, seed: int) -> None:
     wrong = hues.WORDS[(hues.WORDS.index(word) + other) % 8]
-    truth = Truth((Thing(noun, colour=word),))
+    truth = Truth((SceneItem(noun, colour=word),))
     assert _check(truth, truth, seed).right
-    found = _check(truth, Truth((Thing(noun, colour=wrong),)), seed)
+    found = _check(truth, Truth((SceneItem(noun, colour=wrong),)), seed)
     assert found.subject and found.colour is False and found.count is None and found.place is None
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(list(PAINT)), st.integers(1, 5), st.integers(2, 5), st.integers(0, 10**6))
 def test_another_count_is_another_count(noun: str, shows: int, asked: int, seed: int) -> None:
-    found = _check(Truth((Thing(noun, asked),)), Truth((Thing(noun, shows),)), seed)
+    found = _check(Truth((SceneItem(noun, asked),)), Truth((SceneItem(noun, shows),)), seed)
     assert found.subject and found.count is (shows == asked)
 
 
 def test_things_that_change_places_stand_wrong() -> None:
     pairs = itertools.combinations(PAINT, 2)
-    truths = [Truth((Thing(a), Thing(b)), ("left of", "above")[number % 2]) for number, (a, b) in enumerate(pairs)]
+    truths = [
+        Truth((SceneItem(a), SceneItem(b)), ("left of", "above")[number % 2]) for number, (a, b) in enumerate(pairs)
+    ]
     right = [_check(truth, truth, seed).right for seed, truth in enumerate(truths)]
-    turned = [_check(truth, replace(truth, things=truth.things[::-1]), seed) for seed, truth in enumerate(truths)]
+    turned = [_check(truth, replace(truth, items=truth.items[::-1]), seed) for seed, truth in enumerate(truths)]
     assert sum(right) >= 0.97 * len(right)
     assert sum(found.place is True for found in turned) <= 0.03 * len(right)
 
@@ -102,15 +104,15 @@ def test_things_that_change_places_stand_wrong() -> None:
 @pytest.mark.parametrize("relation", ["behind", "in front of"])
 def test_which_of_two_is_in_front(relation: str) -> None:
     """Not of all pictures: where the two overlap little, a checker takes neither for right."""
-    truth = Truth((Thing("crate"), Thing("ball")), relation)
+    truth = Truth((SceneItem("crate"), SceneItem("ball")), relation)
     right = [_check(truth, truth, seed).right for seed in range(12)]
-    wrong = [_check(truth, replace(truth, things=truth.things[::-1]), seed).place for seed in range(6)]
+    wrong = [_check(truth, replace(truth, items=truth.items[::-1]), seed).place for seed in range(6)]
     assert sum(right) >= 9 and not any(wrong)
 
 
 def test_an_empty_picture_shows_nothing_and_its_background_is_found() -> None:
     empty = torch.full((3, 128, 96), 0.3)
-    assert CHECKER.check(empty, Truth((Thing("ball"),))) == Verdict(False, None, None, None, 0.0)
+    assert CHECKER.check(empty, Truth((SceneItem("ball"),))) == Verdict(False, None, None, None, 0.0)
     ramp = torch.linspace(0, 1, 96).expand(3, 128, 96)
     torch.testing.assert_close(checker.background(ramp), ramp, atol=2e-2, rtol=0)
 
@@ -125,4 +127,4 @@ def test_a_summary_counts_what_was_asked() -> None:
 
 def test_a_subject_without_a_sprite_is_refused() -> None:
     with pytest.raises(KeyError, match="yeti"):
-        CHECKER.check(torch.zeros(3, 64, 64), Truth((Thing("yeti"),)))
+        CHECKER.check(torch.zeros(3, 64, 64), Truth((SceneItem("yeti"),)))

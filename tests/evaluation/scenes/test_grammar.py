@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evaluation.scenes import hues
 from evaluation.scenes.subjects import article, plural
-from evaluation.scenes.truth import Thing, Truth
+from evaluation.scenes.truth import SceneItem, Truth
 from tests.training.test_scenes import COMPOSER
 
 
@@ -55,5 +55,5 @@ def test_a_tint_has_the_hue_of_its_word(word: int, light: float) -> None:
 
 def test_a_thing_says_its_size_and_colour() -> None:
     found = COMPOSER.reader.read("a very small purple dog in front of three cats on a red to light blue gradient")
-    wanted = (Thing("dog", 1, "purple", "tiny"), Thing("cat", 3))
+    wanted = (SceneItem("dog", 1, "purple", "tiny"), SceneItem("cat", 3))
     assert found == Truth(wanted, "in front of", ("red", "light blue"))

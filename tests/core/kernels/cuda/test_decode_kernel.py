@@ -109,7 +109,7 @@ for kind in ("bf16", "i8", "fp8e4nv"):
 types = {"made_parts": "*fp32", "largest": "*fp32", "sums": "*fp32", "positions": "*i32", "out": "*bf16"}
 made(decode_kernel._together, types, dict(H=32, D=128, REACH=4, PART=256, PARTS=16, UNIT=128, OUT_INT8=False,
      EARLY=0))
-types = {"x": "*bf16", "parts": "*i32", "scale": "*fp32", "kept": "*bf16", "weight": "*bf16", "inverse": "*fp32",
+types = {"x": "*bf16", "parts": "*i32", "scale": "*fp32", "sum_out": "*bf16", "weight": "*bf16", "inverse": "*fp32",
          "out": "*i8", "rows": "i32", "eps": "fp32"}
 made(fused_kernels._add_norm, types, dict(N=4096, SPLITS=8, INT8=True, BLOCK=4096, EARLY=1), num_warps=16)
 types = {"parts": "*i32", "scale": "*fp32", "angles": "*fp32", "positions": "*i32", "sequences": "*i32",

@@ -18,7 +18,17 @@ from tests.interpreted import CUDA
 from core.kernels.branches import BranchPart
 from core.kernels.cuda.conv import conv3x3_int8, upsample_conv3x3_int8
 from core.kernels.cuda.linear import linear_geglu_int8, linear_int8
-from core.kernels.cuda.low_rank import ENTRY, RowAdapters, Shares, Window, add_reference, as_levels, down, pack, up
+from core.kernels.cuda.low_rank import (
+    ENTRY,
+    BranchShares,
+    RowAdapters,
+    Window,
+    add_reference,
+    as_levels,
+    down,
+    pack,
+    up,
+)
 from core.kernels.cuda.tiles import Tile, candidates
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -70,7 +80,7 @@ def launch(
     x: Tensor, out: Tensor, rows: RowAdapters, window: Window, by: Tensor | None = None, *, alone: bool = False
 ) -> None:
     """By the kernels, which the interpreter runs where there is no GPU."""
-    shares = Shares(x, rows, 1, window, by, out.dtype)
+    shares = BranchShares(x, rows, 1, window, by, out.dtype)
     up(shares, down(shares), out, alone=alone)
 
 
@@ -133,7 +143,7 @@ def test_rows_get_their_own(name: str, eight: bool) -> None:
         assert torch.equal(alone, wide.view(images, pixels, -1)[row]), "it depends on others"
     if not CUDA:
         twin = before.clone()
-        Shares(x, rows, 1, window, by, DTYPE).add(twin[:, 8 : 8 + columns])
+        BranchShares(x, rows, 1, window, by, DTYPE).add(twin[:, 8 : 8 + columns])
         torch.testing.assert_close(twin, wide, rtol=SLACK, atol=SLACK * float(shares.abs().max()))
         assert torch.equal(twin.view(images, pixels, -1)[plain], own_rows[1])
 
@@ -181,7 +191,9 @@ def product_of(name: str, channels: int, columns: int) -> Callable[..., Tensor]:
     bias = torch.randn((1 + gated) * columns, generator=g).to(DEVICE)
     levels, inverse = weight.to(DEVICE, torch.int8), (10 + torch.rand(columns, generator=g)).to(DEVICE)
 
-    def product(x: Tensor, residual: Tensor, shares: Shares | None, by: Tensor | None, tile: Tile | None) -> Tensor:
+    def product(
+        x: Tensor, residual: Tensor, shares: BranchShares | None, by: Tensor | None, tile: Tile | None
+    ) -> Tensor:
         ways: dict[str, Any] = {"tile": tile, "shares": shares}
         if gated:
             return linear_geglu_int8(x.flatten(0, 2), levels, scale, bias, inverse, **ways)
@@ -229,7 +241,7 @@ def test_products_add_shares_themselves(name: str) -> None:
     def run(tile: Tile | None, rows: slice, folds: bool | None) -> Tensor:
         """[B, pixels, N]; without shares if `folds` is None."""
         scaled = by_row[rows].flatten() if name == "scaled rows" else None
-        shares = Shares(x[rows], rows_of(uses[rows]), 1, window, scaled, DTYPE, bool(folds)).computed()
+        shares = BranchShares(x[rows], rows_of(uses[rows]), 1, window, scaled, DTYPE, bool(folds)).computed()
         made = product(x[rows], residual[rows], None if folds is None else shares, scaled, tile)
         return made.view(len(x[rows]), -1, columns)
 
@@ -254,8 +266,8 @@ def test_a_small_adapter_is_small_in_memory() -> None:
 COMPILE = """
 from core.kernels.cuda.low_rank import _down, _up  # 16 bytes at a time: "cp.async.cg" of the factors
 
-counts = dict.fromkeys(["layer", "pixels", "out_width", "high", "wide", "width", "image_pixels", "stride", "uses",
-                        "ranks", "columns"], "i32")
+counts = dict.fromkeys(["layer", "pixels", "out_width", "map_height", "map_width", "width", "image_pixels",
+                        "stride", "uses", "ranks", "columns"], "i32")
 counts |= dict.fromkeys(["width", "image_pixels", "pixels", "stride", "columns", "ranks"], "i32:16")  # as in an SDXL
 both = {"addresses": "*i64", "low": "*bf16"} | counts
 for kind in ("*i8", "*fp8e4nv", "*bf16"):
@@ -268,7 +280,7 @@ for kind in ("*i8", "*fp8e4nv", "*bf16"):
 shape = dict(C=1280, TAPS=1, STRIDE=1, PADDING=0, DOUBLED=False, BM=16, BR=64, BK=64)
 made(_down, types | {"row_scale": "*fp32"}, shape, "cp.async.cg", num_warps=4, num_stages=3)
 # As Triton specializes the vectors of a batch with one adapter a row: ones are constants.
-ones = dict.fromkeys(["pixels", "out_width", "high", "wide", "width", "image_pixels", "uses"], 1)
+ones = dict.fromkeys(["pixels", "out_width", "map_height", "map_width", "width", "image_pixels", "uses"], 1)
 rest = {name: kind for name, kind in types.items() if name not in ones}
 made(_down, rest, shape | ones, "cp.async.cg", num_warps=4, num_stages=3)
 types = {name: kind for name, kind in both.items() if name in ("addresses", "low", "layer", "pixels", "columns",

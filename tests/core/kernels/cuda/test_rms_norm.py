@@ -78,7 +78,7 @@ def test_residual_norm(
     inverse = 20 + 5 * normal(g, channels) if to in EIGHT else None
     options = {"gate": gate, "next_scale": scale}
     kept, wanted = residual_norm_reference(x, y, weight, next_weight, 1e-5, inverse, to, **options)
-    found = residual_norm(x, y, weight, next_weight, 1e-5, inverse, to, **options, kept=x)
+    found = residual_norm(x, y, weight, next_weight, 1e-5, inverse, to, **options, sum_out=x)
     assert found[0] is x
     near(found[0], kept)
     near(found[1], wanted)
@@ -155,7 +155,7 @@ types |= dict.fromkeys(strides, "i32")
 shape = dict(C=3840, STEP=1, INT8=True, ROWS=4, BLOCK=4096)
 made(rms_norm._rms_norm, types | {"inverse": "*fp32", "out": "*i8"}, shape, num_warps=8)
 made(rms_norm._rms_norm, types | {"residual": "*bf16", "out": "*bf16"}, shape, num_warps=8)
-types |= {"residual": "*bf16", "kept": "*bf16", "next_weight": "*bf16", "next_scale": "*fp32", "inverse": "*fp32"}
+types |= {"residual": "*bf16", "sum_out": "*bf16", "next_weight": "*bf16", "next_scale": "*fp32", "inverse": "*fp32"}
 for kind in ("i8", "fp8e4nv"):
     made(rms_norm._rms_norm, types | {"out": f"*{kind}"}, shape | {"INT8": kind == "i8"}, num_warps=8)
 counts = dict.fromkeys(["rows", "stride", "per_image", "scale_stride"], "i32")
