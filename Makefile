@@ -16,7 +16,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos scenarios mutants train up down test-compose
+.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -63,7 +63,7 @@ eval: .venv/.installed  ## generates and scores images of PROMPTS=captions.tsv i
 	    --out $(or $(OUT),out/evaluation) $(ARGS)
 
 results: .venv/.installed  ## repeats the measurements that the docs cite: DATA=folder with emoji/, ARGS="--only simulate"; takes hours on an idle machine
-	$(BIN)/python -m benchmarks.results $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/python -m benchmarks.results $(ARGS)
 	$(if $(DATA),bash training/ways.sh $(DATA))
 
 figures: .venv/.installed  ## writes the measurements in README.md and docs/ from the JSON files under benchmarks/
@@ -71,9 +71,6 @@ figures: .venv/.installed  ## writes the measurements in README.md and docs/ fro
 
 chaos: .venv/.installed  ## random faults under random client load, with a checker of histories; ARGS="--faults 500 --seed 7"; resumes
 	$(BIN)/python -m tests.faults.histories $(ARGS)
-
-scenarios: .venv/.installed  ## injects each fault into a running service many times and counts lost jobs; ARGS="--only poison"
-	$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 mutants: .venv/.installed  ## mutation testing of ROOM=core/jobs/keyring.py: lists mutants that no test detects; ARGS="--sample 60"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)

@@ -15,7 +15,6 @@ from pathlib import Path
 from benchmarks.harness import provenance, record
 
 _ROOT = provenance.ROOT
-_EVERY, _PUBLISHED = 32, 64  # every so many captions, and so many of these, are drawn beside published helpers
 _LOADS = "0.3,0.5,0.6,0.7,0.8,0.9,0.95"
 _MIXED = "--steps 12,20,30,50 --deepcache off,2"
 _LADDER = "--pictures 64 --compile-limit 60 --rungs diffusers,step-batching,+int8,+deepcache,+plan,turbo"
@@ -46,17 +45,15 @@ RUNS: dict[str, list[str]] = {
     **{name: ["-m", "cli", "bench", *words.split(), *(["--name", name] if name.startswith("simulate") else [])]
        for name, words in _BENCHES.items()},
     "scheduling": ["-m", "benchmarks.scheduling"],
-    "chaos": ["-m", "tests.faults.chaos"],
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
 }  # fmt: skip
-OTHERS = ("agreement", "published")  # the first needs other packages, the second data
+OTHERS = ("agreement",)  # needs other packages
 NAMES = (*RUNS, *OTHERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.add_argument("--data", type=Path, help="a folder with emoji/captions.tsv")
     parser.add_argument("--work", type=Path, default=_ROOT / "build", help="for what is made on the way")
     parser.add_argument("--only", metavar="NAME,…", help=f"those whose names begin so, of {', '.join(NAMES)}")
     options = parser.parse_args(arguments)
@@ -64,37 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in NAMES if name.startswith(begins)]
     if any(not name or not any(choice.startswith(name) for choice in NAMES) for name in begins if options.only):
         parser.error(f"--only: there is no {options.only}; there are {', '.join(NAMES)}")
-    if options.data is None and "published" in names:
-        parser.error("--data: is needed for published; --only leaves it out")
-    failed = [name for name in names if not _measured(name, options.data, options.work)]
+    failed = [name for name in names if not _measured(name, options.work)]
     _run("-m", "benchmarks.figures")
     if failed:
         record.progress(f"not measured: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _measured(name: str, data: Path, work: Path) -> bool:
+def _measured(name: str, work: Path) -> bool:
     """Run one benchmark, which prints its progress; returns whether it succeeded."""
     record.progress(f"== {name}")
     if name == "agreement":
         return run_agreement(work / "agreement")
-    if name == "published":
-        return run_published(data, work / "results")
     return _run(*RUNS[name]) is not None
-
-
-def run_published(data: Path, work: Path) -> bool:
-    """Draw some captions by the engine's plans and by the published helpers that are installed."""
-    from pipeline.text.prompts import read
-
-    captions = [prompt.text for prompt in read(data / "emoji" / "captions.tsv", columns=("name",), names=())]
-    work.mkdir(parents=True, exist_ok=True)
-    file = work / "published.json"
-    file.write_text(json.dumps(captions[::_EVERY][:_PUBLISHED]), "utf-8")
-    parts = (*provenance.WORKER, *provenance.EMOJI_XL, "tests/evaluation/published.py", "tests/evaluation/stock.py")
-    with record.alone():
-        output = _run("-m", "tests.evaluation.published", "--captions", str(file))
-    return _stored("published", output, (*parts, "models/emoji-clip"))
 
 
 def run_agreement(work: Path) -> bool:

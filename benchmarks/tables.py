@@ -161,12 +161,6 @@ def _neighbours(result: Result) -> Rows:
         yield {"label": label, **result[name], **ratios}
 
 
-def _chaos(result: Result) -> Rows:
-    for scenario in result["scenarios"]:
-        maxima = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scenario["most"].items())
-        yield {**scenario, "most": maxima or None}
-
-
 def _hostile(result: Result) -> Rows:
     for kind, statuses in sorted(result["statuses"].items()):
         answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
@@ -241,7 +235,7 @@ TABLES = {
         ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
         ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),
         _plans),
-    "published": Table(("published",), (
+    "published": Table(("history/published",), (
         ("fp32, {captions} captions", "`{name}`"), ("FLOPs", "{operations:.0%}"), ("an image", "{seconds:1000*.0f} ms"),
         ("of its full plan", "{of_full:.2f}"), ("PSNR", "{psnr:.1f} dB"), ("SSIM", "{ssim:.3f}"),
         ("CLIP score", interval("clip_ratio", ".2%"))),
@@ -279,11 +273,6 @@ TABLES = {
         "{objectives[tpot_s]:.2f} s per token (configured: {objectives[tpot_set_s]:.2f}; from the cost curves: "
         "{objectives[tpot_free_s]:.2f}). The shares add up to {sum:.2f}; time slicing gives one, and more is noise of "
         "the machine."),
-    "chaos": Table(("chaos",), (
-        ("scenario", "`{name}`"), ("runs", "{runs}"), ("jobs", "{jobs:,}"), ("lost", "{lost}"),
-        ("finished twice", "{twice}"), ("longest recovery", "{recovery_s:.1f} s"), ("at most", "{most}")), _chaos,
-        "Lease {lease_s:g} s, {workers} workers. Recovery is the time from the fault until the last affected job "
-        "continued."),
     "neighbours": Table(("neighbours",), (
         ("next to", "{label}"), *((title, f"{{{kind}{form}")
             for kind, name in (("picture", "image"), ("text", "text")) for title, form in (

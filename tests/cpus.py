@@ -31,7 +31,8 @@ ROOMS = (
     "tests/workers/test_build.py", "tests/workers/test_checker.py", "tests/workers/test_expand.py",
     "tests/workers/test_loras.py", "tests/workers/test_handlers.py", "tests/workers/test_text_encoder.py",
     "tests/workers/test_worker.py",
-    "tests/cli/test_captions.py", "tests/cli/test_generate.py", "tests/cli/test_lora.py", "tests/cli/test_quantize.py",
+    "tests/cli/test_captions.py", "tests/cli/test_conditions.py", "tests/cli/test_generate.py",
+    "tests/cli/test_quantize.py",
     "tests/deployment/test_default.py", "tests/deployment/test_folders.py",
 )  # fmt: skip
 

@@ -40,7 +40,7 @@ MOVED = {
     "benchmarks/h200/timing.py": "benchmarks/harness/timing.py",
     "benchmarks/h200/sources.py": "benchmarks/harness/models.py",
     "benchmarks/h200": "benchmarks",
-    **{f"evaluation/{name}.py": f"tests/evaluation/{name}.py" for name in ("agreement", "published", "stock")},
+    "evaluation/agreement.py": "tests/evaluation/agreement.py",
 }  # fmt: skip
 
 COMMIT_VARIABLE = "DIPTYCH_COMMIT"

@@ -23,14 +23,6 @@ from tests.unet_opt.shapes import tiny_vae
 # -- what it draws -------------------------------------------------------------------------------------------------
 
 
-def test_one_prompt_is_one_picture_and_stdout_is_its_path(shell: Shell) -> None:
-    said = shell.generate("a slice of pizza", "--seed", "7")
-    assert said.code == 0
-    assert said.out == "out/a-slice-of-pizza-7.png\n"
-    assert [path.name for path in shell.pictures()] == ["a-slice-of-pizza-7.png"]
-    assert made_with(shell.pictures()[0])["prompt"] == "a slice of pizza"
-
-
 def test_every_option_reaches_the_picture(shell: Shell) -> None:
     options = ["--seed", "3", "--guidance", "2.5", "--negative", "", "--scheduler", "dpm++2m", "--size", "16x16"]
     options += ["--guidance-interval", "0:0.7"]
@@ -108,12 +100,6 @@ def test_weights_are_read_if_asked_for(shell: Shell) -> None:
     assert len(set(drawn.values())) == 3
 
 
-def test_several_prompts_are_summed_up_in_one_line(shell: Shell) -> None:
-    said = shell.generate("a fox", "a hen")
-    assert re.fullmatch(r"2 pictures in out in \d+\.\d s, \d+\.\d\d a second\n", said.out)
-    assert len(shell.pictures()) == 2
-
-
 def test_a_count_draws_a_prompt_with_seeds_counting_up(shell: Shell) -> None:
     assert shell.generate("a fox", "-n", "3", "--seed", str(2**63 - 2)).code == 0
     assert {made_with(path)["seed"] for path in shell.pictures()} == {2**63 - 2, 2**63 - 1, 0}
@@ -133,7 +119,8 @@ def test_sixty_four_prompts_of_a_file_are_sixty_four_pictures(shell: Shell) -> N
     rows = [(f"{i * 37}", f"A cat number {i // 2} on a mat.") for i in range(70)]  # each caption twice
     table = shell.save("captions.tsv", "id\tcaption\n" + "".join(f"{name}\t{text}\n" for name, text in rows))
     said = shell.generate("--prompts", table, "--limit", "64", "--seed", "5")
-    assert said.code == 0 and said.out.startswith("64 pictures in out in ")
+    assert said.code == 0
+    assert re.fullmatch(r"64 pictures in out in \d+\.\d s, \d+(\.\d+)? a second\n", said.out), said.out
     found = shell.pictures()
     assert len(found) == 64
     for name, text in rows[:64]:
@@ -164,21 +151,6 @@ def test_a_prompt_that_is_cut_says_so_whatever_is_in_it(shell: Shell) -> None:
     assert line.startswith("cat-") and "prompt: only the first 512 tokens were read" in line
     assert "[/red] [bold]:smile:" in line and len(line) < 450
     assert len(shell.pictures()) == 2
-
-
-def test_deterministic_commands_give_equal_files(shell: Shell) -> None:
-    command = ["a fox", "a hen", "-n", "2", "--seed", "9", "--deterministic"]
-    assert shell.generate(*command).code == 0
-    first = {path.name: path.read_bytes() for path in shell.pictures()}
-    (shell.folder / "out").rename(shell.folder / "before")
-    assert shell.generate(*command).code == 0
-    assert {path.name: path.read_bytes() for path in shell.pictures()} == first and len(first) == 4
-
-
-def test_a_saved_model_is_drawn_with_and_nothing_is_said_but_progress(shell: Shell, saved: Path) -> None:
-    said = shell("generate", "a fox", "--model", str(saved), "--steps", "2", "--seed", "1")
-    assert said.code == 0 and said.out == "out/a-fox-1.png\n"
-    assert "torchvision" not in said.err and "arning" not in said.err
 
 
 def test_a_path_that_is_no_text_is_still_said(shell: Shell) -> None:

@@ -29,20 +29,11 @@ def model(tmp_path: Path) -> Path:
 def test_a_text_model_gets_a_variant_that_loads(shell: Shell, model: Path, scheme: str) -> None:
     (shell.folder / "prompts.txt").write_text("one\ntwo words\nthree whole words\n", "utf-8")
     prompts = str(shell.folder / "prompts.txt")
-    said = shell(
-        "quantize", "--text-model", str(model), "--scheme", scheme, "--prompts", prompts, "-o", str(model)
-    )  # fmt: skip
+    said = shell("quantize", "--text-model", str(model), "--scheme", scheme, "--prompts", prompts, "-o", str(model))
     assert said.code == 0, said.err
     assert said.out.startswith("text: ") and f" layers in {scheme}, " in said.out
     plain, found = load(str(model)), load(str(model), precision=scheme)
     assert found.precision == scheme and found.digest != plain.digest
-
-
-def test_scales_alone_are_for_models_that_draw(shell: Shell, model: Path) -> None:
-    (shell.folder / "prompts.txt").write_text("one\n", "utf-8")
-    prompts = str(shell.folder / "prompts.txt")
-    said = shell("quantize", "--text-model", str(model), "--scales-only", "--prompts", prompts, "-o", "out")
-    assert said.code == 2 and "--scales-only: " in said.err
 
 
 def test_a_scheme_without_calibration_takes_none(shell: Shell, model: Path) -> None:
@@ -173,6 +164,7 @@ def test_scales_are_searched_and_layers_left_in_floats_as_the_table_of_sensitivi
             "--gptq --scales-only -o out",
             "--gptq: rounds int8 weights that are stored, and there are none with --scales-only",
         ),
+        ("--scales-only --text-model x -o out", "--scales-only: "),
         ("--gptq --sensitivity -o out", "there are none with --sensitivity"),
         ("--gptq --scheme fp8 -o out", "there are none with fp8"),
         ("--keep [ -o out", "keep: '[' is no regular expression"),
@@ -187,30 +179,13 @@ def test_options_for_layers_that_do_not_fit_are_refused(shell: Shell, cached: Pa
 
 @pytest.mark.parametrize(
     "option",
-    [
-        "--limit 3",
-        "--alpha 0.5",
-        "--plain",
-        "--scales-only",
-        "--prompts prompts.txt",
-        "--search",
-        "--keep x",
-        "--sensitivity",
-        "--gptq",
-    ],
-)
+    ["--limit 3", "--alpha 0.5", "--plain", "--scales-only", "--prompts p.txt", "--search", "--keep x", "--sensitivity",
+     "--gptq"],
+)  # fmt: skip
 def test_what_the_cache_is_not_asked_for_needs_a_folder(shell: Shell, cached: Path, option: str) -> None:
     said = shell("quantize", "--model", TINY, *option.split())
     assert said.code == 2 and f"--out: is needed with {option.split()[0]}" in said.err
     assert not (cached / "quantized").exists()
-
-
-def test_a_cache_that_cannot_be_used_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shell.folder / "file").write_text("no folder")
-    monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(shell.folder / "file"))
-    monkeypatch.setenv("DIPTYCH_KERNELS", "0")
-    said = shell("quantize", "--model", TINY)
-    assert (said.code == 2 and "DIPTYCH_CACHE_DIR" in said.err) or "int8 does not run here" in said.err
 
 
 def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
@@ -223,16 +198,8 @@ def test_a_text_model_needs_a_folder(shell: Shell, model: Path) -> None:
 def test_a_control_network_is_quantized_beside_itself(shell: Shell, tmp_path: Path) -> None:
     model = tiny_image.save(tmp_path / "model", tiny_image.SHAPES[TINY])
     save(controlnet(load_image_model(str(model))), tmp_path / "controls", "edges")
-    asked = [
-        "quantize",
-        "--model",
-        str(model),
-        "--limit",
-        "2",
-        "--control-dir",
-        str(tmp_path / "controls"),
-        "--control",
-    ]
+    folder = str(tmp_path / "controls")
+    asked = ["quantize", "--model", str(model), "--limit", "2", "--control-dir", folder, "--control"]
     done = shell(*asked, "edges")
     assert done.code == 0 and done.out.startswith("edges: ") and "layers in int8" in done.out
     assert (tmp_path / "controls" / "edges-int8" / "quantization.json").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
 from tests.children import python_path
-from tests.cli.shell import Shell
+from tests.cli.shell import Shell, made_with
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
 FEW = [
@@ -35,18 +36,7 @@ import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 ROUNDS = ((2, 0.75), (4, 0.75))
-WORDS = (
-    "--model",
-    "random:tiny",
-    "--precision",
-    "fp32",
-    "--lens",
-    "emoji-clip",
-    "--limit",
-    "6",
-    "--plans",
-    "plans.json",
-)
+WORDS = shlex.split("--model random:tiny --precision fp32 --lens emoji-clip --limit 6 --plans plans.json -o tuned")
 
 
 @pytest.fixture
@@ -79,7 +69,7 @@ def nearly(found: Any, rel: float = 1e-4) -> Any:
 
 @pytest.mark.usefixtures("few")
 def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
-    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
+    said = shell("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
     assert said.code == 0, said.err
     lines = said.out.splitlines()
     assert lines[-2:] == ["tuned/report.html", "plans.json"] and lines[0].split() == [
@@ -97,7 +87,7 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     page = (shell.folder / "tuned" / "report.html").read_text()
     assert "Speed against quality" in page and page.count("data:image/webp") > 6
     assert plans.read(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
-    words = (
+    words = [
         "generate",
         "x",
         "--model",
@@ -110,10 +100,8 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
         "plans.json",
         "--seed",
         "1",
-    )
+    ]
     assert shell(*words, "--plan", "fast").code == 0
-    from tests.cli.shell import made_with
-
     made = made_with(shell.pictures()[0])
     assert made["steps"] == named["steps"] and made.get("guidance_interval") == named.get("guidance_interval")
     refused = shell(*words, "--plan", "balanced")
@@ -123,7 +111,7 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("few")
 def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts: str) -> None:
-    words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1,best=0:99")
+    words = ("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1,best=0:99")
     assert shell(*words).code == 0
     whole = front(shell.folder)
     (shell.folder / "plans.json").unlink()
@@ -147,22 +135,10 @@ def test_the_same_plans_are_found_by_a_search_that_goes_on(shell: Shell, prompts
 @pytest.mark.usefixtures("few")
 def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, prompts: str, alexnet_file: Path) -> None:
     """The same finalists by other limits: those that every plan passes, and those that none does."""
-    assert shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", "--gates", "fast=1000:1").code == 0
+    assert shell("tune", *WORDS, "--prompts", prompts, "--gates", "fast=1000:1").code == 0
     fastest = front(shell.folder)["plans"]["fast"]
     real = shell.folder / "tuned" / "10" / "pictures"
-    words = (
-        "tune",
-        *WORDS,
-        "--prompts",
-        prompts,
-        "-o",
-        "tuned",
-        "--real",
-        str(real),
-        "--lpips",
-        str(alexnet_file),
-        "--gates",
-    )
+    words = ("tune", *WORDS, "--prompts", prompts, "--real", str(real), "--lpips", str(alexnet_file), "--gates")
     wide, narrow = "ssim=-1:distance=2:lpips=9:fid=1e9:cmmd=1e9", ("ssim=1", "distance=0", "lpips=0", "fid=-99.99")
     gates = [f"fast=1000:1:{wide}", *(f"no{k}=1000:1:{limit}" for k, limit in enumerate(narrow))]
     said = shell(*words, ",".join(gates))
@@ -182,7 +158,7 @@ def test_gates_of_other_figures_with_real_pictures_and_lpips(shell: Shell, promp
 
 @pytest.mark.long
 def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
-    words = ("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
+    words = ("tune", *WORDS, "--prompts", prompts)
     command = [sys.executable, "-c", SCRIPT, *words]
     root = Path(__file__).resolve().parents[2]
     environment = {
@@ -225,7 +201,7 @@ def test_a_killed_search_goes_on(shell: Shell, prompts: str) -> None:
     ],
 )
 def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[str], told: str) -> None:
-    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned", *words)
+    said = shell("tune", *WORDS, "--prompts", prompts, *words)
     assert said.code == 2 and told in said.err, said
     assert not list(shell.folder.rglob("*.png"))
 
@@ -234,7 +210,7 @@ def test_what_cannot_be_used_is_named(shell: Shell, prompts: str, words: list[st
 def test_a_folder_of_something_else_is_refused(shell: Shell, prompts: str) -> None:
     (shell.folder / "tuned" / FULL).mkdir(parents=True)
     (shell.folder / "tuned" / FULL / "mine.txt").write_text("x")
-    said = shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned")
+    said = shell("tune", *WORDS, "--prompts", prompts)
     assert said.code == 2 and "contains something other than a run" in said.err
     (shell.folder / "tuned" / "tune.json").write_text("{")
-    assert "tune.json cannot be read" in shell("tune", *WORDS, "--prompts", prompts, "-o", "tuned").err
+    assert "tune.json cannot be read" in shell("tune", *WORDS, "--prompts", prompts).err

@@ -87,19 +87,9 @@ def test_what_a_card_does_not_say_has_its_default() -> None:
 def test_the_offer_has_the_cards_limits() -> None:
     card = replace(IMAGE, limits=ImageLimits(max_steps=4, max_seed=2**64 - 1))
     assert card.offer == ImageOffer(
-        IMAGE.sizes,
-        IMAGE.schedulers,
-        (128, 128),
-        precision="w8a8",
-        loras=("ink",),
-        upscalers=(),
-        refiners=(),
-        controls=(),
-        preprocessors=("canny",),
-        image_prompts=(),
-        max_steps=4,
-        max_seed=MAX_SEED,
-    )
+        IMAGE.sizes, IMAGE.schedulers, (128, 128), precision="w8a8", loras=("ink",), upscalers=(), refiners=(),
+        controls=(), preprocessors=("canny",), image_prompts=(), max_steps=4, max_seed=MAX_SEED,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

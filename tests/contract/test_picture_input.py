@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from contract import control, image_prompt
 from contract.control import PREPROCESSORS, Control
 from contract.errors import Invalid
-from contract.image_prompt import ImagePrompt
+from contract.image_prompt import MAX_PIXELS, MAX_SIDE, ImagePrompt, fitted
 from contract.picture_input import Edit, PictureInput, check_all
 
 SHARES = st.floats(0, 1)
@@ -76,6 +77,52 @@ def test_a_files_parameters_have_the_pictures_digest() -> None:
     digest = hashlib.sha256(b"abc").hexdigest()
     assert Control(model="a", strength=0.5, image=b"abc").to_dict() == {"model": "a", "strength": 0.5, "image": digest}
     assert Edit(b"abc", soft_mask=True).to_dict() == {"strength": 0.8, "image": digest, "soft_mask": True}
-    prompt = ImagePrompt(model="a", image=bytes(3 * 4 * 2), width=4, height=2)
-    assert prompt.to_dict() == {"model": "a", "width": 4, "height": 2, "image": prompt.digest}
-    assert replace(prompt, width=2, height=4).digest != prompt.digest
+    assert PROMPT.to_dict() == {"model": "a", "width": 4, "height": 2, "image": PROMPT.digest}
+    assert replace(PROMPT, width=2, height=4).digest != PROMPT.digest
+
+
+# -- what each kind has of its own -----------------------------------------------------------------------------------
+
+PROMPT = ImagePrompt(model="a", image=bytes(3 * 4 * 2), width=4, height=2)
+
+
+def test_rows_are_counted_in_deep_steps() -> None:
+    """Each control's network computes its rows; several image prompts are read by the same rows."""
+    steps = [(2, True), (2, False), (2, True), (1, True)]
+    half, whole = Control(model="a", end=0.5), Control(model="a")
+    assert [control.deep_rows(given, steps, 4) for given in ([], [half], [whole], [half, whole])] == [0, 2, 5, 7]
+    assert control.deep_rows([whole], steps, 3) == 4
+    partly = replace(PROMPT, end=0.5)
+    assert [image_prompt.deep_rows(given, steps, 4) for given in ([], [partly], [PROMPT, partly])] == [0, 2, 5]
+
+
+@pytest.mark.parametrize(("wrong", "field"), [({"preprocessor": "pose"}, "preprocessor"), ({"mode": -1}, "mode")])
+def test_a_controls_values_beyond_bounds_are_named(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        control.check([Control(model="a", **wrong)], None)
+    assert caught.value.field == f"control.{field}"
+
+
+def test_a_preprocessor_that_a_model_does_not_have_is_refused() -> None:
+    control.check([Control(model="a", preprocessor="canny")], ("a",), ("canny",))
+    with pytest.raises(Invalid, match=r"depth is not offered by this model .*DIPTYCH_DEPTH_MODEL"):
+        control.check([Control(model="a", preprocessor="depth")], ("a",), ("canny",))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"width": 3}, {"width": 0}, {"height": MAX_PIXELS}, {"image": "text"}, {"image": b""}, {"image": None}]
+)
+def test_pixels_of_another_size_are_refused(wrong: dict[str, Any]) -> None:
+    PROMPT.check_pixels()
+    with pytest.raises(Invalid) as caught:
+        replace(PROMPT, **wrong).check_pixels()
+    assert caught.value.field == "image_prompts.image"
+
+
+@example(MAX_SIDE - 1, MAX_SIDE + 1)
+@given(st.integers(1, 8192), st.integers(1, 8192))
+def test_pictures_are_kept_in_their_shape_and_within_bounds(width: int, height: int) -> None:
+    w, h = fitted(width, height)
+    assert min(w, h) == min(width, height, MAX_SIDE) and w * h <= MAX_PIXELS
+    assert abs(w * height - h * width) <= max(width, height)
+    assert fitted(w, h) == (w, h) == PROMPT.kept_size((width, height), (64, 64))

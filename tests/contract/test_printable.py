@@ -12,21 +12,7 @@ from contract.printable import printable, printable_lines, printable_message
 from pipeline.checkpoints.folder import ModelError, first_line
 
 # Escape sequences, C1, ends of lines of all kinds, marks of direction, half surrogates.
-_BAD = (
-    "\x1b[2J",
-    "\x9b31m",
-    "\x00",
-    "\x7f",
-    "\x85",
-    "\r",
-    "\n",
-    "\v",
-    "\u2028",
-    "\u2029",
-    "\u202e",
-    "\u2066",
-    "\ud800",
-)
+_BAD = ("\x1b[2J", "\x9b31m", *"\x00\x7f\x85\r\n\v\u2028\u2029\u202e\u2066\ud800")
 _TEXTS = st.lists(st.sampled_from((*_BAD, "sha256 ", "ä", "𝄞", " ", "key.weight")) | st.text(max_size=5)).map("".join)
 
 

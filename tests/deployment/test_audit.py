@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from deployment.audit import report
+from deployment.audit import main
 from tests.deployment.served import ROOT
 from tests.http_server import Handler, LocalServer
 
 TOOLS = ROOT / "build" / "tools" / "bin"
-pytestmark = pytest.mark.skipif(not (TOOLS / "pip-audit").exists(), reason="no tools here: make build/tools/.installed")
+needs_tools = pytest.mark.skipif(
+    not (TOOLS / "pip-audit").exists(), reason="no tools here: make build/tools/.installed"
+)
 
 FLAW = {
     "id": "PYSEC-2026-1",
@@ -49,6 +51,7 @@ def audit(url: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@needs_tools
 @pytest.mark.parametrize("service", [["idna"]], indirect=True)
 def test_a_vulnerable_package_is_named(service: str) -> None:
     done = audit(service)
@@ -56,23 +59,50 @@ def test_a_vulnerable_package_is_named(service: str) -> None:
     assert "PYSEC-2026-1, mended in 99.0\n1 vulnerabilities in" in done.stdout and done.stdout.startswith("idna ")
 
 
+@needs_tools
 @pytest.mark.parametrize("service", [[]], indirect=True)
 def test_nothing_known_is_well(service: str) -> None:
     done = audit(service)
     assert (done.returncode, done.stdout[:21]) == (0, "0 vulnerabilities in "), done.stderr
 
 
+@needs_tools
 def test_a_service_that_does_not_answer_is_told_apart() -> None:
     done = audit("http://127.0.0.1:9/v1/query")
     assert done.returncode == 2 and "the vulnerability service did not answer" in done.stderr
 
 
-def test_a_package_that_nobody_looked_up_is_told_apart() -> None:
-    """As a mirror of the index that has no such data answers: pip-audit ends with 0 then."""
-    told = [{"name": "idna", "skip_reason": "not found"}, {"name": "six", "version": "1", "vulns": []}]
-    assert report(told) == (["0 vulnerabilities in 1 packages"], ["idna: not found"])
+SEEN, SKIPPED = {"name": "six", "version": "1", "vulns": []}, {"name": "idna", "skip_reason": "not found"}
+FLAWED = {"name": "idna", "version": "3", "vulns": [{"id": "PYSEC-2026-1", "fix_versions": []}]}
 
 
+@pytest.mark.parametrize(
+    ("packages", "code", "out", "err"),
+    [
+        ([SEEN], 0, "0 vulnerabilities in 1 packages\n", ""),
+        ([SEEN, SKIPPED], 2, "0 vulnerabilities in 1 packages\n", "1 of 2 were not looked up, idna: not found"),
+        (
+            [FLAWED, SKIPPED],
+            1,
+            "idna 3: PYSEC-2026-1, mended in no release\n1 vulnerabilities in 1 packages\n",
+            "1 of 2",
+        ),
+        ([], 2, "0 vulnerabilities in 0 packages\n", ""),
+    ],
+)
+def test_what_was_not_looked_up_is_told_apart(
+    packages: list[dict[str, object]], code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As a mirror of the index answers that has no such data: pip-audit itself ends with 0 then."""
+    said = subprocess.CompletedProcess([], 0, json.dumps({"dependencies": packages}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    assert main() == code
+    shown = capsys.readouterr()
+    assert shown.out == out and err in shown.err and bool(shown.err) == bool(err)
+
+
+@needs_tools
 def test_the_bill_of_materials_is_cyclonedx(tmp_path: Path) -> None:
     """Of the tools' own environment, which is small; the schema's own validator reads it, once."""
     made = tmp_path / "sbom.cdx.json"

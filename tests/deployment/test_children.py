@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from deployment import children
 from deployment.children import Backoff, ChildProcess, reason
+from tests.deployment.served import wait_until
 
 
 @pytest.fixture
@@ -31,13 +31,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ChildProcess]]:
     yield begin
     for child in started:
         child.kill()
-
-
-def wait_until(seen: Callable[[], object], timeout_s: float = 60.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not seen():
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.01)
 
 
 def hear(child: ChildProcess) -> list[str]:
@@ -61,7 +54,7 @@ def test_what_is_no_text_is_still_heard(start: Callable[..., ChildProcess]) -> N
 
 def test_what_an_earlier_life_said_is_not_heard_again(start: Callable[..., ChildProcess]) -> None:
     child = start("print('once')")
-    wait_until(lambda: child.code is not None)
+    wait_until(lambda: child.code is not None, "its end")
     child.start()
     assert hear(child) == ["once"]
     assert child.log.read_text() == "once\nonce\n"
@@ -87,7 +80,7 @@ def test_an_inherited_descriptor_keeps_its_number(start: Callable[..., ChildProc
     read, write = os.pipe()
     try:
         child = start(f"import os; os.write({write}, b'here')", descriptors=(write,))
-        wait_until(lambda: child.code is not None)
+        wait_until(lambda: child.code is not None, "its end")
         assert child.code == 0
         assert os.read(read, 10) == b"here"
     finally:
@@ -99,7 +92,7 @@ def test_killing_it_ends_what_it_started(start: Callable[..., ChildProcess]) -> 
     child = start("import subprocess, sys, time\n"
                   "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)")  # fmt: skip
     said: list[str] = []
-    wait_until(lambda: said.extend(child.lines()) or said)
+    wait_until(lambda: said.extend(child.lines()) or said, "a word")
     grandchild = psutil.Process(int(said[0]))
     child.kill()
     assert child.code == -9

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import Settings
 from deployment.devices import NoDevices, visible_gpus
-from tests.deployment.served import ROOT, environment
+from tests.deployment.served import ROOT, environment, wait_until
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 LINES = re.sub(r"\\\n\s*", "", DOCKERFILE).splitlines()  # a command on several lines is one
@@ -95,16 +94,6 @@ def test_the_compose_file_is_for_old_and_new() -> None:
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def test_every_setting_can_be_given_to_containers() -> None:
-    """What is not handed on is what a container is: its folders, its port, its device."""
-    services = COMPOSE["services"]
-    given = {name for part in ("api", "worker") for name in services[part]["environment"]}
-    known = {f"DIPTYCH_{field.upper()}" for field in Settings.model_fields}
-    assert {name for name in given if name.startswith("DIPTYCH_")} <= known
-    assert known - given == {"DIPTYCH_CACHE_DIR", "DIPTYCH_DATA_DIR", "DIPTYCH_HOST", "DIPTYCH_PORT"}
-    assert services["worker-gpu"]["environment"].keys() == services["worker"]["environment"].keys() - {"DIPTYCH_DEVICE"}
-
-
 @pytest.mark.parametrize(
     ("variables", "listed", "found"),
     [
@@ -154,8 +143,6 @@ def begin(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def test_one_worker_for_each_is_kept_alive_and_stopped(tmp_path: Path) -> None:
-    from tests.deployment.served import wait_until
-
     process = begin(tmp_path, CRASHES)
     try:
         begun = lambda: [p.read_text() for p in sorted(tmp_path.iterdir())] == ["began\nbegan\n"] * 2  # noqa: E731

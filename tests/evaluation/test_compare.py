@@ -17,6 +17,7 @@ from evaluation.bootstrap import Estimate
 from evaluation.scoring_networks import embedded
 from tests.cli.shell import Shell
 from tests.evaluation.conftest import CAPTIONS, CLIP, QUICK, table
+from tests.evaluation.test_lpips import alexnet_file as alexnet_file
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +142,25 @@ def test_what_cannot_be_compared_is_named(runs: dict[str, Path], shell: Shell) -
         assert answer.code == 2 and said in answer.err.splitlines()[-1]
 
 
-def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell) -> None:
+def test_a_sweep_draws_in_several_ways_and_compares_them(shell: Shell, alexnet_file: Path) -> None:
     words = ["evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--steps", "4", "--limit", "4"]
-    said = shell(*words, "--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs")
+    words += ["--variants", "fp32", "fp32@50", "fp32+3:resnet", "--out", "runs", "--lpips"]
+    refused = shell(*words, "gone.pth")
+    assert refused.code == 2 and "gone.pth: cannot be read" in refused.err
+    said = shell(*words, str(alexnet_file))
     assert said.code == 0, said
+    heads = said.out.splitlines()[0].split()
+    distances = ["psnr", "ssim", "lpips", "emoji-clip-layers", "emoji-clip-distance"]
+    assert heads[3:-2] == distances
     found = json.loads((shell.folder / "runs" / "report.json").read_text("utf-8"))
     assert [run["name"] for run in found["runs"]] == ["fp32", "fp32@50", "fp32+3-resnet"]
     assert [run["settings"]["deepcache"] for run in found["runs"]] == ["off", "off", "3:resnet"]
     assert [run["settings"]["seed_offset"] for run in found["runs"]] == [0, 50, 0]
     assert found["runs"][1]["gates"] == [] and [gate["high"] for gate in found["runs"][2]["gates"]] == [1.005]
-    assert (shell.folder / "runs" / "report.html").stat().st_size > 10_000
+    assert "pairs" not in found["runs"][0] and "pairs" not in found["runs"][1]
+    assert all(found["runs"][2]["pairs"][distance]["value"] > 0 for distance in distances)
+    page = (shell.folder / "runs" / "report.html").read_text("utf-8")
+    assert len(page) > 10_000 and "<th>lpips</th>" in page and "<th>emoji-clip-distance</th>" in page
 
 
 @pytest.mark.parametrize(

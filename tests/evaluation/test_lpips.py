@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from torchmetrics.functional.image import lpips as theirs
 from evaluation.clip import EMBEDDED
 from evaluation.inception import WeightsError
 from evaluation.lpips import AlexNet, ClipLayers, Lpips
-from tests.cli.shell import Shell
-from tests.evaluation.conftest import QUICK, table
 from tests.evaluation.test_pairs import two
 
 
@@ -71,22 +68,6 @@ def test_other_files_are_refused_by_name(alexnet_file: Path, tmp_path: Path) -> 
     for name, told in (("part.pth", "is not torchvision's AlexNet"), ("list.pth", "no weights by name"), ("x", "read")):
         with pytest.raises(WeightsError, match=f"{name}: .*{told}"):
             Lpips(tmp_path / name)
-
-
-def test_a_sweep_has_it_beside_the_other_distances(alexnet_file: Path, shell: Shell) -> None:
-    words = ["evaluate", "sweep", "--prompts", str(table(shell.folder)), *QUICK, "--limit", "4", "--out", "runs"]
-    said = shell(*words, "--variants", "fp32", "fp32+2", "--lpips", str(alexnet_file))
-    assert said.code == 0, said
-    heads = said.out.splitlines()[0].split()
-    assert heads[3:-2] == ["psnr", "ssim", "lpips", "emoji-clip-layers", "emoji-clip-distance"]
-    runs = json.loads((shell.folder / "runs" / "report.json").read_text("utf-8"))["runs"]
-    assert "pairs" not in runs[0]
-    assert runs[1]["pairs"]["emoji-clip-layers"]["value"] > 0
-    assert runs[1]["pairs"]["lpips"]["value"] > 0 and runs[1]["pairs"]["emoji-clip-distance"]["value"] > 0
-    page = (shell.folder / "runs" / "report.html").read_text("utf-8")
-    assert "<th>lpips</th>" in page and "<th>emoji-clip-distance</th>" in page
-    refused = shell(*words, "--lpips", "gone.pth")
-    assert refused.code == 2 and "gone.pth: cannot be read" in refused.err
 
 
 def test_over_a_clips_layers_it_is_the_papers_formula_without_learned_weights() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from evaluation.sources import RemoteService, SourceError
 from tests.cli.shell import Shell
 from tests.deployment.served import Served
 from tests.evaluation.conftest import CLIP, QUICK, table
+from tests.http_server import Handler, LocalServer
 
 WANTED = ImageParameters("a fox", 7, 32, 32, steps=2)
 
@@ -61,95 +60,66 @@ def test_a_service_draws_what_this_process_draws(shell: Shell, tmp_path: Path) -
     assert scores["psnr"]["value"] > 60 and scores["emoji-clip-fid"]["value"] == pytest.approx(0, abs=1e-3)
 
 
-class Stumbling(ThreadingHTTPServer):
-    """Gives these answers, one after the other, and then pictures."""
-
-    daemon_threads = True
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers, self.bodies = list(answers), list[Any]()
-        super().__init__(("127.0.0.1", 0), _Handler)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Stumbling
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        card = {"live": True, "native_size": "32x32", "modality": "image"}
-        text = {"live": True, "modality": "text"}
-        self._answer(200, {"data": [{"id": "words", "diptych": text}, {"id": "tiny", "diptych": card}]})
-
-    def do_POST(self) -> None:
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        answer = self.server.answers.pop(0) if self.server.answers else 200
-        if answer == "cut":
-            self.close_connection = True
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{")
-        elif answer == 200:
-            self._answer(200, {"data": [{"b64_json": base64.b64encode(b"a picture").decode(), "warnings": ["w"]}]})
-        else:
-            self._answer(answer, {"error": {"message": "said so"}})
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Retry-After", "0")
-        self.end_headers()
-        self.wfile.write(data)
+CARDS = [
+    {"id": "words", "diptych": {"live": True, "modality": "text"}},
+    {"id": "tiny", "diptych": {"live": True, "native_size": "32x32", "modality": "image"}},
+]  # fmt: skip
+Remote = tuple[list[Any], RemoteService]
 
 
 @pytest.fixture
-def remote(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Stumbling, RemoteService]]:
+def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    """The bodies that a service was sent, which gives these answers, one after the other, and then pictures."""
     monkeypatch.setattr(service, "_WAIT_S", (0.01, 0.05))
-    server = Stumbling(*request.param)
-    source = RemoteService(server.url, width=2)
-    yield server, source
-    source.close()
-    server.shutdown()
-    server.server_close()
+    answers, bodies = list(request.param), list[Any]()
+
+    class Stumbling(Handler):
+        def respond(self) -> None:
+            if self.command == "GET":
+                return self.answer(200, json.dumps({"data": CARDS}).encode())
+            bodies.append(json.loads(self.body()))
+            answer = answers.pop(0) if answers else 200
+            if answer == "cut":
+                self.close_connection = True
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{")
+                return None
+            picture = {"b64_json": base64.b64encode(b"a picture").decode(), "warnings": ["w"]}
+            body = {"data": [picture]} if answer == 200 else {"error": {"message": "said so"}}
+            return self.answer(answer, json.dumps(body).encode(), {"Retry-After": "0"})
+
+    with LocalServer(Stumbling) as server:
+        source = RemoteService(server.url, width=2)
+        yield bodies, source
+        source.close()
 
 
 @pytest.mark.parametrize("remote", [(503, 429, 500, "cut")], indirect=True)
-def test_who_stumbles_is_asked_again_for_the_same_picture(remote: tuple[Stumbling, RemoteService]) -> None:
-    server, source = remote
+def test_who_stumbles_is_asked_again_for_the_same_picture(remote: Remote) -> None:
+    bodies, source = remote
     ticks: list[None] = []
     drawn = source.take(source.submit(WANTED, lambda: ticks.append(None)).result(timeout=60))
     assert drawn == (b"a picture", ("w",)) and len(ticks) == 2
-    assert len(server.bodies) == 5 and all(body == server.bodies[0] for body in server.bodies)
-    assert server.bodies[0] == {
+    assert len(bodies) == 5 and all(body == bodies[0] for body in bodies)
+    assert bodies[0] == {
         "prompt": "a fox", "model": "tiny", "size": "32x32", "seed": 7, "steps": 2, "guidance_scale": 5.0,
         "deterministic": False, "deepcache": "off",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("remote", [(400,)], indirect=True)
-def test_a_refusal_is_not_asked_again(remote: tuple[Stumbling, RemoteService]) -> None:
-    server, source = remote
+def test_a_refusal_is_not_asked_again(remote: Remote) -> None:
+    bodies, source = remote
     with pytest.raises(SourceError, match="answered 400: said so"):
         source.submit(WANTED, lambda: None).result(timeout=60)
-    assert len(server.bodies) == 1
+    assert len(bodies) == 1
 
 
 @pytest.mark.parametrize("remote", [(503,) * 99], indirect=True)
-def test_who_never_answers_is_given_up(remote: tuple[Stumbling, RemoteService]) -> None:
-    server, source = remote
+def test_who_never_answers_is_given_up(remote: Remote) -> None:
+    bodies, source = remote
     with pytest.raises(SourceError, match="answered 503"):
         source.submit(WANTED, lambda: None).result(timeout=60)
-    assert len(server.bodies) == 8
+    assert len(bodies) == 8
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:1", "http://127.0.0.1:1"])

@@ -23,7 +23,6 @@ The exit code is 1 if a request of the tenant failed, a worker was lost, or the 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
 import subprocess
@@ -34,22 +33,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from core.jobs.keyring import Keyring
-from deployment.redis import address_in
 from tests.deployment.served import ROOT, Served, wait_until
 from tests.faults.monitor import Monitor, own_mib, usage
-from tests.faults.payloads import heavy_png, nine_times, png_of_empty_chunks, punycode_form, small_png
+from tests.faults.payloads import heavy_png, nine_times, png_of_empty_chunks, punycode_form
+from tests.faults.tenant import KINDS, Phase, ask, client_of, quantile, two_tenants
 from tests.schemas import COSTLY, Schema, heavy
 
 _MIB = 2**20
 _CLIENTS = 24
-_ANSWER_S = 300.0
 _WARM_S = 8.0  # in which the worker has measured and compiled what it does at its start
 _MOST_S = 45.0  # of an attack: what has no answer by then counts as "open"
 _SETTLED_S = 25.0  # after which idle child processes have ended
@@ -125,13 +121,6 @@ ATTACKS: dict[str, tuple[Callable[[httpx2.Client], Send], int]] = {  # and how m
 }  # fmt: skip
 
 
-def client_of(url: str, key: str) -> httpx2.Client:
-    return httpx2.Client(
-        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S, trust_env=False,
-        limits=httpx2.Limits(max_connections=200),
-    )  # fmt: skip
-
-
 def attack(name: str, url: str, key: str, scale: int, seconds: float) -> None:
     """Run the attacking client: prints "ready", waits for a line, attacks, and prints what came of it as JSON."""
     os.nice(_NICENESS)
@@ -175,77 +164,23 @@ def burn(share: float, seconds: float) -> None:
 
 # -- the tenant, and what is measured ----------------------------------------------------------------------------------
 
-KINDS = ("picture", "edit", "text")
-
-
-@dataclass
-class Phase:
-    """What the tenant and /healthz noticed in one phase."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    failed: list[str] = field(default_factory=list)
-    healthz_ms: dict[str, float] = field(default_factory=dict)
-    peak_mib: list[float] = field(default_factory=list)
-    client: dict[str, Any] = field(default_factory=dict)
-
 
 def live(client: httpx2.Client, until: Callable[[], bool], phase: Phase) -> None:
-    """Draw, edit and write, one request after the other."""
-    picture = base64.b64encode(small_png(side=128)).decode()
-    requests: dict[str, tuple[str, dict[str, Any]]] = {
-        "picture": ("/v1/images/generations", {"prompt": "a red hat", "steps": 4, "response_format": "b64_json"}),
-        "edit": ("/v1/images/edits", {
-            "prompt": "a hat", "steps": 4, "images": [{"image_url": f"data:image/png;base64,{picture}"}],
-            "response_format": "b64_json",
-        }),
-        "text": (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a hat"}], "max_tokens": 16, "temperature": 0},
-        ),
-    }  # fmt: skip
     while not until():
-        for kind, (path, body) in requests.items():
-            started = time.perf_counter()
-            try:
-                answer = client.post(path, json=body)
-                if answer.status_code != 200:
-                    phase.failed.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
-            except httpx2.HTTPError as error:
-                phase.failed.append(f"{kind}: {error!r}")
-            phase.seconds[kind].append(time.perf_counter() - started)
+        ask(client, phase)
 
 
 class Measured:
-    """A service with two keys. Use as a context manager."""
+    """A service with two keys, once it does all that it does at its start."""
 
-    def __init__(self, folder: Path) -> None:
-        self.service = Served(
-            folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL"), variables=_SETTINGS
-        )
-
-    def __enter__(self) -> Measured:
-        try:
-            self.service.ready()
-            keyring = Keyring(address_in(self.service.folder / "data" / "redis"))
-            scopes = ["images", "text", "files"]
-            self.key = keyring.add("attacker", scopes)[1]
-            tenant = keyring.add("tenant", scopes, "100000/minute")[1]  # as many as it takes
-            keyring.close()
-            self.worker, self.api = self.service.part("worker"), self.service.part("api")
-            self.pids = self.api.pid, self.worker.pid
-            self.client = client_of(self.service.url, tenant)
-            wait_until(self._writes, "a text")
-            end = time.perf_counter() + _WARM_S
-            live(self.client, lambda: time.perf_counter() > end, Phase())
-            self.client.post("/v1/chat/completions", json=chat({"type": "boolean"}))  # starts what checks schemas
-        except BaseException:
-            self.service.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-        self.service.close()
+    def __init__(self, service: Served, tenant: str, attacker: str) -> None:
+        self.service, self.key, self.client = service, attacker, client_of(service.url, tenant)
+        self.worker, self.api = service.part("worker"), service.part("api")
+        self.pids = self.api.pid, self.worker.pid
+        wait_until(self._writes, "a text")
+        end = time.perf_counter() + _WARM_S
+        live(self.client, lambda: time.perf_counter() > end, Phase())
+        self.client.post("/v1/chat/completions", json=chat({"type": "boolean"}))  # starts what checks schemas
 
     def _writes(self) -> bool:
         """Whether the service writes texts by now, which it does after pictures."""
@@ -317,10 +252,6 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def quantile(values: list[float], share: float) -> float:
-    return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 4)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.attacks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -340,8 +271,8 @@ def main() -> int:
         return 0
     failed = False
     for name in options.names or ATTACKS:
-        with tempfile.TemporaryDirectory() as folder, Measured(Path(folder)) as measured:
-            result = measured.attack(name, options.scale, options.seconds)
+        with tempfile.TemporaryDirectory() as folder, two_tenants(Path(folder), _SETTINGS) as tenants:
+            result = Measured(*tenants).attack(name, options.scale, options.seconds)
         print(json.dumps(result), flush=True)
         errors = any(status.startswith("5") and status != "503" for status in result["statuses"])
         failed |= bool(result["failed"]) or result["worker_lost"] or errors

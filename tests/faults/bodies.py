@@ -6,10 +6,10 @@ import gzip
 import io
 import json
 import random
-import struct
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from tests.faults.payloads import chunk, form_body, png
 
 JSON_PATHS = (
     "/v1/jobs", "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions", "/v1/completions", "/v1/batches",
@@ -120,17 +120,6 @@ def _address(draw: random.Random) -> HostileRequest:
     return _json("address", draw, _sound(draw, **fields))
 
 
-def png(width: int, height: int, *, claims: int = 0) -> bytes:
-    """A grey PNG, whose header may claim another height than its data has rows for."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    rows = zlib.compress(b"\x00" * ((width + 1) * height), 9)
-    header = struct.pack(">IIBBBBB", width, claims or height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
 def _jpeg(draw: random.Random) -> bytes:
     """A progressive JPEG whose last scan comes thousands of times."""
     from PIL import Image
@@ -152,15 +141,8 @@ def _upload(draw: random.Random) -> HostileRequest:
 
 
 def _form(kind: str, draw: random.Random, parts: dict[str, bytes], path: str = "/v1/images/edits") -> HostileRequest:
-    edge = "edge"
-    body = b"".join(
-        f'--{edge}\r\nContent-Disposition: form-data; name="{name}"'.encode()
-        + (b'; filename="x"' if name in ("image", "file") else b"") + b"\r\n\r\n" + data + b"\r\n"
-        for name, data in parts.items()
-    )  # fmt: skip
-    return HostileRequest(
-        kind, path, body + f"--{edge}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={edge}"}
-    )
+    files = {name: parts.pop(name) for name in ("image", "file") if name in parts}
+    return HostileRequest(kind, path, form_body(parts, files), {"Content-Type": "multipart/form-data; boundary=edge"})
 
 
 def _broken_form(draw: random.Random) -> HostileRequest:
@@ -198,12 +180,10 @@ def _charset(draw: random.Random) -> HostileRequest:
 
 def _stuffed(draw: random.Random) -> HostileRequest:
     """A small PNG with tens of thousands of chunks, empty or of text."""
-    picture = png(8, 8)
     name, data = draw.choice(
         ((b"juNk", b""), (b"tEXt", b"a\x00b"), (b"IDAT", b""), (b"zTXt", b"a\x00\x00x"), (b"fdAT", b""))
     )
-    chunk = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    picture = picture[:33] + chunk * draw.choice((5_000, 40_000)) + picture[33:]  # after the header
+    picture = png(8, 8, chunk(name, data) * draw.choice((5_000, 40_000)))
     return _form("stuffed picture", draw, {"image": picture, "unknown": b"1", "prompt": b"a cat"})
 
 
@@ -229,17 +209,10 @@ def _packed(draw: random.Random) -> HostileRequest:
 
 def _path(draw: random.Random) -> HostileRequest:
     name = draw.choice(("..%2f..%2fetc", "%00", "a" * 3_000, "%ff%fe", "job_" + "0" * 24, "*", "%7b%7d", "."))
-    path = draw.choice(
-        (
-            "/v1/jobs/{}",
-            "/v1/jobs/{}/events",
-            "/v1/files/{}/content",
-            "/v1/batches/{}",
-            "/v1/models/{}",
-            "/v1/jobs?after={}",
-            "/v1/jobs?limit={}",
-        )
-    )
+    path = draw.choice((
+        "/v1/jobs/{}", "/v1/jobs/{}/events", "/v1/files/{}/content", "/v1/batches/{}", "/v1/models/{}",
+        "/v1/jobs?after={}", "/v1/jobs?limit={}",
+    ))  # fmt: skip
     method = draw.choice(("GET", "DELETE", "PUT", "PATCH", "POST"))
     return HostileRequest("path", path.format(name), _sound(draw) if method != "GET" else b"", method=method)
 

@@ -14,15 +14,15 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import record
 from benchmarks.harness.record import table
-from deployment.redis import RedisServer
-from tests.api.world import SERVE, Worker, process, settings_of
 from tests.faults.bodies import HostileRequest, requests
+from tests.faults.lone_api import lone_api
 from tests.faults.monitor import Monitor
 
 ANSWER_S = 30.0
@@ -77,24 +77,15 @@ class Attack:
 
 def attack(count: int, seed: int, folder: Path) -> Attack:
     """Send `count` requests of this seed to an API process with a Redis of its own."""
-    redis = RedisServer(folder / "redis")
-    redis.start()
-    try:
-        settings = settings_of(redis.url, folder / "data", max_queued=1_000_000)
-        with Worker(settings) as worker, process(SERVE, settings) as (child, client):
-            worker.announce(ttl_s=86_400)
-            port = client.base_url.port
-            assert port is not None
-            statuses: dict[str, Counter[int]] = {}
-            with Monitor(str(client.base_url), child.pid) as monitor, ThreadPoolExecutor(_CLIENTS) as pool:
-                asked = islice(requests(seed), count)
-                while some := list(islice(asked, 200)):
-                    for request, status in zip(some, pool.map(lambda one: send(port, one), some), strict=True):
-                        statuses.setdefault(request.kind, Counter())[status] += 1
-            rss_mib = [reading[0] for reading in monitor.own_mib]
-            return Attack(statuses, monitor.gaps_s, rss_mib, child.poll() is None)
-    finally:
-        redis.kill()
+    statuses: dict[str, Counter[int]] = {}
+    with lone_api(folder) as api:
+        with Monitor(api.url, api.child.pid) as monitor, ThreadPoolExecutor(_CLIENTS) as pool:
+            asked = islice(requests(seed), count)
+            while some := list(islice(asked, 200)):
+                for request, status in zip(some, pool.map(partial(send, api.port), some), strict=True):
+                    statuses.setdefault(request.kind, Counter())[status] += 1
+        rss_mib = [reading[0] for reading in monitor.own_mib]
+        return Attack(statuses, monitor.gaps_s, rss_mib, api.child.poll() is None)
 
 
 def summary(found: Attack) -> dict[str, Any]:

@@ -18,77 +18,44 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from benchmarks.harness import record
-from core.jobs.keyring import Keyring
-from deployment.redis import address_in
-from tests.deployment.served import ROOT, Served
+from tests.deployment.served import ROOT
 from tests.faults import worst
+from tests.faults.tenant import Phase, ask, client_of, quantile, two_tenants
 
-_ANSWER_S = 120.0
 _BEGUN_S = 5.0  # until what runs beside is in full swing, and until nothing of it is left
 KINDS = ("picture", "text")
 
 
-@dataclass
-class Felt:
-    """Seconds of each request, and what was no success."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    failed: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "failed": len(self.failed),
-            **{
-                kind: {"requests": len(s), "p50_s": _at(s, 0.5), "p99_s": _at(s, 0.99), "worst_s": round(max(s), 3)}
-                for kind, s in self.seconds.items()
-            },
-        }
+def report(phase: Phase) -> dict[str, Any]:
+    return {
+        "failed": len(phase.failed),
+        **{
+            kind: {
+                "requests": len(seconds := phase.seconds[kind]), "p50_s": quantile(seconds, 0.5, 3),
+                "p99_s": quantile(seconds, 0.99, 3), "worst_s": round(max(seconds), 3),
+            }
+            for kind in KINDS
+        },
+    }  # fmt: skip
 
 
-def _at(seconds: list[float], share: float) -> float:
-    return round(sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * share))], 3)
-
-
-def live(client: httpx2.Client, rounds: int, felt: Felt) -> None:
-    """A picture and a text, `rounds` times."""
-    asked: dict[str, tuple[str, dict[str, Any]]] = {
-        "picture": ("/v1/images/generations", {"prompt": "a red hat", "steps": 4, "response_format": "b64_json"}),
-        "text": (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a hat"}], "max_tokens": 16, "temperature": 0},
-        ),
-    }
+def live(client: httpx2.Client, rounds: int, phase: Phase) -> None:
     for _ in range(rounds):
-        for kind, (path, body) in asked.items():
-            begun = time.perf_counter()
-            try:
-                answer = client.post(path, json=body)
-                if answer.status_code != 200:
-                    felt.failed.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
-            except httpx2.HTTPError as error:
-                felt.failed.append(f"{kind}: {error!r}")
-            felt.seconds[kind].append(time.perf_counter() - begun)
+        ask(client, phase, KINDS)
 
 
 def go_on(url: str, key: str) -> None:
     """A second tenant that does what the first one does, until it is killed; of the lowest CPU priority."""
     os.nice(19)
-    with _client(url, key) as client:
+    with client_of(url, key) as client:
         while True:
-            live(client, 1, Felt())
-
-
-def _client(url: str, key: str) -> httpx2.Client:
-    return httpx2.Client(
-        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S, trust_env=False, verify=False
-    )
+            live(client, 1, Phase())
 
 
 @contextlib.contextmanager
@@ -108,32 +75,24 @@ def running(words: list[str]) -> Iterator[None]:
         time.sleep(_BEGUN_S)
 
 
-def measure(folder: Path, rounds: int, turns: int, only: list[str]) -> dict[str, Felt]:
-    """What was felt in each of `BESIDE`, by turns in one run. `only` are attacks; none: all."""
-    service = Served(folder, model=None, unset=("DIPTYCH_KERNELS", "DIPTYCH_COMPILE", "DIPTYCH_TEXT_MODEL"))
-    try:
-        service.ready()
-        keyring = Keyring(address_in(folder / "data" / "redis"))
-        keys = [keyring.add(name, ["images", "text"], "", "")[1] for name in ("well-behaved", "other")]
-        keyring.close()
+def measure(folder: Path, rounds: int, turns: int, only: list[str]) -> dict[str, Phase]:
+    """What was felt alone and beside each of the others, by turns in one run. `only` are attacks; none: all."""
+    with two_tenants(folder) as (service, tenant, other), client_of(service.url, tenant) as client:
         words = {
             "alone": [],
             "burner": ["-c", "import os; os.nice(19)\nwhile True: pass"],
             "peer": ["-c", "import sys; from tests.faults.neighbours import go_on; go_on(*sys.argv[1:])",
-                     service.url, keys[1]],
-            "beside": ["-m", "tests.faults.worst", service.url, keys[1], *only],
+                     service.url, other],
+            "beside": ["-m", "tests.faults.worst", service.url, other, *only],
         }  # fmt: skip
-        felt = {name: Felt() for name in words}
-        with _client(service.url, keys[0]) as client:
-            time.sleep(3)  # until keys are known everywhere
-            live(client, 3, Felt())
-            for _ in range(turns):
-                for name, beside in words.items():
-                    with running(beside):
-                        live(client, rounds // turns, felt[name])
+        felt = {name: Phase() for name in words}
+        time.sleep(3)  # until keys are known everywhere
+        live(client, 3, Phase())
+        for _ in range(turns):
+            for name, beside in words.items():
+                with running(beside):
+                    live(client, rounds // turns, felt[name])
         return felt
-    finally:
-        service.close()
 
 
 def main() -> int:
@@ -144,7 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     with record.alone(), tempfile.TemporaryDirectory() as folder:
         felt = measure(Path(folder), options.rounds, options.turns, options.only)
-    result: dict[str, Any] = {name: one.as_json() for name, one in felt.items()}
+    result: dict[str, Any] = {name: report(phase) for name, phase in felt.items()}
     for kind in KINDS:
         p99_s = {name: result[name][kind]["p99_s"] for name in felt}
         result[f"{kind}_p99_ratio"] = round(p99_s["beside"] / p99_s["alone"], 2)

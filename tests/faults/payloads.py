@@ -18,11 +18,15 @@ def chunk(kind: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
+def png(width: int, height: int, chunks: bytes = b"", *, rows: bytes = b"", claims: int = 0, level: int = 9) -> bytes:
+    """A PNG of 8-bit grey, with these chunks behind its header, which may claim another height than there are rows."""
+    header = struct.pack(">IIBBBBB", width, claims or height, 8, 0, 0, 0, 0)
+    data = zlib.compress(rows or bytes((width + 1) * height), level)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunks + chunk(b"IDAT", data) + chunk(b"IEND")
+
+
 def small_png(chunks: bytes = b"", side: int = 64) -> bytes:
-    """A grey PNG with these chunks behind its header."""
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes((side + 1) * side))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunks + chunk(b"IDAT", pixels) + chunk(b"IEND")
+    return png(side, side, chunks)
 
 
 @cache
@@ -35,11 +39,7 @@ def png_of_empty_chunks(count: int) -> bytes:
 def heavy_png(size_bytes: int) -> bytes:
     """A sound picture of nearly this size, of pixels that cannot be compressed."""
     side = int(size_bytes**0.5) - 8
-    rows = b"".join(b"\0" + random.Random(y).randbytes(side) for y in range(side))
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 0)) + chunk(b"IEND")
-    )  # fmt: skip
+    return png(side, side, rows=b"".join(b"\0" + random.Random(y).randbytes(side) for y in range(side)), level=0)
 
 
 def form_body(fields: dict[str, bytes], files: dict[str, bytes], boundary: str = "edge") -> bytes:

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx2
 
+from tests.faults.histories.record import FINAL
 from tests.faults.parts import wait_for
-from tests.faults.stack import FINAL
 
 _TIMEOUT = httpx2.Timeout(120)
 _POLL_S = 0.05

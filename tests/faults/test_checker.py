@@ -137,6 +137,16 @@ def job(*more: Call, faults: tuple[str, ...] = (), limits: Limits = _NONE, **nam
     return History(1, [Fault(1, kind) for kind in faults], calls, limits, **named)  # type: ignore[arg-type]
 
 
+def ended(id: str, status: str, *more: Call, error: str = "") -> list[Call]:
+    """A job that was accepted, and how it ended."""
+    return [call("submit", 2, id, seen(id, "queued", 0)), call("finally", 50, id, seen(id, status, error=error)), *more]
+
+
+def again() -> list[Call]:
+    """The id `a` was used for another job, which succeeded."""
+    return [call("picture", 70, "a", got=("second",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))]
+
+
 def waited(k: int) -> tuple[Told, ...]:
     return Told(f"1-{k}", "queued"), Told(f"2-{k}", "running", 1)
 
@@ -191,35 +201,18 @@ WRONG: dict[str, list[History]] = {
         ),
     ],
     "ends_are_explained": [
-        job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "cancelled"))),
-        job(call("submit", 2, "b", seen("b", "queued", 0)), call("finally", 50, "b", seen("b", "expired"))),
-        job(
-            call("submit", 2, "b", seen("b", "queued", 0)),
-            call("finally", 50, "b", seen("b", "failed", error="engine_error")),
-            faults=("kill_worker", "disk_full"),
-        ),
-        job(
-            call("submit", 2, "b", seen("b", "queued", 0)),
-            call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("kill_worker",),
-        ),
-        job(
-            call("submit", 2, "b", seen("b", "queued", 0)),
-            call("finally", 50, "b", seen("b", "failed", error="crashed")),
-            call("events", 60, "b", told=stream("b", "failed", 2), whole=True), faults=("kill_worker",),
-        ),
+        job(*ended("b", "cancelled")),
+        job(*ended("b", "expired")),
+        job(*ended("b", "failed", error="engine_error"), faults=("kill_worker", "disk_full")),
+        job(*ended("b", "failed", error="artifact_error"), faults=("kill_worker",)),
+        job(*ended("b", "failed", call("events", 60, "b", told=stream("b", "failed", 2), whole=True), error="crashed"),
+            faults=("kill_worker",)),
     ],
     "limits_hold": [
-        job(
-            *(call("submit", k, f"b{k}", seen(f"b{k}", "queued", 0)) for k in range(9)),
-            *(call("finally", 50, f"b{k}", seen(f"b{k}", "succeeded")) for k in range(9)),
-            limits=Limits(**{name: {"anna": (4, 60.0)}}),  # type: ignore[arg-type]
-        )
-        for name in ("requests", "pictures")
-    ] + [
-        job(
-            *(call("stream", 60, f"b{k}", told=waited(k), whole=True) for k in range(30)),
-            limits=Limits(max_queued=4),
-        )
+        *(job(*(one for k in range(9) for one in ended(f"b{k}", "succeeded")),
+              limits=Limits(**{name: {"anna": (4, 60.0)}}))  # type: ignore[arg-type]
+          for name in ("requests", "pictures")),
+        job(*(call("stream", 60, f"b{k}", told=waited(k), whole=True) for k in range(30)), limits=Limits(max_queued=4)),
     ],
     "answers_are_documented": [
         job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=status, code=code))
@@ -289,13 +282,11 @@ ALLOWED = [
     job(),
     job(call("erase", 40, "a"), replace(call("look", 45, "a"), outcome=REFUSED, status=404)),
     job(call("erase", 55, "a"), call("submit", 60, "a", seen("a", "queued", 0, created=2.0), wants=("second",)),
-        call("picture", 70, "a", got=("second",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
+        *again()),
     job(replace(call("erase", 40, "a"), outcome=UNKNOWN), call("picture", 70, "a", got=("mine",))),
     # What was submitted and got no answer takes effect after the erasure.
-    job(replace(call("submit", 3, "a", wants=("late",)), outcome=UNKNOWN), call("erase", 40, "a"),
-        call("picture", 70, "a", got=("late",)), call("finally", 80, "a", seen("a", "succeeded", created=2.0))),
-    job(call("submit", 2, "b", seen("b", "queued", 0)),
-        call("finally", 50, "b", seen("b", "failed", error="artifact_error")), faults=("disk_full",)),
+    job(replace(call("submit", 3, "a", wants=("second",)), outcome=UNKNOWN), call("erase", 40, "a"), *again()),
+    job(*ended("b", "failed", error="artifact_error"), faults=("disk_full",)),
     job(replace(call("look", 60, "a"), outcome=UNKNOWN, status=503)),
     job(replace(call("look", 60, "a", tenant="bert"), outcome=REFUSED, status=404)),
     *(job(refused("probe job look", 60, "a", status, owner="anna", tenant=tenant))

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from api.picture_codec import measure
-from tests.faults.uploads import Body, Site, _pictures, bodies, fault, site, split
+from tests.faults.lone_api import LoneApi
+from tests.faults.uploads import Body, _pictures, bodies, fault, site, split
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(Path(tmp_path_factory.mktemp("site"))) as running:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneApi]:
+    with site(tmp_path_factory.mktemp("site")) as running:
         yield running
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies)
-def test_a_hostile_body_is_refused_by_name(running: Site, body: Body) -> None:
-    answer = running.client.post(body.path, content=body.content, headers={"Content-Type": body.content_type})
-    assert fault(answer) is None
+def test_a_hostile_body_is_refused_by_name(running: LoneApi, body: Body) -> None:
+    assert fault(body.send(running.client)) is None
 
 
 def test_the_grammar_begins_with_sound_pictures() -> None:

@@ -29,14 +29,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from core.jobs.keyring import Keyring
-from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import SERVE, Worker, eventually, process, settings_of
+from tests.faults.lone_api import LoneApi, lone_api
 from tests.faults.monitor import Monitor, usage
 from tests.faults.payloads import CARD_OF_NINE, chunk, form_body
 
-_ANSWER_S = 120.0
 _SETTLED_S = 25.0  # after which idle child processes have ended
 EDITS, FILES, JOBS, INFERENCE = "/v1/images/edits", "/v1/files", "/v1/jobs", "/"
 # Codes of refusals that may name no field: the whole body is wrong, or the field's name may not be repeated.
@@ -50,6 +47,9 @@ class Body:
     path: str
     content_type: str
     content: bytes = field(repr=False)
+
+    def send(self, client: httpx2.Client) -> httpx2.Response:
+        return client.post(self.path, content=self.content, headers={"Content-Type": self.content_type})
 
     def __repr__(self) -> str:
         return f"Body({self.path!r}, {self.content_type!r}, {len(self.content)} bytes: {self.content[:300]!r})"
@@ -68,36 +68,11 @@ def fault(answer: httpx2.Response) -> str | None:
     return None if named and error["message"] else f"{answer.status_code} names nothing: {answer.text}"
 
 
-# -- the API -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Site:
-    """A running API with a Redis of its own and a worker that draws at once. `client` has no rate limit."""
-
-    url: str
-    pid: int
-    client: httpx2.Client
-
-
 @contextmanager
-def site(folder: Path) -> Iterator[Site]:
-    redis = RedisServer(folder / "redis")
-    redis.start()
-    try:
-        settings = settings_of(redis.url, folder / "data", max_queued=1_000_000)
-        keyring = Keyring.of(settings)
-        token = keyring.add("attacker", ["images", "text", "files"], "1000000/second")[1]
-        keyring.close()
-        with Worker(settings) as worker, process(SERVE, settings) as (child, client):
-            worker.announce(card=CARD_OF_NINE, ttl_s=86_400)
-            eventually(lambda: client.get("/readyz").status_code == 200)
-            headers = {"Authorization": f"Bearer {token}"}
-            url = str(client.base_url)
-            with httpx2.Client(base_url=url, timeout=_ANSWER_S, headers=headers) as attacker, Easel(worker):
-                yield Site(url, child.pid, attacker)
-    finally:
-        redis.kill()
+def site(folder: Path) -> Iterator[LoneApi]:
+    """An API whose worker draws at once."""
+    with lone_api(folder, CARD_OF_NINE, keyed=True) as running, Easel(running.worker):
+        yield running
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -282,12 +257,9 @@ bodies: st.SearchStrategy[Body] = forms() | uploads()
 def every(count: int, number: int, send: Callable[[Body], None]) -> None:
     """Call `send` with so many bodies of this seed. Nothing is shrunk: `send` collects what it finds."""
     quiet = settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     run: Callable[[], None] = seed(number)(quiet(given(bodies)(send)))
     run()
 
@@ -300,13 +272,11 @@ def main() -> int:
     statuses: Counter[str] = Counter()
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder, site(Path(folder)) as running:
-        before = usage(running.pid)[0]
+        before = usage(running.child.pid)[0]
 
         def send(body: Body) -> None:
             try:
-                answer = running.client.post(
-                    body.path, content=body.content, headers={"Content-Type": body.content_type}
-                )
+                answer = body.send(running.client)
             except httpx2.TransportError as error:
                 faults.append(f"no answer ({error}): {body!r}")
                 return
@@ -314,7 +284,7 @@ def main() -> int:
             if (wrong := fault(answer)) is not None:
                 faults.append(f"{wrong}: {body!r}")
 
-        with Monitor(running.url, running.pid) as monitor:
+        with Monitor(running.url, running.child.pid) as monitor:
             every(options.bodies, options.seed, send)
         time.sleep(_SETTLED_S)
         report = {
@@ -322,7 +292,7 @@ def main() -> int:
             "faults": len(faults), "healthz_ms": monitor.healthz_ms(),
             "healthz_over_100_ms": sum(gap > 0.1 for gap in monitor.gaps_s), "healthz_asked": len(monitor.gaps_s),
             "rss_mib": {
-                "before": round(before), "peak": round(monitor.peak_mib()), "after": round(usage(running.pid)[0])
+                "before": round(before), "peak": round(monitor.peak_mib()), "after": round(usage(running.child.pid)[0])
             },
         }  # fmt: skip
     print(json.dumps(report, indent=1))

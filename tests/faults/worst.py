@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import httpx2
 
-from tests.faults.bodies import png
+from tests.faults.payloads import png
 
 NAMES = (
     "batches_with_ids_taken", "silent_webhooks", "many_logprobs", "large_batches", "empty_arrays", "ids_used_again",

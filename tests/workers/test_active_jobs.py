@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 import pytest
@@ -58,26 +59,21 @@ def apart(work: ActiveJob, requests: list[Request]) -> Future[Any]:
 
 def test_all_requests_of_a_job_are_made(engine: Engine) -> None:
     made = ActiveJob(claim(), engine).make([ask(k) for k in range(5)])
-    assert [wanted.seed for wanted in made] == list(range(5))
+    assert [request.seed for request in made] == list(range(5))
 
 
-def test_one_failure_stops_the_rest(engine: Engine, runner: StageRunner) -> None:
-    work = ActiveJob(claim(), engine)
-    with pytest.raises(RuntimeError, match="the prompt wanted it"):
-        work.make([ask(0, steps=1000), ask(1, "FAIL"), ask(2, steps=1000)])
-    eventually(lambda: runner.held() == 0)
-
-
-def test_a_refused_request_stops_the_rest(engine: Engine, runner: StageRunner) -> None:
-    with pytest.raises(Invalid, match="steps"):
-        ActiveJob(claim(), engine).make([ask(0, steps=1000), ask(1, steps=0)])
-    eventually(lambda: runner.held() == 0)
-
-
-def test_a_deadline_ends_all(engine: Engine, runner: StageRunner) -> None:
-    deadline = engine.clock() + 0.05
-    with pytest.raises(Expired):
-        ActiveJob(claim(), engine).make([ask(k, steps=1000, deadline=deadline) for k in range(3)])
+@pytest.mark.parametrize(
+    ("error", "last", "deadline_s"),
+    [(RuntimeError, {"prompt": "FAIL"}, inf), (Invalid, {"steps": 0}, inf), (Expired, {"steps": 1000}, 0.05)],
+    ids=["failed", "refused", "expired"],
+)
+def test_one_that_ends_stops_the_rest(
+    engine: Engine, runner: StageRunner, error: type[Exception], last: dict[str, Any], deadline_s: float
+) -> None:
+    requests = [ask(0, steps=1000), ask(1, **last, deadline=engine.clock() + deadline_s)]
+    with pytest.raises(error):
+        ActiveJob(claim(), engine).make(requests)
+    assert requests[0].work is None or requests[0].work.step < requests[0].parameters.steps
     eventually(lambda: runner.held() == 0)
 
 

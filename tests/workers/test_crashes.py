@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from core.jobs.limits import JobLimits
-from core.jobs.reaper import Reaper
 from core.jobs.record import JobState
-from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.workers.crew import Crew, Hired, eventually
 from workers.heartbeat import STUCK
@@ -22,16 +18,8 @@ LONG = 1000
 
 
 @pytest.fixture
-def reaper(crew: Crew) -> Iterator[None]:
-    """Sweeps as the API does: also where no worker lives."""
-    store = JobStore(crew.url, JobLimits(lease_s=LEASE_S, max_attempts=2))
-    reaper = Reaper(
-        store.upkeep, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1
-    )
-    reaper.start()
-    yield
-    reaper.stop()
-    store.close()
+def max_attempts() -> int:
+    return 2
 
 
 def hire(crew: Crew, *switches: str, **settings: Any) -> Hired:
@@ -61,23 +49,6 @@ def test_a_crash_costs_an_attempt_and_suspects_run_alone(crew: Crew, reaper: Non
             inside.remove(event["request"])
         suspects = [request for request in inside if request.startswith((companion, killer))]
         assert not suspects or len(inside) == 1
-
-
-def test_a_poisoned_job_fails_and_takes_nobody_with_it(crew: Crew, reaper: None) -> None:
-    first = hire(crew)
-    poison = crew.ask(prompt="KILL")
-    assert first.wait() == -signal.SIGKILL
-    second = hire(crew, ready=False)
-    innocent = crew.ask()
-    assert second.wait() == -signal.SIGKILL
-    job = crew.ended(poison)
-    assert job.state is JobState.FAILED
-    assert job.error is not None
-    assert job.error["code"] == "crashed"
-    assert job.attempt == 2
-    hire(crew)
-    job = crew.ended(innocent)
-    assert (job.state, job.lost) == (JobState.SUCCEEDED, 0)
 
 
 def test_a_hung_device_ends_the_process_and_the_job_goes_on_elsewhere(crew: Crew, reaper: None) -> None:

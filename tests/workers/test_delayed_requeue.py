@@ -7,7 +7,7 @@ import signal
 from core.jobs.broker import Envelope
 from core.jobs.record import Job, JobState
 from tests.workers.crew import Crew, eventually
-from tests.workers.stage import MODEL, picture
+from tests.workers.stage import picture
 from workers.delayed_requeue import DelayedRequeue
 
 OTHER = "stage-next"
@@ -46,17 +46,6 @@ def test_what_is_held_in_the_end_is_left_to_others_at_once() -> None:
 def colour(crew: Crew, job: Job) -> bytes:
     assert job.state is JobState.SUCCEEDED and job.result is not None, job.error
     return crew.artifacts.get(job.result["images"][0]["key"])
-
-
-def test_each_draws_what_names_its_own(crew: Crew) -> None:
-    crew.hire()
-    crew.hire("--name", OTHER)
-    ids = [crew.ask(model=(MODEL, OTHER)[k % 2], prompt=f"{k}", seed=k, priority=k % 10) for k in range(40)]
-    for k, id in enumerate(ids):
-        job = crew.ended(id)
-        assert colour(crew, job) == picture(f"{OTHER}: {k}" if k % 2 else f"{k}", k, 32, 32)
-        assert (job.attempt, job.lost) == (1, 0)
-    eventually(lambda: crew.redis.hlen("unacked") == 0, "all acknowledgements")
 
 
 def test_what_nobody_serves_waits_and_holds_nobody_up(crew: Crew) -> None:

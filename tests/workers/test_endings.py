@@ -98,16 +98,6 @@ def test_a_worker_ends_though_redis_is_away(crew: Crew, redis_server: RedisServe
     assert "Traceback" not in worker.log
 
 
-def test_an_idle_worker_without_redis_ends_too(crew: Crew, redis_server: RedisServer) -> None:
-    worker = crew.hire()
-    redis_server.kill()
-    try:
-        worker.signal(signal.SIGTERM)
-        assert worker.wait() == 0
-    finally:
-        redis_server.start()
-
-
 def test_a_job_that_waits_for_a_suspect_is_given_back(crew: Crew) -> None:
     """The suspect runs alone; whoever waits at the gate has claimed nothing, and only its message goes back."""
     worker = crew.hire(drain_s=0.3)

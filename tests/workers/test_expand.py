@@ -22,7 +22,7 @@ from core.jobs.store import JobStore
 from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
 from tests.workers.stage import StageText, picture
-from tests.workers.test_crashes import hire, reaper
+from tests.workers.test_crashes import hire
 from workers import expand
 from workers.active_jobs import ActiveJobs
 from workers.build import Runtime, build
@@ -31,8 +31,6 @@ from workers.serving_runtime import handlers_of
 from workers.shared_lock import SharedLock
 from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
-
-__all__ = ["reaper"]
 
 CAT = ImageParameters("a cat", 5, 32, 32)
 

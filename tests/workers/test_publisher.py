@@ -45,12 +45,6 @@ def steps(crew: Crew, id: str) -> list[int]:
     return [data["step"] for type, data in crew.events(id) if type == "progress"]
 
 
-def test_progress_arrives(crew: Crew, scene: Scene) -> None:
-    id = claimed(crew)
-    scene.publisher.say(id, 1, {"step": 1})
-    eventually(lambda: crew.job(id).progress == {"step": 1})
-
-
 def test_what_is_said_in_one_tick_is_written_at_once(crew: Crew, scene: Scene) -> None:
     """Unless the tick takes long, one flush holds what all jobs of a batch got; of each job the newest."""
     ids = [claimed(crew) for _ in range(5)]

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,27 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.jobs.broker import Envelope, read_message
-from core.jobs.limits import JobLimits
-from core.jobs.reaper import Reaper
 from core.jobs.record import JobState
-from core.jobs.store import JobStore
 from tests.core import refusals
 from tests.workers.crew import Crew, eventually
 
 LONG = 1000
-
-
-@pytest.fixture
-def reaper(crew: Crew) -> Iterator[None]:
-    """Sweeps as the API does: also where no worker lives."""
-    store = JobStore(crew.url, JobLimits(lease_s=1.0))
-    reaper = Reaper(
-        store.upkeep, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1
-    )
-    reaper.start()
-    yield
-    reaper.stop()
-    store.close()
 
 
 @pytest.mark.parametrize("way", refusals.WAYS)

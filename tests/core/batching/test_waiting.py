@@ -21,7 +21,7 @@ steps = st.lists(
 def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]) -> None:
     runner = FakeRunner(Clock())
     admission = Admission({"image": runner}, starvation_s=5.0)
-    shares, waiting, aged = admission.shares, admission.waiting["image"], admission.aged
+    shares, waiting, aging = admission.shares, admission.waiting["image"], admission.aged
     asks = [Ask(files=tuple((name, 1) for name in names)) for names in ("", "x", "y", "xy")]
     live: list[Request] = []
     now = 0.0
@@ -34,7 +34,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
             admission.add(request)
         elif what == "age":
             now += priority
-            aged.age(now)
+            aging.age(now)
         elif what == "admit" and (first := waiting.first()):
             waiting.count -= 1
             first.state = State.RUNNING
@@ -53,7 +53,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
                 waiting.count -= 1
             request.state = State.DONE
             shares.leave(request)
-            aged.remove(request)
+            aging.remove(request)
         waiting.sweep()
         left = [r for r in live if r.state is State.WAITING]
         assert waiting.count == len(left)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import captions
+from evaluation.captioning import caption_file
 from evaluation.captioning.caption_file import CaptionFile, CaptionFileError, CaptionRow
 
 SETTINGS = {"seed": 0, "temperature": 0.7}
@@ -74,23 +75,32 @@ def test_a_torn_file_costs_no_more_than_its_last_line(cut: int, tmp_path_factory
     assert (folder / "c.tsv").read_bytes() == finished(folder / "whole.tsv")
 
 
-@pytest.mark.parametrize("left", ["c.tsv.json", "c.tsv"])
-def test_a_kill_while_it_is_finished_costs_nothing(left: str, tmp_path: Path) -> None:
-    """What is written first is there, and what comes after is not: the rows still are."""
-    out, part = tmp_path / "c.tsv", tmp_path / "c.tsv.part"
-    begun(out, ROWS).close()
-    rows = part.read_bytes()
-    part.unlink()
-    whole = finished(out)
-    part.write_bytes(rows)
-    if left == "c.tsv.json":
-        out.unlink()
+@pytest.mark.parametrize("killed", ["write_json", "write", ""])
+def test_a_kill_while_it_is_finished_costs_nothing(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At either of its writes, or before the rows are taken away: they still are there."""
+    out, part, whole = tmp_path / "c.tsv", tmp_path / "c.tsv.part", finished(tmp_path / "whole" / "c.tsv")
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with begun(out, ROWS) as file, monkeypatch.context() as patch:
+        rows = part.read_bytes()
+        if killed:
+            patch.setattr(caption_file, killed, kill)
+            with pytest.raises(KeyboardInterrupt):
+                file.finish()
+        else:
+            file.finish()
+            part.write_bytes(rows)
     with CaptionFile(out, SETTINGS, 3) as file:
+        assert file.finished == (not killed)
         if not file.finished:
             file.begin(BY)
             file.finish()
     assert out.read_bytes() == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.tsv", "c.tsv.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.tsv", "c.tsv.json", "whole"]
 
 
 @pytest.mark.parametrize("done", [False, True])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from tests.faults.histories.history import play
 from tests.faults.histories.planted import BUGS
 from tests.faults.histories.record import Fault, History, faults
 from tests.faults.histories.shrink import shrink
-from tests.faults.histories.world import World
+from tests.faults.histories.world import World, checkout
 from tests.faults.parts import ROOT
 
 _RENEWED = 25  # histories of one world: then a new one, on the other kind of storage
@@ -56,20 +55,6 @@ class House:
     def close(self) -> None:
         self._world, self._age = None, 0
         self._open.close()
-
-
-def checkout(commit: str, folder: Path) -> Path:
-    """The code of another version, for parts to be started from."""
-    place = folder / f"code-{commit}"
-    if not place.exists():
-        place.mkdir(parents=True)
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True)
-        # What starts a worker of histories is this version's, which changes nothing of the product.
-        ours = place / "tests" / "faults" / "histories"
-        if not ours.exists():
-            ours.symlink_to(ROOT / "tests" / "faults" / "histories")
-    return place
 
 
 def one(

@@ -86,11 +86,12 @@ def ends_stay(index: Index) -> Iterator[str]:
 def events_in_order(index: Index) -> Iterator[str]:
     """One terminal event, the last; ids and attempts increase; progress is the running attempt's and increases."""
     for call in index.calls:
-        for text in _disorder(call.told, whole=call.whole):
+        for text in disorder(call.told, whole=call.whole):
             yield f"{call.about}: {text}"
 
 
-def _disorder(told: tuple[Told, ...], *, whole: bool) -> Iterator[str]:
+def disorder(told: tuple[Told, ...], *, whole: bool) -> Iterator[str]:
+    """What is wrong with the order of one job's events."""
     positions = [tuple(map(int, re.findall(r"\d+", one.id))) for one in told if one.id]
     if any(b <= a for a, b in pairwise(positions)):
         yield "events came twice or out of order"

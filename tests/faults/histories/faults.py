@@ -25,6 +25,7 @@ from tests.faults.histories.world import TENANTS, World
 from tests.faults.parts import ROOT, Part
 
 Undo = Callable[[], None]
+Begin = Callable[[World, Fault], Undo | None]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Kind:
     `seconds`, `size`: the ranges that these are drawn from. `needs`: what a world must have.
     """
 
-    begin: Callable[[World, Fault], Undo | None]
+    begin: Begin
     seconds: tuple[float, float] = (0.0, 0.0)
     size: tuple[float, float] = (0.0, 0.0)
     weight: float = 1.0
@@ -45,53 +46,54 @@ def _nothing() -> None:
     pass
 
 
-def _kill(parts: str) -> Callable[[World, Fault], Undo | None]:
+def _part(parts: str, do: Callable[[World, Part], Undo | None]) -> Begin:
+    """Something is done to a part, where that runs."""
+
     def begin(world: World, fault: Fault) -> Undo | None:
         part: Part = getattr(world, parts)[fault.target]
-        if not part.running:
+        return do(world, part) if part.running else None
+
+    return begin
+
+
+def _in_redis(do: Callable[[World, Fault], object]) -> Begin:
+    """Something is done in Redis, where that answers."""
+
+    def begin(world: World, fault: Fault) -> Undo | None:
+        try:
+            do(world, fault)
+        except redis.RedisError:
             return None
-        part.kill()
-        part.root = ROOT  # whatever it was started from
         return _nothing
 
     return begin
 
 
-def _terminate(parts: str) -> Callable[[World, Fault], Undo | None]:
-    def begin(world: World, fault: Fault) -> Undo | None:
-        part: Part = getattr(world, parts)[fault.target]
-        if part.process is None or not part.running:
-            return None
-        part.process.terminate()
-        part.root = ROOT
-        return _nothing
-
-    return begin
+def _kill(_: World, part: Part) -> Undo:
+    part.kill()
+    part.root = ROOT  # whatever it was started from
+    return _nothing
 
 
-def _other(parts: str) -> Callable[[World, Fault], Undo | None]:
+def _terminate(_: World, part: Part) -> Undo:
+    assert part.process is not None
+    part.process.terminate()
+    part.root = ROOT
+    return _nothing
+
+
+def _other(world: World, part: Part) -> Undo | None:
     """The part runs on with the code of another version, until it is killed."""
-
-    def begin(world: World, fault: Fault) -> Undo | None:
-        part: Part = getattr(world, parts)[fault.target]
-        if world.other is None or not part.running or part.root == world.other:
-            return None
-        part.kill()
-        part.root = world.other
-        return _nothing
-
-    return begin
+    if world.other is None or part.root == world.other:
+        return None
+    part.kill()
+    part.root = world.other
+    return _nothing
 
 
-def _pause(parts: str) -> Callable[[World, Fault], Undo | None]:
-    def begin(world: World, fault: Fault) -> Undo | None:
-        part: Part = getattr(world, parts)[fault.target]
-        if not part.running:
-            return None
-        part.pause()
-        return part.resume
-
-    return begin
+def _pause(_: World, part: Part) -> Undo:
+    part.pause()
+    return part.resume
 
 
 def _pause_redis(world: World, fault: Fault) -> Undo | None:
@@ -109,7 +111,7 @@ def _pause_redis(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _away(how: str) -> Callable[[World, Fault], Undo | None]:
+def _away(how: str) -> Begin:
     def begin(world: World, fault: Fault) -> Undo | None:
         if not world.servers[0].running or (how == "stop" and world.redis_paused):
             return None
@@ -125,7 +127,7 @@ def _promote(world: World, fault: Fault) -> Undo | None:
     return world.lead if not world.redis_paused and world.promote() else None
 
 
-def _link(name: str, mode: str) -> Callable[[World, Fault], Undo | None]:
+def _link(name: str, mode: str) -> Begin:
     def begin(world: World, fault: Fault) -> Undo | None:
         world.links[name].turn(mode, fault.size)
         return lambda: world.links[name].turn(PASS)
@@ -138,7 +140,7 @@ def _failing(world: World, fault: Fault) -> Undo | None:
     return lambda: setattr(world.storage, "failing", False)
 
 
-def _filled(name: str) -> Callable[[World, Fault], Undo | None]:
+def _filled(name: str) -> Begin:
     def begin(world: World, fault: Fault) -> Undo | None:
         junk: Path = world.disks[name] / "junk"
         with contextlib.suppress(OSError), junk.open("ab", buffering=0) as file:
@@ -178,7 +180,7 @@ def _full(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _clock(*names: str) -> Callable[[World, Fault], Undo | None]:
+def _clock(*names: str) -> Begin:
     def begin(world: World, fault: Fault) -> Undo | None:
         name = names[fault.target % len(names)]
         world.clocks.set(name, fault.size)
@@ -187,15 +189,11 @@ def _clock(*names: str) -> Callable[[World, Fault], Undo | None]:
     return begin
 
 
-def _disown(world: World, fault: Fault) -> Undo | None:
+def _disown(world: World, fault: Fault) -> None:
     """Every lease is over at once, though all workers live."""
-    try:
-        with world.direct(world.servers[0]) as client:
-            for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
-                client.zadd(f"{keys.PREFIX}leases", {id: 1}, xx=True)
-    except redis.RedisError:
-        return None
-    return _nothing
+    with world.direct(world.servers[0]) as client:
+        for id in client.zrange(f"{keys.PREFIX}leases", 0, -1):
+            client.zadd(f"{keys.PREFIX}leases", {id: 1}, xx=True)
 
 
 def _slow_receivers(world: World, fault: Fault) -> Undo | None:
@@ -225,7 +223,7 @@ def _slow_readers(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _pause_busy(lora: bool) -> Callable[[World, Fault], Undo | None]:
+def _pause_busy(lora: bool) -> Begin:
     """A worker hangs while it runs a job; with `lora` one that names a LoRA."""
 
     def begin(world: World, fault: Fault) -> Undo | None:
@@ -264,27 +262,19 @@ def _no_memory(world: World, fault: Fault) -> Undo | None:
     return end
 
 
-def _messages(world: World, fault: Fault) -> Undo | None:
-    try:
-        tampering.messages(world, int(fault.size))
-    except redis.RedisError:
-        return None
-    return _nothing
+def _messages(world: World, fault: Fault) -> None:
+    tampering.messages(world, int(fault.size))
 
 
-def _new_fields(world: World, fault: Fault) -> Undo | None:
+def _new_fields(world: World, fault: Fault) -> None:
     """Records get fields of a newer version, and a part of this one starts among them."""
-    try:
-        tampering.new_fields(world)
-    except redis.RedisError:
-        return None
+    tampering.new_fields(world)
     process = world.parts[round(fault.size)].process
     if process is not None and process.poll() is None:
         process.terminate()
-    return _nothing
 
 
-def _attack(send: Callable[[World, int, int], None]) -> Callable[[World, Fault], Undo | None]:
+def _attack(send: Callable[[World, int, int], None]) -> Begin:
     """An attack on one API, drawn from the fault's size."""
 
     def begin(world: World, fault: Fault) -> Undo | None:
@@ -298,12 +288,12 @@ _SHORT, _LEASE, _JUMP = (0.3, 1.5), (2.2, 3.5), (-6.0, 6.0)
 _SEED = (0, 10**9)
 _LOOK_S = 0.6  # until a worker is found that runs what a fault is about
 KINDS: dict[str, Kind] = {
-    "kill_worker": Kind(_kill("crew"), weight=2),
-    "kill_api": Kind(_kill("apis"), weight=1.5),
-    "stop_worker": Kind(_terminate("crew"), weight=0.7),
-    "stop_api": Kind(_terminate("apis"), weight=0.7),
-    "pause_worker": Kind(_pause("crew"), (0.5, 3.5)),
-    "pause_api": Kind(_pause("apis"), (0.3, 2.5)),
+    "kill_worker": Kind(_part("crew", _kill), weight=2),
+    "kill_api": Kind(_part("apis", _kill), weight=1.5),
+    "stop_worker": Kind(_part("crew", _terminate), weight=0.7),
+    "stop_api": Kind(_part("apis", _terminate), weight=0.7),
+    "pause_worker": Kind(_part("crew", _pause), (0.5, 3.5)),
+    "pause_api": Kind(_part("apis", _pause), (0.3, 2.5)),
     "pause_redis": Kind(_pause_redis, _SHORT),
     "redis_killed": Kind(_away("kill"), _SHORT, weight=1.5),
     "redis_restarted": Kind(_away("stop"), _SHORT, weight=1.5),
@@ -323,20 +313,20 @@ KINDS: dict[str, Kind] = {
     "disk_full": Kind(_filled("data"), _SHORT, needs="small_disks"),
     "clock_redis": Kind(_clock("redis"), (0.5, 3.0), _JUMP, needs="clocks"),
     "clock_part": Kind(_clock("worker-0", "api-0", "worker-1", "api-1"), (0.5, 3.0), (-600, 600), needs="clocks"),
-    "disown": Kind(_disown),
+    "disown": Kind(_in_redis(_disown)),
     "slow_receivers": Kind(_slow_receivers, (1.0, 4.0), (0.5, 12.0)),
     "pause_busy": Kind(_pause_busy(lora=False), (2.5, 4.5), weight=2),
     "pause_lora": Kind(_pause_busy(lora=True), (2.5, 4.5)),
     "no_memory": Kind(_no_memory, (0.3, 2.0), (0, 24)),
     "cache_full": Kind(_filled("cache"), _LEASE, needs="real"),
-    "broken_messages": Kind(_messages, size=_SEED, weight=1.5),
-    "new_fields": Kind(_new_fields, size=(0, 3), weight=1.5),
+    "broken_messages": Kind(_in_redis(_messages), size=_SEED, weight=1.5),
+    "new_fields": Kind(_in_redis(_new_fields), size=(0, 3), weight=1.5),
     "hostile_bodies": Kind(_attack(attacker.bodies), size=_SEED),
     "broken_bodies": Kind(_attack(attacker.broken_bodies)),
     "large_batch": Kind(_attack(attacker.batch), size=_SEED, weight=0.5),
     "slow_readers": Kind(_slow_readers, (1.0, 4.0)),
-    "other_worker": Kind(_other("crew"), needs="other", weight=0.7),
-    "other_api": Kind(_other("apis"), needs="other", weight=0.7),
+    "other_worker": Kind(_part("crew", _other), needs="other", weight=0.7),
+    "other_api": Kind(_part("apis", _other), needs="other", weight=0.7),
 }
 
 

@@ -11,7 +11,7 @@ import io
 import random
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 from PIL import Image
@@ -33,29 +33,30 @@ def wanted(prompt: str, seed: int, n: int = 1) -> tuple[str, ...]:
     return tuple(digest(picture(prompt, seed + k, _SIDE, _SIDE)) for k in range(n))
 
 
-class Gallery(Protocol):
-    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of a job, and digests of its images. `name` is unique; a batch's `line` is short."""
-        ...
+Asked = tuple[dict[str, Any], tuple[str, ...]]
+"""The fields of a job, and digests of its images."""
+
+
+class Gallery:
+    """Without edits: what these bring of a real model is not known."""
+
+    def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
+        """`name` is unique; a batch's `line` is short."""
+        raise NotImplementedError
 
     def source(self, random_: random.Random) -> bytes | None:
-        """A picture to edit; None: what an edit of it brings is not known."""
-        ...
+        """A picture to edit; None: there are no edits."""
+        return None
 
-    def edit(
-        self, random_: random.Random, name: str, source: bytes, file: str = ""
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of an edit of this picture, and digests of its images.
-
-        `file`: the id of its upload; empty: inline.
-        """
-        ...
+    def edit(self, random_: random.Random, name: str, source: bytes, file: str = "") -> Asked:
+        """An edit of this picture. `file`: the id of its upload; empty: inline."""
+        raise NotImplementedError
 
 
-class Computed:
+class Computed(Gallery):
     """Of the stand-in."""
 
-    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
         # Some ask for the same as others do, and share its artifact.
         prompt = f"common {random_.randrange(4)}" if random_.random() < 0.2 else name
         prompt += f" STEP={0.005 if line else random_.choice((0.005, 0.01, 0.02, 0.05, 0.1))}"
@@ -74,9 +75,7 @@ class Computed:
     def source(self, random_: random.Random) -> bytes:
         return picture(f"source {random_.randrange(3)}", 0, _SIDE, _SIDE)
 
-    def edit(
-        self, random_: random.Random, name: str, source: bytes, file: str = ""
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def edit(self, random_: random.Random, name: str, source: bytes, file: str = "") -> Asked:
         fields = {"prompt": name, "seed": 0, "n": 1, "steps": 2, "size": f"{_SIDE}x{_SIDE}", **_editing(source, file)}
         return fields, wanted(edited(name, _pixels(source)), 0)
 
@@ -97,22 +96,18 @@ def loras(folder: Path) -> None:
         write(model, folder, name, seed)
 
 
-class Drawn:
+class Drawn(Gallery):
     """Of a real model: deterministic orders, drawn once by the service while nothing disturbs it."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._orders: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self._orders: list[Asked] = []
         key = {"Authorization": f"Bearer {token}"}
         with httpx2.Client(base_url=url, headers=key, timeout=_PATIENCE_S, trust_env=False) as http:
             for k in range(_FEW):
                 fields = {
-                    "prompt": f"a house {k}",
-                    "seed": k,
-                    "steps": 2 + k % 5,
-                    "deterministic": True,
-                    "n": 1 + (k % 4 == 0),
-                    **({"lora": LORAS[k % len(LORAS)]} if k % 3 == 0 else {}),
-                }
+                    "prompt": f"a house {k}", "seed": k, "steps": 2 + k % 5, "deterministic": True,
+                    "n": 1 + (k % 4 == 0), **({"lora": LORAS[k % len(LORAS)]} if k % 3 == 0 else {}),
+                }  # fmt: skip
                 id = http.post("/v1/jobs", json={"type": "image", **fields}).json()["id"]
                 until = time.monotonic() + _PATIENCE_S
                 while (job := http.get(f"/v1/jobs/{id}?wait_s=10").json())["status"] != "succeeded":
@@ -120,17 +115,9 @@ class Drawn:
                 found = [http.get(f"/v1/jobs/{id}/images/{n}").content for n in range(len(job["images"]))]
                 self._orders.append((fields, tuple(map(digest, found))))
 
-    def order(self, random_: random.Random, name: str, line: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def order(self, random_: random.Random, name: str, line: bool = False) -> Asked:
         fields, wants = random_.choice([one for one in self._orders if not line or len(one[1]) == 1])
         return dict(fields), wants
-
-    def source(self, random_: random.Random) -> None:
-        return None
-
-    def edit(
-        self, random_: random.Random, name: str, source: bytes, file: str = ""
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        raise NotImplementedError("there is no source")
 
 
 def _pixels(png: bytes) -> bytes:

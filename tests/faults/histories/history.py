@@ -7,7 +7,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from core.jobs import keys
 from core.jobs.broker import QUEUES
@@ -41,18 +42,16 @@ def play(
     book, over = Book(), threading.Event()
     heard = len(world.heard)
     world.histories += 1
-    name = (
-        f"h{seed}n{world.histories}"  # of one world no two histories share a name, not even the same one played again
-    )
+    # Of one world no two histories share a name, not even the same one played again.
+    name = f"h{seed}n{world.histories}"
     made: list[tuple[str, Own]] = []
     things: list[Thing] = []
     crowd = []
     for k in range(clients):
         line = Line(book, world.urls(), world.tokens, random.Random(seed * 1000 + k))
         hook = f"http://127.0.0.1:{world.receiver.port}/{name}"
-        crowd.append(
-            Client(f"{name}c{k}", TENANTS[k % len(TENANTS)], line, made, things, world.gallery, hook, over, without)
-        )
+        tenant = TENANTS[k % len(TENANTS)]
+        crowd.append(Client(f"{name}c{k}", tenant, line, made, things, world.gallery, hook, over, without))
     for client in crowd:
         client.start()
     playing = Play(world, schedule)
@@ -81,10 +80,8 @@ def play(
     for at, path, told in world.heard[heard:]:
         _, of, tenant = path.split("/")
         if of == name:
-            seen = (Seen.of(told["data"]),)
-            book.write(
-                Call("webhook", tenant, at - book.started, at - book.started, OK, 200, about=seen[0].id, seen=seen)
-            )
+            seen, heard_at = (Seen.of(told["data"]),), at - book.started
+            book.write(Call("webhook", tenant, heard_at, heard_at, OK, 200, about=seen[0].id, seen=seen))
     for begin, end, kind, status in world.statuses:
         outcome = OK if 200 <= status < 300 else UNKNOWN if status <= 0 or status >= 500 else REFUSED
         times = begin - book.started, end - book.started
@@ -107,63 +104,66 @@ def read_back(world: World, book: Book, crowd: list[Client], made: list[tuple[st
     """Ask for everything once all has ended, or has had all the time in the world. Returns what is left over."""
     until = time.monotonic() + end_s
     line = Line(book, world.urls(), world.tokens, random.Random(0))
+
+    def asked(ask: Callable[..., Any], *given: Any, **named: Any) -> Call:
+        def again() -> Call:
+            answer = ask(*given, **named)
+            return answer if isinstance(answer, Call) else answer[0]
+
+        return patiently(again, world, until)
+
     try:
         for client in crowd:
             for again in client.unresolved:
-                client.note(patiently(again, world, until))
+                client.note(asked(again))
         jobs = {(tenant, own.id): own for tenant, own in made}
         for (tenant, id), own in jobs.items():
             last = ended(world, line, tenant, id, until)
             if last.outcome != OK or not last.seen[0].final:
                 continue
-            follow = patiently(lambda tenant=tenant, id=id: line.follow(tenant, id, whole=True), world, until)  # type: ignore[misc]
+            follow = asked(line.follow, tenant, id, whole=True)
             if follow.outcome == OK and last.seen[0].status == "succeeded":
                 wants = own.wants if last.seen[0].created == own.created else ()
-                patiently(
-                    lambda tenant=tenant, id=id, wants=wants: line.picture(tenant, id, wants=wants, whole=True),
-                    world,
-                    until,
-                )  # type: ignore[misc]
-        _streams(world, book, list(jobs))
+                asked(line.picture, tenant, id, wants=wants, whole=True)
+        at = book.now()
+        for (tenant, id), told in streams(world, jobs):
+            whole = told[-1].type in FINAL and len(told) < _KEPT
+            book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=told, whole=whole))
         for client in crowd:
             for link in client.links:
                 about = {"about": link.id, "created": link.created, "wants": link.wants}
-                patiently(
-                    lambda link=link, about=about: line.call("link", "", "GET", link.link, bytes_of, **about)[0],
-                    world,
-                    until,
-                )  # type: ignore[misc]
+                asked(line.call, "link", "", "GET", link.link, bytes_of, **about)
             for file, wants in client.made:
-                patiently(lambda file=file, wants=wants, t=client.tenant: line.content(t, file, wants)[0], world, until)  # type: ignore[misc]
+                asked(line.content, client.tenant, file, wants)
             for batch in client.batches:
                 _batch(world, line, batch, until)
-            patiently(lambda t=client.tenant: line.list(t), world, until)  # type: ignore[misc]
-        left = _left(world, min(until, time.monotonic() + 30))
+            asked(line.list, client.tenant)
+        left = left_over(world, min(until, time.monotonic() + 30))
         if not left:
             quiet(world, line, world.gallery, until)
-            left = _left(world, min(until, time.monotonic() + 30))
+            left = left_over(world, min(until, time.monotonic() + 30))
         return left
     finally:
         line.close()
 
 
-def _streams(world: World, book: Book, jobs: list[tuple[str, str]]) -> None:
-    """The jobs' streams in Redis: followers do not receive events after the terminal one."""
-    at = book.now()
+def streams(world: World, jobs: Iterable[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[Told, ...]]]:
+    """The streams in Redis of these jobs, each a tenant and an id: followers receive nothing after the terminal event.
+
+    An id that was used again may have told of the job before, too: each job's events come by themselves.
+    """
+    jobs = list(jobs)
     with world.direct(world.servers[0]) as client, client.pipeline(transaction=False) as pipe:
         for _, id in jobs:
             pipe.xrange(keys.events(id))
         found = pipe.execute()
-    for (tenant, id), entries in zip(jobs, found, strict=True):
-        lives: dict[str, list[Told]] = {}  # an id that was used again may have told of the one before
+    for job, entries in zip(jobs, found, strict=True):
+        lives: dict[str, list[Told]] = {}
         for position, fields in entries:
-            data = json.loads(fields["data"])
-            value = data.get("attempt" if fields["type"] == "running" else "steps_done", 0)
-            one = Told(position, fields["type"], value if isinstance(value, int) else 0)
-            lives.setdefault(fields.get("of", ""), []).append(one)
-        for told in lives.values():
-            whole = told[-1].type in FINAL and len(told) < _KEPT
-            book.write(Call("stream", tenant, at, book.now(), OK, 200, about=id, told=tuple(told), whole=whole))
+            told = Told.of(position, fields["type"], json.loads(fields["data"]))
+            lives.setdefault(fields.get("of", ""), []).append(told)
+        for life in lives.values():
+            yield job, tuple(life)
 
 
 def _batch(world: World, line: Line, batch: Call, until: float) -> None:
@@ -173,19 +173,15 @@ def _batch(world: World, line: Line, batch: Call, until: float) -> None:
         call, response = line.call("batch_look", batch.tenant, "GET", f"/v1/batches/{id}", keep=False, about=id)
         if call.outcome == OK and response is not None:
             status, output = response.json()["status"], response.json()["output_file_id"]
-        if (
-            call.outcome == REFUSED
-            or status in ("completed", "failed", "cancelled", "expired")
-            or time.monotonic() > until
-        ):
+        over = call.outcome == REFUSED or status in ("completed", "failed", "cancelled", "expired")
+        if over or time.monotonic() > until:
             break
         world.tend()
         time.sleep(0.1)
     got: list[str] = []
     while output:
-        call, response = line.call(
-            "content", batch.tenant, "GET", f"/v1/files/{output}/content", keep=False, about=output
-        )
+        path = f"/v1/files/{output}/content"
+        call, response = line.call("content", batch.tenant, "GET", path, keep=False, about=output)
         if call.outcome != UNKNOWN or time.monotonic() > until:
             for text in response.text.splitlines() if call.outcome == OK and response is not None else ():
                 answer = json.loads(text)
@@ -193,22 +189,12 @@ def _batch(world: World, line: Line, batch: Call, until: float) -> None:
                     got.append(f"{answer['custom_id']} {digest(base64.b64decode(image['b64_json']))}")
             break
         time.sleep(0.2)
-    line.book.write(
-        Call(
-            "batch_end",
-            batch.tenant,
-            batch.begin,
-            line.book.now(),
-            call.outcome,
-            call.status,
-            status,
-            id,
-            got=tuple(got),
-        )
-    )
+    line.book.write(Call(
+        "batch_end", batch.tenant, batch.begin, line.book.now(), call.outcome, call.status, status, id, got=tuple(got),
+    ))  # fmt: skip
 
 
-def _left(world: World, until: float) -> list[str]:
+def left_over(world: World, until: float) -> list[str]:
     """Jobs that are still counted as queued or running. Jobs without a known id may still have to end."""
     while True:
         left = []

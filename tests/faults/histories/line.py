@@ -52,46 +52,30 @@ class Line:
 
     def call(
         self, op: str, tenant: str, method: str, path: str,
-        read: Callable[[httpx2.Response], dict[str, Any]] = lambda response: {}, keep: bool = True,
+        read: Callable[[httpx2.Response], dict[str, Any]] | None = lambda response: {}, keep: bool = True,
         headers: dict[str, str] | None = None, given: dict[str, Any] | None = None, **about: Any,
     ) -> tuple[Call, httpx2.Response | None]:  # fmt: skip
-        """`given` goes to the HTTP client, `about` into the record; `read` extracts the content of a 2xx answer."""
-        key = self._key(tenant)
-        begin = self.book.now()
-        response = None
+        """`given` goes to the HTTP client, `about` into the record; `read` extracts the content of a 2xx answer.
+
+        Without `read` the body of a 2xx answer is not read.
+        """
+        headers = {**self._key(tenant), **(headers or {})}
+        address, begin = self.random.choice(self.urls) + path, self.book.now()
         try:
-            response = self._http.request(
-                method, self.random.choice(self.urls) + path, headers={**key, **(headers or {})}, **(given or {})
-            )
+            with self._http.stream(method, address, headers=headers, **(given or {})) as response:
+                if read is not None or not response.is_success:
+                    response.read()
         except httpx2.TransportError:
             call = Call(op, tenant, begin, self.book.now(), UNKNOWN, **about)
-        else:
-            told: dict[str, Any] = {}
-            outcome, code = OK if response.is_success else REFUSED, ""
-            if outcome == OK:
-                told = read(response)
-            else:
-                code = _code(response)
-                # A failure of the service says nothing of what was done before it.
-                outcome = UNKNOWN if response.status_code >= 500 else REFUSED
-            call = Call(op, tenant, begin, self.book.now(), outcome, response.status_code, code, **{**about, **told})
+            return (self.book.write(call) if keep else call), None
+        outcome, code = OK, ""
+        if not response.is_success:
+            # A failure of the service says nothing of what was done before it.
+            outcome, code = UNKNOWN if response.status_code >= 500 else REFUSED, _code(response)
+        elif read is not None:
+            about |= read(response)
+        call = Call(op, tenant, begin, self.book.now(), outcome, response.status_code, code, **about)
         return (self.book.write(call) if keep else call), response
-
-    def status(
-        self, op: str, tenant: str, method: str, path: str, given: dict[str, Any] | None = None, **about: Any
-    ) -> Call:
-        """As `call`; the body of a 2xx answer is not read."""
-        begin, status, code = self.book.now(), 0, ""
-        try:
-            address = self.random.choice(self.urls) + path
-            with self._http.stream(method, address, headers=self._key(tenant), **(given or {})) as response:
-                status, outcome = response.status_code, OK if response.is_success else REFUSED
-                if outcome == REFUSED:
-                    response.read()
-                    code, outcome = _code(response), UNKNOWN if status >= 500 else REFUSED
-        except httpx2.TransportError:
-            outcome = UNKNOWN
-        return self.book.write(Call(op, tenant, begin, self.book.now(), outcome, status, code, **about))
 
     def _key(self, tenant: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.tokens[tenant]}"} if tenant else {}
@@ -139,7 +123,8 @@ class Line:
                     if line and name:
                         fields[name] = value
                     elif not line and fields.get("event"):
-                        told.append(_event(fields))
+                        data = json.loads(fields.get("data") or "{}")
+                        told.append(Told.of(fields.get("id", ""), fields["event"], data))
                         fields = {}
                         if slow_s:
                             time.sleep(slow_s)
@@ -218,10 +203,3 @@ def bytes_of(response: httpx2.Response) -> dict[str, Any]:
 
 def _named(response: httpx2.Response) -> dict[str, Any]:
     return {"ids": (response.json()["id"],)}
-
-
-def _event(fields: dict[str, str]) -> Told:
-    data = json.loads(fields.get("data") or "{}")
-    job = Seen.of(data) if fields["event"] in FINAL and "created_at" in data else None
-    value = data.get("attempt", 0) if fields["event"] == "running" else data.get("steps_done", 0)
-    return Told(fields.get("id", ""), fields["event"], value if isinstance(value, int) else 0, job)

@@ -1,6 +1,6 @@
 """Injects bugs that the checker must find into the processes of a history.
 
-    BUG=file python -m tests.faults.histories.planted api --fd N | worker …
+    BUG=file python -m tests.faults.histories.planted api FD | worker …
 
 The file names the active bugs. Some replace parts of the scripts' text: if the product no longer contains that part,
 the process exits, so that no bug is silently missing.
@@ -245,9 +245,10 @@ def main() -> int:
     plant()
     if part == "api":
         _api()
-        from tests.faults import fragile
+        from api.app import serve
+        from core.config import read
 
-        fragile.main()
+        serve(read(), int(sys.argv[1]))
         return 0
     _worker()
     from tests.faults.histories import worker

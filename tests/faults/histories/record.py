@@ -45,6 +45,13 @@ class Told:
     value: int = 0
     job: Seen | None = None  # that the last one carries
 
+    @classmethod
+    def of(cls, id: str, type: str, data: dict[str, Any]) -> Told:
+        """From an event of the API, or of a stream in Redis."""
+        value = data.get("attempt" if type == "running" else "steps_done", 0)
+        job = Seen.of(data) if type in FINAL and "created_at" in data else None
+        return cls(id, type, value if isinstance(value, int) else 0, job)
+
 
 @dataclass(frozen=True)
 class Call:

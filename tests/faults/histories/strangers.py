@@ -81,9 +81,8 @@ def ask(line: Line, tenant: str, thing: Thing, name: str) -> Call:
     """Ask for it in the way of this name. An answer's body is not read: events may have no end."""
     method, path, body = _asks(thing.kind, thing.id)[name]
     given = {} if body is None else {"json": body}
-    return line.status(
-        f"probe {thing.kind} {name}", tenant, method, path, given=given, about=thing.id, owner=thing.owner
-    )
+    about = {"about": thing.id, "owner": thing.owner}
+    return line.call(f"probe {thing.kind} {name}", tenant, method, path, None, given=given, **about)[0]
 
 
 def ways(kind: str) -> list[str]:

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import httpx2
 import redis
 
 from core.config import Settings
@@ -24,12 +27,13 @@ from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.address import listen, url
 from deployment.redis import RedisError, RedisServer
+from tests.api.world import SERVE
+from tests.faults.guard import Guard
 from tests.faults.histories.clocks import Clocks
 from tests.faults.histories.gallery import Computed, Drawn, Gallery, loras
 from tests.faults.histories.others import Receiver, Storage
 from tests.faults.histories.proxy import Proxy
-from tests.faults.parts import Part, wait_for
-from tests.faults.site import Site
+from tests.faults.parts import ROOT, Part, wait_for
 from tests.forks import API, REAL, WORKER
 
 START_S = 120.0
@@ -47,14 +51,29 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def checkout(commit: str, folder: Path) -> Path:
+    """The code of another version, for parts to be started from. Raises `CalledProcessError` without a git history."""
+    place = folder / f"code-{commit}"
+    if not place.exists():
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+        place.mkdir(parents=True)
+        subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True)
+        # What starts a worker of histories is this version's, which changes nothing of the product.
+        ours = place / "tests" / "faults" / "histories"
+        if not ours.exists():
+            ours.symlink_to(ROOT / "tests" / "faults" / "histories")
+    return place
+
+
 @dataclass(eq=False)
-class World(Site):
+class World:
     """Starts on `with`, and leaves no process and no mount behind. Parts are started by the thread that enters it.
 
     `objects`: artifacts lie in an object store, else in a folder. `bug`: the file that names what is planted.
-    `other`: a checkout of another version, which parts may be started from. `real`: pictures by a tiny model of noise,
-    which takes torch's time to start, else by the stand-in. `preload`: parts are forked from processes that have
-    imported what they need, and their clocks cannot be set.
+    `other`: a checkout of another version, which parts may be started from; `mixed`: the last API and the last worker
+    are. `real`: pictures by a tiny model of noise, which takes torch's time to start, else by the stand-in. `preload`:
+    parts are forked from processes that have imported what they need, and their clocks cannot be set. `switches` go to
+    every worker, `settings` over `SETTINGS`. `keyed`: tenants have keys, else nobody needs one.
     """
 
     folder: Path
@@ -64,7 +83,11 @@ class World(Site):
     replica: bool = True
     real: bool = False
     preload: bool = False
-    paused: set[Part] = field(default_factory=set)
+    mixed: bool = False
+    keyed: bool = True
+    workers: int = 2
+    switches: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
     histories: int = 0
     redis_away: bool = False  # on purpose: nobody starts it again
     redis_paused: bool = False
@@ -76,6 +99,26 @@ class World(Site):
     patience_s: float = 20.0
     parts: list[Part] = field(default_factory=list)
     warm: dict[str, tuple[int, float]] = field(default_factory=dict)  # kind of part → descriptors and MiB, once warm
+
+    def __enter__(self) -> Self:
+        self.guard = Guard()
+        self._closing: list[Any] = []
+        try:
+            self._start()
+        except BaseException as error:
+            error.add_note(self.logs())
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(self.logs())
+        self.close()
+
+    def logs(self) -> str:
+        """The end of what each part has said."""
+        return "\n".join(part.tail() for part in self.parts)
 
     def _start(self) -> None:
         self.clocks = Clocks(self.folder / "clocks")
@@ -90,34 +133,15 @@ class World(Site):
         self.links["storage"] = Proxy(self.storage.port)
         self.listeners = [listen("127.0.0.1", 0) for _ in range(2)]
         self._closing += [self.receiver, self.storage, *self.links.values(), *self.listeners]
-        logs = self.folder / "logs"
         for k, listener in enumerate(self.listeners):
-            descriptor = listener.fileno()
-            api = [*self._command("tests.faults.fragile", "api"), "--fd", str(descriptor)]
-            place = self._environment("api", f"api-{k}")
-            self.parts.append(
-                Part(
-                    f"api-{k}",
-                    api,
-                    place,
-                    logs / f"api-{k}.log",
-                    self.guard,
-                    descriptors=(descriptor,),
-                    preload=API if self.preload else (),
-                )
-            )
-        worker = [
-            *self._command("tests.faults.histories.worker", "worker"),
-            "--text",
-            "--files",
-            str(_FILES),
-            *(["--real"] if self.real else []),
-        ]
-        for k in range(2):
-            place = self._environment("worker", f"worker-{k}")
-            preload = (REAL if self.real else WORKER) if self.preload else ()
-            self.parts.append(Part(f"worker-{k}", worker, place, logs / f"worker-{k}.log", self.guard, preload=preload))
+            self._part("api", k, [*self._command("api", "-c", SERVE), str(listener.fileno())], API, listener.fileno())
+        words = ["--text", "--files", str(_FILES), *(["--real"] if self.real else []), *self.switches]
+        worker = [*self._command("worker", "-m", "tests.faults.histories.worker"), *words]
+        for k in range(self.workers):
+            self._part("worker", k, worker, REAL if self.real else WORKER)
         self.apis, self.crew = self.parts[:2], self.parts[2:]
+        if self.mixed and self.other is not None:
+            self.apis[-1].root = self.crew[-1].root = self.other
         if self.real:
             loras(self.folder / "loras")
         own = self._settings("own")
@@ -126,18 +150,29 @@ class World(Site):
         self._closing += [self.store, self.registry]
         keyring = Keyring.of(own)
         self.tokens = {}
-        for name in (*TENANTS, HOSTILE):
+        for name in (*TENANTS, HOSTILE) if self.keyed else ():
             rate, quota = RATES.get(name, ("", ""))
             self.tokens[name] = keyring.add(name, rate=rate, quota=quota, file_bytes=QUOTAS.get(name, 0))[1]
         keyring.close()
         for part in self.parts:
             part.start()
         self.settle()
-        self.gallery: Gallery = Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Computed()
 
-    def _command(self, module: str, planted: str) -> list[str]:
-        what = [module] if self.bug is None else ["tests.faults.histories.planted", planted]
-        return [sys.executable, "-m", *what]
+    @cached_property
+    def gallery(self) -> Gallery:
+        return Drawn(self.urls()[0], self.tokens["anna"]) if self.real else Computed()
+
+    def _part(self, kind: str, k: int, command: list[str], preload: tuple[str, ...], *descriptors: int) -> None:
+        name = f"{kind}-{k}"
+        log = self.folder / "logs" / f"{name}.log"
+        self.parts.append(Part(
+            name, command, self._environment(kind, name), log, self.guard, descriptors=descriptors,
+            preload=preload if self.preload else (),
+        ))  # fmt: skip
+
+    def _command(self, planted: str, *usual: str) -> list[str]:
+        words = usual if self.bug is None else ("-m", "tests.faults.histories.planted", planted)
+        return [sys.executable, *words]
 
     def _given(self, link: str) -> dict[str, str]:
         server = self.servers[0]
@@ -145,7 +180,7 @@ class World(Site):
             **SETTINGS, "redis_url": f"redis://:{server.password}@127.0.0.1:{self.links[link].port}/0",
             "data_dir": str(self.disks["data"]), "cache_dir": str(self.disks["cache"]),
             **({"artifacts_url": "s3://pictures"} if self.objects else {}),
-            **({"lora_dir": str(self.folder / "loras")} if self.real else {}),
+            **({"lora_dir": str(self.folder / "loras")} if self.real else {}), **self.settings,
         }  # fmt: skip
 
     def _settings(self, link: str) -> Settings:
@@ -154,11 +189,8 @@ class World(Site):
     def _environment(self, link: str, name: str) -> dict[str, str]:
         environment = {f"DIPTYCH_{key.upper()}": value for key, value in self._given(link).items()}
         environment |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
+            "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
             **({} if self.preload else self.clocks.environment(name)),
-        }
-        environment |= {
             "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.links['storage'].port}",
         }  # fmt: skip
@@ -247,7 +279,6 @@ class World(Site):
                     self.start_redis(server)
         for part in self.parts:
             if not part.running:
-                self.paused.discard(part)
                 part.start()
 
     def urls(self) -> list[str]:
@@ -255,17 +286,12 @@ class World(Site):
 
     def ready(self) -> bool:
         """Whether every part runs and says that it is ready."""
-        import httpx2
-
         self.tend()
         try:
             live = {card.pid for card in self.registry.workers() if card.state == "ready"}
-            answers = [
-                httpx2.get(f"{address}/readyz", timeout=10, trust_env=False).status_code for address in self.urls()
-            ]
-        except (RuntimeError, httpx2.TransportError):
+        except RuntimeError:
             return False
-        return {part.pid for part in self.crew} <= live and answers == [200, 200]
+        return {part.pid for part in self.crew} <= live and all(map(answers, self.urls()))
 
     def settle(self) -> None:
         """Wait until all is ready. Raises AssertionError, at once where a part ends whenever it is started."""
@@ -286,3 +312,11 @@ class World(Site):
         for one in self._closing:
             one.close()
         self.guard.close()
+
+
+def answers(url: str) -> bool:
+    """Whether this API says that it is ready."""
+    try:
+        return httpx2.get(f"{url}/readyz", timeout=10, trust_env=False, verify=False).status_code == 200
+    except httpx2.TransportError:
+        return False
