@@ -219,7 +219,6 @@ def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]
         inputs = gatherer.inputs(present, rows)
         texts = gatherer.conditioning([control.texts[rows] for control, rows in networks], 0)
         moving = [branch.moving(inputs.sample[:rows], control.conditions(0)) for control, rows in networks]
-        merged = {**texts, "hint": torch.cat([entry["hint"] for entry in moving])}
-    added = {"text_embeds": inputs.conditioning["pooled"], "time_ids": inputs.conditioning["time_ids"]}
-    sample = inputs.sample[:, : model.latent_channels]
-    return torch.inference_mode()(lambda: branch(sample, inputs.timestep, added, merged))
+        merged = {**inputs.conditioning, **texts, "hint": torch.cat([entry["hint"] for entry in moving])}
+    controlled = inputs._replace(sample=inputs.sample[:, : model.latent_channels], conditioning=merged)
+    return torch.inference_mode()(lambda: branch(controlled))

@@ -32,6 +32,7 @@ from core.ops.cuda import CudaLowering
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline.backends.timing import synchronize
 from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 from workers.build import device_of, load_model
 
 LAYERS = {  # names of layers that a LoRA has a share in; keys and values of the text are computed once a prompt
@@ -228,6 +229,6 @@ def _step(network: SplitUNet, unet: Any, rows: int, side: int) -> Callable[[], A
 
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     sample, text = random(rows, config.in_channels, side, side), random(rows, 77, network.text_width)
-    added = {"text_embeds": random(rows, pooled), "time_ids": torch.ones(rows, 6, device=weight.device)}
-    times = torch.full((rows,), 500.0, device=weight.device)
-    return lambda: network.deep(sample, times, text, None, added)
+    sizes, times = torch.ones(rows, 6, device=weight.device), torch.full((rows,), 500.0, device=weight.device)
+    inputs = DenoiserInputs(sample, times, {"kv": text, "pooled": random(rows, pooled), "time_ids": sizes})
+    return lambda: network.deep(inputs)

@@ -43,6 +43,7 @@ from pipeline.families.sdxl.parts import tokenizers
 from pipeline.families.zimage import recipe
 from pipeline.families.zimage.transformer import ZImageNetwork
 from unet_opt.deepcache import kept
+from unet_opt.inputs import DenoiserInputs
 from unet_opt.vae import VaeDecoder
 
 ROWS = (16, 14, 12, 8, 4, 2)
@@ -66,22 +67,12 @@ def sdxl_phases(device: str, *, small: bool, stock: bool) -> Phases:
     unet, decoder, _, _ = on_gpu(model, max(rows))
     for count in rows:
         sample, times, text, added = models.inputs(source, count)
-        kv = unet.prepare_text(text)
-
-        def deep(sample: Tensor = sample, times: Tensor = times, kv: Tensor = kv, added: Any = added) -> Any:
-            return unet.deep(sample, times, kv, added_cond_kwargs=added)
-
-        _, *features = deep()
-        yield f"deep {count}", deep, True
+        inputs = models.of_denoiser(sample, times, unet.prepare_text(text), added)
+        _, *features = unet.deep(inputs)
+        yield f"deep {count}", partial(unet.deep, inputs), True
         for depth in DEPTHS:
             parts = tuple(part.clone() for part in kept(features, depth))
-
-            def shallow(
-                depth: str = depth, parts: Any = parts, sample: Tensor = sample, times: Tensor = times,
-                added: Any = added,
-            ) -> Any:  # fmt: skip
-                return unet.shallow(depth, parts, sample, times, added_cond_kwargs=added)
-
+            shallow = partial(unet.shallow, depth, inputs.without_text(), parts)
             yield f"shallow{'' if depth == BLOCK else f'-{depth}'} {count}", shallow, True
     yield "keys 2", lambda: unet.prepare_text(models.inputs(source, 2)[2]), True
     for count in (1, 2) if small else (1, 2, 4):
@@ -127,17 +118,12 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
         network = ZImageNetwork(CudaLowering(dtype, max(rows)), denoiser)
         text = network.prepare_text(hidden)
         for count in rows:
-            options = {
-                "text": text.expand(count, -1, -1).contiguous(), "lengths": torch.full((count,), TOKENS, device=device),
-            }  # fmt: skip
-            phase_inputs = inputs(count)
-            features = network.deep(*phase_inputs, **options)[1].clone()
-            yield f"{name} deep {count}", partial(network.deep, *phase_inputs, **options), True
-            yield (
-                f"{name} shallow {count}",
-                partial(network.shallow, BLOCK, (features,), *phase_inputs, **options),
-                True,
-            )
+            lengths = torch.full((count,), TOKENS, device=device)
+            texts = {"text": text.expand(count, -1, -1).contiguous(), "lengths": lengths}
+            phase_inputs = DenoiserInputs(*inputs(count), texts)
+            features = network.deep(phase_inputs)[1].clone()
+            yield f"{name} deep {count}", partial(network.deep, phase_inputs), True
+            yield f"{name} shallow {count}", partial(network.shallow, BLOCK, phase_inputs, (features,)), True
     decoder = VaeDecoder(CudaLowering(dtype, 1), vae)
     latents = torch.randn(1, vae.config.latent_channels, side, side, device=device, dtype=dtype)
     yield "vae 1", lambda: decoder(latents), True
@@ -159,7 +145,7 @@ def _in_8_bits(model: Any, hidden: Tensor, tensors: tuple[Tensor, Tensor], dtype
     reference = ZImageNetwork(TorchLowering(dtype), model)
     text, lengths = reference.prepare_text(hidden), torch.full((1,), TOKENS, device=hidden.device)
     with seen.observe(model, rules.targets(model), 0):
-        reference.deep(*tensors, text=text, lengths=lengths)
+        reference.deep(DenoiserInputs(*tensors, {"text": text, "lengths": lengths}))
     quantized = copy.deepcopy(model)
     quantize_(quantized, rules, seen)
     return quantized

@@ -1,29 +1,42 @@
-"""Translates torch's errors for the engine: out of memory, or device lost."""
+"""Device errors in the engine's words: out of memory, or device lost. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
-from core.batching.runner import DeviceLost, OutOfMemory
-
 T = TypeVar("T")
 
 
+class OutOfMemory(RuntimeError):
+    """The device could not hold this batch. A smaller one may fit."""
+
+
+class DeviceLost(RuntimeError):
+    """An error that sticks to the device: no later result from this process could be trusted."""
+
+
+def device_error(error: BaseException) -> BaseException:
+    """`OutOfMemory` or `DeviceLost` for torch's many forms of these, caused by the error; else the error itself."""
+    if isinstance(error, OutOfMemory | DeviceLost) or not isinstance(error, RuntimeError | MemoryError):
+        return error
+    text, kinds = str(error), {kind.__name__ for kind in type(error).__mro__}
+    translated: RuntimeError
+    if {"MemoryError", "OutOfMemoryError"} & kinds or "can't allocate memory" in text or "out of memory" in text:
+        translated = OutOfMemory(text)
+    elif "AcceleratorError" in kinds or "CUDA error" in text:
+        translated = DeviceLost(text)
+    else:
+        return error
+    translated.__cause__ = error
+    return translated
+
+
 def translate_device_errors(compute: Callable[[], T]) -> T:
-    """Run the function. Raises `OutOfMemory` and `DeviceLost` for torch's many forms of these, and other errors
-    unchanged.
-    """
+    """Run a function on a thread that is no lane's. Raises what `device_error` returns."""
     try:
         return compute()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(str(error)) from error
-    except RuntimeError as error:
-        text = str(error)
-        if "can't allocate memory" in text or "out of memory" in text:
-            raise OutOfMemory(text) from error
-        if "CUDA error" in text or isinstance(error, getattr(torch, "AcceleratorError", ())):
-            raise DeviceLost(text) from error
-        raise
+    except Exception as error:
+        if (translated := device_error(error)) is error:
+            raise
+        raise translated from error

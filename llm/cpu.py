@@ -68,13 +68,13 @@ class CpuDecoder:
         trunk.tokens.x.copy_(step.tokens)
         trunk.rows.positions.copy_(step.positions)
         trunk.rows.sequences.copy_(step.sequences)
-        trunk.ops.run(None)
+        trunk.ops.program.run()
         count = len(step.output_rows)
         if not count:
             return torch.empty(0, self._vocabulary)
         head = self._heads.get(count) or self._head(count)
         head.x.x.copy_(torch.index_select(trunk.x.x, 0, step.output_rows))
-        head.ops.run(None)
+        head.ops.program.run()
         return head.logits.x
 
     def release(self) -> None:

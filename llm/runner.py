@@ -15,7 +15,6 @@ from contract.errors import Invalid
 from core.batching.cost import CostTable
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
-from core.failures import translate_device_errors
 from core.kernels.kv_cache import Kind, KVCache
 from llm import parameters
 from llm.choose import SampledTokens
@@ -176,7 +175,7 @@ class TextRunner:
             self._costs[GROUP].observe(step.rows, step.seconds + time.perf_counter() - started)
             return outcomes
 
-        return self._lane.start(lambda: translate_device_errors(lambda: self._model_runner(parts)), commit)
+        return self._lane.start(lambda: self._model_runner(parts), commit)
 
     def _part(self, request: Request) -> ScheduledTokens:
         work: SequenceState = request.work

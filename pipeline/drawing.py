@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,14 @@ from pipeline.pixels import edit, vae
 from pipeline.sampling import denoise, samplers
 from pipeline.text.conditioning import Conditioner, Told
 from pipeline.text.encode import Encoder
+from unet_opt.inputs import DenoiserInputs
+
+Forward = Callable[[DenoiserInputs], tuple[Tensor, ...]]
+"""A denoiser's deep step: its output [B, C, h, w], and any further results."""
 
 
 class Denoiser:
-    """A model whose denoiser may be any callable with the arguments of its network's `deep`.
+    """A model whose denoiser may be any `Forward`.
 
     The result equals that of a request for the native size with the model's default sampler. A model that inpaints
     repaints the whole of a grey image.
@@ -44,7 +47,7 @@ class Denoiser:
         prompts: Sequence[str],
         seeds: Sequence[int],
         *,
-        forward: Callable[..., Any] | None = None,
+        forward: Forward | None = None,
         until: int | None = None,
         around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
     ) -> Tensor:
@@ -52,9 +55,9 @@ class Denoiser:
 
         `around(step)` is entered around each forward of the denoiser, which `forward` replaces.
         """
-        model, family = self.model, self.model.family
+        model = self.model
         side = model.native // model.vae_scale
-        gatherer = denoise.BatchGatherer(model.dtype, family.padded)
+        gatherer = denoise.BatchGatherer(model.dtype, model.family.padded)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         shape = (1, model.latent_channels, side, side)
 
@@ -78,7 +81,7 @@ class Denoiser:
         for step in range(self._steps if until is None else until):
             inputs = gatherer.inputs(riders, rows)
             with around(step):
-                output = family.call(forward or self._network.deep, inputs)[0]
+                output = (forward or self._network.deep)(inputs)[0]
             noisy = self._table.noisy[step]
             noise = [draw(generator).to(model.device) if noisy else None for generator in generators]
             riders = denoise.advance(riders, output, noise)

@@ -16,7 +16,7 @@ from core.batching.request import Outcome, Request
 from core.graphs import ExecutableKey
 from core.transfers import to_device
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
-from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, UPSCALE, VAE, VAE_TINY
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, STEPS, UPSCALE, VAE, VAE_TINY
 from pipeline.backends.run_ahead import RunAhead
 from pipeline.extensions import control_costs
 from pipeline.extensions.adapters import ScaledAdapter, named
@@ -33,6 +33,7 @@ from pipeline.sampling import denoise
 from pipeline.sampling.kept_features import gather, gather_residual, keep, keep_residual
 from pipeline.text.conditioning import Conditioner, Told
 from pipeline.text.encode import MarkedPrompt
+from unet_opt.inputs import DenoiserInputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,12 +78,10 @@ class IterationBuilder:
             self._refined = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
         self._previews: vae.LinearPreview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
-
-    def build(self, group: BatchGroup, requests: list[Request]) -> Iteration:
-        """One iteration of the group's phase."""
-        builders = {IMAGE: self.encode_image, ENCODE: self.encode_prompts, UPSCALE: self.upscale_tile}
-        builders |= dict.fromkeys(DECODES.values(), self.decode_latents)
-        return builders.get(group.phase, self.denoise_step)(group, requests)
+        self.phases: Mapping[str, Callable[[BatchGroup, list[Request]], Iteration]] = {
+            IMAGE: self.encode_image, ENCODE: self.encode_prompts, UPSCALE: self.upscale_tile,
+            **dict.fromkeys(STEPS, self.denoise_step), **dict.fromkeys(DECODES.values(), self.decode_latents),
+        }  # fmt: skip
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
@@ -247,21 +246,21 @@ class IterationBuilder:
 
     def _forward(
         self, group: BatchGroup, backend: ImageBackend, way: ExecutionPlan, works: list[ImageState],
-        inputs: denoise.DenoiserInputs,
+        inputs: DenoiserInputs,
     ) -> torch.Tensor:  # fmt: skip
         """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks and image prompts
         add goes into phases that are launched directly.
         """
-        call, function, direct = backend.model.family.call, way.function, backend.phases[group.phase]
         if group.phase == DEEP:
             added = self._additions.evaluate(group, backend, works, inputs, way.rows)
-            output, *features = call(partial(direct, **added) if added else function, inputs)
+            output, *features = backend.phases[DEEP](inputs, **added) if added else way.function(inputs)
             keep(backend.denoiser, features, works)
             keep_residual(works, added.get("residuals", []))
         else:
             residual = gather_residual(works, way.rows)
-            function = function if residual is None else partial(direct, residual=residual)
-            (output,) = call(function, inputs, gather(works, way.rows))
+            features = gather(works, way.rows)
+            direct = partial(backend.phases[group.phase], residual=residual)
+            (output,) = (way.function if residual is None else direct)(inputs, features)
         return output
 
     # -- parts -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import Any
 
 from core.batching.runner import Lane
 from core.cuda_graphs import GraphCache
-from core.failures import translate_device_errors
 from core.graphs import ExecutableKey
 from core.threads import UninterruptibleThread, started
 
@@ -233,6 +232,6 @@ class BackgroundRecorder:
 
         def record() -> tuple[bool, float]:
             started = self._clock()
-            return translate_device_errors(self._record_next), self._clock() - started
+            return self._record_next(), self._clock() - started
 
         return self._lane.call(record)

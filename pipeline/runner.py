@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket, NotYet
-from core.failures import translate_device_errors
 from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
@@ -176,6 +174,7 @@ class ImageRunner:
             self._backends[LORA].forget_adapters()
         if not self.held():
             self._builder.clear_cache()
+        self._record()  # what its last iteration missed
 
     def held(self) -> int:
         return self.holdings.slots.taken
@@ -262,15 +261,9 @@ class ImageRunner:
         return backend.plan(group, rows).seconds
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        self._record()  # what the iterations before missed
         group = self.group(requests[0])
-        compute, commit = self._builder.build(group, list(requests))
-
-        def iteration() -> Any:
-            made = translate_device_errors(compute)
-            self._record()
-            return made
-
-        return self._lane.start(iteration, commit)
+        return self._lane.start(*self._builder.phases[group.phase](group, list(requests)))
 
     # -- called by whoever built it ---------------------------------------------------------------------------------
 

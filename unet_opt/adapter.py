@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.ops.ops import Lowering
-from unet_opt.deepcache import map_of
+from unet_opt.inputs import map_of
 from unet_opt.unet import adapted
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow makes pictures of one channel

@@ -7,7 +7,7 @@ path and mid block, which read a picture's embedding beside the sample and end i
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core.ops.ops import Lowering, Ops, bind
 from unet_opt import unet as network
-from unet_opt.deepcache import added_of, input_shapes, lengths_of, map_of
+from unet_opt.deepcache import input_shapes
+from unet_opt.inputs import TEXT, DenoiserInputs, map_of
 from unet_opt.layout import check_control
 
 A = TypeVar("A")
@@ -104,19 +105,16 @@ class ControlBranch:
         """Of inputs behind the hint, for one row."""
         return []
 
-    def __call__(
-        self, sample: Tensor, timestep: Tensor, added: Mapping[str, Tensor], given: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, inputs: DenoiserInputs) -> tuple[Tensor, ...]:
         """`residuals` for rows of a UNet's step, [B, h, w, channels] each, which the next call may overwrite.
 
-        `sample` [B, C, h, w] and `added` are as for the UNet. `given`: `kv` [B, T, width], with `kv_lengths` where
-        their texts differ in length, and what `moving` makes.
+        The conditioning is as the UNet's, with this network's text, and what `moving` makes.
         """
-        time = self.net.time_proj(timestep).to(self.lowering.dtype)
-        wide = added_of(self.lowering, self.net, sample, added)
-        lengths = lengths_of(given.get("kv_lengths"))
+        time = self.net.time_proj(inputs.timestep).to(self.lowering.dtype)
+        given = inputs.conditioning
         more = [given[name] for name in ("hint", "kind") if name in given]
-        return self._run(map_of(self.lowering, sample), time, wide, given["kv"], *more, **lengths)
+        added = inputs.added(self.lowering, self.net)
+        return self._run(inputs.as_map(self.lowering), time, added, given[TEXT], *more, **inputs.lengths())
 
 
 class UnionBranch(ControlBranch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from contract.plan import BLOCK
 from core.ops.ops import Lowering, bind
 from core.ops.trace import trace
 from unet_opt import unet as network
+from unet_opt.inputs import TEXT, DenoiserInputs
 from unet_opt.layout import check_unet
 
 Features = tuple[Tensor, ...]
@@ -44,7 +45,7 @@ def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], .
 
 
 class SplitUNet:
-    """The two callables, with arguments like those of diffusers' UNet2DConditionModel.
+    """A UNet on a lowering, by its two callables.
 
     Keys and values of cross-attention are packed once for each prompt, by `prepare_text`.
     """
@@ -55,94 +56,69 @@ class SplitUNet:
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
         self.text_width: int = sum(2 * attn.inner_dim for attn in attentions)
+        self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
         deep, keys = bind(network.deep, unet), bind(network.text_keys, attentions)
         smallest = 2 ** (len(unet.config.block_out_channels) - 1)
         lowering.prepare(deep, *input_shapes(unet, smallest, smallest), bound=3)
         lowering.prepare(keys, (1, 1, attentions[0].to_k.in_features))
-        self._deep = lowering.lower(deep, "deep", bound=3)
-        # By how many residuals and image prompts.
-        self._controlled: dict[tuple[int, int], Callable[..., tuple[Tensor, ...]]] = {}
         self._keys = lowering.lower(keys, "keys")
-        self.shallow_reads_text = bool(getattr(unet.up_blocks[-1], "attentions", None))
+        self._deep = lowering.lower(deep, "deep", bound=3)
+        # Deep steps by how many residuals and image prompts they have, shallow ones by depth and whether a residual.
+        self._controlled: dict[tuple[int, int], Callable[..., tuple[Tensor, ...]]] = {}
         self._shallow: dict[tuple[str, bool], Callable[..., tuple[Tensor, ...]]] = {}
         # Every admission asks, and following the walk takes SDXL's UNet 10 ms.
         self._shapes = lru_cache(maxsize=256)(partial(shapes, unet))
 
     def deep(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor,
-        timestep_cond: Tensor | None = None,
-        added_cond_kwargs: dict[str, Tensor] | None = None,
-        return_dict: bool = False,
-        text_lengths: Tensor | None = None,
-        residuals: Sequence[Tensor] = (),
-        adapters: Sequence[Tensor] = (),
+        self, inputs: DenoiserInputs, residuals: Sequence[Tensor] = (), adapters: Sequence[Tensor] = (),
         images: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
-        `encoder_hidden_states` [B, T, width] are of `prepare_text`. `text_lengths`, int32 [B], are how many of each
-        row's T count, for a lowering whose calls take `lengths` of a bound input; default: all. `residuals` and
-        `adapters` [B, h, w, channels] are as for `unet.deep`, and so are `images`: keys and values [B, T', width], with
-        lengths int32 [B], 0 for rows without one. Raises ValueError for shapes that do not fit.
+        The text is of `prepare_text`. `residuals` and `adapters` [B, h, w, channels] are as for `unet.deep`, and so are
+        `images`: keys and values [B, T', width], with lengths int32 [B], 0 for rows without one. Raises ValueError for
+        shapes that do not fit.
         """
-        assert not return_dict
-        for kv in (encoder_hidden_states, *(kv for kv, _ in images)):
-            self._check_keys(sample, kv)
-        time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
+        text = inputs.conditioning[TEXT]
+        for kv in (text, *(kv for kv, _ in images)):
+            self._check_keys(inputs.sample, kv)
         plain = not (residuals or adapters or images)
         run = self._deep if plain else self._lower_controlled(len(residuals), len(images))
         more = [part for image in images for part in image]
         if images:
             more.append(torch.stack([lengths for _, lengths in images]).amax(dim=0))
-        given = (map_of(self.lowering, sample), time, added, encoder_hidden_states, *more, *residuals, *adapters)
-        out, *features = run(*given, **lengths_of(text_lengths))
+        out, *features = run(*self._embedded(inputs), text, *more, *residuals, *adapters, **inputs.lengths())
         return (out.permute(0, 3, 1, 2).contiguous(), *features)
 
     def shallow(
-        self,
-        depth: str,
-        features: Features,
-        sample: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        timestep_cond: Tensor | None = None,
-        added_cond_kwargs: dict[str, Tensor] | None = None,
-        return_dict: bool = False,
-        text_lengths: Tensor | None = None,
-        residual: Tensor | None = None,
+        self, depth: str, inputs: DenoiserInputs, features: Features, residual: Tensor | None = None
     ) -> tuple[Tensor]:
         """The model's output [B, C, h, w] from `kept` features of an earlier deep step.
 
-        `text_lengths` is as for `deep`; `residual` is the first of that step's `residuals`, if it had any.
+        `residual` is the first of that step's `residuals`, if it had any.
         """
-        assert not return_dict
         key = (depth, residual is not None)
         if key not in self._shallow:
             self._shallow[key] = self._lower_shallow(*key)
-        time, added = self._embeddings(sample, timestep, timestep_cond, added_cond_kwargs)
-        text: tuple[Tensor, ...] = ()
-        lengths: dict[str, Tensor] = {}
-        if self.shallow_reads_text:
-            assert encoder_hidden_states is not None
-            self._check_keys(sample, encoder_hidden_states)
-            text, lengths = (encoder_hidden_states,), lengths_of(text_lengths)
         more = features if residual is None else (*features, residual)
-        (out,) = self._shallow[key](map_of(self.lowering, sample), time, added, *text, *more, **lengths)
+        lengths = {}
+        if self.shallow_reads_text:
+            text = inputs.conditioning[TEXT]
+            self._check_keys(inputs.sample, text)
+            more, lengths = (text, *more), inputs.lengths()
+        (out,) = self._shallow[key](*self._embedded(inputs), *more, **lengths)
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
         """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
 
-    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
-        """As the function."""
+    def kept(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
+        """Select from all features that `deep` returns those that a shallow step of this depth reads."""
         return kept(features, depth)
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-        """`shapes` of this UNet."""
+        """The `shapes` of this UNet."""
         return self._shapes(depth, height, width)
 
     def _check_keys(self, sample: Tensor, kv: Tensor) -> None:
@@ -152,7 +128,7 @@ class SplitUNet:
 
     def _lower_controlled(self, residuals: int, images: int) -> Callable[..., tuple[Tensor, ...]]:
         """`deep` with so many image prompts, then residuals, and as adapters what follows them."""
-        unet, count = self.unet, 2 * images
+        unet, count, key = self.unet, 2 * images, (residuals, images)
 
         def walk(ops: Any, sample: Any, time: Any, added: Any, kv: Any, *more: Any) -> Any:
             pairs, prompted = list(zip(more[:count:2], more[1:count:2], strict=True)), more[count] if images else None
@@ -160,7 +136,6 @@ class SplitUNet:
             maps = rest[:residuals], rest[residuals:]
             return network.deep(ops, unet, sample, time, added, kv, *maps, pairs, prompted)
 
-        key = (residuals, images)
         if key not in self._controlled:
             name = "deep, controlled" if residuals else "deep, adapted"
             name = f"{name}, {images} image prompts" if images else name
@@ -179,34 +154,12 @@ class SplitUNet:
         name = f"{depth}, controlled" if controlled else depth
         return self.lowering.lower(walk, name, bound=3 if reads_text else None)
 
-    def _embeddings(
-        self, sample: Tensor, timestep: Tensor, timestep_cond: Tensor | None, added: dict[str, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """What the embeddings of time, and of size and pooled text, read: [B, T] and [B, P]."""
-        unet, channels = self.unet, sample.shape[1]
-        if channels != unet.config.in_channels:
+    def _embedded(self, inputs: DenoiserInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The sample as a map, and what the embeddings of time, and of size and pooled text, read: [B, T], [B, P]."""
+        unet, sample, cond = self.unet, inputs.sample, inputs.conditioning.get("time_cond")
+        if sample.shape[1] != unet.config.in_channels:
             raise ValueError(f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels are wanted")
-        time = unet.get_time_embed(sample, timestep)
-        if timestep_cond is not None:
-            time = time + unet.time_embedding.cond_proj(timestep_cond)
-        return time.to(self.lowering.dtype), added_of(self.lowering, unet, sample, added)
-
-
-def added_of(lowering: Lowering, network: Any, sample: Tensor, added: Mapping[str, Tensor] | None) -> Tensor:
-    """What a network's embedding of size and pooled text reads, [B, P]; zeros where it has none."""
-    rows = sample.shape[0]
-    if getattr(network, "add_embedding", None) is None:
-        return sample.new_zeros((rows, 1), dtype=lowering.dtype)
-    assert added is not None
-    sizes = network.add_time_proj(added["time_ids"].flatten()).reshape(rows, -1)
-    return torch.cat([added["text_embeds"].float(), sizes], dim=-1).to(lowering.dtype)
-
-
-def map_of(lowering: Lowering, sample: Tensor) -> Tensor:
-    """[B, C, h, w] to [B, h, w, C] in the lowering's type."""
-    return sample.to(lowering.dtype).permute(0, 2, 3, 1).contiguous()
-
-
-def lengths_of(text_lengths: Tensor | None) -> dict[str, Tensor]:
-    """As an argument of a lowered walk; none where all of the text counts, which every lowering takes."""
-    return {} if text_lengths is None else {"lengths": text_lengths}
+        time = unet.get_time_embed(sample, inputs.timestep)
+        if cond is not None:
+            time = time + unet.time_embedding.cond_proj(cond)
+        return inputs.as_map(self.lowering), time.to(self.lowering.dtype), inputs.added(self.lowering, unet)

@@ -23,6 +23,7 @@ from pipeline.quantization import quantized
 from pipeline.quantization.calibration import default_prompts
 from unet_opt import recipe
 from unet_opt.calibrate import CalibrationSettings
+from unet_opt.inputs import DenoiserInputs
 
 STEPS, GUIDANCE = CalibrationSettings().steps, CalibrationSettings().guidance
 CALIBRATED = 8  # prompts: fewer than `diptych quantize` takes, since what is measured does not depend on the ranges
@@ -104,6 +105,11 @@ def inputs(source: ImageModel, rows: int, seed: int = 3) -> tuple[Tensor, Tensor
     added["time_ids"] = torch.tensor([native, native, 0.0, 0.0, native, native], device=device, dtype=dtype)
     added["time_ids"] = added["time_ids"].repeat(rows, 1)
     return noise, timestep, text, added
+
+
+def of_denoiser(sample: Tensor, timestep: Tensor, kv: Tensor, added: Mapping[str, Tensor]) -> DenoiserInputs:
+    """The same for `SplitUNet`, with the text's keys and values."""
+    return DenoiserInputs(sample, timestep, {"kv": kv, "pooled": added["text_embeds"], "time_ids": added["time_ids"]})
 
 
 def random_unet(widths: Mapping[str, Any], device: torch.device) -> Any:

@@ -8,17 +8,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from core.batching.request import Outcome, Request
+from core.failures import DeviceLost as DeviceLost
+from core.failures import OutOfMemory as OutOfMemory
+from core.failures import device_error
 from core.threads import VitalThread
 
 T = TypeVar("T")
-
-
-class OutOfMemory(RuntimeError):
-    """The device could not hold this batch. A smaller one may fit."""
-
-
-class DeviceLost(RuntimeError):
-    """An error that sticks to the device: no later result from this process could be trusted."""
 
 
 class NotYet(NamedTuple):
@@ -41,7 +36,7 @@ class Ticket(Protocol):
         ...
 
     def outcome(self) -> Mapping[str, Outcome]:
-        """Commit, and say what each request got, by id; or raise what the iteration raised.
+        """Commit, and return what each request got, by id; or raise what the iteration raised, as `device_error`.
 
         Called once, after `ready`. It commits all of the batch or, where it raises, nothing.
         """
@@ -207,7 +202,7 @@ class LaneTicket:
         try:
             self._value = self._compute()
         except BaseException as error:  # handed to whoever asks for the outcome
-            self._error = error
+            self._error = device_error(error)
         finally:
             self._ended.set()
             if self._wake is not None:

@@ -173,11 +173,8 @@ class CpuOps:
             return Array(self.program.buffer(*shape, dtype=torch.int32), shape, self.program)
         return self._own(self.program.buffer(math.prod(shape[:-1]), shape[-1]), shape[:-1])
 
-    def run(self, watch: Watch | None) -> None:
-        """Run the program; with `watch`, stop before each layer to call it."""
-        if watch is None:
-            self.program.run()
-            return
+    def run_watched(self, watch: Watch) -> None:
+        """Run the program, and stop before each layer to call `watch`."""
         done = 0
         for call, layer, x in self._reads:
             self.program.run(done, call)
@@ -269,7 +266,10 @@ class _Written:
                 self._bind(buffer, tensor, lengths)
             else:
                 buffer.x.view(buffer.shape).copy_(tensor)
-        self.ops.run(watch)
+        if watch is None:
+            self.ops.program.run()
+        else:
+            self.ops.run_watched(watch)
         first, *views = (out.x.view(out.shape) for out in self._outputs)
         return first.clone(), *views
 
@@ -350,8 +350,11 @@ class CpuLowering:
                 (tensor.shape[0], tensor.shape[-1]) if index == bound else tuple(tensor.shape)
                 for index, tensor in enumerate(tensors)
             )
+            key = name, shapes
             with self._lock:
-                return self._program(walk, (name, shapes), bound)(tensors, lengths, self._branches, self.watch)
+                program = self._programs.get(key) or self._write(walk, key, bound)
+                self._programs.move_to_end(key)
+                return program(tensors, lengths, self._branches, self.watch)
 
         return run
 
@@ -379,17 +382,16 @@ class CpuLowering:
         """Let go of the last adapters. Thread-safe."""
         self._last = None
 
-    def _program(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:
-        if key not in self._programs:
-            while len(self._programs) >= self._capacity:
-                self._programs.popitem(last=False)
-            self._programs[key] = _Written(CpuOps(self._library, self.layers), walk, key[1], bound)
-            # A program cannot use the smaller blocks of those before it, which would add up over rising sizes.
-            largest = max(each.ops.program.size_bytes for each in self._programs.values())
-            while len(self._programs) > 1 and self.layers.blocks.size_bytes > _WASTE * largest:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        return self._programs[key]
+    def _write(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:
+        """Write a program and keep it as the last, dropping the oldest where there are too many or they hold too much."""
+        while len(self._programs) >= self._capacity:
+            self._programs.popitem(last=False)
+        made = self._programs[key] = _Written(CpuOps(self._library, self.layers), walk, key[1], bound)
+        # A program cannot use the smaller blocks of those before it, which would add up over rising sizes.
+        largest = max(each.ops.program.size_bytes for each in self._programs.values())
+        while len(self._programs) > 1 and self.layers.blocks.size_bytes > _WASTE * largest:
+            self._programs.popitem(last=False)
+        return made
 
     @property
     def size_bytes(self) -> tuple[int, dict[tuple[str, tuple[int, ...]], int]]:

@@ -153,4 +153,4 @@ def without_text(denoiser: Network, phase: str, run: Callable[..., Any]) -> Call
     """
     if denoiser.shallow_reads_text or phase not in SHALLOW.values():
         return run
-    return lambda features, sample, timestep, encoder_hidden_states, **rest: run(features, sample, timestep, **rest)
+    return lambda inputs, features, **rest: run(inputs.without_text(), features, **rest)

@@ -12,7 +12,7 @@ from core.batching.cost import CostCurve, CostTable
 from core.graphs import ExecutableKey
 from pipeline.backends.phases import DECODES, DEEP, SHALLOW, TEXT
 from pipeline.families.family import ImageModel, Network
-from pipeline.sampling import denoise
+from unet_opt.inputs import DenoiserInputs
 
 Size = tuple[int, int]
 _GUESS_S = 0.05
@@ -105,13 +105,14 @@ class PhaseTimer:
                 return function(model.family.example_ids(model, rows))
             if phase in DECODES.values():
                 return function(random(rows, model.latent_channels, height, width).float())
-            inputs = denoise.DenoiserInputs(
+            inputs = DenoiserInputs(
                 random(rows, model.input_channels, height, width),
                 torch.full((rows,), 500.0, device=model.device),
                 model.family.example(model, self._denoiser.text_width, rows, generator, chunks),
             )
-            before = [] if phase == DEEP else [tuple(random(rows, *shape) for shape in features)]
-            return model.family.call(function, inputs, *before)
+            if phase == DEEP:
+                return function(inputs)
+            return function(inputs, tuple(random(rows, *shape) for shape in features))
 
         depth = next((depth for depth, shallow in SHALLOW.items() if shallow == phase), None)
         features = [] if depth is None else self._denoiser.feature_shapes(depth, height, width)

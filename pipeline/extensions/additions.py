@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from pipeline.backends.backend import BatchGroup, ImageBackend
     from pipeline.request_state import ImageState
-    from pipeline.sampling.denoise import DenoiserInputs
+    from unet_opt.inputs import DenoiserInputs
 
 
 class Additions:

@@ -12,8 +12,9 @@ from torch import Tensor
 from core.transfers import to_device
 from pipeline.extensions.control import ControlNetwork, RequestControl
 from pipeline.request_state import ImageState
-from pipeline.sampling.denoise import BatchGatherer, DenoiserInputs, gather
+from pipeline.sampling.denoise import BatchGatherer, gather
 from unet_opt.control import Condition
+from unet_opt.inputs import DenoiserInputs
 
 
 class _Span(NamedTuple):
@@ -117,10 +118,9 @@ class ControlRows:
             for entry in chunk
         ]
         own = {name: gather([each[name] for each in moving], padding, None) for name in moving[0]}
-        names = {"pooled": "text_embeds", "time_ids": "time_ids"}
-        added = {new: inputs.conditioning[own] for own, new in names.items() if own in inputs.conditioning}
-        picked = {name: tensor[rows] for name, tensor in added.items()}
-        return chunk[0].control.branch(sample[rows], inputs.timestep[rows], picked, {**texts, **own})
+        whole = inputs.conditioning
+        added = {name: whole[name][rows] for name in ("pooled", "time_ids") if name in whole}
+        return chunk[0].control.branch(DenoiserInputs(sample[rows], inputs.timestep[rows], {**added, **texts, **own}))
 
 
 def _chunks(entries: Sequence[_Rows], most: int) -> list[list[_Rows]]:

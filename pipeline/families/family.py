@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from contract.schedule import NoiseSchedule
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.sampling.denoise import Conditioning
     from pipeline.sampling.sigmas import SamplerTable
     from pipeline.text.encode import Embedding, TextEncoder
+    from unet_opt.inputs import DenoiserInputs
 
 
 class TinyVae(NamedTuple):
@@ -151,18 +152,21 @@ class Network(Protocol):
         """What the denoiser computes of the text alone, once a prompt: [B, T, D] to [B, T, width]."""
         ...
 
-    def deep(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        """The whole network, with the arguments of `Family.call`: output [B, C, h, w], and features.
+    def deep(self, inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
+        """The whole network: output [B, C, h, w], and features.
 
-        Features [B, …, channels] are what `shallow` reads of a deep step; the next call may overwrite them.
+        Features [B, …, channels] are what `shallow` reads of a deep step; the next call may overwrite them. Where the
+        family says `controls` or `image_prompts`, what these add are further arguments, as of `SplitUNet`.
         """
         ...
 
-    def shallow(self, depth: str, features: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    def shallow(
+        self, depth: str, inputs: DenoiserInputs, features: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         """What a step of this depth computes anew, on features of an earlier deep one: the output [B, C, h, w]."""
         ...
 
-    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+    def kept(self, features: Sequence[torch.Tensor], depth: str) -> tuple[torch.Tensor, ...]:
         """Of all features that `deep` returns, what a shallow step of this depth reads."""
         ...
 
@@ -325,10 +329,4 @@ class Family(Protocol):
 
         `width` is the network's `text_width`.
         """
-        ...
-
-    def call(
-        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the denoiser: its output [B, C, h, w], and any further ones. `before` are arguments that come first."""
         ...

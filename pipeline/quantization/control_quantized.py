@@ -35,6 +35,7 @@ from unet_opt.calibrate import (
     observe_programs,
 )
 from unet_opt.control import Condition, ControlBranch, UnionBranch
+from unet_opt.inputs import TEXT, DenoiserInputs
 
 if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
@@ -107,14 +108,13 @@ def _collect(
         rows = len(hidden) // len(batch)
         kv, kind = branch.prepare_text(hidden), min(_EDGES, branch.kinds - 1) if branch.kinds else 0
 
-        def forward(sample: Tensor, timestep: Tensor, added_cond_kwargs: Any = None, **rest: Any) -> Any:
-            read = sample[:, : model.latent_channels]
+        def forward(inputs: DenoiserInputs) -> tuple[Tensor, ...]:
+            read = inputs.sample[:, : model.latent_channels]
             each = zip(read.split(rows), hints.split(1), strict=True)
             moving = [branch.moving(own, [Condition(hint, 1.0, kind)]) for own, hint in each]
             given = {name: torch.cat([one[name] for one in moving]) for name in moving[0]}
-            made = branch(read, timestep, added_cond_kwargs, {**given, "kv": kv})
-            rest["added_cond_kwargs"] = added_cond_kwargs
-            return networks.denoiser.deep(sample, timestep, residuals=[part.clone() for part in made], **rest)
+            made = branch(DenoiserInputs(read, inputs.timestep, {**inputs.conditioning, **given, TEXT: kv}))
+            return networks.denoiser.deep(inputs, residuals=[part.clone() for part in made])
 
         drawing.latents(
             batch, seeds, forward=forward, until=settings.watched_steps, around=lambda step: around(_PART, step)

@@ -19,11 +19,12 @@ from contract.precision import Scheme
 from core.quant.convert import Recipe, Rule
 from core.quant.statistics import Statistics
 from pipeline.backends.phases import Networks, on_torch
-from pipeline.drawing import Denoiser
+from pipeline.drawing import Denoiser, Forward
 from pipeline.families.family import ImageModel
 from pipeline.pixels.vae import levels, unscale
 from pipeline.quantization.calibration import observed, seed, settings_of
 from pipeline.quantization.quantized import calibrated, in_8_bits
+from unet_opt.inputs import DenoiserInputs
 
 SHARES = (0.0, 0.25, 0.5, 0.75)  # of the steps, whose inputs the error is measured on
 PICTURES = 12  # layers whose finished pictures are compared: those with the largest errors
@@ -56,8 +57,7 @@ class Call(NamedTuple):
     """A forward of the denoiser in this step, and its output [B, C, h, w]."""
 
     step: int
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    inputs: DenoiserInputs
     output: Tensor
 
 
@@ -150,7 +150,7 @@ def arithmetic(model: ImageModel, call: Call) -> dict[str, int]:
     hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers]
     try:
         with torch.inference_mode():
-            network.deep(*call.arguments, **call.options)
+            network.deep(call.inputs)
     finally:
         for one in hooks:
             one.remove()
@@ -172,11 +172,11 @@ class _Drawing:
         recorded: list[Call] = []
         wanted = {round(share * self._steps) for share in SHARES}
 
-        def forward(*arguments: Any, **options: Any) -> Any:
-            made = networks.denoiser.deep(*arguments, **options)
+        def forward(inputs: DenoiserInputs) -> tuple[Tensor, ...]:
+            made = networks.denoiser.deep(inputs)
             step = next(steps)
             if step in wanted:
-                recorded.append(Call(step, arguments, options, made[0].clone()))
+                recorded.append(Call(step, inputs, made[0].clone()))
             return made
 
         latents = []
@@ -190,8 +190,8 @@ class _Drawing:
         """Of each recorded step, the relative root mean squared error of the output."""
         off: dict[int, float] = {}
         power: dict[int, float] = {}
-        for step, arguments, options, wanted in calls:
-            made = networks.denoiser.deep(*arguments, **options)[0]
+        for step, inputs, wanted in calls:
+            made = networks.denoiser.deep(inputs)[0]
             off[step] = off.get(step, 0.0) + float((made - wanted).float().square().sum())
             power[step] = power.get(step, 0.0) + float(wanted.float().square().sum())
         return tuple((off[step] / (power[step] or 1.0)) ** 0.5 for step in sorted(off))
@@ -201,7 +201,7 @@ class _Drawing:
         parts = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
         return _decoded(self._model, networks, torch.cat([self._latents(networks, some) for some in parts]))
 
-    def _latents(self, networks: Networks, some: Sequence[str], forward: Callable[..., Any] | None = None) -> Tensor:
+    def _latents(self, networks: Networks, some: Sequence[str], forward: Forward | None = None) -> Tensor:
         drawing = Denoiser(self._model, networks.denoiser, guidance=self._guidance, steps=self._steps)
         return drawing.latents(some, [seed(prompt) for prompt in some], forward=forward)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from core.transfers import to_device
 from pipeline.sampling import sigmas
+from unet_opt.inputs import DenoiserInputs
 
 
 @dataclass(slots=True, eq=False)
@@ -70,15 +71,6 @@ class DenoisingState:
     @property
     def left(self) -> int:
         return self.table.steps - self.step
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenoiserInputs:
-    """A denoiser's arguments for `rows` rows; rows beyond the requests' own are padding."""
-
-    sample: torch.Tensor  # [B, C, h, w]; of a denoiser that inpaints [B, C + 1 + C, h, w]
-    timestep: torch.Tensor  # [B]
-    conditioning: Mapping[str, torch.Tensor]  # by the family's names, [B, …] each
 
 
 class _GatheredConditioning(NamedTuple):

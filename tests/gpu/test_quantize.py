@@ -54,6 +54,6 @@ def test_the_fused_layers_in_int8_are_close_to_bf16() -> None:
     expected = source.denoiser(sample, times, text, added_cond_kwargs=added, return_dict=False)[0].double()
     assert expected.std() > 0.1, "of nothing all is close"
     unet = on_gpu(models.variant(source, "int8", ranges), 4).denoiser
-    out, *_ = unet.deep(sample, times, unet.prepare_text(text), added_cond_kwargs=added)
+    out, *_ = unet.deep(models.of_denoiser(sample, times, unet.prepare_text(text), added))
     error, peak = (out.double() - expected).square().mean(), (expected.max() - expected.min()).square()
     assert float(10 * torch.log10(peak / error)) > LEAST_DB

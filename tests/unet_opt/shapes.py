@@ -20,6 +20,7 @@ from tests.core.quant.stage import kernels, normal
 from tests.pipeline.worlds import SHAPES
 from unet_opt import recipe
 from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 
 # The pipeline's shapes have narrower heads than the kernels know: other widths, all else alike.
 KNOWN = {
@@ -97,6 +98,11 @@ class Inputs(NamedTuple):
     def rows(self, which: Sequence[int]) -> Inputs:
         return Inputs(*(None if part is None else part[list(which)] for part in self))
 
+    def of_denoiser(self, kv: Tensor | None = None) -> DenoiserInputs:
+        parts = {"kv": kv, "pooled": self.pooled, "time_ids": self.time_ids, "time_cond": self.time_cond}
+        known = {name: part for name, part in parts.items() if part is not None}
+        return DenoiserInputs(self.sample, self.timestep, known)
+
     def double(self) -> Inputs:
         return Inputs(*(None if part is None else part.double() for part in self))
 
@@ -134,11 +140,7 @@ def ours(split: SplitUNet, given: Inputs) -> Tensor:
 def deep(split: SplitUNet, given: Inputs, kv: Tensor | None = None) -> tuple[Tensor, ...]:
     """The output and the features; `kv` are keys and values that were packed before."""
     kv = split.prepare_text(given.hidden) if kv is None else kv
-    return split.deep(given.sample, given.timestep, kv, given.time_cond, added(given))
-
-
-def added(given: Inputs) -> dict[str, Tensor]:
-    return {"text_embeds": given.pooled, "time_ids": given.time_ids}
+    return split.deep(given.of_denoiser(kv))
 
 
 def on_kernels(of: Any, *, half: bool = False) -> SplitUNet:

@@ -10,7 +10,7 @@ from contract.plan import BLOCK, DEPTHS, RESNET
 from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import UNETS, Inputs, added, deep, in_8_bits, inputs, on_kernels, stock, unet
+from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, on_kernels, stock, unet
 from tests.unet_opt.test_fused_unet import BASE, DEVICE, on_fused, placed
 from unet_opt import deepcache
 from unet_opt.deepcache import Features, SplitUNet, kept, shapes
@@ -22,7 +22,7 @@ def on_torch(of: torch.nn.Module) -> SplitUNet:
 
 @torch.inference_mode()
 def shallow(split: SplitUNet, depth: str, features: Features, given: Inputs, kv: Tensor | None = None) -> Tensor:
-    (out,) = split.shallow(depth, features, given.sample, given.timestep, kv, given.time_cond, added(given))
+    (out,) = split.shallow(depth, given.of_denoiser(kv), features)
     return out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from pipeline.drawing import Denoiser
 from pipeline.pixels import vae
 from pipeline.sampling import samplers
 from tests.pipeline.worlds import SHAPES, Watching, levels, model, solo
+from unet_opt.inputs import DenoiserInputs
 
 LANE = Lane("tests-drawing")
 
@@ -74,9 +74,9 @@ def test_forwards_are_seen_step_by_step_and_may_be_anothers() -> None:
 
     calls: list[int] = []
 
-    def forward(*arguments: Any, **options: Any) -> Any:
-        calls.append(len(arguments[0]))
-        return split.deep(*arguments, **options)
+    def forward(inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
+        calls.append(len(inputs.sample))
+        return split.deep(inputs)
 
     latents = drawing.latents(["a", "b"], [1, 2], forward=forward, until=3, around=around)
     assert seen == [(0, 1), (1, 1), (2, 1)] and calls == [4, 4, 4]

@@ -17,6 +17,7 @@ from core.quant.statistics import Statistics
 from pipeline.checkpoints import sdxl, tiny
 from unet_opt import recipe
 from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 from unet_opt.widths import products, tuned_rows
 
 SHAPE = tiny.SDXLShape(native=64, channels=(16, 32, 64), transformers=(1, 1, 2), heads=(1, 2, 4), resnets=2)
@@ -89,7 +90,9 @@ def test_products_are_those_that_the_fused_layers_ask_tiles_for(monkeypatch: pyt
     watch(layers.convs, "conv3x3_int8_reference", "conv", lambda made: made.shape[:3].numel())
     watch(layers.convs, "upsample_conv3x3_int8_reference", "upsample", lambda made: made.shape[:3].numel())
     split = SplitUNet(CudaLowering(torch.float32, 2), unet)
-    split.deep(sample, times, torch.randn(2, 77, split.text_width), **given)
+    kv, added = torch.randn(2, 77, split.text_width), given["added_cond_kwargs"]
+    pooled, time_ids = added["text_embeds"], added["time_ids"]
+    split.deep(DenoiserInputs(sample, times, {"kv": kv, "pooled": pooled, "time_ids": time_ids}))
     told = set(products(unet, 8, 8))
     assert told == set(products(plain, 8, 8)), "whether it is quantized or not"
     assert {kernel for kernel, *_ in asked} == {"linear", "geglu", "conv", "upsample"}

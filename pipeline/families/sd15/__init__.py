@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from contract.image import ImageParameters
-    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.sampling.denoise import Conditioning
     from pipeline.text.encode import Embedding, TextEncoder
 
 
@@ -77,13 +77,6 @@ class SD15(SDXL):
 
         shape = (rows, model.parts["tokenizer"].model_max_length, width)
         return {"kv": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)}
-
-    def call(
-        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`."""
-        kv = inputs.conditioning["kv"]
-        return network(*before, inputs.sample, inputs.timestep, encoder_hidden_states=kv, return_dict=False)
 
 
 FAMILY: Family = SD15()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.card import ImageDefaults, Size
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.sampling.denoise import Conditioning
     from pipeline.text.encode import Embedding, TextEncoder
 
 
@@ -135,26 +135,6 @@ class SDXL:
         from pipeline.families.sdxl.conditioning import example
 
         return example(model, width, rows, generator, chunks)
-
-    def call(
-        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """As diffusers' UNet is called, with packed keys and values as its `encoder_hidden_states`.
-
-        Rows of different lengths come with `kv_lengths` (`pipeline.sampling.denoise.BatchGatherer`).
-        """
-        given = inputs.conditioning
-        lengths = {"text_lengths": given["kv_lengths"]} if "kv_lengths" in given else {}
-        return network(
-            *before,
-            inputs.sample,
-            inputs.timestep,
-            encoder_hidden_states=given["kv"],
-            timestep_cond=given.get("time_cond"),
-            added_cond_kwargs={"text_embeds": given["pooled"], "time_ids": given["time_ids"]},
-            return_dict=False,
-            **lengths,
-        )
 
 
 FAMILY: Family = SDXL()

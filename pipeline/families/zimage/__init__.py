@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
-    from pipeline.sampling.denoise import Conditioning, DenoiserInputs
+    from pipeline.sampling.denoise import Conditioning
     from pipeline.text.encode import Embedding, TextEncoder
 
 _BLOCK = 32  # the transformer pads texts to multiples of this many tokens
@@ -131,13 +131,6 @@ class ZImage:
         from pipeline.families.zimage.conditioning import example
 
         return example(model, width, rows, generator)
-
-    def call(
-        self, network: Callable[..., tuple[torch.Tensor, ...]], inputs: DenoiserInputs, *before: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """The transformer on latents, times, and texts padded to the longest."""
-        given = inputs.conditioning
-        return network(*before, inputs.sample, inputs.timestep, text=given["text"], lengths=given["lengths"])
 
 
 FAMILY: Family = ZImage()

@@ -11,6 +11,7 @@ from torch import Tensor
 from core.ops.ops import Lowering, bind
 from pipeline.families.zimage import network
 from pipeline.families.zimage.network import MULTIPLE, PATCH
+from unet_opt.inputs import DenoiserInputs
 
 _TIME = 256  # channels of the time's sinusoids
 
@@ -39,26 +40,21 @@ class ZImageNetwork:
         x = torch.where(pads, self.model.cap_pad_token.detach().to(x.dtype), x)
         return self._lowered("refine_text", network.refine_text)(x, self._text_angles(1, x.shape[1], x.device))[0]
 
-    def deep(self, sample: Tensor, timestep: Tensor, *, text: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    def deep(self, inputs: DenoiserInputs) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w], then what the blocks behind the first one added, [B, h·w / 4, C].
 
-        `sample` [B, C, h, w]; `timestep` [B]: 1 - sigma; `text` [B, T, C] of `prepare_text`, and how many of its tokens
-        are each row's own: `lengths` [B]. The second result lies in buffers that the next call may overwrite.
+        The time is 1 - sigma; the conditioning is `text` [B, T, C] of `prepare_text`, and how many of its tokens are
+        each row's own: `lengths` [B]. The second result lies in buffers that the next call may overwrite.
         """
-        given = self._inputs(sample, timestep, text, lengths)
-        out, first, last = self._step("deep", network.deep, given)
-        return self._latents(out, sample), last - first
+        out, first, last = self._step("deep", network.deep, self._inputs(inputs))
+        return self._latents(out, inputs.sample), last - first
 
-    def shallow(
-        self, depth: str, features: tuple[Tensor, ...], sample: Tensor, timestep: Tensor, *, text: Tensor,
-        lengths: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def shallow(self, depth: str, inputs: DenoiserInputs, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The model's output [B, C, h, w] on `features` of an earlier deep step; of any `depth` the same."""
-        given = self._inputs(sample, timestep, text, lengths)
-        (out,) = self._step("shallow", network.shallow, (*given, features[0]))
-        return (self._latents(out, sample),)
+        (out,) = self._step("shallow", network.shallow, (*self._inputs(inputs), features[0]))
+        return (self._latents(out, inputs.sample),)
 
-    def kept(self, features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+    def kept(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
         """All: every `depth` is the same cut."""
         return tuple(features)
 
@@ -68,8 +64,9 @@ class ZImageNetwork:
 
     # -- inputs ------------------------------------------------------------------------------------------------------
 
-    def _inputs(self, sample: Tensor, timestep: Tensor, text: Tensor, lengths: Tensor) -> tuple[Tensor | None, ...]:
+    def _inputs(self, inputs: DenoiserInputs) -> tuple[Tensor | None, ...]:
         """What `network.deep` reads, in order."""
+        sample, timestep, (text, lengths) = *inputs[:2], (inputs.conditioning[name] for name in ("text", "lengths"))
         rows, channels, height, width = sample.shape
         if channels != self.model.in_channels or height % 2 or width % 2:
             raise ValueError(

@@ -30,6 +30,7 @@ from tests.core.tape import Tape
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
 from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = [
@@ -263,11 +264,11 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     assert all(torch.equal(before[name], value) for name, value in own.state_dict().items())
     assert not any(module._forward_hooks for module in own.modules()), "others' forwards meet none of it"
     x, t = torch.randn(1, 4, 4, 4), torch.tensor([5.0])
-    given = {"text_embeds": torch.randn(1, 24), "time_ids": torch.ones(1, 6)}
     splits = [SplitUNet(TorchLowering(torch.float32), unet) for unet in (own, twin)]
     text = torch.randn(1, 77, splits[0].text_width)
+    given = DenoiserInputs(x, t, {"kv": text, "pooled": torch.randn(1, 24), "time_ids": torch.ones(1, 6)})
     with torch.inference_mode():
-        outputs = [split.deep(x, t, text, None, given)[0] for split in splits]
+        outputs = [split.deep(given)[0] for split in splits]
     assert torch.equal(*outputs), "with no LoRA it is the model"
 
 

@@ -23,6 +23,7 @@ from tests.pipeline import worlds
 from tests.pipeline.controls import control, controlnet, save, stock_controlled
 from tests.pipeline.pixels.test_edit import hole, photograph
 from tests.pipeline.worlds import Crank, HeldReads, Watching, levels, model, solo, stock_picture, together
+from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -158,15 +159,15 @@ def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets
     network = runner.backend.denoiser
     generator = torch.Generator().manual_seed(0)
     given = model("plain").family.example(model("plain"), network.text_width, 2, generator)
-    added = {"text_embeds": given["pooled"], "time_ids": given["time_ids"]}
-    sample, time = torch.randn(2, 4, 4, 4, generator=generator), torch.tensor([900.0, 500.0])
+    sample = torch.randn(2, 4, 4, 4, generator=generator)
+    inputs = DenoiserInputs(sample, torch.tensor([900.0, 500.0]), given)
     shapes = [(2, 4, 4, 16), (2, 4, 4, 16), (2, 2, 2, 16), (2, 2, 2, 32), (2, 2, 2, 32)]
     residuals = [torch.randn(shape, generator=generator) for shape in shapes]
     with torch.inference_mode():
-        deep, *features = network.deep(sample, time, given["kv"], None, added, residuals=residuals)
+        deep, *features = network.deep(inputs, residuals=residuals)
         kept = network.kept(features, depth)
-        (again,) = network.shallow(depth, kept, sample, time, given["kv"], None, added, residual=residuals[0])
-        (without,) = network.shallow(depth, kept, sample, time, given["kv"], None, added)
+        (again,) = network.shallow(depth, inputs, kept, residual=residuals[0])
+        (without,) = network.shallow(depth, inputs, kept)
     assert torch.equal(deep, again) and not torch.allclose(deep, without, atol=1e-2)
 
 

@@ -30,6 +30,7 @@ from pipeline.quantization import quantized
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet, kept
+from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -97,12 +98,14 @@ def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
     own = unet.forward
 
     def forward(sample: Any, timestep: Any, **options: Any) -> Any:
-        arguments = {name: options.get(name) for name in ("timestep_cond", "added_cond_kwargs")}
-        arguments["encoder_hidden_states"] = split.prepare_text(options["encoder_hidden_states"])
+        added = options["added_cond_kwargs"]
+        given = {"kv": split.prepare_text(options["encoder_hidden_states"]), "time_cond": options.get("timestep_cond"),
+                 "pooled": added["text_embeds"], "time_ids": added["time_ids"]}  # fmt: skip
+        inputs = DenoiserInputs(sample, timestep, {name: part for name, part in given.items() if part is not None})
         if next(plan):
-            eps, *features[:] = split.deep(sample, timestep, **arguments)
+            eps, *features[:] = split.deep(inputs)
         else:
-            (eps,) = split.shallow(schedule.depth, kept(features, schedule.depth), sample, timestep, **arguments)
+            (eps,) = split.shallow(schedule.depth, inputs, kept(features, schedule.depth))
         return (eps,)
 
     unet.forward = forward

@@ -23,6 +23,7 @@ from pipeline.sampling import denoise
 from tests.pipeline.sampling.test_deepcache import SHAPE, stepping, together
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
 from unet_opt.deepcache import SplitUNet
+from unet_opt.inputs import DenoiserInputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
@@ -66,8 +67,8 @@ def halved() -> Iterator[None]:
     """The UNet's cached features lose the negative prompt's row when guidance ends, as diffusers' tensors do."""
     shallow = SplitUNet.shallow
 
-    def narrow(self: Any, depth: str, features: Any, sample: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return shallow(self, depth, [kept[-len(sample) :] for kept in features], sample, *rest, **options)
+    def narrow(self: Any, depth: str, inputs: DenoiserInputs, features: Any) -> Any:
+        return shallow(self, depth, inputs, tuple(kept[-len(inputs.sample) :] for kept in features))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SplitUNet, "shallow", narrow)
