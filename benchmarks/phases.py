@@ -141,7 +141,7 @@ def zimage_phases(device: str, *, small: bool, stock: bool) -> Phases:
 
 def _in_8_bits(model: Any, hidden: Tensor, tensors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Any:
     """The transformer in INT8, calibrated on one step; what is not quantized is shared."""
-    rules, seen = recipe.transformer(), Statistics("random")
+    rules, seen = recipe.transformer(model), Statistics("random")
     reference = ZImageNetwork(TorchLowering(dtype), model)
     text, lengths = reference.prepare_text(hidden), torch.full((1,), TOKENS, device=hidden.device)
     with seen.observe(model, rules.targets(model), 0):

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from core.quant.convert import Recipe, Rule
+from unet_opt import ALPHA as ALPHA
 
-ALPHA = 0.65  # of linear layers: docs/quantize.md
 CONV_ALPHA = 0.5  # least error for SDXL's widths, and a fifth of no smoothing's with heavy tails: docs/quantize.md
 
 

@@ -61,7 +61,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
     if (why := cpu_kernels_lack(model.precision)) is not None:
         return None, why
     try:
-        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
+        model.family.check_network(model.denoiser, head_multiple=HEAD_MULTIPLE)
         return library(settings.compiled_kernels), ""
     except (KernelsUnavailable, ValueError) as error:
         if model.precision == "int8":
@@ -87,7 +87,7 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
         if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
             raise ValueError(why)
-        model.family.check_network(model, head_multiple=HEAD_MULTIPLE)
+        model.family.check_network(model.denoiser, head_multiple=HEAD_MULTIPLE)
         check_decoder(model.vae, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
         if in_8_bits:

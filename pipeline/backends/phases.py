@@ -129,7 +129,7 @@ def _networks(
     default: `vae.unscale`, in the decoder's type.
     """
     try:
-        network, decoder = model.family.network(denoiser_on, model), VaeDecoder(decoder_on, model.vae)
+        network, decoder = model.family.network(denoiser_on, model.denoiser), VaeDecoder(decoder_on, model.vae)
         tiny = None if model.tiny_vae is None or tiny_on is None else TinyDecoder(tiny_on, model.tiny_vae.network)
     except ValueError as error:
         raise ModelError(str(error)) from error

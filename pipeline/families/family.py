@@ -1,12 +1,13 @@
-"""Defines what the pipeline asks of a model family, and a loaded model of one.
+"""Defines a model family as functions and data, and a loaded model of one.
 
-A family is a folder of `pipeline/families/` with an object `FAMILY`, and a line of `pipeline.families.registry`.
+A family is a folder of `pipeline/families/` with a `Family` called `FAMILY`, and a line of `pipeline.families.registry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contract.card import FULL, TINY, ImageDefaults, Size, SizeRange
@@ -183,37 +184,46 @@ class Seeded(NamedTuple):
     options: Mapping[str, Any]
 
 
-class Adapters(Protocol):
+@dataclass(frozen=True)
+class Adapters:
     """How LoRA files of a family are read.
 
     parts: the parts that they may change, the denoiser first.
     models: the family's models in messages, with an article.
+    to_diffusers: the file's tensors under diffusers' names, each beginning with its part's, and alphas by tensor name.
+    to_peft: keys in one part under peft's names (`layer.lora_A.weight`), each with its name in the file.
     """
 
     parts: tuple[str, ...]
     models: str
-
-    def to_diffusers(
-        self, state: dict[str, torch.Tensor], parts: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The file's tensors under diffusers' names, each beginning with its part's, and alphas by tensor name."""
-        ...
-
-    def to_peft(self, part: str, keys: Sequence[str]) -> dict[str, str]:
-        """Keys in one part under peft's names (`layer.lora_A.weight`), each with its name in the file."""
-        ...
+    to_diffusers: Callable[
+        [dict[str, torch.Tensor], Mapping[str, Any]], tuple[dict[str, torch.Tensor], dict[str, float]]
+    ]
+    to_peft: Callable[[str, Sequence[str]], dict[str, str]]
 
 
-class Family(Protocol):
-    """A kind of diffusion model. Importing one imports no torch.
+def on_first_call(name: str) -> Callable[..., Any]:
+    """A function or class by its full name, whose module is imported by the first call: those that import torch."""
+    module, _, attribute = name.rpartition(".")
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(module), attribute)(*arguments, **options)
+
+    return call
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A kind of diffusion model. Importing one imports no torch: `on_first_call` is for functions that do.
 
     label: its name in messages.
     pipelines: the `_class_name`s of model_index.json that it reads; the first is its own.
     parts: the parts of a model's folder, in order.
     denoiser: the part that is run at every step.
-    quantized: the parts that may have quantized variants, the denoiser first.
     samplers: the names of `pipeline.sampling.samplers` that it offers.
     defaults: of requests.
+    adapters: how its LoRAs are read.
+    alpha: the usual strength of SmoothQuant in its recipe.
     prompt_fields: of `contract.prompts.FIELDS` those that it reads.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
         is a multiple; they are padded with zeros.
@@ -223,110 +233,98 @@ class Family(Protocol):
         embedding; None: the text encoders are of other kinds.
     controls: whether control networks may run beside its denoiser.
     image_prompts: whether its denoiser's cross-attention may read those of IP-Adapters.
+    refines: the label of the family whose last steps it takes; "": it draws pictures itself.
+
+    Functions of files:
+
+    reads: whether a model_index.json is of this family; default: by `pipelines`.
+    seeded: the seeded model of a name, if there is one.
+    options: what model_index.json says beside the parts, as `ImageModel.options`.
+    check: raises `ModelError` for parts that load but do not form a model together, by the model's name.
+
+    Functions of a loaded model:
+
+    native: the native side length of a square image, in pixels.
+    multiple: every side is a multiple of this many pixels.
+    grid: the sizes that it is best at have sides that are multiples of this many pixels.
+    image_tokens: the tokens of a picture of a size, where the sampler's schedule may depend on them.
+    embedding_widths: the channels of each encoder's token embeddings by its key in files of textual inversions.
+
+    Functions that compute:
+
+    embed: the text encoders' forward, on torch: each tokenizer's ids [B, T] to the tensors of embeddings, [B, …].
+    text_encoder: the `TextEncoder` of a model, and of what computes its `Embed` (default: `embed`).
+    condition: the conditioning of a request, from the embeddings of its negative prompt, if any, and its prompt.
+    example: random conditioning tensors for rows of the longest prompt of so many chunks (`RequestPrompts`), by the
+        model, the network's `text_width`, the rows, a generator and the chunks.
+    check_network: raises ValueError for a denoiser of an unsupported layout, or heads of no multiple of `head_multiple`.
+    network: the denoiser on a lowering. Raises ValueError for an unsupported layout or layer.
+    recipe: the quantization recipe of a denoiser. `alpha` None: without SmoothQuant.
     """
 
     label: str
     pipelines: tuple[str, ...]
     parts: Mapping[str, Part]
     denoiser: str
-    quantized: tuple[str, ...]
     samplers: tuple[str, ...]
     defaults: ImageDefaults
-    prompt_fields: Collection[str]
-    padded: Mapping[str, int]
-    longest: Mapping[str, int]
-    calibration: Mapping[str, Any]
-    language_model: str | None
     adapters: Adapters
-    controls: bool
-    image_prompts: bool
+    alpha: float
+    prompt_fields: Collection[str] = ()
+    padded: Mapping[str, int] = field(default_factory=dict)
+    longest: Mapping[str, int] = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    language_model: str | None = None
+    controls: bool = False
+    image_prompts: bool = False
+    refines: str = ""
 
-    # -- loading ----------------------------------------------------------------------------------------------------
+    reads: Callable[[Mapping[str, Any]], bool] | None = None
+    seeded: Callable[[str], Seeded | None] = lambda name: None
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda index: {}
+    check: Callable[[str, Mapping[str, Any]], None]
 
-    def seeded(self, name: str) -> Seeded | None:
-        """The seeded model of this name."""
-        ...
+    native: Callable[[ImageModel], int]
+    multiple: Callable[[ImageModel], int]
+    grid: Callable[[ImageModel], int]
+    image_tokens: Callable[[ImageModel, Size], int] = lambda model, size: 0
+    embedding_widths: Callable[[ImageModel], Mapping[str, int]] = lambda model: {}
 
-    def options(self, index: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What model_index.json says beside the parts."""
-        ...
-
-    def check(self, name: str, parts: Mapping[str, Any]) -> None:
-        """Raise `ModelError` for parts that load but do not form a model together."""
-        ...
-
-    def native(self, model: ImageModel) -> int:
-        """The native side length of a square image, in pixels."""
-        ...
-
-    def multiple(self, model: ImageModel) -> int:
-        """Every side is a multiple of this many pixels."""
-        ...
-
-    def grid(self, model: ImageModel) -> int:
-        """The sizes that it is best at have sides that are multiples of this many pixels."""
-        ...
-
-    def image_tokens(self, model: ImageModel, size: Size) -> int:
-        """The tokens of a picture of this size, where the sampler's schedule may depend on them; else 0."""
-        ...
+    embed: Callable[[ImageModel, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    text_encoder: Callable[..., TextEncoder]
+    condition: Callable[[ImageModel, ImageParameters, Sequence[Embedding], Prepare], Conditioning]
+    example: Callable[[ImageModel, int, int, torch.Generator, int], dict[str, torch.Tensor]]
+    check_network: Callable[..., None]
+    network: Callable[[Lowering, Any], Network]
+    recipe: Callable[..., Recipe]
 
     @property
-    def alpha(self) -> float:
-        """The usual strength of SmoothQuant in its recipes."""
-        ...
+    def quantized(self) -> tuple[str, ...]:
+        """The parts that may have quantized variants, the denoiser first."""
+        return self.denoiser, "vae"
 
     def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
         """The quantization recipe of each part in `quantized`. `alpha` None: without SmoothQuant."""
-        ...
+        from unet_opt.recipe import decoder
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+        return {self.denoiser: self.recipe(parts[self.denoiser], alpha=alpha), "vae": decoder(parts["vae"])}
 
     def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
-        """The rows of a request in a forward: 2 with classifier-free guidance, else 1."""
-        ...
+        """The rows of a request in a forward: 2 with classifier-free guidance, else 1.
 
-    def embed(self, model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The text encoders' forward, on torch: each tokenizer's ids [B, T] to the tensors of embeddings, [B, …]."""
-        ...
-
-    def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
-        """Ids of the longest prompt for `embed`."""
-        ...
-
-    def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
-        """What encodes this model's prompts. `compute` is as `embed` (default: `embed`)."""
-        ...
-
-    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
-        """The channels of each encoder's token embeddings by its key in files of textual inversions; empty: of none."""
-        ...
+        Distilled models take the guidance scale as an input, in one row.
+        """
+        distilled = getattr(model.denoiser.config, "time_cond_proj_dim", None) is not None
+        return 1 if distilled else self.defaults.rows(wanted.guidance_scale)
 
     def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
         """The negative prompt of a request with two rows; None: no text is encoded for it."""
-        ...
+        absent = None if model.options.get("force_zeros") else ""
+        return absent if wanted.negative_prompt is None else wanted.negative_prompt
 
-    def condition(
-        self, model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare
-    ) -> Conditioning:
-        """The conditioning of a request, from the embeddings of its negative prompt, if any, and its prompt."""
-        ...
+    def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
+        """Ids of the longest prompt for `embed`."""
+        import torch
 
-    # -- the denoiser -----------------------------------------------------------------------------------------------
-
-    def check_network(self, model: ImageModel, *, head_multiple: int = 1) -> None:
-        """Raise ValueError for a denoiser of an unsupported layout, or heads of a width unknown to the kernels."""
-        ...
-
-    def network(self, lowering: Lowering, model: ImageModel) -> Network:
-        """The denoiser on a lowering. Raises ValueError for an unsupported layout or layer."""
-        ...
-
-    def example(
-        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
-    ) -> dict[str, torch.Tensor]:
-        """Random conditioning tensors for rows of the longest prompt of so many chunks (`RequestPrompts`).
-
-        `width` is the network's `text_width`.
-        """
-        ...
+        shape, tokenizers = (rows, self.text_encoder(model).tokens), [n for n in model.parts if "tokenizer" in n]
+        return [torch.zeros(shape, dtype=torch.long, device=model.device) for _ in tokenizers]

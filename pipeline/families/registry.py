@@ -13,22 +13,20 @@ from pipeline.checkpoints.folder import ModelError, first_line, read_json
 from pipeline.families import sd15, sdxl, sdxl_refiner, zimage
 from pipeline.families.family import Family, Seeded
 
-BUILT_IN: tuple[Family, ...] = (sdxl.FAMILY, zimage.FAMILY, sd15.FAMILY)
+BUILT_IN = (sdxl_refiner.FAMILY, sdxl.FAMILY, zimage.FAMILY, sd15.FAMILY)
 GROUP = "diptych.families"
 
 
 def read(folder: Path) -> Family:
     """The family of the model in this folder, by its model_index.json. Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
-    if sdxl_refiner.FAMILY.reads(index):
-        return sdxl_refiner.FAMILY
     found = index.get("_class_name")
     for family in BUILT_IN:
-        if found in family.pipelines:
+        if family.reads(index) if family.reads else found in family.pipelines:
             return family
     added = entry_points(group=GROUP)
     if str(found) not in added.names:
-        known = ", ".join([family.pipelines[0] for family in BUILT_IN] + sorted(added.names))
+        known = ", ".join([family.pipelines[0] for family in BUILT_IN if family.pipelines] + sorted(added.names))
         raise ModelError(f"{folder}/model_index.json: is a {found}; this engine runs {known}")
     (entry, *_) = added.select(name=str(found))
     try:

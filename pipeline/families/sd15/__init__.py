@@ -2,81 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from pipeline.checkpoints.folder import Part
-from pipeline.families.family import Adapters, Embed, Family, ImageModel, Prepare, Seeded
-from pipeline.families.sd15.parts import PARTS, SD15Adapters, check
-from pipeline.families.sdxl import SDXL
+from pipeline.families import sdxl
+from pipeline.families.family import on_first_call
+from pipeline.families.sd15.parts import ADAPTERS, PARTS, check
 
-if TYPE_CHECKING:
-    import torch
+_CONDITIONING = "pipeline.families.sd15.conditioning"
 
-    from contract.image import ImageParameters
-    from pipeline.sampling.denoise import Conditioning
-    from pipeline.text.encode import Embedding, TextEncoder
-
-
-class SD15(SDXL):
-    """`Family` for Stable Diffusion 1.x. What it does not define is as in SDXL."""
-
-    label = "Stable Diffusion 1"
-    pipelines: tuple[str, ...] = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
-    parts: Mapping[str, Part] = PARTS
-    prompt_fields: Collection[str] = ()
-    adapters: Adapters = SD15Adapters()
-    image_prompts = False
-
-    def seeded(self, name: str) -> Seeded | None:
-        return None
-
-    def options(self, index: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {}
-
-    def check(self, name: str, parts: Mapping[str, Any]) -> None:
-        check(name, parts)
-
-    def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
-        return self.defaults.rows(wanted.guidance_scale)
-
-    def embed(self, model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        from pipeline.families.sd15.conditioning import embed
-
-        return embed(model, ids)
-
-    def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
-        import torch
-
-        tokens = model.parts["tokenizer"].model_max_length
-        return [torch.zeros(rows, tokens, dtype=torch.long, device=model.device)]
-
-    def text_encoder(self, model: ImageModel, compute: Embed | None = None) -> TextEncoder:
-        from pipeline.families.sd15.conditioning import CLIPText
-
-        return CLIPText(model, compute or partial(self.embed, model))
-
-    def embedding_widths(self, model: ImageModel) -> Mapping[str, int]:
-        return {}
-
-    def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
-        return wanted.negative_prompt or ""
-
-    def condition(
-        self, model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare
-    ) -> Conditioning:
-        from pipeline.families.sd15.conditioning import condition
-
-        return condition(wanted, found, prepare)
-
-    def example(
-        self, model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int = 1
-    ) -> dict[str, torch.Tensor]:
-        import torch
-
-        shape = (rows, model.parts["tokenizer"].model_max_length, width)
-        return {"kv": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)}
-
-
-FAMILY: Family = SD15()
+FAMILY = replace(
+    sdxl.FAMILY,
+    label="Stable Diffusion 1",
+    pipelines=("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline"),
+    parts=PARTS,
+    prompt_fields=(),
+    adapters=ADAPTERS,
+    image_prompts=False,
+    seeded=lambda name: None,
+    options=lambda index: {},
+    check=check,
+    embedding_widths=lambda model: {},
+    embed=on_first_call(f"{_CONDITIONING}.embed"),
+    text_encoder=on_first_call(f"{_CONDITIONING}.CLIPText"),
+    condition=on_first_call(f"{_CONDITIONING}.condition"),
+    example=on_first_call(f"{_CONDITIONING}.example"),
+)

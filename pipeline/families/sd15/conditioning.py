@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -21,9 +22,9 @@ def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]
 class CLIPText:
     """`TextEncoder` of Stable Diffusion 1.x."""
 
-    def __init__(self, model: ImageModel, compute: Embed) -> None:
-        """`compute` is as `embed`, of this model."""
-        self._compute = compute
+    def __init__(self, model: ImageModel, compute: Embed | None = None) -> None:
+        """`compute` is how token ids become embeddings; default: `embed` of this model."""
+        self._compute = compute or partial(embed, model)
         self._tokenizer = model.parts["tokenizer"]
         self.tokens = int(self._tokenizer.model_max_length)
 
@@ -48,7 +49,15 @@ class CLIPText:
         return prompt[whole.offset_mapping[self.tokens - 1][0] :].strip() if over else ""
 
 
-def condition(wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
+def condition(model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
     """kv: [R, T, width], packed keys and values."""
     hidden = torch.stack([embedding.hidden for embedding in found])
     return Conditioning({"kv": prepare(hidden)}, wanted.guidance_scale)
+
+
+def example(
+    model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int
+) -> dict[str, torch.Tensor]:
+    """Random conditioning of `rows` rows, as `condition` makes it; prompts have one chunk."""
+    shape = (rows, model.parts["tokenizer"].model_max_length, width)
+    return {"kv": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator)}

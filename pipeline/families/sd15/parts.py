@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.checkpoints.folder import Fact, check_facts
-from pipeline.families.sdxl.adapters import SDXLAdapters
+from pipeline.families.sdxl import adapters
 from pipeline.families.sdxl.parts import PARTS as SDXL_PARTS
 
-if TYPE_CHECKING:
-    pass
-
 PARTS = {name: SDXL_PARTS[name] for name in ("tokenizer", "text_encoder", "unet", "vae", "scheduler")}
-
-
-class SD15Adapters(SDXLAdapters):
-    """`Adapters` of Stable Diffusion 1.x."""
-
-    parts: tuple[str, ...] = ("unet", "text_encoder")
-    models = "a Stable Diffusion 1"
+ADAPTERS = adapters.of(("unet", "text_encoder"), "a Stable Diffusion 1")
 
 
 def check(name: str, loaded: Mapping[str, Any]) -> None:

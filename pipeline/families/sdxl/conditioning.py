@@ -16,14 +16,13 @@ from contract.image import ImageParameters
 from contract.markup import A1111, COMPEL, MAX_CHUNKS, WeightedPrompt
 from core.transfers import to_device
 from pipeline.families.family import Embed, ImageModel, Prepare
-from pipeline.families.sdxl.parts import text_encoders, tokenizers
+from pipeline.families.sdxl.parts import KEYS, text_encoders, tokenizers
 from pipeline.sampling.denoise import Conditioning
 from pipeline.text import weighting
 from pipeline.text.chunks import Tokens, split
 from pipeline.text.encode import Embedding, MarkedPrompt, Prompt, PromptFields, RequestPrompts
 from pipeline.text.textual_inversion import TextualInversion, words
 
-KEYS = ("clip_l", "clip_g")  # the encoders in files of textual inversions
 _NO_PART = -2
 
 
@@ -214,14 +213,13 @@ def _names(embedding: TextualInversion, text: str | WeightedPrompt) -> bool:
     return found is not None and found.search(text if isinstance(text, str) else text.text) is not None
 
 
-def condition(
-    model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare, rows: int
-) -> Conditioning:
-    """The UNet's constant inputs for `rows` rows: where there is one embedding too few, the negative one is zero.
+def condition(model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
+    """The UNet's constant inputs of R rows: where there is one embedding too few, the negative one is zero.
 
     kv: [R, T, width], packed keys and values; pooled: [R, P]; time_ids: [R, 6]; time_cond: [1, G], the guidance
     embedding of distilled models (LCM).
     """
+    rows = model.family.rows(model, wanted)
     hidden = torch.stack([embedding.hidden for embedding in found])
     pooled = torch.stack([embedding.pooled for embedding in found if embedding.pooled is not None])
     if len(found) < rows:

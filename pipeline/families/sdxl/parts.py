@@ -21,6 +21,7 @@ PARTS = {
     "vae": Part("network", ("AutoencoderKL",), "diffusers.models.autoencoders.autoencoder_kl"),
     "scheduler": Part("scheduler"),
 }  # fmt: skip
+KEYS = ("clip_l", "clip_g")  # the encoders in files of textual inversions
 _SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
 
 
@@ -32,6 +33,12 @@ def tokenizers(model: ImageModel) -> tuple[Any, ...]:
 def text_encoders(model: ImageModel) -> tuple[Any, ...]:
     """As `tokenizers`."""
     return tuple(model.parts[name] for name in ("text_encoder", "text_encoder_2") if name in model.parts)
+
+
+def embedding_widths(model: ImageModel) -> dict[str, int]:
+    """The channels of each encoder's token embeddings by its key in files of textual inversions."""
+    encoders = text_encoders(model)
+    return {key: encoder.config.hidden_size for key, encoder in zip(KEYS[-len(encoders) :], encoders, strict=True)}
 
 
 def native(model: ImageModel) -> int:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from pipeline.families.family import Adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ZImageAdapters:
-    """`Adapters` of Z-Image: its transformer alone."""
+def to_diffusers(state: dict[str, Tensor], parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The tensors under diffusers' names; the converter multiplies alphas into the matrices."""
+    from diffusers.loaders.lora_pipeline import ZImageLoraLoaderMixin
 
-    parts: tuple[str, ...] = ("transformer",)
-    models = "a Z-Image"
+    return ZImageLoraLoaderMixin.lora_state_dict(state), {}
 
-    def to_diffusers(
-        self, state: dict[str, Tensor], parts: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The converter multiplies alphas into the matrices."""
-        from diffusers.loaders.lora_pipeline import ZImageLoraLoaderMixin
 
-        return ZImageLoraLoaderMixin.lora_state_dict(state), {}
-
-    def to_peft(self, part: str, keys: Sequence[str]) -> dict[str, str]:
-        return {key: key for key in keys}
+ADAPTERS = Adapters(("transformer",), "a Z-Image", to_diffusers, lambda part, keys: {key: key for key in keys})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -29,9 +30,9 @@ class ChatEncoder:
 
     tokens = TOKENS
 
-    def __init__(self, model: ImageModel, compute: Embed) -> None:
-        """`compute` is as `embed`, of this model."""
-        self._compute = compute
+    def __init__(self, model: ImageModel, compute: Embed | None = None) -> None:
+        """`compute` is how token ids become embeddings; default: `embed` of this model."""
+        self._compute = compute or partial(embed, model)
         self._tokenizer = model.parts["tokenizer"]
 
     def read(self, fields: PromptFields) -> RequestPrompts:
@@ -60,7 +61,7 @@ class ChatEncoder:
         return Embedding(hidden[0].clone(), dropped=dropped)
 
 
-def condition(wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
+def condition(model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
     """The transformer's constant inputs.
 
     text: [R, T, width], zeros after a row's own tokens; lengths: [R], the number of these. Z-Image guides by
@@ -71,8 +72,10 @@ def condition(wanted: ImageParameters, found: Sequence[Embedding], prepare: Prep
     return Conditioning({"text": gather(rows, 0, 1), "lengths": lengths}, wanted.guidance_scale + 1)
 
 
-def example(model: ImageModel, width: int, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random conditioning of `rows` rows of the longest prompt, as `condition` makes it."""
+def example(
+    model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int
+) -> dict[str, torch.Tensor]:
+    """Random conditioning of `rows` rows of the longest prompt, as `condition` makes it; it has one chunk."""
     shape = (rows, TOKENS, width)
     return {
         "text": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator),

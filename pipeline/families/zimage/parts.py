@@ -22,6 +22,7 @@ PARTS = {
     "vae": Part("network", ("AutoencoderKL",), "diffusers.models.autoencoders.autoencoder_kl"),
     "scheduler": Part("scheduler"),
 }  # fmt: skip
+ALPHA = 0.5  # the usual strength of SmoothQuant
 TOKENS = 512  # of a prompt with its chat template, in diffusers' pipeline
 PATCH = 2  # latents, along one side of an image token
 

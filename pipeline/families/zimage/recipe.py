@@ -6,14 +6,14 @@ SmoothQuant (Xiao et al., 2023) on the linear layers of the blocks that run at e
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from core.quant.convert import Recipe, Rule
+from pipeline.families.zimage.parts import ALPHA
 
-ALPHA = 0.5
 
-
-def transformer(alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for any Z-Image. `alpha` None is plain INT8.
+def transformer(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
+    """The recipe for any Z-Image transformer. `alpha` None is plain INT8.
 
     Queries, keys and values read one input and get equal scales, and so do gate and hidden half of the feed-forward.
     """

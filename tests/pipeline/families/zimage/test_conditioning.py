@@ -46,7 +46,9 @@ def test_what_was_left_out_is_told_without_the_template(excess: int) -> None:
     prompt = "p" * (512 - head) + "q" * excess
     wanted = ImageParameters(prompt, 0, 32, 32, guidance_scale=0.0)
     ((_, warnings, _),) = Conditioner(
-        model("tiny"), encoder("tiny"), FAMILY.network(TorchLowering(torch.float32), model("tiny")).prepare_text
+        model("tiny"),
+        encoder("tiny"),
+        FAMILY.network(TorchLowering(torch.float32), model("tiny").denoiser).prepare_text,
     ).conditions([wanted])
     left_out = f"prompt: only the first 512 tokens were read; left out: {'q' * excess!r}"
     assert warnings == ([left_out] if excess else [])
@@ -87,7 +89,7 @@ def test_fields_of_other_families_are_refused(fields: dict[str, Any]) -> None:
 
 def test_an_example_has_the_longest_prompt() -> None:
     one = model("tiny")
-    made = FAMILY.example(one, 64, 3, torch.Generator().manual_seed(0))
+    made = FAMILY.example(one, 64, 3, torch.Generator().manual_seed(0), 1)
     assert made["text"].shape == (3, 512, 64) and made["lengths"].tolist() == [512] * 3
     (hidden,) = FAMILY.embed(one, FAMILY.example_ids(one, 2))
     assert hidden.shape == (2, 512, 64)

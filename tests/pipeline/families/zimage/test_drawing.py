@@ -42,7 +42,8 @@ def lowering(on: str, network: torch.nn.Module) -> Lowering:
 def test_latents_are_those_of_diffusers(name: str, on: str, steps: int, guidance: float) -> None:
     """On the CPU's kernels, and on the references of the GPU's, too."""
     one = load(f"random:test-z-{name}") if on == "cuda" else model(name)  # whose lowering lays weights out anew
-    drawing = Denoiser(one, FAMILY.network(lowering(on, one.denoiser), one), guidance=guidance, steps=steps)
+    network = FAMILY.network(lowering(on, one.denoiser), one.denoiser)
+    drawing = Denoiser(one, network, guidance=guidance, steps=steps)
     together = drawing.latents(PROMPTS, [1, 2, 3])
     for index, prompt in enumerate(PROMPTS):
         expected = by_diffusers(name, prompt, index + 1, steps, guidance)
