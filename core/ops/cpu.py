@@ -383,7 +383,7 @@ class CpuLowering:
         self._last = None
 
     def _write(self, walk: Walk, key: tuple[str, tuple[tuple[int, ...], ...]], bound: int | None) -> _Written:
-        """Write a program and keep it as the last, dropping the oldest where there are too many or they hold too much."""
+        """Write a program and keep it, dropping the oldest where there are too many or they hold too much memory."""
         while len(self._programs) >= self._capacity:
             self._programs.popitem(last=False)
         made = self._programs[key] = _Written(CpuOps(self._library, self.layers), walk, key[1], bound)

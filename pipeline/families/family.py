@@ -1,6 +1,6 @@
 """Defines a model family as functions and data, and a loaded model of one.
 
-A family is a folder of `pipeline/families/` with a `Family` called `FAMILY`, and a line of `pipeline.families.registry`.
+A family is a folder of `pipeline/families/` with a `Family`, `FAMILY`, and a line of `pipeline.families.registry`.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ class Family:
     condition: the conditioning of a request, from the embeddings of its negative prompt, if any, and its prompt.
     example: random conditioning tensors for rows of the longest prompt of so many chunks (`RequestPrompts`), by the
         model, the network's `text_width`, the rows, a generator and the chunks.
-    check_network: raises ValueError for a denoiser of an unsupported layout, or heads of no multiple of `head_multiple`.
+    check_network: raises ValueError for a denoiser of an unsupported layout, or heads of another width than a multiple
+        of `head_multiple`.
     network: the denoiser on a lowering. Raises ValueError for an unsupported layout or layer.
     recipe: the quantization recipe of a denoiser. `alpha` None: without SmoothQuant.
     """
