@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from unet_opt import unet
 
 SHAPE = "heads-for-kernels"
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
 MOST = 14  # calls, the kernel's with them
 KERNELS = {
     "programs": (Program.run, 1),  # and the C function that it calls
@@ -106,3 +108,8 @@ def test_a_step_is_a_straight_line(name: str, kernels: ctypes.CDLL) -> None:
     line = list(dict.fromkeys([*found["built"], *found["started"], *found["kernel"]]))
     assert line[0].endswith("Engine._tick") and any("compute" in call for call in line)
     assert len(line) + more <= MOST, "\n".join(line)
+    if name == "programs":
+        told = re.findall(r"^(core|pipeline|unet_opt)(/\S+\.py) +(\S+)", PAGE.read_text(), re.MULTILINE)
+        assert [f"{room}{file}:{function}" for room, file, function in told] == [
+            call.replace("<locals>.", "") for call in line
+        ], "the page does not show the step as it is"
