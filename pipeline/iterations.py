@@ -251,6 +251,7 @@ class IterationBuilder:
         """The denoiser's output [B, C, h, w] for all rows; features are kept. What control networks and image prompts
         add goes into phases that are launched directly.
         """
+        output: torch.Tensor
         if group.phase == DEEP:
             added = self._additions.evaluate(group, backend, works, inputs, way.rows)
             output, *features = backend.phases[DEEP](inputs, **added) if added else way.function(inputs)

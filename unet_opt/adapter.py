@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.ops.ops import Lowering
 from unet_opt.inputs import map_of
+from unet_opt.modules import UNet
 from unet_opt.unet import adapted
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601-2, as Pillow makes pictures of one channel
@@ -23,7 +24,7 @@ class AdapterBranch:
     text_width = 0
     kinds = 0
 
-    def __init__(self, lowering: Lowering, net: Any, unet: Any, scale: int) -> None:
+    def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
         """For this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what does not
         fit.
         """

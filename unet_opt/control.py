@@ -18,13 +18,14 @@ from unet_opt import unet as network
 from unet_opt.deepcache import input_shapes
 from unet_opt.inputs import TEXT, DenoiserInputs, map_of
 from unet_opt.layout import check_control
+from unet_opt.modules import ControlNet, UNet
 
 A = TypeVar("A")
 CHANNELS = 3  # of the picture that it reads
 
 
 def residuals(
-    ops: Ops[A], net: Any, sample: A, time: A, added: A, kv: A, hint: A, kind: A | None = None
+    ops: Ops[A], net: ControlNet, sample: A, time: A, added: A, kv: A, hint: A, kind: A | None = None
 ) -> tuple[A, ...]:  # fmt: skip
     """What is added to each skip, in the order in which the down path makes them, and then to the mid block's output.
 
@@ -54,7 +55,7 @@ class ControlBranch:
 
     kinds = 0
 
-    def __init__(self, lowering: Lowering, net: Any, unet: Any, scale: int) -> None:
+    def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
         """For this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what does not
         fit.
         """
@@ -124,7 +125,7 @@ class UnionBranch(ControlBranch):
     one another there.
     """
 
-    def __init__(self, lowering: Lowering, net: Any, unet: Any, scale: int) -> None:
+    def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
         # Layers that are packed may lose their own weights.
         self._conv_in = copy.deepcopy(net.conv_in)
         self.kinds = int(net.config.num_control_type)

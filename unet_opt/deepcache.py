@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from contract.plan import BLOCK
-from core.ops.ops import Lowering, bind
+from core.ops.ops import Lowering, Ops, bind
 from core.ops.trace import trace
 from unet_opt import unet as network
 from unet_opt.inputs import TEXT, DenoiserInputs
 from unet_opt.layout import check_unet
+from unet_opt.modules import DownPath, UNet
 
+A = TypeVar("A")
 Features = tuple[Tensor, ...]
 """Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""
 
 
-def kept(features: Sequence[Any], depth: str) -> tuple[Any, ...]:
+def kept(features: Sequence[A], depth: str) -> tuple[A, ...]:
     """Of all features that `deep` returns, what a shallow step of this depth reads."""
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
 
-def shapes(unet: Any, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
+def shapes(unet: UNet, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
     """(height, width, channels) of each map that a shallow step of this depth reads, for latents of this size."""
     _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
     return [(high, wide, channels) for _, high, wide, channels in kept(features, depth)]
 
 
-def input_shapes(unet: Any, height: int, width: int) -> tuple[tuple[int, ...], ...]:
+def input_shapes(unet: DownPath, height: int, width: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of one row of what `unet.deep` reads."""
     kv = sum(2 * attn.inner_dim for attn in network.cross_attentions(unet))
     added = getattr(unet, "add_embedding", None)
@@ -50,7 +52,7 @@ class SplitUNet:
     Keys and values of cross-attention are packed once for each prompt, by `prepare_text`.
     """
 
-    def __init__(self, lowering: Lowering, unet: Any) -> None:
+    def __init__(self, lowering: Lowering, unet: UNet) -> None:
         """Raises ValueError for a UNet whose layout, or one of whose layers, is not supported."""
         check_unet(unet, head_multiple=lowering.head_multiple)
         self.unet, self.lowering = unet, lowering
@@ -130,7 +132,7 @@ class SplitUNet:
         """`deep` with so many image prompts, then residuals, and as adapters what follows them."""
         unet, count, key = self.unet, 2 * images, (residuals, images)
 
-        def walk(ops: Any, sample: Any, time: Any, added: Any, kv: Any, *more: Any) -> Any:
+        def walk(ops: Ops[A], sample: A, time: A, added: A, kv: A, *more: A) -> tuple[A, ...]:
             pairs, prompted = list(zip(more[:count:2], more[1:count:2], strict=True)), more[count] if images else None
             rest = more[count + bool(images) :]
             maps = rest[:residuals], rest[residuals:]
@@ -145,7 +147,7 @@ class SplitUNet:
     def _lower_shallow(self, depth: str, controlled: bool) -> Callable[..., tuple[Tensor, ...]]:
         unet, reads_text = self.unet, self.shallow_reads_text
 
-        def walk(ops: Any, sample: Any, time: Any, added: Any, *more: Any) -> Any:
+        def walk(ops: Ops[A], sample: A, time: A, added: A, *more: A) -> tuple[A]:
             kv, features = (more[0], more[1:]) if reads_text else (None, more)
             if not controlled:
                 return network.shallow(ops, unet, sample, time, added, kv, *features)

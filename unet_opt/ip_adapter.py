@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unet_opt.modules import UNet
 from unet_opt.unet import cross_attentions
 
 
@@ -56,6 +56,6 @@ class IPAdapter:
         )
 
 
-def layer_shapes(unet: Any) -> list[tuple[int, int]]:
+def layer_shapes(unet: UNet) -> list[tuple[int, int]]:
     """The shape of to_k and of to_v of each layer of this UNet's adapters."""
     return [(attn.inner_dim, attn.to_k.in_features) for attn in cross_attentions(unet)]

@@ -9,17 +9,17 @@ are features of the last deep step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from core.ops.ops import Ops
+from unet_opt.modules import Attention, DownPath, Level, ResBlock, Transformer, TransformerBlock, UNet
 
 A = TypeVar("A")
-Slot = Any  # of `Ops.joint`
 
 
 def deep(
-    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (),
+    ops: Ops[A], unet: UNet, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (),
     adapters: Sequence[A] = (), images: Sequence[tuple[A, A]] = (), prompted: A | None = None,
 ) -> tuple[A, ...]:  # fmt: skip
     """The model's output, then the features: what each residual block of the last up block reads.
@@ -33,7 +33,7 @@ def deep(
     to the text's (IP-Adapter; Ye et al., 2023). `prompted` [B] is 0 for rows that have none.
     """
     times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv, images, prompted)
-    joints = list(_joints(ops, unet, sample))
+    joints = _joints(ops, unet, sample)
     slots = [skip for _, skip in reversed(joints)]
     skips = down(ops, unet, ops.conv(sample, unet.conv_in, out=slots[0]), times, text, slots[1:], adapters)
     h = middle(ops, unet, skips[-1], times, text, joints[0][0])
@@ -57,7 +57,7 @@ def deep(
 
 
 def shallow(
-    ops: Ops[A], unet: Any, sample: A, time: A, added: A, kv: A | None, *features: A, residual: A | None = None
+    ops: Ops[A], unet: UNet, sample: A, time: A, added: A, kv: A | None, *features: A, residual: A | None = None
 ) -> tuple[A]:  # fmt: skip
     """The model's output [B, h, w, C] from features of an earlier deep step.
 
@@ -67,7 +67,7 @@ def shallow(
     """
     times = embed_times(ops, unet, time, added)
     text = None if kv is None else read_text(ops, unet, kv)
-    joints = list(_joints(ops, unet, sample))[-len(features) :]
+    joints = _joints(ops, unet, sample)[-len(features) :]
     head = ops.conv(sample, unet.conv_in, out=joints[-1][1])
     if residual is not None:
         head = ops.place(ops.add(head, residual), joints[-1][1])
@@ -77,7 +77,7 @@ def shallow(
     return (eps,)
 
 
-def text_keys(ops: Ops[A], attentions: Sequence[Any], hidden: A) -> A:
+def text_keys(ops: Ops[A], attentions: Sequence[Attention], hidden: A) -> A:
     """Keys and values of all cross-attention layers, [B, T, D] to [B, T, n], computed once for each prompt.
 
     `attentions` are `cross_attentions`.
@@ -85,7 +85,7 @@ def text_keys(ops: Ops[A], attentions: Sequence[Any], hidden: A) -> A:
     return ops.linear(hidden, *(layer for attn in attentions for layer in (attn.to_k, attn.to_v)))
 
 
-def cross_attentions(unet: Any) -> tuple[Any, ...]:
+def cross_attentions(unet: DownPath) -> tuple[Attention, ...]:
     """In the order in which `text_keys` packs them. Searched for once: that takes SDXL's UNet 4 ms."""
     if unet not in _attentions:
         layers = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
@@ -93,30 +93,31 @@ def cross_attentions(unet: Any) -> tuple[Any, ...]:
     return _attentions[unet]
 
 
-_attentions: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+_attentions: WeakKeyDictionary[DownPath, tuple[Attention, ...]] = WeakKeyDictionary()
 
 
-Times = Callable[[Any], Any]
+Times = Callable[[ResBlock], A]
 """What a residual block adds of the time."""
 
 
-class Keys(NamedTuple):
+class Keys(NamedTuple, Generic[A]):
     """What a cross-attention layer reads: keys and values [B, T, C] of the text, and of image prompts, with their
     lengths; `prompted` [B] is 0 for rows without one.
     """
 
-    k: Any
-    v: Any
-    images: Sequence[tuple[Any, Any, Any]] = ()
-    prompted: Any = None
+    k: A
+    v: A
+    images: Sequence[tuple[A, A, A]] = ()
+    prompted: A | None = None
 
 
-Text = Callable[[Any], Keys]
+Text = Callable[[Attention], Keys[A]]
 """What a cross-attention layer reads."""
 
 
 def down(
-    ops: Ops[A], unet: Any, h: A, times: Times, text: Text, slots: Sequence[Slot] = (), adapters: Sequence[A] = ()
+    ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], slots: Sequence[A | None] = (),
+    adapters: Sequence[A] = (),
 ) -> list[A]:  # fmt: skip
     """The skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others; `adapters`
     are added to what the blocks make, before a block with attention halves it (as diffusers has it).
@@ -139,7 +140,7 @@ def down(
     return skips
 
 
-def adapted(unet: Any) -> list[tuple[int, int]]:
+def adapted(unet: DownPath) -> list[tuple[int, int]]:
     """Of each map that an adapter may add: its channels, and how many times its sides are halved."""
     found = []
     for level, block in enumerate(unet.down_blocks):
@@ -148,7 +149,7 @@ def adapted(unet: Any) -> list[tuple[int, int]]:
     return [*found, (unet.mid_block.resnets[-1].out_channels, len(unet.down_blocks) - 1)]
 
 
-def middle(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, out: Slot = None) -> A:
+def middle(ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], out: A | None = None) -> A:
     """The mid block."""
     mid = unet.mid_block
     h = resnet(ops, mid.resnets[0], h, times(mid.resnets[0]))
@@ -158,7 +159,7 @@ def middle(ops: Ops[A], unet: Any, h: A, times: Times, text: Text, out: Slot = N
     return h
 
 
-def resnet(ops: Ops[A], block: Any, x: A, time: A | None = None, out: Slot = None) -> A:
+def resnet(ops: Ops[A], block: ResBlock, x: A, time: A | None = None, out: A | None = None) -> A:
     """ResnetBlock2D: GroupNorm, SiLU, convolution, + time, GroupNorm, SiLU, convolution, + x or its 1×1 convolution."""
     h = ops.group_norm(x, block.norm1, silu=True, to=(block.conv1,))
     h = ops.conv(h, block.conv1, bias=time)
@@ -167,7 +168,7 @@ def resnet(ops: Ops[A], block: Any, x: A, time: A | None = None, out: Slot = Non
     return ops.conv(h, block.conv2, residual=x, out=out)
 
 
-def attention(ops: Ops[A], attn: Any, x: A, h: A) -> A:
+def attention(ops: Ops[A], attn: Attention, x: A, h: A) -> A:
     """Self-attention of the normalized h, added to x."""
     qkv = ops.linear(h, attn.to_q, attn.to_k, attn.to_v)
     width = attn.inner_dim
@@ -176,7 +177,7 @@ def attention(ops: Ops[A], attn: Any, x: A, h: A) -> A:
     return ops.linear(ops.attend(q, k, v, heads=attn.heads, to=(out,)), out, residual=x)
 
 
-def transformer(ops: Ops[A], model: Any, x: A, text: Text | None, out: Slot = None) -> A:
+def transformer(ops: Ops[A], model: Transformer, x: A, text: Text[A] | None, out: A | None = None) -> A:
     """Transformer2DModel over the pixels of a map."""
     h = ops.group_norm(x, model.norm, to=(model.proj_in,))
     h = ops.linear(h, model.proj_in)
@@ -185,7 +186,7 @@ def transformer(ops: Ops[A], model: Any, x: A, text: Text | None, out: Slot = No
     return ops.linear(h, model.proj_out, residual=x, out=out)
 
 
-def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text | None) -> A:
+def _transformer_block(ops: Ops[A], block: TransformerBlock, x: A, text: Text[A] | None) -> A:
     """BasicTransformerBlock: self-attention, cross-attention, gated feed-forward."""
     own, cross, enter, leave = block.attn1, block.attn2, block.ff.net[0].proj, block.ff.net[2]
     h = ops.layer_norm(x, block.norm1, to=(own.to_q, own.to_k, own.to_v))
@@ -197,7 +198,7 @@ def _transformer_block(ops: Ops[A], block: Any, x: A, text: Text | None) -> A:
     return ops.linear(ops.gated(h, enter, act="gelu", to=leave), leave, residual=x)
 
 
-def _cross(ops: Ops[A], attn: Any, x: A, q: A, keys: Keys) -> A:
+def _cross(ops: Ops[A], attn: Attention, x: A, q: A, keys: Keys[A]) -> A:
     """Attention to the text, plus that to each image prompt, added to x.
 
     With image prompts the sum may exceed what the layer behind it was calibrated for: its scales know texts alone.
@@ -209,19 +210,20 @@ def _cross(ops: Ops[A], attn: Any, x: A, q: A, keys: Keys) -> A:
     return ops.linear(h, out, residual=x, within=keys.prompted)
 
 
-def _step(ops: Ops[A], pair: tuple[Any, Any], x: A, times: Times, text: Text | None, out: Slot) -> A:
+def _step(
+    ops: Ops[A], pair: tuple[ResBlock, Transformer | None], x: A, times: Times[A], text: Text[A] | None, out: A | None
+) -> A:  # fmt: skip
     """A residual block, and the transformer behind it, if there is one."""
     block, attention_ = pair
     if attention_ is None:
-        y: A = resnet(ops, block, x, times(block), out)
-        return y
+        return resnet(ops, block, x, times(block), out)
     x = resnet(ops, block, x, times(block))
     return transformer(ops, attention_, x, text, out)
 
 
 def _end(
-    ops: Ops[A], unet: Any, h: A, skips: list[A], joints: Sequence[tuple[Slot, Slot]], times: Times,
-    text: Text | None,
+    ops: Ops[A], unet: UNet, h: A, skips: list[A], joints: Sequence[tuple[A | None, A | None]], times: Times[A],
+    text: Text[A] | None,
 ) -> tuple[A, A]:  # fmt: skip
     """The last up block from where so many skips are left, and the head; and the last residual block's input."""
     last = h
@@ -233,7 +235,7 @@ def _end(
     return ops.conv(h, unet.conv_out), last
 
 
-def embed_times(ops: Ops[A], unet: Any, time: A, added: A, kind: A | None = None) -> Times:
+def embed_times(ops: Ops[A], unet: DownPath, time: A, added: A, kind: A | None = None) -> Times[A]:
     """What each residual block adds of time, size and pooled text: all blocks' projections are one product.
 
     `kind` [B, C] is added to the embedding of the time (ControlNet-Union).
@@ -254,15 +256,15 @@ def embed_times(ops: Ops[A], unet: Any, time: A, added: A, kind: A | None = None
 
 
 def read_text(
-    ops: Ops[A], unet: Any, kv: A, images: Sequence[tuple[A, A]] = (), prompted: A | None = None
-) -> Text:  # fmt: skip
+    ops: Ops[A], unet: DownPath, kv: A, images: Sequence[tuple[A, A]] = (), prompted: A | None = None
+) -> Text[A]:  # fmt: skip
     """Of each cross-attention layer its part of `text_keys`, and of the `images` of `deep`."""
     starts, at = {}, 0
     for attn in cross_attentions(unet):
         starts[id(attn)] = at
         at += 2 * attn.inner_dim
 
-    def of(attn: Any) -> Keys:
+    def of(attn: Attention) -> Keys[A]:
         start, width = starts[id(attn)], attn.inner_dim
 
         def own(packed: A) -> tuple[A, A]:
@@ -273,18 +275,18 @@ def read_text(
     return of
 
 
-def resnets(unet: Any) -> list[Any]:
+def resnets(unet: DownPath) -> list[ResBlock]:
     """All residual blocks, in the order in which they run; a ControlNet has no up blocks."""
     blocks = (*unet.down_blocks, unet.mid_block, *getattr(unet, "up_blocks", ()))
     return [r for block in blocks for r in block.resnets]
 
 
-def _pairs(block: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(block: Level) -> Iterator[tuple[ResBlock, Transformer | None]]:
     attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
     return zip(block.resnets, attentions, strict=True)
 
 
-def skip_channels(unet: Any) -> list[int]:
+def skip_channels(unet: DownPath) -> list[int]:
     """Channels of the skips, in the order in which the down path makes them."""
     found = [unet.conv_in.out_channels]
     for block in unet.down_blocks:
@@ -293,10 +295,12 @@ def skip_channels(unet: Any) -> list[int]:
     return found
 
 
-def _joints(ops: Ops[A], unet: Any, sample: A) -> Iterator[tuple[Slot, Slot]]:
+def _joints(ops: Ops[A], unet: UNet, sample: A) -> list[tuple[A | None, A | None]]:
     """Of each residual block of the up path the slots of what is concatenated there, from below and from the skip."""
     skips, hidden = skip_channels(unet), unet.mid_block.resnets[-1].out_channels
+    joints = []
     for level, block in enumerate(unet.up_blocks):
         for resnet_ in block.resnets:
-            yield ops.joint(sample, (hidden, skips.pop()), len(unet.up_blocks) - 1 - level)
+            joints.append(ops.joint(sample, (hidden, skips.pop()), len(unet.up_blocks) - 1 - level))
             hidden = resnet_.out_channels
+    return joints

@@ -31,7 +31,6 @@ from pipeline.extensions.control import ControlFolder
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.extensions.image_prompts import ImagePromptFolder
 from pipeline.extensions.upscaling import UpscalerFolder
-from pipeline.families import sdxl_refiner
 from pipeline.runner import ImageRunner
 from pipeline.text.textual_inversion import EmbeddingFolder
 from workers import backends, text_encoder, variants
@@ -352,7 +351,7 @@ def build(
     texts = text_runner(settings, beside or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings, say, count))
-    if model.family is sdxl_refiner.FAMILY:
+    if model.family.refines:
         raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
     name, why_torch = lane.call(lambda: backends.select(settings, model))
     kept = _kept_parts(settings, model, name)

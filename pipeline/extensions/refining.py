@@ -15,7 +15,6 @@ from contract.errors import Invalid
 from contract.refining import FIELD
 from core.transfers import to_device
 from pipeline.checkpoints.folder import ModelError
-from pipeline.families import sdxl, sdxl_refiner
 from pipeline.sampling.sigmas import SamplerTable
 
 if TYPE_CHECKING:
@@ -52,9 +51,9 @@ class Refinement:
 
 def check_pair(refiner: ImageModel, base: ImageModel) -> None:
     """Raise `ModelError` for a model that is no refiner, and one whose latents are not the base model's."""
-    if refiner.family is not sdxl_refiner.FAMILY:
+    if not refiner.family.refines:
         raise ModelError(f"{refiner.name}: is no SDXL refiner, and cannot take the last steps of another model")
-    if base.family is not sdxl.FAMILY or base.inpaints:
+    if base.family.label != refiner.family.refines or base.inpaints:
         raise ModelError(f"{refiner.name}: refines SDXL's pictures, and {base.name} is no SDXL that draws any")
     for name in _LATENTS:
         found, wanted = (getattr(model.vae.config, name, None) for model in (refiner, base))

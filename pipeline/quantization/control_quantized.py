@@ -101,6 +101,8 @@ def _collect(
     observe = observe_programs(lowering) if isinstance(lowering, CpuLowering) else observe_modules(found.network)
     drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
 
+    deep: Callable[..., tuple[Tensor, ...]] = networks.denoiser.deep  # a UNet's, which takes residuals
+
     def run(batch: Sequence[str], around: Around) -> None:
         seeds = [seed(prompt) for prompt in batch]
         hints = _hints(model, branch, networks.decoder, drawing.latents(batch, seeds))
@@ -114,7 +116,7 @@ def _collect(
             moving = [branch.moving(own, [Condition(hint, 1.0, kind)]) for own, hint in each]
             given = {name: torch.cat([one[name] for one in moving]) for name in moving[0]}
             made = branch(DenoiserInputs(read, inputs.timestep, {**inputs.conditioning, **given, TEXT: kv}))
-            return networks.denoiser.deep(inputs, residuals=[part.clone() for part in made])
+            return deep(inputs, residuals=[part.clone() for part in made])
 
         drawing.latents(
             batch, seeds, forward=forward, until=settings.watched_steps, around=lambda step: around(_PART, step)
