@@ -13,6 +13,7 @@ from core.graphs import ExecutableKey
 from pipeline.backends.phases import DEEP, KEYS, SHALLOW, STEPS, TEXT, VAE, VAE_TINY, on_torch
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from tests.pipeline.worlds import SHAPES, model, tiny_model
+from unet_opt.inputs import DenoiserInputs
 
 SIZE = (32, 32)
 
@@ -64,8 +65,8 @@ def test_an_example_is_the_same_for_a_seed() -> None:
     timer = PhaseTimer(model("plain"), PhaseCosts(), on_torch(model("plain")).denoiser)
 
     def sample(seed: int) -> torch.Tensor:
-        def look(*arguments: Any, **options: Any) -> tuple[torch.Tensor]:
-            return (arguments[-2],)  # the sample, before the timestep
+        def look(inputs: DenoiserInputs, features: Any) -> tuple[torch.Tensor]:
+            return (inputs.sample,)
 
         return timer.example(SHALLOW[DEPTHS[0]], 2, SIZE, seed)(look)[0]
 
