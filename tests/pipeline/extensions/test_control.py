@@ -158,7 +158,7 @@ def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets
     runner = Watching(model("plain"), lane=LANE, controls=folder)
     network = runner.backend.denoiser
     generator = torch.Generator().manual_seed(0)
-    given = model("plain").family.example(model("plain"), network.text_width, 2, generator)
+    given = model("plain").family.example(model("plain"), network.text_width, 2, generator, 1)
     sample = torch.randn(2, 4, 4, 4, generator=generator)
     inputs = DenoiserInputs(sample, torch.tensor([900.0, 500.0]), given)
     shapes = [(2, 4, 4, 16), (2, 4, 4, 16), (2, 2, 2, 16), (2, 2, 2, 32), (2, 2, 2, 32)]
