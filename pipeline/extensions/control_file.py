@@ -67,8 +67,8 @@ def find(folder: Path, name: str) -> Path:
     if is_file(file):
         return file
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
-        raise ModelError(f"control {name}: {PICKLE}")
-    raise ModelError(f"control {name}: there is no folder {name} and no {file.name} in the folder of controls")
+        raise ModelError(f"{name}: {PICKLE}", kind="control")
+    raise ModelError(f"{name}: there is no folder {name} and no {file.name} in the folder of controls", kind="control")
 
 
 def size_bytes(path: Path) -> int:
@@ -101,13 +101,13 @@ def _errors(name: str, path: Path) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        text = str(error).replace(str(path), path.name)
-        raise ModelError(text if text.startswith("control ") else f"control {name}: {text}") from error
+        text = error.detail.replace(str(path), path.name)
+        raise ModelError(text if error.kind else f"{name}: {text}", kind="control") from error
     except OSError as error:
-        raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
+        raise ModelError(f"{name}: cannot be read ({error.strerror or error})", kind="control") from error
     except Exception as error:  # of several libraries, which expect other keys or shapes
         why = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise ModelError(f"control {name}: is no network that is known, or damaged ({why})") from error
+        raise ModelError(f"{name}: is no network that is known, or damaged ({why})", kind="control") from error
 
 
 def _read_folder(folder: Path, dtype: torch.dtype) -> ControlFile:

@@ -8,8 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from contract.image_prompt import FIELD
 from core.transfers import to_device
+from pipeline.extensions.image_prompts import ImagePromptLease, RequestImagePrompt
 from pipeline.request_state import ImageState
+
+
+def prompts_of(state: ImageState) -> tuple[RequestImagePrompt, ...]:
+    """The image prompts of a request whose text is encoded."""
+    lease: ImagePromptLease | None = state.extensions.get(FIELD)
+    return () if lease is None else lease.prompts
 
 
 class _Place(NamedTuple):
@@ -38,7 +46,7 @@ class ImagePromptRows:
         """
         places, first = [], 0
         for work in works:
-            for slot, prompt in enumerate(work.image_prompts):
+            for slot, prompt in enumerate(prompts_of(work)):
                 if prompt.acts[work.step]:
                     places.append(_Place(slot, first, prompt.keys[work.rows]))
             first += work.rows
@@ -58,7 +66,7 @@ class ImagePromptRows:
     def _gathered(
         works: Sequence[ImageState], places: Sequence[_Place], rows: int, least: tuple[int, ...]
     ) -> list[tuple[Tensor, Tensor]]:
-        example = next(prompt.keys[1] for work in works for prompt in work.image_prompts)
+        example = next(prompt.keys[1] for work in works for prompt in prompts_of(work))
         tokens = dict(enumerate(least))
         for place in places:
             tokens[place.slot] = max(tokens.get(place.slot, 1), place.keys.shape[1])

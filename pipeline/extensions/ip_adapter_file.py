@@ -48,6 +48,16 @@ _RESAMPLER = (  # of one layer: our names, by the file's
 )  # fmt: skip
 
 
+class AdapterFacts(NamedTuple):
+    """What is known of an adapter while it is not in memory: the channels that it reads of its encoder, whether those
+    are of hidden states, and its tokens.
+    """
+
+    channels: int
+    fine: bool
+    tokens: int
+
+
 class IPAdapterFile(NamedTuple):
     """An adapter as it was read."""
 
@@ -67,15 +77,15 @@ def find(folder: Path, name: str) -> Path:
         return file
     own = _weights(folder / name)
     if len(own) > 1:
-        raise ModelError(f"IP-Adapter {name}: its folder holds several: {', '.join(path.name for path in own)[:200]}")
+        raise _error(name, f"its folder holds several: {', '.join(path.name for path in own)[:200]}")
     if own:
         return own[0]
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
-        raise ModelError(f"IP-Adapter {name}: {PICKLE}")
-    raise ModelError(f"IP-Adapter {name}: there is no {file.name} and no folder {name} in the folder of IP-Adapters")
+        raise _error(name, PICKLE)
+    raise _error(name, f"there is no {file.name} and no folder {name} in the folder of IP-Adapters")
 
 
-def find_encoder(folder: Path, name: str, file: Path, adapter: IPAdapter) -> Path:
+def find_encoder(folder: Path, name: str, file: Path, adapter: AdapterFacts) -> Path:
     """The folder of the encoder whose output the adapter reads. Raises `ModelError`.
 
     That is the first whose widths fit, of `image_encoder` beside the file, of other encoders in the folder, and of
@@ -95,7 +105,7 @@ def find_encoder(folder: Path, name: str, file: Path, adapter: IPAdapter) -> Pat
         found.append(f"{where.name} gives {known.hidden if adapter.fine else known.embedding}")
     reads = f"reads {'hidden states' if adapter.fine else 'embeddings'} of {adapter.channels} channels"
     why = "; ".join(found) if found else f"there is no encoder: a folder {ENCODER} with config.json, beside it"
-    raise ModelError(f"IP-Adapter {name}: {reads}, and {why}")
+    raise _error(name, f"{reads}, and {why}")
 
 
 def size_bytes(folder: Path) -> int:
@@ -136,12 +146,16 @@ def _errors(name: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"IP-Adapter {name}: {error}") from error
+        raise _error(name, error) from error
     except OSError as error:
-        raise ModelError(f"IP-Adapter {name}: cannot be read ({error.strerror or error})") from error
+        raise _error(name, f"cannot be read ({error.strerror or error})") from error
     except Exception as error:  # of several libraries, which expect other shapes
         why = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise ModelError(f"IP-Adapter {name}: is no adapter that is known, or damaged ({why})") from error
+        raise _error(name, f"is no adapter that is known, or damaged ({why})") from error
+
+
+def _error(name: str, reason: object) -> ModelError:
+    return ModelError(f"{name}: {reason}", kind="IP-Adapter")
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -1,0 +1,145 @@
+"""Control networks and T2I-Adapters of requests: what they add to the denoiser's deep steps, and keep for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from contract import control
+from contract.errors import Invalid
+from pipeline.backends.phases import DEEP
+from pipeline.extensions import costs
+from pipeline.extensions.control import ControlFolder, ControlLease
+from pipeline.extensions.control_rows import ControlRows, RowLimits
+from pipeline.extensions.extension import Extension, StepBatch, invalid
+
+if TYPE_CHECKING:
+    from contract.image import ImageParameters
+    from core.config import Settings
+    from pipeline.backends.backend import BatchGroup, ImageBackend
+    from pipeline.families.family import ImageModel
+    from pipeline.request_state import ImageState
+
+
+class ControlExtension(Extension):
+    field, card_field = control.FIELD, "controls"
+    waits, steps, share = True, True, control.SHARE
+    folder: ControlFolder | None
+
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
+        super().__init__(model, backend, folder)
+        family = model.family
+        lengths = family.longest if backend.fixed_shapes else family.padded
+        self._rows = ControlRows(model.dtype, lengths, model.latent_channels)
+        self._tokens = 0 if folder is None else family.text_encoder(model).tokens
+
+    @classmethod
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+        if not settings.control_dir or not model.family.controls:
+            return cls(model, backend)
+        capacity, own = settings.control_mib * 2**20, backend.model
+        return cls(
+            model, backend, ControlFolder(Path(settings.control_dir), own, backend.beside, capacity, release=True)
+        )
+
+    def reserved_bytes(self) -> int:
+        return 0 if self.folder is None else self.folder.size_bytes()
+
+    def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+        """The seconds of one row of a network at the cheapest batch width, by size; empty without any network."""
+        rows_s = {
+            f"{size[0]}x{size[1]}": min(costs.seconds(self, backend, DEEP, size, rows) / rows for rows in costs.WIDTHS)
+            for size in (sizes if self.folder is not None else ())
+        }
+        return {"control_row_step_s": rows_s}
+
+    def check(self, request: ImageParameters) -> None:
+        if not self.model.family.controls:
+            raise Invalid(self.field, f"is not supported by {self.model.family.label}")
+        if self.folder is None:
+            raise Invalid(self.field, "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)")
+        with invalid(f"{self.field}.model"):
+            self.folder.check(request.control, (request.width, request.height))
+
+    def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
+        if self.folder is None:
+            return 0
+        return self.folder.request_bytes(request.control, (request.width, request.height), rows, self._tokens * chunks)
+
+    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> ControlLease | None:
+        assert self.folder is not None
+        networks = self.folder.take(request.control, wait=wait)
+        return None if networks is None else ControlLease(networks)
+
+    def release(self, lease: ControlLease, *, keep: bool = False) -> None:
+        assert self.folder is not None
+        self.folder.cache.give(lease.networks, keep=keep)
+
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+        lease: ControlLease = state.extensions[self.field]
+        if lease.controls.any:
+            return
+        assert self.folder is not None
+        size = (request.width, request.height)
+        with invalid(f"{self.field}.model"):
+            lease.controls = self.folder.prepare(lease.networks, request.control, size, hidden, state.acts)
+
+    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
+        acting = [sum(acts) for acts in zip(*map(state.acts, request.control), strict=True)]
+        left = slice(state.step, None)
+        return [n * w * deep for n, w, deep in zip(acting[left], state.widths[left], state.plan[left], strict=True)]
+
+    def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
+        if group.phase != DEEP:
+            return 0
+        return sum(
+            state.rows * sum(bool(network.conditions(state.step)) for network in lease.controls.networks)
+            for state, lease in self._leases(batch)
+        )
+
+    def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
+        return any(lease.residual is not None for _, lease in self._leases(batch))
+
+    def evaluate(self, batch: StepBatch) -> dict[str, Any]:
+        added = self._rows.evaluate(batch.states, batch.inputs, RowLimits(batch.rows, batch.fixed))
+        return {} if added is None else added._asdict()
+
+    def keep(self, states: Sequence[ImageState], options: Mapping[str, Any]) -> None:
+        """Copy each request's rows of the first residual to where its shallow steps read it, if one comes next. A retry
+        writes the same again, and nothing reads it before.
+        """
+        residuals, start = options.get("residuals", ()), 0
+        for state in states:
+            end, following = start + state.rows, state.step + 1
+            if (lease := state.extensions.get(self.field)) is not None:
+                read = lease.controls.networks and following < len(state.plan) and not state.plan[following]
+                lease.residual = residuals[0][start:end].clone() if residuals and read else None
+            start = end
+
+    def evaluate_shallow(self, states: Sequence[ImageState], rows: int) -> dict[str, Any]:
+        """The first residual of each request's last deep step, [B, h, w, C]; zeros of those without."""
+        residuals = [getattr(state.extensions.get(self.field), "residual", None) for state in states]
+        first = next((residual for residual in residuals if residual is not None), None)
+        if first is None:
+            return {}
+        whole, start = first.new_zeros((rows, *first.shape[1:])), 0
+        for state, residual in zip(states, residuals, strict=True):
+            if residual is not None:
+                whole[start : start + state.rows].copy_(residual[-state.rows :])
+            start += state.rows
+        return {"residual": whole}
+
+    def clear_cache(self) -> None:
+        self._rows.clear_cache()
+
+    def changes_steps(self, lease: ControlLease) -> bool:
+        return lease.controls.any
+
+    def lease_digests(self, lease: ControlLease) -> Mapping[str, str]:
+        return {network.name: network.digest for network in lease.networks}
+
+    def _leases(self, states: Sequence[ImageState]) -> list[tuple[ImageState, ControlLease]]:
+        return [(state, state.extensions[self.field]) for state in states if self.field in state.extensions]

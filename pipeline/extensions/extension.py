@@ -1,0 +1,198 @@
+"""The protocol of what a request brings along: files of a folder, what is made of them, what that adds to its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+
+from contract.errors import Invalid
+from pipeline.checkpoints.folder import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from contract.image import ImageParameters
+    from core.config import Settings
+    from pipeline.backends.backend import BatchGroup, ImageBackend
+    from pipeline.extensions.adapters import ScaledAdapter
+    from pipeline.extensions.asset_folder import AssetFolder
+    from pipeline.families.family import ImageModel
+    from pipeline.request_state import ImageState
+    from pipeline.sampling.denoise import DenoiserInputs
+    from pipeline.text.conditioning import Conditioner
+    from pipeline.text.textual_inversion import TextualInversion
+
+
+class StepBatch(NamedTuple):
+    """A step of requests that share a forward of so many `rows`, exactly `fixed` where bits depend on it."""
+
+    group: BatchGroup
+    states: Sequence[ImageState]
+    inputs: DenoiserInputs
+    rows: int
+    fixed: int | None
+
+
+class Finish(Protocol):
+    """What remains of a decoded picture, one iteration at a time: `left` of them, of which `done` are over."""
+
+    done: int
+
+    @property
+    def left(self) -> int: ...
+
+    def compute(self) -> None:
+        """Run the next iteration; to be repeated until `done` is raised."""
+        ...
+
+    def image(self) -> Image:
+        """The whole picture, after the last one."""
+        ...
+
+
+class Extension:
+    """One kind of what requests bring along, under the `field` of their parameters.
+
+    A request's part is a *lease*: whatever `acquire` returns, kept in `ImageState.extensions` until `release`. Every
+    kind overrides the methods that it needs; those of this class stand for a kind without files, costs or steps.
+    """
+
+    field: ClassVar[str]
+    card_field: ClassVar[str]  # of the model's card: the names that requests may use
+    printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
+    waits: ClassVar[bool] = False  # whether `acquire` may have to wait
+    steps: ClassVar[bool] = False  # whether it changes the denoiser's steps
+    share: ClassVar[float] = 0.0  # of a step of the denoiser: what its rows cost until one was measured
+
+    backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
+    conditioner: Conditioner | None = None  # encodes their prompts
+
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: AssetFolder[Any] | None = None) -> None:
+        """`model` is `backend`'s before its parts were packed. Without a `folder` requests are refused."""
+        self.model = model
+        self.folder = folder
+
+    # -- configuration ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+        """The extension as the settings configure it."""
+        return cls(model, backend)
+
+    @classmethod
+    def kept_parts(cls, settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
+        """The parts whose own weights torch reads for it, beside a backend that `packs` adapters or does not."""
+        return set()
+
+    def names(self) -> Sequence[str]:
+        """The names that requests may use now."""
+        return () if self.folder is None else self.folder.names()
+
+    def held(self) -> Collection[str]:
+        """The names of files that are in memory, if requests wait for files."""
+        return () if self.folder is None or not self.waits else self.folder.held
+
+    def reserved_bytes(self) -> int:
+        """The memory that its files take at most."""
+        return 0
+
+    def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+        """Its fields of the card's costs."""
+        return {}
+
+    # -- admission --------------------------------------------------------------------------------------------------
+
+    def requested(self, request: ImageParameters) -> bool:
+        return bool(getattr(request, self.field))
+
+    def check(self, request: ImageParameters) -> Any:
+        """What `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises `Invalid`."""
+
+    def size_bytes(self, request: ImageParameters, checked: Any, rows: int, chunks: int) -> int:
+        """What a checked request holds beside its files, with so many chunks of text."""
+        return 0
+
+    def acquire(self, request: ImageParameters, checked: Any, *, wait: bool) -> Any:
+        """A lease on the checked request's files; None: not yet. With `wait` evicted ones are awaited. Reads none."""
+
+    def release(self, lease: Any, *, keep: bool = False) -> None:
+        """End a lease; `keep`: it is soon asked for again."""
+
+    def group(self, lease: Any) -> tuple[int, ...]:
+        """What requests must have in common to share a forward in which bits depend on it."""
+        return ()
+
+    # -- prompts ----------------------------------------------------------------------------------------------------
+
+    def named_in(self, texts: Mapping[str, str]) -> Sequence[TextualInversion]:
+        """The files that words of these fields name. Raises `Invalid`."""
+        return ()
+
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
+        lane; may be repeated. Raises `Invalid`.
+        """
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
+        """The rows that pay for it in each step that is left to a request."""
+        return ()
+
+    def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
+        """The rows that pay for it in the next step of these requests, a forward of so many rows."""
+        return 0
+
+    def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
+        """Whether it replaces what is compiled or recorded of the next step of these requests."""
+        return False
+
+    def low_rank(self, lease: Any) -> tuple[ScaledAdapter, ...]:
+        """The low-rank branches of the request's rows."""
+        return ()
+
+    def evaluate(self, batch: StepBatch) -> dict[str, Any]:
+        """Options of the denoiser in a deep step."""
+        return {}
+
+    def keep(self, states: Sequence[ImageState], options: Mapping[str, Any]) -> None:
+        """Keep of a deep step's options what shallow steps need."""
+
+    def evaluate_shallow(self, states: Sequence[ImageState], rows: int) -> dict[str, Any]:
+        """Options of the denoiser in a shallow step."""
+        return {}
+
+    def clear_cache(self) -> None:
+        """Release what is kept of the last batch."""
+
+    # -- pictures ---------------------------------------------------------------------------------------------------
+
+    finishes: ClassVar[bool] = False  # whether decoded pictures go through `finish`
+
+    def finish(self, request: ImageParameters, lease: Any, pixels: torch.Tensor) -> Finish:
+        """What remains of a picture [H, W, 3] in levels, on the CPU."""
+        raise TypeError(f"{type(self).__name__} finishes no picture")
+
+    def changes_steps(self, lease: Any) -> bool:
+        """Whether the request's steps were changed by it."""
+        return self.steps
+
+    def digests(self, state: ImageState) -> Mapping[str, str]:
+        """The digests of the files that a request was drawn with, by their names."""
+        lease = state.extensions.get(self.field)
+        return {} if lease is None else self.lease_digests(lease)
+
+    def lease_digests(self, lease: Any) -> Mapping[str, str]:
+        """The same of a lease."""
+        return {}
+
+
+@contextmanager
+def invalid(field: str) -> Iterator[None]:
+    """Context that turns errors of files into errors of a request's field."""
+    try:
+        yield
+    except ModelError as error:
+        raise Invalid(field, error.detail) from error
