@@ -56,7 +56,7 @@ class IterationBuilder:
         backends: Mapping[str, ImageBackend],
         conditioners: Mapping[str, Conditioner],
         ledger: MemoryLedger,
-        extensions: Mapping[str, Extension],
+        extensions: Mapping[str, Extension[Any]],
     ) -> None:
         """Backends and conditioners by the names that groups have."""
         self._ledger = ledger
@@ -215,8 +215,7 @@ class IterationBuilder:
                     outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    changing = (n for n, lease in work.extensions.items() if self._extensions[n].changes_steps(lease))
-                    field = next(changing, None)
+                    field = next((field for field in work.extensions if self._extensions[field].steps), None)
                     error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
                     outcomes[request.id] = Outcome(error=error)
             return outcomes

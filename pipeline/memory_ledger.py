@@ -34,7 +34,7 @@ class MemoryLedger:
         backends: Mapping[str, ImageBackend],
         max_requests: int,
         memory_bytes: int | None,
-        extensions: Mapping[str, Extension],
+        extensions: Mapping[str, Extension[Any]],
     ) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)

@@ -45,7 +45,7 @@ class ImageRunner:
     def __init__(
         self,
         backend: ImageBackend,
-        extensions: Iterable[Extension] = (),
+        extensions: Iterable[Extension[Any]] = (),
         *,
         refiner: ImageBackend | None = None,
         lane: Lane | None = None,
@@ -61,7 +61,7 @@ class ImageRunner:
         self.model = model = backend.model
         given = {extension.field: extension for extension in extensions}
         known = {kind.field: given.pop(kind.field, None) or kind(model, backend) for kind in KINDS}
-        self.extensions: dict[str, Extension] = known | given
+        self.extensions: dict[str, Extension[Any]] = known | given
         self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes
@@ -111,7 +111,7 @@ class ImageRunner:
         refined = None if wanted.refiner is None else self._conditioners[REFINER].read(wanted)
         return CheckedInputs(prompts, refined, {one.field: one.check(wanted) for one in self._requested(wanted)})
 
-    def _requested(self, wanted: ImageParameters) -> list[Extension]:
+    def _requested(self, wanted: ImageParameters) -> list[Extension[Any]]:
         return [extension for extension in self.extensions.values() if extension.requested(wanted)]
 
     def _named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:

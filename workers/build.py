@@ -170,7 +170,7 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension] = ()) -> int:
+def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = ()) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now, without that which
     the extensions' files may take.
     """

@@ -98,10 +98,6 @@ class LoraFolder(AssetFolder[_Content]):
         files = self.cache.take([lora.name for lora in named], wait=wait)
         return None if files is None else LoraLease(files, [lora.scale for lora in named])
 
-    def give(self, lease: LoraLease, *, keep: bool = False) -> None:
-        """Release them after the request has ended; `keep` as in `AssetCache.give`."""
-        self.cache.give(lease.files, keep=keep)
-
     def uses(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
         """The same, ready to use. Raises `ModelError`, naming the LoRA."""
         read = ((file, scale, self.cache.content(file)) for file, scale in zip(lease.files, lease.scales, strict=True))

@@ -52,6 +52,18 @@ class AssetFolder(ABC, Generic[T]):
         """Bytes of the cached files, by name, least recently used first."""
         return self.cache.held
 
+    def size_bytes(self) -> int:
+        """That its files take at most in memory."""
+        return self.cache.capacity
+
+    def take(self, given: Any, *, wait: bool = False) -> Any:
+        """A lease on the files of a checked request's field; None means not yet, as of `AssetCache.take`."""
+        raise TypeError(f"files of kind {self.kind} are not reserved")
+
+    def give(self, lease: Any, *, keep: bool = False) -> None:
+        """End a lease on its `files`; `keep` as in `AssetCache.give`."""
+        self.cache.give(lease.files, keep=keep)
+
     def path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 

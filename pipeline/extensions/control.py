@@ -93,7 +93,7 @@ class ControlLease:
     [rows, h, w, C] of the last deep one.
     """
 
-    networks: list[ControlNetwork]
+    files: list[ControlNetwork]
     controls: RequestControls = RequestControls()  # noqa: RUF009
     residual: torch.Tensor | None = None
 
@@ -133,8 +133,6 @@ class ControlFolder(AssetFolder[Branch]):
         """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's
         first residual of the last deep step.
         """
-        if not controls:
-            return 0
         height, width = (side // self._model.vae_scale for side in (size[1], size[0]))
         shapes: list[NetworkShape] = [self.cache.known(control.model).facts for control in controls]
         kept = rows * height * width * int(self._model.denoiser.config.block_out_channels[0])
@@ -176,9 +174,12 @@ class ControlFolder(AssetFolder[Branch]):
         return RequestControls(tuple(networks), tuple(adapters))
 
     def size_bytes(self) -> int:
-        """That the networks of the folder take at most, as their files have them."""
         files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.names()]
-        return min(self.cache.capacity, sum(files))
+        return min(super().size_bytes(), sum(files))
+
+    def take(self, given: Sequence[Control], *, wait: bool = False) -> ControlLease | None:
+        networks = self.cache.take([*dict.fromkeys(control.model for control in given)], wait=wait)
+        return None if networks is None else ControlLease(networks)
 
     def stamp(self, name: str) -> Hashable:
         path = control_file.find(self.folder, name)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from contract import control
-from contract.errors import Invalid
 from pipeline.backends.phases import DEEP
 from pipeline.extensions import costs
 from pipeline.extensions.control import ControlFolder, ControlLease
 from pipeline.extensions.control_rows import ControlRows, RowLimits
-from pipeline.extensions.extension import Extension, StepBatch, invalid
+from pipeline.extensions.extension import PictureExtension, StepBatch, invalid
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from pipeline.request_state import ImageState
 
 
-class ControlExtension(Extension):
+class ControlExtension(PictureExtension[ControlFolder]):
     field, card_field = control.FIELD, "controls"
-    waits, steps, share = True, True, control.SHARE
-    folder: ControlFolder | None
+    unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
+    share = control.SHARE
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
         super().__init__(model, backend, folder)
@@ -37,16 +36,11 @@ class ControlExtension(Extension):
         self._tokens = 0 if folder is None else family.text_encoder(model).tokens
 
     @classmethod
-    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ControlFolder | None:
         if not settings.control_dir or not model.family.controls:
-            return cls(model, backend)
-        capacity, own = settings.control_mib * 2**20, backend.model
-        return cls(
-            model, backend, ControlFolder(Path(settings.control_dir), own, backend.beside, capacity, release=True)
-        )
-
-    def reserved_bytes(self) -> int:
-        return 0 if self.folder is None else self.folder.size_bytes()
+            return None
+        capacity = settings.control_mib * 2**20
+        return ControlFolder(Path(settings.control_dir), backend.model, backend.beside, capacity, release=True)
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """The seconds of one row of a network at the cheapest batch width, by size; empty without any network."""
@@ -56,41 +50,21 @@ class ControlExtension(Extension):
         }
         return {"control_row_step_s": rows_s}
 
-    def check(self, request: ImageParameters) -> None:
-        if not self.model.family.controls:
-            raise Invalid(self.field, f"is not supported by {self.model.family.label}")
-        if self.folder is None:
-            raise Invalid(self.field, "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)")
+    def check_files(self, request: ImageParameters) -> None:
         with invalid(f"{self.field}.model"):
-            self.folder.check(request.control, (request.width, request.height))
+            self.files.check(request.control, (request.width, request.height))
 
     def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
-        if self.folder is None:
-            return 0
-        return self.folder.request_bytes(request.control, (request.width, request.height), rows, self._tokens * chunks)
-
-    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> ControlLease | None:
-        assert self.folder is not None
-        networks = self.folder.take(request.control, wait=wait)
-        return None if networks is None else ControlLease(networks)
-
-    def release(self, lease: ControlLease, *, keep: bool = False) -> None:
-        assert self.folder is not None
-        self.folder.cache.give(lease.networks, keep=keep)
+        size = (request.width, request.height)
+        return self.files.request_bytes(request.control, size, rows, self._tokens * chunks)
 
     def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
         lease: ControlLease = state.extensions[self.field]
         if lease.controls.any:
             return
-        assert self.folder is not None
         size = (request.width, request.height)
         with invalid(f"{self.field}.model"):
-            lease.controls = self.folder.prepare(lease.networks, request.control, size, hidden, state.acts)
-
-    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
-        acting = [sum(acts) for acts in zip(*map(state.acts, request.control), strict=True)]
-        left = slice(state.step, None)
-        return [n * w * deep for n, w, deep in zip(acting[left], state.widths[left], state.plan[left], strict=True)]
+            lease.controls = self.files.prepare(lease.files, request.control, size, hidden, state.acts)
 
     def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
         if group.phase != DEEP:
@@ -135,11 +109,8 @@ class ControlExtension(Extension):
     def clear_cache(self) -> None:
         self._rows.clear_cache()
 
-    def changes_steps(self, lease: ControlLease) -> bool:
-        return lease.controls.any
-
     def lease_digests(self, lease: ControlLease) -> Mapping[str, str]:
-        return {network.name: network.digest for network in lease.networks}
+        return {network.name: network.digest for network in lease.files}
 
     def _leases(self, states: Sequence[ImageState]) -> list[tuple[ImageState, ControlLease]]:
         return [(state, state.extensions[self.field]) for state in states if self.field in state.extensions]

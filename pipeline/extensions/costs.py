@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup
@@ -28,7 +28,7 @@ class AddedCost(NamedTuple):
 
 
 def added(
-    extensions: Iterable[Extension], backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan,
+    extensions: Iterable[Extension[Any]], backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan,
     states: Sequence[ImageState],
 ) -> AddedCost:  # fmt: skip
     """The cost of the next step of these requests."""
@@ -39,7 +39,7 @@ def added(
     return AddedCost(total_s, *(observer(one.field, backend, group, plan, count) for one, count in rows))
 
 
-def seconds(extension: Extension, backend: ImageBackend, phase: str, size: Size, rows: int) -> float:
+def seconds(extension: Extension[Any], backend: ImageBackend, phase: str, size: Size, rows: int) -> float:
     """The cost of so many rows; until one was measured a share of the step's."""
     if not rows:
         return 0.0
@@ -48,7 +48,7 @@ def seconds(extension: Extension, backend: ImageBackend, phase: str, size: Size,
 
 
 def left(
-    extensions: Iterable[Extension], backend: ImageBackend, size: Size, request: ImageParameters, state: ImageState
+    extensions: Iterable[Extension[Any]], backend: ImageBackend, size: Size, request: ImageParameters, state: ImageState
 ) -> float:
     """The cost of all steps that are left to a request."""
     total_s = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pipeline.extensions.extension import Extension
 from pipeline.text.textual_inversion import EmbeddingFolder, TextualInversion
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from pipeline.request_state import ImageState
 
 
-class EmbeddingExtension(Extension):
+class EmbeddingExtension(Extension[EmbeddingFolder]):
     field = card_field = "embeddings"
-    folder: EmbeddingFolder | None
 
     @classmethod
-    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> EmbeddingFolder | None:
         widths = model.family.embedding_widths(model)
         if not settings.embeddings_dir or not widths:
-            return cls(model, backend)
+            return None
         most = model.family.text_encoder(model).tokens - 2  # of one chunk, without its start and end
-        return cls(model, backend, EmbeddingFolder(Path(settings.embeddings_dir), widths, most))
+        return EmbeddingFolder(Path(settings.embeddings_dir), widths, most)
 
     def requested(self, request: ImageParameters) -> bool:
         return False

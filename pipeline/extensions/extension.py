@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from contract.errors import Invalid
 from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.asset_folder import AssetFolder
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
     from contract.image import ImageParameters
+    from contract.picture_input import PictureInput
     from core.config import Settings
     from pipeline.backends.backend import BatchGroup, ImageBackend
     from pipeline.extensions.adapters import ScaledAdapter
-    from pipeline.extensions.asset_folder import AssetFolder
     from pipeline.families.family import ImageModel
     from pipeline.request_state import ImageState
     from pipeline.sampling.denoise import DenoiserInputs
     from pipeline.text.conditioning import Conditioner
     from pipeline.text.textual_inversion import TextualInversion
+
+
+F = TypeVar("F", bound=AssetFolder[Any])
 
 
 class StepBatch(NamedTuple):
@@ -52,7 +56,7 @@ class Finish(Protocol):
         ...
 
 
-class Extension:
+class Extension(Generic[F]):
     """One kind of what requests bring along, under the `field` of their parameters.
 
     A request's part is a *lease*: whatever `acquire` returns, kept in `ImageState.extensions` until `release`. Every
@@ -61,6 +65,7 @@ class Extension:
 
     field: ClassVar[str]
     card_field: ClassVar[str]  # of the model's card: the names that requests may use
+    unconfigured: ClassVar[str] = ""  # why requests are refused without a folder
     printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
     waits: ClassVar[bool] = False  # whether `acquire` may have to wait
     steps: ClassVar[bool] = False  # whether it changes the denoiser's steps
@@ -69,7 +74,7 @@ class Extension:
     backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
     conditioner: Conditioner | None = None  # encodes their prompts
 
-    def __init__(self, model: ImageModel, backend: ImageBackend, folder: AssetFolder[Any] | None = None) -> None:
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: F | None = None) -> None:
         """`model` is `backend`'s before its parts were packed. Without a `folder` requests are refused."""
         self.model = model
         self.folder = folder
@@ -79,12 +84,22 @@ class Extension:
     @classmethod
     def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         """The extension as the settings configure it."""
-        return cls(model, backend)
+        return cls(model, backend, cls.folder_of(settings, model, backend))
+
+    @classmethod
+    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> F | None:
+        """The settings' folder; None if none is set, or the model takes none of its files."""
+        return None
 
     @classmethod
     def kept_parts(cls, settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
         """The parts whose own weights torch reads for it, beside a backend that `packs` adapters or does not."""
         return set()
+
+    @property
+    def files(self) -> F:
+        assert self.folder is not None
+        return self.folder
 
     def names(self) -> Sequence[str]:
         """The names that requests may use now."""
@@ -95,8 +110,8 @@ class Extension:
         return () if self.folder is None or not self.waits else self.folder.held
 
     def reserved_bytes(self) -> int:
-        """The memory that its files take at most."""
-        return 0
+        """The memory that its files take at most, if requests wait for files."""
+        return 0 if self.folder is None or not self.waits else self.folder.size_bytes()
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """Its fields of the card's costs."""
@@ -107,8 +122,18 @@ class Extension:
     def requested(self, request: ImageParameters) -> bool:
         return bool(getattr(request, self.field))
 
+    def refusal(self) -> str | None:
+        """Why it is not offered; None if it is."""
+        return self.unconfigured if self.folder is None else None
+
     def check(self, request: ImageParameters) -> Any:
         """What `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises `Invalid`."""
+        if (why := self.refusal()) is not None:
+            raise Invalid(self.field, why)
+        return self.check_files(request)
+
+    def check_files(self, request: ImageParameters) -> Any:
+        """The same where it is offered."""
 
     def size_bytes(self, request: ImageParameters, checked: Any, rows: int, chunks: int) -> int:
         """What a checked request holds beside its files, with so many chunks of text."""
@@ -116,9 +141,12 @@ class Extension:
 
     def acquire(self, request: ImageParameters, checked: Any, *, wait: bool) -> Any:
         """A lease on the checked request's files; None: not yet. With `wait` evicted ones are awaited. Reads none."""
+        return self.files.take(getattr(request, self.field), wait=wait)
 
     def release(self, lease: Any, *, keep: bool = False) -> None:
         """End a lease; `keep`: it is soon asked for again."""
+        if self.folder is not None:
+            self.folder.give(lease, keep=keep)
 
     def group(self, lease: Any) -> tuple[int, ...]:
         """What requests must have in common to share a forward in which bits depend on it."""
@@ -175,10 +203,6 @@ class Extension:
         """What remains of a picture [H, W, 3] in levels, on the CPU."""
         raise TypeError(f"{type(self).__name__} finishes no picture")
 
-    def changes_steps(self, lease: Any) -> bool:
-        """Whether the request's steps were changed by it."""
-        return self.steps
-
     def digests(self, state: ImageState) -> Mapping[str, str]:
         """The digests of the files that a request was drawn with, by their names."""
         lease = state.extensions.get(self.field)
@@ -187,6 +211,26 @@ class Extension:
     def lease_digests(self, lease: Any) -> Mapping[str, str]:
         """The same of a lease."""
         return {}
+
+
+class PictureExtension(Extension[F]):
+    """A kind whose field is a list of pictures, each read by a network of its name, in a part of the steps."""
+
+    waits, steps = True, True
+    combined: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(sum)
+    """How often a row pays in a step in which these act."""
+
+    def refusal(self) -> str | None:
+        family = self.model.family
+        if not getattr(family, self.card_field):
+            return f"is not supported by {family.label}"
+        return super().refusal()
+
+    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> list[int]:
+        pictures: Sequence[PictureInput] = getattr(request, self.field)
+        paid = [self.combined(acts) for acts in zip(*map(state.acts, pictures), strict=True)]
+        left = slice(state.step, None)
+        return [n * w * deep for n, w, deep in zip(paid[left], state.widths[left], state.plan[left], strict=True)]
 
 
 @contextmanager

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 _SEEN = 64  # pictures whose tokens are kept
 
 
-ImagePromptFiles = Mapping[str, tuple[Asset[Any], Asset[Any]]]
-"""The adapters that one request holds until its prompts are encoded, by name, each with its encoder."""
-
-
 class RequestImagePrompt(NamedTuple):
     """What is made of a request's image prompt: keys and values [R, T, width] by the request's rows, which `acts` says
     in which steps they are read.
@@ -48,7 +44,8 @@ class RequestImagePrompt(NamedTuple):
 class ImagePromptLease:
     """A request's adapters until its prompts are encoded, then what they made; and the tokens of each prompt."""
 
-    files: ImagePromptFiles
+    files: list[Asset[Any]]
+    pairs: Mapping[str, tuple[Asset[Any], Asset[Any]]]  # the same by the adapters' names, each with its encoder
     tokens: tuple[int, ...]
     prompts: tuple[RequestImagePrompt, ...] = ()
 
@@ -83,19 +80,15 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
                 own = f"it needs {needed} bytes with its encoder"
                 raise self.error(name, f"{own}, and there is room for {room} (DIPTYCH_IP_ADAPTER_MIB)")
 
-    def take(self, prompts: Sequence[ImagePrompt], *, wait: bool = False) -> ImagePromptFiles | None:
-        """Reserve what a checked request reads once its prompts are encoded; None: not yet, as `AssetCache.take`."""
-        encoders = {prompt.model: self._encoders[prompt.model] for prompt in prompts}
+    def take(self, given: Sequence[ImagePrompt], *, wait: bool = False) -> ImagePromptLease | None:
+        encoders = {prompt.model: self._encoders[prompt.model] for prompt in given}
         keys: list[Hashable] = [*encoders, *dict.fromkeys(encoders.values())]
-        assets = self.cache.take(keys, wait=wait)
-        if assets is None:
+        files = self.cache.take(keys, wait=wait)
+        if files is None:
             return None
-        own = dict(zip(keys, assets, strict=True))
-        return {name: (own[name], own[encoder]) for name, encoder in encoders.items()}
-
-    def give(self, files: ImagePromptFiles, *, keep: bool = False) -> None:
-        """Release them; `keep` as in `AssetCache.give`."""
-        self.cache.give([*{asset.key: asset for pair in files.values() for asset in pair}.values()], keep=keep)
+        own = dict(zip(keys, files, strict=True))
+        pairs = {name: (own[name], own[encoder]) for name, encoder in encoders.items()}
+        return ImagePromptLease(files, pairs, self.tokens(given))
 
     def tokens(self, prompts: Sequence[ImagePrompt]) -> tuple[int, ...]:
         """The number of tokens of each checked prompt."""
@@ -107,7 +100,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
 
     @torch.inference_mode()
     def prepare(
-        self, files: ImagePromptFiles, prompts: Sequence[ImagePrompt], rows: int,
+        self, lease: ImagePromptLease, prompts: Sequence[ImagePrompt], rows: int,
         acts_of: Callable[[ImagePrompt], tuple[bool, ...]],
     ) -> tuple[RequestImagePrompt, ...]:  # fmt: skip
         """The keys and values of each prompt: of two rows the first reads a picture of nothing, as in diffusers.
@@ -116,7 +109,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
         """
         made = []
         for prompt in prompts:
-            pair = files[prompt.model]
+            pair = lease.pairs[prompt.model]
             with self._errors(prompt.model):
                 adapter, encoder = (self.cache.content(asset) for asset in pair)
             digest = hashlib.sha256(":".join(asset.digest for asset in pair).encode()).hexdigest()[:16]
@@ -126,8 +119,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
         return tuple(made)
 
     def size_bytes(self) -> int:
-        """That the adapters of the folder, and the encoders that they may read with, take at most, by their files."""
-        return min(self.cache.capacity, ip_adapter_file.size_bytes(self.folder))
+        return min(super().size_bytes(), ip_adapter_file.size_bytes(self.folder))
 
     def _tokens_of(self, adapter: Any, encoder: Any, digest: str, prompt: ImagePrompt) -> Tensor:
         """[2, T, D]: of a picture of nothing, and of the prompt's, each computed alone; kept for the last pictures."""

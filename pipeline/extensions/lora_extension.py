@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
-from contract.errors import Invalid
 from contract.image import ImageParameters
 from pipeline.backends.backend import BatchGroup, ImageBackend
 from pipeline.backends.lora import LoraBackend
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from pipeline.request_state import ImageState
 
 
-class LoraExtension(Extension):
+class LoraExtension(Extension[LoraFolder]):
     field, card_field = "lora", "loras"
+    unconfigured = "no LoRA folder is configured (DIPTYCH_LORA_DIR)"
     waits, steps, share = True, True, 0.15
-    folder: LoraFolder | None
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: LoraFolder | None = None) -> None:
         """Steps run on `backend` if it packs LoRAs, else on a twin of `model`, which keeps its denoiser's weights."""
@@ -41,11 +40,11 @@ class LoraExtension(Extension):
             self.conditioner = AdaptedConditioner(adapted, folder, self.backend)
 
     @classmethod
-    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraFolder | None:
         if not settings.lora_dir or refused(model, packs=backend.packs) is not None:
-            return cls(model, backend)
+            return None
         pack = backend.pack_adapter if backend.packs else None
-        return cls(model, backend, LoraFolder(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack))
+        return LoraFolder(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack)
 
     @classmethod
     def kept_parts(cls, settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
@@ -55,23 +54,16 @@ class LoraExtension(Extension):
         adapted: set[str | None] = {*family.adapters.parts}
         return adapted - {family.denoiser} if packs else adapted | {family.language_model}
 
-    def reserved_bytes(self) -> int:
-        return 0 if self.folder is None else self.folder.cache.capacity
+    def refusal(self) -> str | None:
+        return None if self.folder is not None else self._refusal or self.unconfigured
 
-    def check(self, request: ImageParameters) -> None:
-        if self.folder is None:
-            raise Invalid(self.field, self._refusal or "no LoRA folder is configured (DIPTYCH_LORA_DIR)")
+    def check_files(self, request: ImageParameters) -> None:
         with invalid(self.field):
-            self.folder.check(request.lora)
-
-    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> LoraLease | None:
-        assert self.folder is not None
-        return self.folder.take(request.lora, wait=wait)
+            self.files.check(request.lora)
 
     def release(self, lease: LoraLease, *, keep: bool = False) -> None:
-        assert self.folder is not None and self.backend is not None
-        self.folder.give(lease, keep=keep)
-        if lease.uses:
+        super().release(lease, keep=keep)
+        if lease.uses and self.backend is not None:
             self.backend.forget_adapters()
 
     def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
@@ -94,9 +86,6 @@ class LoraExtension(Extension):
 
     def low_rank(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
         return lease.uses
-
-    def changes_steps(self, lease: LoraLease) -> bool:
-        return bool(lease.uses)
 
     def lease_digests(self, lease: LoraLease) -> Mapping[str, str]:
         return {use.name: use.digest for use in lease.uses}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline.extensions.control_extension import ControlExtension
 from pipeline.extensions.embedding_extension import EmbeddingExtension
 from pipeline.extensions.extension import Extension
@@ -9,6 +11,6 @@ from pipeline.extensions.image_prompt_extension import ImagePromptExtension
 from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.extensions.upscale_extension import UpscaleExtension
 
-KINDS: tuple[type[Extension], ...] = (
+KINDS: tuple[type[Extension[Any]], ...] = (
     UpscaleExtension, LoraExtension, ControlExtension, ImagePromptExtension, EmbeddingExtension,
 )  # fmt: skip

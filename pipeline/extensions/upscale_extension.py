@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     from pipeline.families.family import ImageModel
 
 
-class UpscaleExtension(Extension):
+class UpscaleExtension(Extension[UpscalerFolder]):
     """Its leases are the networks themselves, which requests keep from their check on."""
 
     field, card_field, printed_as = FIELD, "upscalers", "upscaler"
+    unconfigured = "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)"
     finishes = True
-    folder: UpscalerFolder | None
 
     @classmethod
-    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
-        folder = UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
-        return cls(model, backend, folder)
+    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> UpscalerFolder | None:
+        return UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """The seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
@@ -45,12 +44,10 @@ class UpscaleExtension(Extension):
         )
         return {"upscale_megapixel_s": slowest_s}
 
-    def check(self, request: ImageParameters) -> Upscaler:
+    def check_files(self, request: ImageParameters) -> Upscaler:
         assert request.upscale is not None
-        if self.folder is None:
-            raise Invalid(self.field, "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)")
         try:
-            return self.folder.checked(request.upscale, request.width, request.height)
+            return self.files.checked(request.upscale, request.width, request.height)
         except ModelError as error:
             raise Invalid(self.field, str(error)) from error
 
@@ -59,6 +56,9 @@ class UpscaleExtension(Extension):
 
     def acquire(self, request: ImageParameters, checked: Upscaler, *, wait: bool) -> Upscaler:
         return checked
+
+    def release(self, lease: Upscaler, *, keep: bool = False) -> None:
+        """Nothing is reserved."""
 
     def finish(self, request: ImageParameters, lease: Upscaler, pixels: torch.Tensor) -> Upscaling:
         assert request.upscale is not None

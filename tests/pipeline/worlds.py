@@ -176,7 +176,7 @@ class Watching(ImageRunner):
             packed = loras is None or options.get("kernels") is not None
             options["release"] = ("unet", "vae") if packed else ("vae",)
         backend = backend_of(model, **options)
-        extensions: list[Extension] = [UpscaleExtension(model, backend, upscalers)]
+        extensions: list[Extension[Any]] = [UpscaleExtension(model, backend, upscalers)]
         if loras is not None and refused(model, packs=backend.packs) is None:
             pack = backend.pack_adapter if backend.packs else None
             extensions.append(LoraExtension(model, backend, LoraFolder(loras, model, lora_bytes, pack)))
