@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from contract import control
+from contract.control import FIELD, Control
 from pipeline.backends.phases import DEEP
 from pipeline.extensions import costs
 from pipeline.extensions.control import ControlFolder, ControlLease
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class ControlExtension(PictureExtension[ControlFolder]):
-    field, card_field = control.FIELD, "controls"
+    field, card_field = FIELD, Control.OFFER
     unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
-    share = control.SHARE
+    share, picture = Control.SHARE, Control
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
         super().__init__(model, backend, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -217,8 +217,7 @@ class PictureExtension(Extension[F]):
     """A kind whose field is a list of pictures, each read by a network of its name, in a part of the steps."""
 
     waits, steps = True, True
-    combined: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(sum)
-    """How often a row pays in a step in which these act."""
+    picture: ClassVar[type[PictureInput]]
 
     def refusal(self) -> str | None:
         family = self.model.family
@@ -228,7 +227,7 @@ class PictureExtension(Extension[F]):
 
     def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> list[int]:
         pictures: Sequence[PictureInput] = getattr(request, self.field)
-        paid = [self.combined(acts) for acts in zip(*map(state.acts, pictures), strict=True)]
+        paid = [self.picture.PAID(acts) for acts in zip(*map(state.acts, pictures), strict=True)]
         left = slice(state.step, None)
         return [n * w * deep for n, w, deep in zip(paid[left], state.widths[left], state.plan[left], strict=True)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from contract import image_prompt
+from contract.image_prompt import FIELD, ImagePrompt
 from pipeline.backends.phases import DEEP
 from pipeline.extensions.extension import PictureExtension, StepBatch, invalid
 from pipeline.extensions.image_prompt_rows import ImagePromptRows, prompts_of
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
-    field, card_field = image_prompt.FIELD, "image_prompts"
+    field, card_field = FIELD, ImagePrompt.OFFER
     unconfigured = "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)"
-    share, combined = image_prompt.SHARE, staticmethod(any)
+    share, picture = ImagePrompt.SHARE, ImagePrompt
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ImagePromptFolder | None = None) -> None:
         super().__init__(model, backend, folder)
