@@ -31,6 +31,7 @@ class Control(PictureInput):
 
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_CONTROLS
+    FORM_FILE: ClassVar[str] = "control_image"
     OFFER: ClassVar[str] = "controls"
     SHARE: ClassVar[float] = 0.5
 

@@ -28,6 +28,7 @@ class ImagePrompt(PictureInput):
 
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_IMAGE_PROMPTS
+    FORM_FILE: ClassVar[str] = "image_prompt"
     OFFER: ClassVar[str] = "image_prompts"
     SHARE: ClassVar[float] = 0.1
     PAID: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(any)

@@ -89,6 +89,7 @@ class PictureInput:
 
     FIELD: ClassVar[str]  # the request's
     MOST: ClassVar[int]  # of them in a request
+    FORM_FILE: ClassVar[str]  # a form's part with one
     OFFER: ClassVar[str]  # the offer's names of what reads them
     SHARE: ClassVar[float]  # of a deep row of the denoiser: what its rows cost until one was measured
     PAID: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(sum)  # how often, where these act in a step
