@@ -263,12 +263,15 @@ class IterationBuilder:
         self, group: BatchGroup, backend: ImageBackend, works: list[ImageState], inputs: denoise.DenoiserInputs,
         rows: int,
     ) -> dict[str, Any]:  # fmt: skip
-        """What extensions add to a deep step of these requests, over so many rows; empty if nothing acts in it."""
+        """What extensions add to a deep step of these requests, over so many rows; empty if nothing acts in it. Options
+        are lists, and those of one name are joined.
+        """
         fixed = backend.widths.deterministic_rows if group.mode else None
         batch = StepBatch(group, works, inputs, rows, fixed)
-        added: dict[str, Any] = {}
+        added: dict[str, list[Any]] = {}
         for extension in self._extensions.values():
-            added |= extension.evaluate(batch)
+            for name, values in extension.evaluate(batch).items():
+                added[name] = [*added.get(name, ()), *values]
         return added
 
     def _evaluate_shallow(self, works: list[ImageState], rows: int) -> dict[str, Any]:

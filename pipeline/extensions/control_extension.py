@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ControlExtension(PictureExtension[ControlFolder]):
     field, card_field = FIELD, Control.OFFER
     unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
-    share, picture = Control.SHARE, Control
+    share, picture, supported = Control.SHARE, Control, "controls"
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
         super().__init__(model, backend, folder)
@@ -77,7 +77,7 @@ class ControlExtension(PictureExtension[ControlFolder]):
     def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
         return any(lease.residual is not None for _, lease in self._leases(batch))
 
-    def evaluate(self, batch: StepBatch) -> dict[str, Any]:
+    def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
         added = self._rows.evaluate(batch.states, batch.inputs, RowLimits(batch.rows, batch.fixed))
         return {} if added is None else added._asdict()
 

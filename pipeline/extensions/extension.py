@@ -181,7 +181,7 @@ class Extension(Generic[F]):
         """The low-rank branches of the request's rows."""
         return ()
 
-    def evaluate(self, batch: StepBatch) -> dict[str, Any]:
+    def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
         """Options of the denoiser in a deep step."""
         return {}
 
@@ -218,10 +218,11 @@ class PictureExtension(Extension[F]):
 
     waits, steps = True, True
     picture: ClassVar[type[PictureInput]]
+    supported: ClassVar[str]  # the family's attribute that says whether it takes any
 
     def refusal(self) -> str | None:
         family = self.model.family
-        if not getattr(family, self.card_field):
+        if not getattr(family, self.supported):
             return f"is not supported by {family.label}"
         return super().refusal()
 

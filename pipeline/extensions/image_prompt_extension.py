@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
     field, card_field = FIELD, ImagePrompt.OFFER
     unconfigured = "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)"
-    share, picture = ImagePrompt.SHARE, ImagePrompt
+    share, picture, supported = ImagePrompt.SHARE, ImagePrompt, "image_prompts"
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ImagePromptFolder | None = None) -> None:
         super().__init__(model, backend, folder)
         self._width = backend.denoiser.text_width
-        self._rows = ImagePromptRows()
+        self._rows = ImagePromptRows(self.field)
 
     @classmethod
     def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ImagePromptFolder | None:
@@ -47,10 +47,10 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
 
     def check_files(self, request: ImageParameters) -> None:
         with invalid(f"{self.field}.model"):
-            self.files.check(request.image_prompts)
+            self.files.check(getattr(request, self.field))
 
     def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
-        return self.files.request_bytes(request.image_prompts, rows, self._width)
+        return self.files.request_bytes(getattr(request, self.field), rows, self._width)
 
     def release(self, lease: ImagePromptLease, *, keep: bool = False) -> None:
         super().release(lease, keep=keep)
@@ -64,18 +64,18 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
         if lease.prompts:
             return
         with invalid(f"{self.field}.model"):
-            lease.prompts = self.files.prepare(lease, request.image_prompts, state.most_rows, state.acts)
+            lease.prompts = self.files.prepare(lease, getattr(request, self.field), state.most_rows, state.acts)
         self.release(lease)
 
     def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
         """All rows of a forward, whichever have one."""
-        acting = (prompt.acts[state.step] for state in batch for prompt in prompts_of(state))
+        acting = (prompt.acts[state.step] for state in batch for prompt in prompts_of(state, self.field))
         return rows if group.phase == DEEP and any(acting) else 0
 
     def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
         return group.phase == DEEP and self.field in dict(group.extensions)
 
-    def evaluate(self, batch: StepBatch) -> dict[str, Any]:
+    def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
         images = self._rows.gather(batch.states, batch.rows, dict(batch.group.extensions).get(self.field, ()))
         return {"images": images} if images else {}
 
