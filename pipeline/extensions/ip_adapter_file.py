@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.digests import digest_of
 from core.failures import translate_device_errors
-from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.checkpoint import Header, read_header, sign_of
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import vision, weight_files
@@ -125,7 +123,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def check_header(name: str, file: Path, model: ImageModel) -> Header:
     """The header of a file that `find` returned, which fits this model's UNet. Raises `ModelError`, naming it."""
-    with _errors(name):
+    with weight_files.errors("IP-Adapter", name, "adapter", file):
         header = read_header(file, file.name)
         _check_kind(file.name, header)
         _check_shapes(file.name, header, model.denoiser)
@@ -135,23 +133,9 @@ def check_header(name: str, file: Path, model: ImageModel) -> Header:
 def read(name: str, file: Path, model: ImageModel, device: torch.device) -> IPAdapterFile:
     """The adapter in a file that `find` returned, for this model's UNet. Raises `ModelError`, naming it."""
     header = check_header(name, file, model)
-    with _errors(name):
+    with weight_files.errors("IP-Adapter", name, "adapter", file):
         adapter = translate_device_errors(lambda: _load(file, header, device))
         return IPAdapterFile(adapter, digest_of(file.parent, [file]))
-
-
-@contextmanager
-def _errors(name: str) -> Iterator[None]:
-    """Context that turns all errors into `ModelError`, naming the adapter."""
-    try:
-        yield
-    except ModelError as error:
-        raise _error(name, error) from error
-    except OSError as error:
-        raise _error(name, f"cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # of several libraries, which expect other shapes
-        why = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise _error(name, f"is no adapter that is known, or damaged ({why})") from error
 
 
 def _error(name: str, reason: object) -> ModelError:

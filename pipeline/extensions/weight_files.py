@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contract.loras import is_name
 from pipeline.checkpoints import safetensors_header
-from pipeline.checkpoints.folder import first_line
+from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.checkpoints.safetensors_header import TensorTable
 
 if TYPE_CHECKING:
@@ -106,3 +107,18 @@ def _views(data: bytes) -> dict[str, Tensor]:
 def in_16_bits(tensor: Tensor) -> Tensor:
     """The tensor; floats of 8 bits, which torch computes nearly nothing in, as fp16, which has all of their values."""
     return tensor.half() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def errors(kind: str, name: str, what: str, path: Path) -> Iterator[None]:
+    """Context that turns all errors of reading a file into `ModelError`, naming it. `what` it was to be ends some."""
+    try:
+        yield
+    except ModelError as error:
+        text = error.detail.replace(str(path), path.name)
+        raise ModelError(text if error.kind else f"{name}: {text}", kind=kind) from error
+    except OSError as error:
+        raise ModelError(f"{name}: cannot be read ({error.strerror or error})", kind=kind) from error
+    except Exception as error:  # of several libraries, which expect other keys or shapes
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{name}: is no {what} that is known, or damaged ({why})", kind=kind) from error
