@@ -92,9 +92,9 @@ class LoraFolder(AssetFolder[_Content]):
         if needed > self.cache.capacity:
             raise self._too_large(" and ".join(file.name for file in files), needed)
 
-    def take(self, text: str, *, wait: bool = False) -> LoraLease | None:
+    def take(self, given: str, *, wait: bool = False) -> LoraLease | None:
         """Reserve a checked request's LoRAs; None means not yet, as of `AssetCache.take`."""
-        named = names.read(text)
+        named = names.read(given)
         files = self.cache.take([lora.name for lora in named], wait=wait)
         return None if files is None else LoraLease(files, [lora.scale for lora in named])
 
