@@ -60,8 +60,8 @@ class ImageRunner:
         self.backend = backend
         self.model = model = backend.model
         given = {extension.field: extension for extension in extensions}
-        known = {kind.field: given.pop(kind.field, None) or kind(model, backend) for kind in KINDS}
-        self.extensions: dict[str, Extension[Any]] = known | given
+        known = {kind.field: given.get(kind.field) or kind(model, backend) for kind in KINDS}
+        self.extensions = known | given
         self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes

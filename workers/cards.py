@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from contract.card import FULL, TINY, ImageCard, ImageCosts, ImageLimits
 from contract.control import CANNY, PREPROCESSORS
@@ -33,6 +34,7 @@ def image_card(
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults, extensions = model.defaults, runner.extensions.values()
+    names: dict[str, Any] = {extension.card_field: tuple(extension.names()) for extension in extensions}
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     return ImageCard(
@@ -64,7 +66,7 @@ def image_card(
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
-        **{one.card_field: tuple(one.names()) for one in extensions},
+        **names,
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contract.control import DEPTH, Control, not_offered
 from contract.errors import Invalid
@@ -39,7 +39,8 @@ def read(picture: ImageParameters, fetch: Fetch, depth: DepthEstimator | None = 
         if isinstance(one, Control):
             pixels = prepare(one, pixels, picture.size, depth)
         found[one.FIELD].append(one.with_pixels(pixels, size))
-    return replace(picture, edit=edit, **{field: tuple(own) for field, own in found.items()})
+    pictures: dict[str, Any] = {field: tuple(own) for field, own in found.items()}
+    return replace(picture, edit=edit, **pictures)
 
 
 def prepare(

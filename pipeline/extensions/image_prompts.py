@@ -111,8 +111,9 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
         for prompt in prompts:
             pair = lease.pairs[prompt.model]
             with self._errors(prompt.model):
-                adapter, encoder = (self.cache.content(asset) for asset in pair)
+                adapter, encoder = self.cache.content(pair[0]), self.cache.content(pair[1])
             digest = hashlib.sha256(":".join(asset.digest for asset in pair).encode()).hexdigest()[:16]
+            assert not isinstance(adapter, VisionEncoder)
             tokens = self._tokens_of(adapter, encoder, digest, prompt)[-rows:]
             own = adapter.keys(tokens, prompt.strength).to(self._dtype)
             made.append(RequestImagePrompt(prompt.model, digest, {1: own[-1:], rows: own}, acts_of(prompt)))
