@@ -103,33 +103,33 @@ class LoraFolder(AssetFolder[_Content]):
         read = ((file, scale, self.cache.content(file)) for file, scale in zip(lease.files, lease.scales, strict=True))
         return tuple(ScaledAdapter(file.name, file.digest, own.factors, scale, own.packed) for file, scale, own in read)
 
-    def stamp(self, name: str) -> Hashable:
-        path = self.path(name)
+    def _stamp(self, name: str) -> Hashable:
+        path = self._path(name)
         try:
             about = path.stat()
         except OSError:
             about = None
         if about is None or not stat.S_ISREG(about.st_mode):  # reading a special file might never end
-            raise self.error(name, self.missing.format(path.name))
+            raise self._error(name, self.missing.format(path.name))
         if about.st_size > 2 * self.cache.capacity:  # factors are rounded to half their size at most
             raise self._too_large(name, about.st_size // 2)
         return about.st_ino, about.st_size, about.st_mtime_ns
 
     def _too_large(self, named: str, needed: int) -> ModelError:
-        return self.error(
+        return self._error(
             named, f"needs {needed} bytes, and there is room for {self.cache.capacity} (DIPTYCH_LORA_MIB)"
         )
 
-    def check_header(self, key: str) -> None:
+    def _check_header(self, key: str) -> None:
         try:
-            weight_files.check_header(self.path(key))
+            weight_files.check_header(self._path(key))
         except ValueError as error:
-            raise self.error(key, f"does not fit (it {error})") from error
+            raise self._error(key, f"does not fit (it {error})") from error
         except OSError as error:
-            raise self.error(key, f"cannot be read ({error.strerror})") from error
+            raise self._error(key, f"cannot be read ({error.strerror})") from error
 
-    def read(self, key: str) -> ReadFile[_Content]:
-        data = self.data(key)
+    def _read(self, key: str) -> ReadFile[_Content]:
+        data = self._data(key)
         most = self.cache.capacity // self._model.dtype.itemsize
         factors = lora_file.read(key, data, self._model.parts, self._model.family.adapters, most)
         content, size = self._content(key, factors)
@@ -143,7 +143,7 @@ class LoraFolder(AssetFolder[_Content]):
             try:
                 packed = self._pack(lora_file.of_part(factors, denoiser))
             except ValueError as error:
-                raise self.error(name, f"does not fit ({first_line(error)})") from error
+                raise self._error(name, f"does not fit ({first_line(error)})") from error
             factors = {at: factor for at, factor in factors.items() if at[0] != denoiser}
         factors = lora_file.converted(name, factors, self._model.device, self._model.dtype)
         count = sum(factor.down.numel() + factor.up.numel() for factor in factors.values())

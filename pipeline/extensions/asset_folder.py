@@ -22,8 +22,8 @@ class AssetFolder(ABC, Generic[T]):
     Files are read in the background: when a request is checked, before it reaches the engine, and, if one was evicted
     meanwhile, before the request joins others. A changed file is read anew: running requests keep the old version.
 
-    A kind whose files lie otherwise overrides `names` and `stamp`, and where it says more of a damaged one
-    `check_header`.
+    A kind whose files lie otherwise overrides `names` and `_stamp`, and where it says more of a damaged one
+    `_check_header`.
     """
 
     kind: ClassVar[str]  # begins messages
@@ -32,7 +32,9 @@ class AssetFolder(ABC, Generic[T]):
     def __init__(self, folder: Path, capacity: int, *, at_once: int = 1, most_bytes: int | None = None) -> None:
         """`capacity` limits the sizes of contents, as `AssetCache` does, and `most_bytes` a file."""
         self.folder = folder.expanduser()
-        self.cache: AssetCache[T] = AssetCache(self.kind, capacity, self.read, check=self.check_header, at_once=at_once)
+        self.cache: AssetCache[T] = AssetCache(
+            self.kind, capacity, self._read, check=self._check_header, at_once=at_once
+        )
         self._most_bytes = most_bytes
 
     def names(self) -> list[str]:
@@ -41,11 +43,11 @@ class AssetFolder(ABC, Generic[T]):
 
     def find(self, name: str) -> Asset[T]:
         """The file's current version, read if it has changed or was evicted. Raises `ModelError`, naming the file."""
-        return self.cache.find(name, self.stamp(name))
+        return self.cache.find(name, self._stamp(name))
 
     def get(self, name: str) -> T:
         """The content of the same, for callers that keep it."""
-        return self.cache.get(name, self.stamp(name))
+        return self.cache.get(name, self._stamp(name))
 
     @property
     def held(self) -> Mapping[Any, int]:
@@ -64,45 +66,45 @@ class AssetFolder(ABC, Generic[T]):
         """End a lease on its `files`; `keep` as in `AssetCache.give`."""
         self.cache.give(lease.files, keep=keep)
 
-    def path(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
-    def stamp(self, name: str) -> Hashable:
+    def _stamp(self, name: str) -> Hashable:
         """What changes with the file. Raises `ModelError` for what cannot be read as one."""
-        path = self.path(name)
+        path = self._path(name)
         try:
             about = path.stat()
         except OSError:
             pickle = next((f"{name}{end} {PICKLE}" for end in PICKLES if path.with_name(name + end).exists()), None)
-            raise self.error(name, pickle or self.missing.format(path.name)) from None
+            raise self._error(name, pickle or self.missing.format(path.name)) from None
         most = self._most_bytes
         if not stat.S_ISREG(about.st_mode) or (most is not None and about.st_size > most):
-            raise self.error(name, f"{path.name} is no file of at most {(most or 0) // 2**20} MiB")
+            raise self._error(name, f"{path.name} is no file of at most {(most or 0) // 2**20} MiB")
         return about.st_ino, about.st_size, about.st_mtime_ns
 
-    def check_header(self, key: Any) -> object:
+    def _check_header(self, key: Any) -> object:
         """Read the file's header. Raises `ModelError`."""
-        path = self.path(key)
+        path = self._path(key)
         try:
             weight_files.check_header(path)
         except ValueError as error:
-            raise self.error(key, f"{path.name} {error}") from error
+            raise self._error(key, f"{path.name} {error}") from error
         except OSError as error:
-            raise self.error(key, f"{path.name} cannot be read ({error.strerror})") from error
+            raise self._error(key, f"{path.name} cannot be read ({error.strerror})") from error
         return None
 
     @abstractmethod
-    def read(self, key: Any) -> ReadFile[T]:
+    def _read(self, key: Any) -> ReadFile[T]:
         """Read and compute all that requests use of the file. Raises `ModelError`."""
 
-    def data(self, name: str) -> bytes:
+    def _data(self, name: str) -> bytes:
         """The file's bytes. Raises `ModelError`."""
         try:
-            return self.path(name).read_bytes()
+            return self._path(name).read_bytes()
         except OSError as error:
-            raise self.error(name, f"cannot be read ({error.strerror})") from error
+            raise self._error(name, f"cannot be read ({error.strerror})") from error
 
-    def error(self, name: str, reason: object) -> ModelError:
+    def _error(self, name: str, reason: object) -> ModelError:
         """The error for a file that cannot be used."""
         return ModelError(f"{name}: {reason}", kind=self.kind)
 

@@ -125,7 +125,7 @@ class ControlFolder(AssetFolder[Branch]):
         needed = sum(network.size_bytes for network in networks.values())
         if (room := self.cache.capacity) < needed:
             reason = f"needs {needed} bytes, and there is room for {room} (DIPTYCH_CONTROL_MIB)"
-            raise self.error(" and ".join(networks), reason)
+            raise self._error(" and ".join(networks), reason)
         for control in controls:
             _check_picture(control, networks[control.model].facts, size)
 
@@ -181,18 +181,18 @@ class ControlFolder(AssetFolder[Branch]):
         networks = self.cache.take([*dict.fromkeys(control.model for control in given)], wait=wait)
         return None if networks is None else ControlLease(networks)
 
-    def stamp(self, name: str) -> Hashable:
+    def _stamp(self, name: str) -> Hashable:
         path = control_file.find(self.folder, name)
         try:
             variant = control_variant.variant_of(path, name, self._model.precision)
             return stamp_of(path, *([] if variant is None else [variant]))
         except OSError as error:
-            raise self.error(name, f"cannot be read ({error.strerror or error})") from error
+            raise self._error(name, f"cannot be read ({error.strerror or error})") from error
 
-    def check_header(self, key: str) -> None:
+    def _check_header(self, key: str) -> None:
         control_file.check_headers(key, control_file.find(self.folder, key))
 
-    def read(self, key: str) -> ReadFile[Branch]:
+    def _read(self, key: str) -> ReadFile[Branch]:
         found = control_variant.read(key, control_file.find(self.folder, key), self._model)
         network = found.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
@@ -201,7 +201,7 @@ class ControlFolder(AssetFolder[Branch]):
             with torch.inference_mode(False):
                 branch = kind(self._lower(network), network, self._model.denoiser, self._model.vae_scale)
         except ValueError as error:
-            raise self.error(key, f"is of another model: {error}") from error
+            raise self._error(key, f"is of another model: {error}") from error
         if self._release and isinstance(branch.lowering, CpuLowering):
             branch.lowering.layers.release()
         return ReadFile(branch, found.digest, size, _shape(branch, self._model.vae_scale))

@@ -36,7 +36,7 @@ class ControlExtension(PictureExtension[ControlFolder]):
         self._tokens = 0 if folder is None else family.text_encoder(model).tokens
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ControlFolder | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ControlFolder | None:
         if not settings.control_dir or not model.family.controls:
             return None
         capacity = settings.control_mib * 2**20
@@ -50,13 +50,13 @@ class ControlExtension(PictureExtension[ControlFolder]):
         }
         return {"control_row_step_s": rows_s}
 
-    def check_files(self, request: ImageParameters) -> None:
+    def _check_files(self, request: ImageParameters) -> None:
         with invalid(f"{self.field}.model"):
-            self.files.check(request.control, (request.width, request.height))
+            self._files.check(request.control, (request.width, request.height))
 
     def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
         size = (request.width, request.height)
-        return self.files.request_bytes(request.control, size, rows, self._tokens * chunks)
+        return self._files.request_bytes(request.control, size, rows, self._tokens * chunks)
 
     def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
         lease: ControlLease = state.extensions[self.field]
@@ -64,7 +64,7 @@ class ControlExtension(PictureExtension[ControlFolder]):
             return
         size = (request.width, request.height)
         with invalid(f"{self.field}.model"):
-            lease.controls = self.files.prepare(lease.files, request.control, size, hidden, state.acts)
+            lease.controls = self._files.prepare(lease.files, request.control, size, hidden, state.acts)
 
     def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
         if group.phase != DEEP:
@@ -109,7 +109,7 @@ class ControlExtension(PictureExtension[ControlFolder]):
     def clear_cache(self) -> None:
         self._rows.clear_cache()
 
-    def lease_digests(self, lease: ControlLease) -> Mapping[str, str]:
+    def _lease_digests(self, lease: ControlLease) -> Mapping[str, str]:
         return {network.name: network.digest for network in lease.files}
 
     def _leases(self, states: Sequence[ImageState]) -> list[tuple[ImageState, ControlLease]]:

@@ -21,7 +21,7 @@ class EmbeddingExtension(Extension[EmbeddingFolder]):
     field = card_field = "embeddings"
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> EmbeddingFolder | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> EmbeddingFolder | None:
         widths = model.family.embedding_widths(model)
         if not settings.embeddings_dir or not widths:
             return None

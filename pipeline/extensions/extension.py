@@ -84,10 +84,10 @@ class Extension(Generic[F]):
     @classmethod
     def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         """The extension as the settings configure it."""
-        return cls(model, backend, cls.folder_of(settings, model, backend))
+        return cls(model, backend, cls._folder_of(settings, model, backend))
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> F | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> F | None:
         """The settings' folder; None if none is set, or the model takes none of its files."""
         return None
 
@@ -97,7 +97,7 @@ class Extension(Generic[F]):
         return set()
 
     @property
-    def files(self) -> F:
+    def _files(self) -> F:
         assert self.folder is not None
         return self.folder
 
@@ -122,17 +122,17 @@ class Extension(Generic[F]):
     def requested(self, request: ImageParameters) -> bool:
         return bool(getattr(request, self.field))
 
-    def refusal(self) -> str | None:
+    def _refusal(self) -> str | None:
         """Why it is not offered; None if it is."""
         return self.unconfigured if self.folder is None else None
 
     def check(self, request: ImageParameters) -> Any:
         """What `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises `Invalid`."""
-        if (why := self.refusal()) is not None:
+        if (why := self._refusal()) is not None:
             raise Invalid(self.field, why)
-        return self.check_files(request)
+        return self._check_files(request)
 
-    def check_files(self, request: ImageParameters) -> Any:
+    def _check_files(self, request: ImageParameters) -> Any:
         """The same where it is offered."""
 
     def size_bytes(self, request: ImageParameters, checked: Any, rows: int, chunks: int) -> int:
@@ -141,7 +141,7 @@ class Extension(Generic[F]):
 
     def acquire(self, request: ImageParameters, checked: Any, *, wait: bool) -> Any:
         """A lease on the checked request's files; None: not yet. With `wait` evicted ones are awaited. Reads none."""
-        return self.files.take(getattr(request, self.field), wait=wait)
+        return self._files.take(getattr(request, self.field), wait=wait)
 
     def release(self, lease: Any, *, keep: bool = False) -> None:
         """End a lease; `keep`: it is soon asked for again."""
@@ -206,9 +206,9 @@ class Extension(Generic[F]):
     def digests(self, state: ImageState) -> Mapping[str, str]:
         """The digests of the files that a request was drawn with, by their names."""
         lease = state.extensions.get(self.field)
-        return {} if lease is None else self.lease_digests(lease)
+        return {} if lease is None else self._lease_digests(lease)
 
-    def lease_digests(self, lease: Any) -> Mapping[str, str]:
+    def _lease_digests(self, lease: Any) -> Mapping[str, str]:
         """The same of a lease."""
         return {}
 
@@ -220,11 +220,11 @@ class PictureExtension(Extension[F]):
     picture: ClassVar[type[PictureInput]]
     supported: ClassVar[str]  # the family's attribute that says whether it takes any
 
-    def refusal(self) -> str | None:
+    def _refusal(self) -> str | None:
         family = self.model.family
         if not getattr(family, self.supported):
             return f"is not supported by {family.label}"
-        return super().refusal()
+        return super()._refusal()
 
     def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> list[int]:
         pictures: Sequence[PictureInput] = getattr(request, self.field)

@@ -33,24 +33,24 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
         self._rows = ImagePromptRows(self.field)
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ImagePromptFolder | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ImagePromptFolder | None:
         if not settings.ip_adapter_dir or not model.family.image_prompts:
             return None
         dtype, capacity = backend.denoiser.lowering.dtype, settings.ip_adapter_mib * 2**20
         return ImagePromptFolder(Path(settings.ip_adapter_dir), backend.model, dtype, capacity)
 
-    def refusal(self) -> str | None:
+    def _refusal(self) -> str | None:
         family = self.model.family
         if family.image_prompts and getattr(self.model.denoiser.up_blocks[-1], "attentions", None):
             return "is not supported by a UNet with attention in its last block"  # shallow steps compute without them
-        return super().refusal()
+        return super()._refusal()
 
-    def check_files(self, request: ImageParameters) -> None:
+    def _check_files(self, request: ImageParameters) -> None:
         with invalid(f"{self.field}.model"):
-            self.files.check(getattr(request, self.field))
+            self._files.check(getattr(request, self.field))
 
     def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
-        return self.files.request_bytes(getattr(request, self.field), rows, self._width)
+        return self._files.request_bytes(getattr(request, self.field), rows, self._width)
 
     def release(self, lease: ImagePromptLease, *, keep: bool = False) -> None:
         super().release(lease, keep=keep)
@@ -64,7 +64,7 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
         if lease.prompts:
             return
         with invalid(f"{self.field}.model"):
-            lease.prompts = self.files.prepare(lease, getattr(request, self.field), state.most_rows, state.acts)
+            lease.prompts = self._files.prepare(lease, getattr(request, self.field), state.most_rows, state.acts)
         self.release(lease)
 
     def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
@@ -82,5 +82,5 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
     def clear_cache(self) -> None:
         self._rows.clear_cache()
 
-    def lease_digests(self, lease: ImagePromptLease) -> Mapping[str, str]:
+    def _lease_digests(self, lease: ImagePromptLease) -> Mapping[str, str]:
         return {prompt.name: prompt.digest for prompt in lease.prompts}

@@ -78,7 +78,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
             needed, room = sum(asset.size_bytes for asset in assets), self.cache.capacity
             if needed > room:
                 own = f"it needs {needed} bytes with its encoder"
-                raise self.error(name, f"{own}, and there is room for {room} (DIPTYCH_IP_ADAPTER_MIB)")
+                raise self._error(name, f"{own}, and there is room for {room} (DIPTYCH_IP_ADAPTER_MIB)")
 
     def take(self, given: Sequence[ImagePrompt], *, wait: bool = False) -> ImagePromptLease | None:
         encoders = {prompt.model: self._encoders[prompt.model] for prompt in given}
@@ -154,21 +154,21 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
             if error.kind:
                 raise
             where = self._encoders[name]
-            raise self.error(name, error.detail.replace(str(where), where.name)) from error
+            raise self._error(name, error.detail.replace(str(where), where.name)) from error
         except OSError as error:
-            raise self.error(name, f"cannot be read ({error.strerror or error})") from error
+            raise self._error(name, f"cannot be read ({error.strerror or error})") from error
 
-    def stamp(self, name: str) -> Hashable:
+    def _stamp(self, name: str) -> Hashable:
         file = ip_adapter_file.find(self.folder, name)
         return file, *stamp_of(file)
 
-    def check_header(self, key: str | Path) -> None:
+    def _check_header(self, key: str | Path) -> None:
         if isinstance(key, Path):
             read_headers(key)
         else:
             ip_adapter_file.check_header(key, ip_adapter_file.find(self.folder, key), self._model)
 
-    def read(self, key: str | Path) -> ReadFile[IPAdapter | VisionEncoder]:
+    def _read(self, key: str | Path) -> ReadFile[IPAdapter | VisionEncoder]:
         device = self._model.device
         if isinstance(key, Path):
             # On a CPU in fp32, like the adapter: it runs once for each picture.

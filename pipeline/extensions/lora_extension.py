@@ -32,7 +32,7 @@ class LoraExtension(Extension[LoraFolder]):
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: LoraFolder | None = None) -> None:
         """Steps run on `backend` if it packs LoRAs, else on a twin of `model`, which keeps its denoiser's weights."""
         super().__init__(model, backend, folder)
-        self._refusal = refused(model, packs=backend.packs)
+        self._why_none = refused(model, packs=backend.packs)
         if folder is not None:
             twin = None if backend.packs else LoraBackend(model, backend.widths)
             adapted = AdaptedModel(backend.model, denoiser=False) if twin is None else twin.adapted
@@ -40,7 +40,7 @@ class LoraExtension(Extension[LoraFolder]):
             self.conditioner = AdaptedConditioner(adapted, folder, self.backend)
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraFolder | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraFolder | None:
         if not settings.lora_dir or refused(model, packs=backend.packs) is not None:
             return None
         pack = backend.pack_adapter if backend.packs else None
@@ -54,12 +54,12 @@ class LoraExtension(Extension[LoraFolder]):
         adapted: set[str | None] = {*family.adapters.parts}
         return adapted - {family.denoiser} if packs else adapted | {family.language_model}
 
-    def refusal(self) -> str | None:
-        return None if self.folder is not None else self._refusal or self.unconfigured
+    def _refusal(self) -> str | None:
+        return None if self.folder is not None else self._why_none or self.unconfigured
 
-    def check_files(self, request: ImageParameters) -> None:
+    def _check_files(self, request: ImageParameters) -> None:
         with invalid(self.field):
-            self.files.check(request.lora)
+            self._files.check(request.lora)
 
     def release(self, lease: LoraLease, *, keep: bool = False) -> None:
         super().release(lease, keep=keep)
@@ -87,7 +87,7 @@ class LoraExtension(Extension[LoraFolder]):
     def low_rank(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
         return lease.uses
 
-    def lease_digests(self, lease: LoraLease) -> Mapping[str, str]:
+    def _lease_digests(self, lease: LoraLease) -> Mapping[str, str]:
         return {use.name: use.digest for use in lease.uses}
 
 

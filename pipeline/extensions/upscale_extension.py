@@ -30,7 +30,7 @@ class UpscaleExtension(Extension[UpscalerFolder]):
     finishes = True
 
     @classmethod
-    def folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> UpscalerFolder | None:
+    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> UpscalerFolder | None:
         return UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
@@ -44,10 +44,10 @@ class UpscaleExtension(Extension[UpscalerFolder]):
         )
         return {"upscale_megapixel_s": slowest_s}
 
-    def check_files(self, request: ImageParameters) -> Upscaler:
+    def _check_files(self, request: ImageParameters) -> Upscaler:
         assert request.upscale is not None
         try:
-            return self.files.checked(request.upscale, request.width, request.height)
+            return self._files.checked(request.upscale, request.width, request.height)
         except ModelError as error:
             raise Invalid(self.field, str(error)) from error
 
@@ -67,5 +67,5 @@ class UpscaleExtension(Extension[UpscalerFolder]):
         size = request.upscale.size(request.width, request.height, lease.factor)
         return Upscaling(lease, pixels, device, dtype, size)
 
-    def lease_digests(self, lease: Upscaler) -> Mapping[str, str]:
+    def _lease_digests(self, lease: Upscaler) -> Mapping[str, str]:
         return {lease.name: lease.digest}

@@ -65,8 +65,8 @@ class UpscalerFolder(AssetFolder[Upscaler]):
         upscale.check_factor(width, height, upscaler.factor)
         return upscaler
 
-    def read(self, key: str) -> ReadFile[Upscaler]:
-        data = self.data(key)
+    def _read(self, key: str) -> ReadFile[Upscaler]:
+        data = self._data(key)
         digest = hashlib.sha256(data).hexdigest()
         return ReadFile(Upscaler(key, digest, esrgan.read(key, data)), digest, 1)
 

@@ -75,15 +75,15 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
             return None
         return self._listed[1]
 
-    def read(self, key: str) -> ReadFile[TextualInversion]:
-        file = self.path(key).name
+    def _read(self, key: str) -> ReadFile[TextualInversion]:
+        file = self._path(key).name
         try:
-            data = self.path(key).read_bytes()
+            data = self._path(key).read_bytes()
             state = tensors(data)
         except OSError as error:
-            raise self.error(key, f"{file} cannot be read ({error.strerror})") from error
+            raise self._error(key, f"{file} cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise self.error(key, f"{file} {error}") from error
+            raise self._error(key, f"{file} {error}") from error
         vectors = {part: self._fitted(key, file, part, state.get(part)) for part in self._widths}
         digest = hashlib.sha256(data).hexdigest()
         return ReadFile(TextualInversion(key, digest, vectors), digest, 1)
@@ -91,16 +91,16 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
     def _fitted(self, name: str, file: str, key: str, given: Tensor | None) -> Tensor:
         """Vectors [n, D] in fp32."""
         if given is None:
-            raise self.error(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
+            raise self._error(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
         vectors = given[None] if given.dim() == 1 else given
         width = self._widths[key]
         if vectors.dim() != 2 or vectors.shape[1] != width or not vectors.is_floating_point():
             shape = [*given.shape]
-            raise self.error(name, f"{file}: {key} is {shape}, and this model needs [vectors, {width}] in floats")
+            raise self._error(name, f"{file}: {key} is {shape}, and this model needs [vectors, {width}] in floats")
         if not 1 <= len(vectors) <= self._most:
-            raise self.error(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
+            raise self._error(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
         if not bool(torch.isfinite(vectors).all()):
-            raise self.error(name, f"{file}: {key} holds what is no finite number")
+            raise self._error(name, f"{file}: {key} holds what is no finite number")
         return vectors.float()
 
 

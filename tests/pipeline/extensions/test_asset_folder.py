@@ -25,9 +25,9 @@ class Files(AssetFolder[bytes]):
         super().__init__(folder, 2, most_bytes=2**10)
         self._begun = begun
 
-    def read(self, key: str) -> ReadFile[bytes]:
+    def _read(self, key: str) -> ReadFile[bytes]:
         self._begun(key)
-        return ReadFile(self.data(key), key, 1)
+        return ReadFile(self._data(key), key, 1)
 
 
 def write(folder: Path, name: str, text: str = "") -> bytes:
