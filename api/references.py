@@ -19,14 +19,13 @@ from api.errors import invalid_field
 from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import NO_PICTURES, PictureSource, PictureUploads, Upload
-from contract.control import Control
-from contract.image_prompt import ImagePrompt
+from contract.image import PICTURES
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import PictureInput
 from core.artifacts import digest_of
 from core.jobs.files import File
 
-FORM_FILES: dict[str, type[PictureInput]] = {"control_image": Control, "image_prompt": ImagePrompt}
+FORM_FILES: dict[str, type[PictureInput]] = {kind.FORM_FILE: kind for kind in PICTURES.values()}
 """A form's files, of entries that have no image of their own."""
 _DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
@@ -54,7 +53,7 @@ def read_job(given: dict[str, Any]) -> ImageRequest:
 
 def any_named(fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> bool:
     """Whether a request has any pictures."""
-    inputs = fields.control or fields.image_prompts or any(given.inputs.values())
+    inputs = any(getattr(fields, name) for name in PICTURES) or any(given.inputs.values())
     return bool(isinstance(fields, EditRequest) or inputs or given.image or given.mask)
 
 

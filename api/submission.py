@@ -26,8 +26,7 @@ from api.service import Service
 from api.uploads import PictureUploads, Upload
 from contract.card import ImageCard, Size
 from contract.control import Control
-from contract.image import ImageJob
-from contract.image_prompt import ImagePrompt
+from contract.image import PICTURES, ImageJob
 from contract.image_request import ImageRequest
 from contract.picture_input import PictureInput
 from core import logs, traces
@@ -255,8 +254,9 @@ async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictur
     given = fields.model_dump(mode="json", exclude_none=True)
     if pictures.source is not None:
         given["upload"] = pictures.source.digest
-    for field, name in ((Control.FIELD, "controls"), (ImagePrompt.FIELD, "uploads of image_prompts")):  # as ever
+    for field in PICTURES:
         if uploads := pictures.inputs.get(field):
+            name = "controls" if field == Control.FIELD else f"uploads of {field}"
             given[name] = [upload.digest for upload in uploads]
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.harness import models, provenance, record
 from benchmarks.harness.timing import elapsed_ms, turns
+from contract.control import FIELD
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane
@@ -25,8 +26,8 @@ from pipeline.backends.timing import synchronize
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.extensions import control_file, control_variant
-from pipeline.extensions.control import ControlNetwork, RequestControl, RequestControls
-from pipeline.extensions.pinned_cache import PinnedFile
+from pipeline.extensions.asset_cache import Asset
+from pipeline.extensions.control import ControlLease, ControlNetwork, RequestControl, RequestControls
 from pipeline.request_state import ImageState
 from pipeline.runner import ImageRunner
 from pipeline.sampling.denoise import BatchGatherer, Conditioning
@@ -198,14 +199,15 @@ def _begun(runner: ImageRunner, kind: str, options: ControlStep, pixels: int) ->
 def _give(requests: Sequence[Request], branch: ControlBranch, pixels: int) -> None:
     """Let each of the requests have a picture of its own for this network, in all steps."""
     net, generator = branch.net, torch.Generator().manual_seed(0)
-    network: ControlNetwork = PinnedFile("control", 0, "", 0, branch)
+    network: ControlNetwork = Asset("control", 0, "", 0, branch)
     for request in requests:
         work: ImageState = request.work
         picture = torch.randint(0, 256, (1, pixels, pixels, 3), generator=generator, dtype=torch.uint8)
         hidden = torch.randn(work.rows, _TOKENS, net.config.cross_attention_dim, generator=generator)
         text = Conditioning({"kv": branch.prepare_text(hidden.to(net.device, net.dtype))}, 0.0)
         condition = Condition(branch.hint(picture), 1.0), (True,) * len(work.plan)
-        work.controls = RequestControls((RequestControl(network, (condition,), {text.rows: text}),))
+        controls = RequestControls((RequestControl(network, (condition,), {text.rows: text}),))
+        work.extensions[FIELD] = ControlLease([], controls)
 
 
 def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]) -> Callable[[], Any]:
@@ -214,7 +216,7 @@ def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]
     gatherer = BatchGatherer(model.dtype, model.family.padded)
     present = [state.trajectory for state in states if state.trajectory is not None]
     rows = sum(state.rows for state in states)
-    networks = [(state.controls.networks[0], state.rows) for state in states]
+    networks = [(state.extensions[FIELD].controls.networks[0], state.rows) for state in states]
     with torch.inference_mode():
         inputs = gatherer.inputs(present, rows)
         texts = gatherer.conditioning([control.texts[rows] for control, rows in networks], 0)

@@ -28,11 +28,11 @@ from core.batching.engine import Engine
 from core.batching.request import Request
 from core.batching.runner import Lane
 from core.config import Settings
-from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.phases import DEEP
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.extensions.adapters import AdapterCache
+from pipeline.extensions.adapters import LoraFolder
+from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.runner import ImageRunner
 from workers import backends
 from workers.build import device_of
@@ -124,9 +124,8 @@ def _measure(
     """Seconds of steps without a load and beside one, and of the loads."""
     name, reason = lane.call(lambda: backends.select(settings, model))
     backend, _ = lane.call(lambda: backends.make(name, settings, model, release=(), why_torch=reason))
-    adapters = AdapterCache(folder, model, 2**62, backend.pack_adapter if backend.packs else None)
-    lora_backend = LoraPrompts(model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
-    runner = ImageRunner(backend, lora_backend, lane=lane)
+    loras = LoraFolder(folder, model, 2**62, backend.pack_adapter if backend.packs else None)
+    runner = ImageRunner(backend, [LoraExtension(model, backend, loras)], lane=lane)
     ended: list[tuple[float, bool]] = []  # when an iteration did, and whether it was a step
 
     def on_tick(tick: Any) -> None:
@@ -143,7 +142,7 @@ def _measure(
                     time.sleep(0.01)
                 begun = time.perf_counter()
                 os.utime(folder / f"{_NAME}.safetensors", ns=(turn, turn))  # it has changed: it is read anew
-                adapters.check(_NAME)
+                loras.check(_NAME)
                 loads.append((begun, time.perf_counter()))
     runner.close()
     plain, loading = list[float](), list[float]()

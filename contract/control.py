@@ -10,13 +10,12 @@ from pydantic import Field
 
 from contract.bodies import InBody
 from contract.errors import Invalid
-from contract.picture_input import PictureInput, check_all
+from contract.picture_input import PictureInput
 from contract.strict import MAX_NAME
 
 FIELD = "control"
 MAX_CONTROLS = 4  # per request
 MAX_MODE = 63
-SHARE = 0.5  # of a deep row of the denoiser: what a row of a control network costs until one was measured
 CANNY, DEPTH = "canny", "depth"
 PREPROCESSORS = (CANNY, DEPTH)
 
@@ -32,6 +31,9 @@ class Control(PictureInput):
 
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_CONTROLS
+    FORM_FILE: ClassVar[str] = "control_image"
+    OFFER: ClassVar[str] = "controls"
+    SHARE: ClassVar[float] = 0.5
 
     model: Annotated[
         str, Field(max_length=MAX_NAME), "of the model's controls: a ControlNet, a ControlNet-Union or a T2I-Adapter"
@@ -52,25 +54,10 @@ class Control(PictureInput):
             raise Invalid(f"{FIELD}.preprocessor", f"must be one of {', '.join(PREPROCESSORS)}")
 
 
-def deep_rows(controls: Sequence[Control], steps: Sequence[tuple[int, bool]], own: int) -> int:
-    """Rows that control networks compute over all of these steps, of so many rows each, deep or not.
-
-    The first `own` are the model's, and the rest a refiner's.
-    """
-    acting = [control.acts(len(steps), own) for control in controls]
-    return sum(rows * sum(acts[i] for acts in acting) for i, (rows, deep) in enumerate(steps) if deep)
-
-
-def check(
-    controls: Sequence[Control], offered: Collection[str] | None, preprocessors: Collection[str] | None = None
-) -> None:
-    """Raise `Invalid` for what no model takes, and for networks and `preprocessors` that are not offered.
-
-    None: not checked.
-    """
-    check_all(Control, controls, offered)
+def check_preprocessors(controls: Sequence[Control], offered: Collection[str] | None) -> None:
+    """Raise `Invalid` for preprocessors that are not offered; None: not checked."""
     for one in controls:
-        if preprocessors is not None and one.preprocessor and one.preprocessor not in preprocessors:
+        if offered is not None and one.preprocessor and one.preprocessor not in offered:
             raise not_offered(one.preprocessor)
 
 

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from contract import control, image_prompt, plan
+from contract import control, plan
 from contract.card import TINY, BySize, ImageCard
-from contract.image import ImageJob
+from contract.image import PICTURES, ImageJob
 
 
 def work_s(card: ImageCard, job: ImageJob) -> float:
@@ -41,10 +41,12 @@ def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s
     most = card.defaults.rows(job.picture.guidance_scale)
     steps, own = plan.rows_and_depths(cached, job.picture.guidance, made, most), job.picture.own_steps
     planned = [(rows, deep or step >= own) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
-    beside_s = _step_s(card.costs.control_row_step_s, width, height) or deep_s * control.SHARE
-    controls_s = control.deep_rows(job.picture.control, planned, own) * beside_s
-    controls_s += image_prompt.deep_rows(job.picture.image_prompts, planned, own) * deep_s * image_prompt.SHARE
-    return controls_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
+    measured = {control.FIELD: _step_s(card.costs.control_row_step_s, width, height)}
+    added_s = sum(
+        kind.deep_rows(getattr(job.picture, field), planned, own) * (measured.get(field) or deep_s * kind.SHARE)
+        for field, kind in PICTURES.items()
+    )
+    return added_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
 
 
 def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:

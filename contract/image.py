@@ -162,8 +162,8 @@ class ImageParameters:
 
     @property
     def added(self) -> bool:
-        """Whether control networks or image prompts add to what the denoiser computes."""
-        return bool(self.control or self.image_prompts)
+        """Whether these pictures add to what the denoiser computes."""
+        return bool(self.pictures)
 
     @property
     def skipped(self) -> int:
@@ -187,7 +187,7 @@ class ImageParameters:
     @property
     def pictures(self) -> tuple[PictureInput, ...]:
         """All that it brings along but an edit's."""
-        return (*self.control, *self.image_prompts)
+        return tuple(one for field in PICTURES for one in getattr(self, field))
 
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
         """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
@@ -242,11 +242,9 @@ class ImageParameters:
             _check_pixels("image", edit.image, 3 * width * height)
             if edit.mask is not None:
                 _check_pixels("mask", edit.mask, width * height)
-        check_inputs(self.control, self.image_prompts, offer)
-        for prompt in self.image_prompts:
-            prompt.check_pixels()
-        for one in self.control:
-            _check_pixels("control.image", one.image, 3 * width * height)
+        check_inputs(self.values(PICTURES), offer)
+        for one in self.pictures:
+            one.check_pixels(self.size)
 
     def check_unread(self, offer: ImageOffer) -> None:
         """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the
@@ -271,7 +269,7 @@ class ImageParameters:
         given = {name: told[name] for name in FIELDS if name in told}
         if (edit := given.pop("edit", None)) is not None:
             given["edit"] = Edit.read(edit)
-        for name, kind in _PICTURES.items():
+        for name, kind in PICTURES.items():
             entries = given.pop(name, None) or ()
             if not isinstance(entries, list | tuple):
                 raise Invalid(name, "must be a list")
@@ -280,7 +278,8 @@ class ImageParameters:
 
 
 _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
-_PICTURES: dict[str, type[PictureInput]] = {"control": Control, "image_prompts": ImagePrompt}
+PICTURES: dict[str, type[PictureInput]] = {kind.FIELD: kind for kind in (Control, ImagePrompt)}
+"""The fields that are lists of pictures."""
 FIELDS = {one.name: one for one in fields(ImageParameters) if one.name != plan.FIELD}
 """The fields that records have, by name."""
 _BOUNDED = [name for name, one in declarations(ImageParameters).items() if one.kind in (int, float, bool)]
@@ -302,10 +301,11 @@ def limits(offer: ImageOffer) -> dict[str, float]:
     }  # fmt: skip
 
 
-def check_inputs(controls: Sequence[Control], image_prompts: Sequence[ImagePrompt], offer: ImageOffer) -> None:
-    """Raise `Invalid` for control networks and IP-Adapters that the model does not offer."""
-    control.check(controls, offer.controls, offer.preprocessors)
-    check_all(ImagePrompt, image_prompts, offer.image_prompts)
+def check_inputs(pictures: Mapping[str, Sequence[Any]], offer: ImageOffer) -> None:
+    """Raise `Invalid` for pictures of the fields of `PICTURES` that the model does not offer to read."""
+    for field, kind in PICTURES.items():
+        check_all(kind, pictures[field], getattr(offer, kind.OFFER))
+    control.check_preprocessors(pictures[control.FIELD], offer.preprocessors)
 
 
 def check_strength(strength: object, steps: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ FIELD = "image_prompts"
 MAX_IMAGE_PROMPTS = 4  # per request
 MAX_SIDE = 768  # pixels of a picture's shorter side: encoders read a square of 224 to 448
 MAX_PIXELS = 8192 * MAX_SIDE
-SHARE = 0.1  # of a deep row of the denoiser: what a row with image prompts costs more until one was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +28,28 @@ class ImagePrompt(PictureInput):
 
     FIELD: ClassVar[str] = FIELD
     MOST: ClassVar[int] = MAX_IMAGE_PROMPTS
+    FORM_FILE: ClassVar[str] = "image_prompt"
+    OFFER: ClassVar[str] = "image_prompts"
+    SHARE: ClassVar[float] = 0.1
+    PAID: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(any)
 
     model: Annotated[str, Field(max_length=MAX_NAME), "of the model's image_prompts: an IP-Adapter or IP-Adapter Plus"]
     width: int = 0  # of pixels
     height: int = 0
 
+    def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
+        return replace(self, image=pixels, width=size[0], height=size[1])
+
     def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
         return fitted(*own)
 
-    def check_pixels(self) -> None:
+    def check_pixels(self, drawn: tuple[int, int]) -> None:
         """Raise `Invalid` for a picture that is not read, too large, or not of its width and height."""
         whole = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))
         if not whole or self.width * self.height > MAX_PIXELS:
-            raise Invalid(f"{FIELD}.image", f"must have at most {MAX_PIXELS} pixels")
+            raise Invalid(f"{self.FIELD}.image", f"must have at most {MAX_PIXELS} pixels")
         if not isinstance(self.image, bytes) or len(self.image) != 3 * self.width * self.height:
-            raise Invalid(f"{FIELD}.image", "must be of its width and height, in RGB")
+            raise Invalid(f"{self.FIELD}.image", "must be of its width and height, in RGB")
 
     @property
     def digest(self) -> str:
@@ -59,12 +65,3 @@ def fitted(width: int, height: int) -> tuple[int, int]:
     if shorter <= MAX_SIDE:
         return width, height
     return max(MAX_SIDE, width * MAX_SIDE // shorter), max(MAX_SIDE, height * MAX_SIDE // shorter)
-
-
-def deep_rows(prompts: Sequence[ImagePrompt], steps: Sequence[tuple[int, bool]], own: int) -> int:
-    """Rows that read image prompts over all of these steps, of so many rows each, deep or not.
-
-    The first `own` are the model's, and the rest a refiner's.
-    """
-    acting = [prompt.acts(len(steps), own) for prompt in prompts]
-    return sum(rows for i, (rows, deep) in enumerate(steps) if deep and any(acts[i] for acts in acting))

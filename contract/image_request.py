@@ -17,17 +17,16 @@ from contract import plan, prompts, students, tuned
 from contract.bodies import check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S
 from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
-from contract.control import Control
 from contract.errors import Invalid
 from contract.image import (
     FIELDS,
+    PICTURES,
     ImageJob,
     ImageParameters,
     check_inputs,
     check_strength,
     limits,
 )
-from contract.image_prompt import ImagePrompt
 from contract.picture_input import Edit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
 from contract.schedule import schedule_of
@@ -106,14 +105,15 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         asked = self.given
-        controls = tuple(_input(Control, one) for one in self.control or ())
-        image_prompts = tuple(_input(ImagePrompt, one) for one in self.image_prompts or ())
+        pictures = {
+            name: tuple(_input(kind, one) for one in getattr(self, name) or ()) for name, kind in PICTURES.items()
+        }
         offer.check_source(edited=edited is not None, masked=masked, soft=bool(asked.get("soft_mask")))
-        check_inputs(controls, image_prompts, offer)
+        check_inputs(pictures, offer)
         _check_offered(asked, offer)
         edit = None if edited is None else _edit(asked, masked=masked)
         given = _filled(asked, offer, edit)
-        given |= {"control": controls, "image_prompts": image_prompts}
+        given |= pictures
         given["width"], given["height"] = offer.size(self.size, edited or like)
         if edit is not None:
             # An edit of one step that does not say its strength has that step.

@@ -7,8 +7,8 @@ in the runner.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field
@@ -89,6 +89,10 @@ class PictureInput:
 
     FIELD: ClassVar[str]  # the request's
     MOST: ClassVar[int]  # of them in a request
+    FORM_FILE: ClassVar[str]  # a form's part with one
+    OFFER: ClassVar[str]  # the offer's names of what reads them
+    SHARE: ClassVar[float]  # of a deep row of the denoiser: what its rows cost until one was measured
+    PAID: ClassVar[Callable[[Iterable[bool]], int]] = staticmethod(sum)  # how often, where these act in a step
 
     model: Annotated[str, Field(max_length=MAX_NAME)]
     image: Annotated[Pixels, InBody(ImageReference), _IMAGE] = field(default=None, repr=False)
@@ -107,6 +111,15 @@ class PictureInput:
         """The picture's SHA-256 once it is read, else its key; "" while it is not stored."""
         return digest(self.image) or ""
 
+    def check_pixels(self, drawn: tuple[int, int]) -> None:
+        """Raise `Invalid` for a picture that is not read, or of another size than it needs for images of this one."""
+        if not isinstance(self.image, bytes) or len(self.image) != 3 * drawn[0] * drawn[1]:
+            raise Invalid(f"{self.FIELD}.image", "must have the image's size")
+
+    def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
+        """The same with the picture as pixels, of this width and height."""
+        return replace(self, image=pixels)
+
     def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
         """The size at which a picture of its `own` size is kept, for images of the size `drawn`."""
         return drawn
@@ -115,6 +128,15 @@ class PictureInput:
         """In which of so many steps it acts, of which the first `own` are the model's and the rest a refiner's."""
         within = steps if own is None else own
         return tuple(i < within and i / steps >= self.start and (i + 1) / steps <= self.end for i in range(steps))
+
+    @classmethod
+    def deep_rows(cls, given: Sequence[Self], steps: Sequence[tuple[int, bool]], own: int) -> int:
+        """Rows that these cost over all of these steps, of so many rows each, deep or not.
+
+        The first `own` are the model's, and the rest a refiner's.
+        """
+        acting = [one.acts(len(steps), own) for one in given]
+        return sum(rows * cls.PAID(acts[i] for acts in acting) for i, (rows, deep) in enumerate(steps) if deep)
 
     def check(self) -> None:
         """Raise `Invalid` for a value outside its bounds."""

@@ -18,19 +18,17 @@ from core.transfers import to_device
 from pipeline.backends.backend import MAIN, BatchGroup, ExecutionPlan, ImageBackend, executables
 from pipeline.backends.phases import DECODES, DEEP, ENCODE, IMAGE, STEPS, UPSCALE, VAE, VAE_TINY
 from pipeline.backends.run_ahead import RunAhead
-from pipeline.extensions import control_costs
-from pipeline.extensions.adapters import ScaledAdapter, named
-from pipeline.extensions.additions import Additions
-from pipeline.extensions.control import ControlFolder
-from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions import costs
+from pipeline.extensions.adapters import ScaledAdapter
+from pipeline.extensions.extension import Extension, Finish, StepBatch
 from pipeline.extensions.refining import REFINER
-from pipeline.extensions.upscaling import Upscaling
 from pipeline.fingerprint import fingerprint
+from pipeline.memory_ledger import MemoryLedger
 from pipeline.pixels import edit, tiling, vae
 from pipeline.pixels.picture import Picture
-from pipeline.request_state import ImageState, MemoryLedger, NarrowedState
+from pipeline.request_state import ImageState, NarrowedState
 from pipeline.sampling import denoise
-from pipeline.sampling.kept_features import gather, gather_residual, keep, keep_residual
+from pipeline.sampling.kept_features import gather, keep
 from pipeline.text.conditioning import Conditioner, Told
 from pipeline.text.encode import MarkedPrompt
 from unet_opt.inputs import DenoiserInputs
@@ -59,8 +57,7 @@ class IterationBuilder:
         backends: Mapping[str, ImageBackend],
         conditioners: Mapping[str, Conditioner],
         ledger: MemoryLedger,
-        controls: ControlFolder | None = None,
-        image_prompts: ImagePromptFolder | None = None,
+        extensions: Mapping[str, Extension[Any]],
     ) -> None:
         """Backends and conditioners by the names that groups have."""
         self._ledger = ledger
@@ -72,7 +69,7 @@ class IterationBuilder:
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
         self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
-        self._additions = Additions(self._main, lengths, controls, image_prompts)
+        self._extensions = extensions
         self._refined: denoise.BatchGatherer | None = None
         if (refiner := backends.get(REFINER)) is not None:
             self._refined = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
@@ -86,7 +83,8 @@ class IterationBuilder:
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
         self._gatherer.clear_cache()
-        self._additions.clear_cache()
+        for extension in self._extensions.values():
+            extension.clear_cache()
         if self._refined is not None:
             self._refined.clear_cache()
 
@@ -125,10 +123,11 @@ class IterationBuilder:
                     observe(seconds)
 
             with self._run_ahead.iteration(expected_s, observe_new):
-                made = named(lambda: conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0))
+                made = conditioner(wanted, works, _ENCODE_BUCKET if group.mode else 0)
                 refined = self._refined_conditions(wanted, works, _ENCODE_BUCKET if group.mode else 0)
                 for w, work, told in zip(wanted, works, made, strict=True):
-                    self._additions.prepare(w, work, told.hidden)
+                    for field in work.extensions:
+                        self._extensions[field].prepare(w, work, told.hidden)
                     if work.x is None:  # a retry must not draw again
                         work.x, work.kept = self._prepare_latents(w, work)
                 new = conditioner.encoder.misses > before
@@ -162,11 +161,11 @@ class IterationBuilder:
         assert all(rider is not None for rider in riders)
         present: list[denoise.DenoisingState] = [rider for rider in riders if rider is not None]
         backend, gatherer = self._backends[group.backend], self._gatherer_of(group)
-        owners = _owners(group, works)
+        owners = self._owners(group, works)
 
         def compute() -> tuple[list[denoise.DenoisingState], list[NarrowedState | None], list[Any]]:
             way = backend.plan(group, sum(rider.conditioning.rows for rider in present), live=True)
-            added = control_costs.added(backend, group, way, works)
+            added = costs.added(self._extensions.values(), backend, group, way, works)
             observe = added.observe or self._step_observer(group, way, works)
             iteration = self._run_ahead.iteration(way.seconds + added.seconds, observe)
             with torch.inference_mode(), backend.adapt(owners, apart=bool(group.mode)), iteration:
@@ -215,8 +214,7 @@ class IterationBuilder:
                     outcomes[request.id] = self._decoded(request, edit.finish(request.parameters, pixels))
                 else:
                     nan = f"the {self._model.precision} UNet of {self._model.name} returned NaN"
-                    given = {"lora": work.uses, "control": work.controls.any, "image_prompts": work.image_prompts}
-                    field = next((name for name, found in given.items() if found), None)
+                    field = next((field for field in work.extensions if self._extensions[field].steps), None)
                     error = FloatingPointError(nan) if field is None else Invalid(field, f"with it {nan}")
                     outcomes[request.id] = Outcome(error=error)
             return outcomes
@@ -226,19 +224,15 @@ class IterationBuilder:
     def upscale_tile(self, group: BatchGroup, requests: list[Request]) -> Iteration:
         """The next tile of an enlarged image; one request at a time."""
         (request,) = requests
-        work: ImageState = request.work
-
-        upscaling, wanted = work.upscaling, request.parameters
-        assert upscaling is not None and wanted.upscale is not None
-        size = wanted.upscale.size(wanted.width, wanted.height, upscaling.upscaler.factor)
+        finish: Finish = request.work.finish
 
         def compute() -> Image | None:
             with self._run_ahead.iteration(math.inf, self._observer(group, 1, False)):
-                upscaling.compute()
-            return upscaling.image(size) if upscaling.left == 1 else None
+                finish.compute()
+            return finish.image() if finish.left == 1 else None
 
         def commit(made: Image | None) -> dict[str, Outcome]:
-            upscaling.done += 1
+            finish.done += 1
             result = None if made is None else self._picture(request, made)
             return {request.id: Outcome(result=result, finished=made is not None)}
 
@@ -253,16 +247,37 @@ class IterationBuilder:
         """
         output: torch.Tensor
         if group.phase == DEEP:
-            added = self._additions.evaluate(group, backend, works, inputs, way.rows)
+            added = self._evaluate(group, backend, works, inputs, way.rows)
             output, *features = backend.phases[DEEP](inputs, **added) if added else way.function(inputs)
             keep(backend.denoiser, features, works)
-            keep_residual(works, added.get("residuals", []))
+            for extension in self._extensions.values():
+                extension.keep(works, added)
         else:
-            residual = gather_residual(works, way.rows)
-            features = gather(works, way.rows)
-            direct = partial(backend.phases[group.phase], residual=residual)
-            (output,) = (way.function if residual is None else direct)(inputs, features)
+            added, features = self._evaluate_shallow(works, way.rows), gather(works, way.rows)
+            direct = partial(backend.phases[group.phase], **added)
+            (output,) = (direct if added else way.function)(inputs, features)
         return output
+
+    def _evaluate(
+        self, group: BatchGroup, backend: ImageBackend, works: list[ImageState], inputs: DenoiserInputs,
+        rows: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What extensions add to a deep step of these requests, over so many rows; empty if nothing acts in it. Options
+        are lists, and those of one name are joined.
+        """
+        fixed = backend.widths.deterministic_rows if group.mode else None
+        batch = StepBatch(group, works, inputs, rows, fixed)
+        added: dict[str, list[Any]] = {}
+        for extension in self._extensions.values():
+            for name, values in extension.evaluate(batch).items():
+                added[name] = [*added.get(name, ()), *values]
+        return added
+
+    def _evaluate_shallow(self, works: list[ImageState], rows: int) -> dict[str, Any]:
+        added: dict[str, Any] = {}
+        for extension in self._extensions.values():
+            added |= extension.evaluate_shallow(works, rows)
+        return added
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -281,6 +296,15 @@ class IterationBuilder:
         if work.source is None:
             return to_device(noise * work.table.init_noise_sigma, self._model.device), None
         return edit.begin(wanted, work.table, work.source, noise.to(self._model.device), work.generator)
+
+    def _owners(self, group: BatchGroup, works: Sequence[ImageState]) -> list[tuple[ScaledAdapter, ...]]:
+        """The low-rank branches of each row; none on a refiner, since they are the model's own."""
+        if group.backend == REFINER:
+            return [()] * sum(work.rows for work in works)
+        return [
+            tuple(use for field, lease in work.extensions.items() for use in self._extensions[field].low_rank(lease))
+            for work in works for _ in range(work.rows)
+        ]  # fmt: skip
 
     def _gatherer_of(self, group: BatchGroup) -> denoise.BatchGatherer:
         if group.backend != REFINER:
@@ -315,8 +339,7 @@ class IterationBuilder:
         self, group: BatchGroup, way: ExecutionPlan, works: list[ImageState]
     ) -> Callable[[float], None]:  # fmt: skip
         """The same of a step to which nothing is added."""
-        other = any(work.residual is not None or (work.uses and group.backend != REFINER) for work in works)
-        if way.compiled and (other or (group.phase == DEEP and group.images)):
+        if way.compiled and any(extension.relaunches(works, group) for extension in self._extensions.values()):
             return lambda took_s: None  # other launches, in place of what was planned
         return self._observer(group, way.rows, way.compiled)
 
@@ -338,16 +361,15 @@ class IterationBuilder:
         return self._previews(moved.x0)
 
     def _decoded(self, request: Request, pixels: torch.Tensor) -> Outcome:
-        """The end of a request with these pixels [H, W, 3], or the beginning of its upscaling."""
+        """The end of a request with these pixels [H, W, 3], or the beginning of what remains."""
         from PIL.Image import fromarray
 
         work: ImageState = request.work
         done = (work.table.steps, work.table.steps)
-        if work.upscaler is None:
+        field = next((field for field in work.extensions if self._extensions[field].finishes), None)
+        if field is None:
             return Outcome(progress=done, result=self._picture(request, fromarray(pixels.numpy())), finished=True)
-        device = self._model.device
-        dtype = torch.float32 if device.type == "cpu" else self._model.dtype
-        work.upscaling = Upscaling(work.upscaler, pixels, device, dtype)
+        work.finish = self._extensions[field].finish(request.parameters, work.extensions[field], pixels)
         request.phase = UPSCALE
         return Outcome(progress=done)
 
@@ -357,7 +379,9 @@ class IterationBuilder:
         bucket = backend.widths.deterministic_rows if work.mode and not backend.batch_invariant else None
         told = executables(work.mode, (backend, self._main))
         printed = fingerprint(self._model, executable=told, bucket=bucket, kernels=self._main.kernels)
-        printed |= work.files
+        for extension in self._extensions.values():
+            if digests := extension.digests(work):
+                printed[extension.printed_as or extension.field] = dict(digests)
         if request.parameters.vae == TINY and self._model.tiny_vae is not None:
             printed["vae-tiny"] = self._model.tiny_vae.digest
         if side := tiling.tile_side(self._model, (request.parameters.width, request.parameters.height)):
@@ -371,11 +395,4 @@ class IterationBuilder:
                 "model": second.model.name, "weights": second.model.digest, "precision": second.model.precision,
                 "executable": told,
             }  # fmt: skip
-        if work.upscaler is not None:
-            printed["upscaler"] = {work.upscaler.name: work.upscaler.digest}
         return Picture(image, request.parameters, printed, tuple(work.warnings), work.sampler)
-
-
-def _owners(group: BatchGroup, works: Sequence[ImageState]) -> list[tuple[ScaledAdapter, ...]]:
-    """The LoRAs of each row; none on a refiner, since they are the model's own."""
-    return [() if group.backend == REFINER else work.uses for work in works for _ in range(work.rows)]

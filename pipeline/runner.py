@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -14,25 +16,22 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket, NotYet
-from pipeline.backends.backend import LORA, MAIN, BatchGroup, ImageBackend
-from pipeline.backends.lora import LoraBackend, LoraPrompts
+from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend
 from pipeline.backends.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
-from pipeline.checkpoints.folder import ModelError
-from pipeline.extensions import control_costs, refining
-from pipeline.extensions.adapters import check_loras, refused
-from pipeline.extensions.control import ControlFolder, check_controls
-from pipeline.extensions.image_prompts import ImagePromptFolder, check_image_prompts
+from pipeline.extensions import costs, refining
+from pipeline.extensions.extension import Extension
 from pipeline.extensions.refining import REFINER
-from pipeline.extensions.upscaling import Upscaler, UpscalerFolder
+from pipeline.extensions.registry import KINDS
 from pipeline.fingerprint import code_digest
 from pipeline.iterations import IterationBuilder
+from pipeline.memory_ledger import MemoryLedger
 from pipeline.recording import BackgroundRecorder
-from pipeline.request_state import CheckedInputs, ImageState, MemoryLedger
+from pipeline.request_state import CheckedInputs, ImageState
 from pipeline.sampling import samplers
 from pipeline.sizes import size_range
-from pipeline.text.conditioning import AdaptedConditioner, Conditioner
+from pipeline.text.conditioning import Conditioner
 from pipeline.text.encode import Encoder
-from pipeline.text.textual_inversion import EmbeddingFolder
+from pipeline.text.textual_inversion import TextualInversion
 
 _ENCODE_ROWS = 32
 
@@ -45,11 +44,7 @@ class ImageRunner:
     def __init__(
         self,
         backend: ImageBackend,
-        loras: LoraBackend | LoraPrompts | None = None,
-        embeddings: EmbeddingFolder | None = None,
-        upscalers: UpscalerFolder | None = None,
-        controls: ControlFolder | None = None,
-        image_prompts: ImagePromptFolder | None = None,
+        extensions: Iterable[Extension[Any]] = (),
         *,
         refiner: ImageBackend | None = None,
         lane: Lane | None = None,
@@ -57,19 +52,15 @@ class ImageRunner:
         patience_s: float = 20.0,
         memory_bytes: int | None = None,
     ) -> None:
-        """`loras` is the backend for requests with LoRAs, or, where `backend` packs these, what encodes their prompts;
-        without it they are rejected. `embeddings` are the textual inversions that prompts may name, `upscalers` the
-        networks that may enlarge images, `controls` the control networks and `image_prompts` the IP-Adapters that
-        requests may use, `refiner` the backend of a second model that may take last steps. `max_requests` limits
-        admitted requests, and `memory_bytes` what they hold together, mainly features (default: no limit).
+        """`extensions` are what requests may bring along: requests for another known kind are refused. `refiner` is the
+        backend of a second model that may take last steps. `max_requests` limits admitted requests, and `memory_bytes`
+        what they hold together, mainly features (default: no limit).
         """
         self.backend = backend
         self.model = model = backend.model
-        self.adapters = None if loras is None else loras.adapters
-        self.embeddings = embeddings
-        self.upscalers = upscalers
-        self.controls = controls
-        self.image_prompts = image_prompts
+        given = {extension.field: extension for extension in extensions}
+        known = {kind.field: given.get(kind.field) or kind(model, backend) for kind in KINDS}
+        self.extensions = known | given
         self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes
@@ -79,20 +70,19 @@ class ImageRunner:
         self._own_lane = lane is None
         self._backends: dict[str, ImageBackend] = {MAIN: backend}
         encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
-        self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], embeddings)
+        self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], self._named_in)
         self._conditioners = conditioners = {MAIN: self._conditioner}
         if refiner is not None:
             self._backends[REFINER] = refiner
             second = Encoder(refiner.model.family.text_encoder(refiner.model, refiner.phases[TEXT]))
-            conditioners[REFINER] = Conditioner(refiner.model, second, refiner.phases[KEYS], embeddings)
-        if loras is not None:
-            beside = loras if isinstance(loras, LoraBackend) else backend
-            self._backends[LORA] = beside
-            conditioners[LORA] = AdaptedConditioner(loras.adapted, loras.adapters, beside)
+            conditioners[REFINER] = Conditioner(refiner.model, second, refiner.phases[KEYS], self._named_in)
+        for field, extension in self.extensions.items():
+            if extension.backend is not None and extension.conditioner is not None:
+                self._backends[field], conditioners[field] = extension.backend, extension.conditioner
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.held() > 0)
-        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.adapters, controls, image_prompts)
-        self._builder = IterationBuilder(self._backends, conditioners, self.holdings, controls, image_prompts)
+        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.extensions)
+        self._builder = IterationBuilder(self._backends, conditioners, self.holdings, self.extensions)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -111,19 +101,20 @@ class ImageRunner:
         wanted.check(offer)
         self._check_schedule(wanted)
         found = self._read(wanted)
-        if wanted.lora:
-            check_loras(self.adapters, wanted.lora, refused(self.model, packs=self.backend.packs))
-        if wanted.control:
-            check_controls(self.controls, self.model, wanted.control, (wanted.width, wanted.height))
-        if wanted.image_prompts:
-            check_image_prompts(self.image_prompts, self.model, wanted.image_prompts)
         self.holdings.check(wanted, found)
         request.checked = found
 
     def _read(self, wanted: ImageParameters) -> CheckedInputs:
-        """What admission needs of its prompts and its upscaler. Raises `Invalid`."""
+        """What admission needs of its prompts and its extensions. Raises `Invalid`."""
+        prompts = self._conditioner.read(wanted)
         refined = None if wanted.refiner is None else self._conditioners[REFINER].read(wanted)
-        return CheckedInputs(self._conditioner.read(wanted), refined, self._upscaler(wanted))
+        return CheckedInputs(prompts, refined, {one.field: one.check(wanted) for one in self._requested(wanted)})
+
+    def _requested(self, wanted: ImageParameters) -> list[Extension[Any]]:
+        return [extension for extension in self.extensions.values() if extension.requested(wanted)]
+
+    def _named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
+        return tuple(chain.from_iterable(extension.named_in(texts) for extension in self.extensions.values()))
 
     def _check_schedule(self, wanted: ImageParameters) -> None:
         """Raise `Invalid` for steps that the sampler, or the refiner, does not make."""
@@ -141,22 +132,9 @@ class ImageRunner:
             own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
             raise Invalid(next(own, "scheduler"), str(error)) from error
 
-    def _upscaler(self, wanted: ImageParameters) -> Upscaler | None:
-        """The network that enlarges it, if it asks for one. Raises `Invalid`."""
-        if wanted.upscale is None:
-            return None
-        if self.upscalers is None:
-            raise Invalid("upscale", "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)")
-        try:
-            return self.upscalers.checked(wanted.upscale, wanted.width, wanted.height)
-        except ModelError as error:
-            raise Invalid("upscale", str(error)) from error
-
     def resources(self, request: Request) -> frozenset[str]:
         """The fields whose files the request needs: each kind has a cache with a budget of its own."""
-        wanted: ImageParameters = request.parameters
-        named = {"lora": wanted.lora, "control": wanted.control, "image_prompts": wanted.image_prompts}
-        return frozenset(field for field, value in named.items() if value)
+        return frozenset(extension.field for extension in self._requested(request.parameters) if extension.waits)
 
     def admit(self, request: Request) -> NotYet | None:
         name = request.parameters.scheduler or self.default_scheduler
@@ -170,8 +148,6 @@ class ImageRunner:
     def release(self, request: Request) -> None:
         work, request.work = request.work, None
         self.holdings.give(work)
-        if work.uses:
-            self._backends[LORA].forget_adapters()
         if not self.held():
             self._builder.clear_cache()
         self._record()  # what its last iteration missed
@@ -189,14 +165,16 @@ class ImageRunner:
         name = work.backend_at(step) if phase in STEPS else MAIN
         refined = work.refinement if name == REFINER else None
         if phase == ENCODE:
-            return BatchGroup(ENCODE, (0, 0), work.mode, LORA if wanted.lora else MAIN)
+            return BatchGroup(ENCODE, (0, 0), work.mode, work.encoder)
         # Where bits do not depend on the batch, deterministic requests share it with all others, and so do texts of
         # different lengths.
         invariant = self._backends[name].batch_invariant
         mode = "" if invariant else (refined or work).mode
         chunks = 1 if invariant or phase not in STEPS else (refined or work).prompts.chunks
-        images = work.image_tokens if mode and phase in STEPS and refined is None else ()
-        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks, images)
+        alike = mode and phase in STEPS and refined is None
+        own = ((field, self.extensions[field].group(lease)) for field, lease in work.extensions.items() if alike)
+        shared = tuple((field, value) for field, value in own if value)
+        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks, shared)
 
     def rows(self, request: Request) -> int:
         if request.phase in (*DECODES.values(), IMAGE, UPSCALE):
@@ -206,7 +184,7 @@ class ImageRunner:
 
     def iterations(self, request: Request) -> int:
         if request.phase == UPSCALE:
-            return int(request.work.upscaling.left)
+            return int(request.work.finish.left)
         return request.work.trajectory.left if request.phase in STEPS else 1
 
     def left_s(self, request: Request, rows: int) -> float:
@@ -221,12 +199,13 @@ class ImageRunner:
         steps_s = sum(n * self.cost(group, others + own) for (group, own), n in left.items())
         group = self.group(request)
         backend = self._backends[group.backend]
-        return steps_s + control_costs.left(backend, group.size, request.parameters, work)
+        return steps_s + costs.left(self.extensions.values(), backend, group.size, request.parameters, work)
 
     def next_group(self, request: Request) -> BatchGroup | None:
         work: ImageState = request.work
         if request.phase in DECODES.values():
-            return self._group(request, UPSCALE) if work.upscaler is not None else None
+            finishes = any(self.extensions[field].finishes for field in work.extensions)
+            return self._group(request, UPSCALE) if finishes else None
         if request.phase == UPSCALE:
             return self.group(request) if self.iterations(request) > 1 else None
         if request.phase == IMAGE:
@@ -287,12 +266,11 @@ class ImageRunner:
     @property
     def reads_files(self) -> bool:
         """Whether requests may name files that are read for them."""
-        return any(folder is not None for folder in (self.adapters, self.controls, self.image_prompts))
+        return any(extension.waits and extension.folder is not None for extension in self.extensions.values())
 
     def held_files(self) -> set[str]:
         """The files of requests that are in memory, each as its field and its name."""
-        folders = {"lora": self.adapters, "control": self.controls, "image_prompts": self.image_prompts}
-        return {f"{field} {name}" for field, own in folders.items() if own is not None for name in own.held}
+        return {f"{field} {name}" for field, extension in self.extensions.items() for name in extension.held()}
 
     def _record(self) -> None:
         """Begin to record what is missing, if anything is."""

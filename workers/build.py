@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,17 +22,13 @@ from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import plans
 from pipeline.backends.backend import ImageBackend
-from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, family_of, load
 from pipeline.extensions import lora, refining
-from pipeline.extensions.adapters import AdapterCache, refused
-from pipeline.extensions.control import ControlFolder
 from pipeline.extensions.depth import DepthEstimator
-from pipeline.extensions.image_prompts import ImagePromptFolder
-from pipeline.extensions.upscaling import UpscalerFolder
+from pipeline.extensions.extension import Extension
+from pipeline.extensions.registry import KINDS
 from pipeline.runner import ImageRunner
-from pipeline.text.textual_inversion import EmbeddingFolder
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
@@ -173,15 +169,13 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel, *folders: ControlFolder | ImagePromptFolder | None) -> int:
-    """Memory limit for images in progress: the setting, else most of the memory that is free now.
-
-    `folders` are those of what is read beside the model.
+def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = ()) -> int:
+    """Memory limit for images in progress: the setting, else most of the memory that is free now, without that which
+    the extensions' files may take.
     """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
-    beside = settings.lora_mib * 2**20 if settings.lora_dir else 0
-    beside += sum(folder.size_bytes() for folder in folders if folder is not None)
+    beside = sum(extension.reserved_bytes() for extension in extensions)
     return int(_SHARE * max(0, _free_bytes(model.device) - beside))
 
 
@@ -193,48 +187,10 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)  # with what caches of files would give back
 
 
-def _loras(settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraBackend | LoraPrompts | None:
-    """The LoRAs that requests may use, and what applies them; None if no folder is set, or the model supports none."""
-    if not settings.lora_dir or refused(model, packs=backend.packs) is not None:
-        return None
-    pack = backend.pack_adapter if backend.packs else None
-    adapters = AdapterCache(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack)
-    return LoraPrompts(backend.model, adapters) if backend.packs else LoraBackend(model, adapters, backend.widths)
-
-
 def _kept_parts(settings: Settings, model: ImageModel, backend: str) -> set[str | None]:
     """The parts whose own weights torch reads beside the backend of this name, which has packed its own."""
-    family, packs = model.family, backend in backends.PACK
-    if not settings.lora_dir or refused(model, packs=packs) is not None:
-        return set()
-    adapted: set[str | None] = {*family.adapters.parts}
-    return adapted - {family.denoiser} if packs else adapted | {family.language_model}
-
-
-def _embeddings(settings: Settings, model: ImageModel) -> EmbeddingFolder | None:
-    """The textual inversions that prompts may name; None if no folder is set, or the model's family reads none."""
-    widths = model.family.embedding_widths(model)
-    if not settings.embeddings_dir or not widths:
-        return None
-    most = model.family.text_encoder(model).tokens - 2  # of one chunk, without its start and end
-    return EmbeddingFolder(Path(settings.embeddings_dir), widths, most)
-
-
-def _controls(settings: Settings, backend: ImageBackend, *, release: bool) -> ControlFolder | None:
-    """The control networks that requests may use; None if no folder is set, or the model's family has none."""
-    model = backend.model
-    if not settings.control_dir or not model.family.controls:
-        return None
-    capacity = settings.control_mib * 2**20
-    return ControlFolder(Path(settings.control_dir), model, backend.beside, capacity, release=release)
-
-
-def _image_prompts(settings: Settings, backend: ImageBackend) -> ImagePromptFolder | None:
-    """The IP-Adapters that requests may use; None if no folder is set, or the model's family reads none."""
-    model, capacity = backend.model, settings.ip_adapter_mib * 2**20
-    if not settings.ip_adapter_dir or not model.family.image_prompts:
-        return None
-    return ImagePromptFolder(Path(settings.ip_adapter_dir), model, backend.denoiser.lowering.dtype, capacity)
+    packs = backend in backends.PACK
+    return {part for kind in KINDS for part in kind.kept_parts(settings, model, packs=packs)}
 
 
 def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None) -> ImageBackend | None:
@@ -359,21 +315,17 @@ def build(
     release = model.family.language_model not in kept
     drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
     backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
-    controls, image_prompts = _controls(settings, backend, release=True), _image_prompts(settings, backend)
+    extensions = [kind.open(settings, model, backend) for kind in KINDS]
     refiner = lane.call(lambda: _refiner(settings, model, say, count))
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     images = ImageRunner(
         backend,
-        _loras(settings, model, backend),
-        _embeddings(settings, model),
-        UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None,
-        controls,
-        image_prompts,
+        extensions,
         refiner=refiner,
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,
-        memory_bytes=memory_bytes(settings, model, controls, image_prompts),
+        memory_bytes=memory_bytes(settings, model, extensions),
     )
     if texts is not None and measure_s:
         say("measuring what tokens cost")

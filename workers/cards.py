@@ -11,12 +11,9 @@ from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
-from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, UPSCALE, VAE_ROWS
-from pipeline.extensions import control_costs
-from pipeline.extensions.upscaling import corners
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE_ROWS
+from pipeline.extensions.costs import WIDTHS
 from pipeline.runner import ImageRunner
-
-_WIDTHS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def image_card(
@@ -36,7 +33,8 @@ def image_card(
     solo_s, row_s = _steps(runner, DEEP, known[DEEP])
     shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
-    defaults = model.defaults
+    defaults, extensions = model.defaults, runner.extensions.values()
+    names: dict[str, Any] = {extension.card_field: tuple(extension.names()) for extension in extensions}
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     return ImageCard(
@@ -58,35 +56,22 @@ def image_card(
             encode_s=encode_s,
             vae_s=decode_s[FULL],
             vae_tiny_s=decode_s.get(TINY, 0.0),
-            upscale_megapixel_s=_upscaling(runner),
             solo_step_s=solo_s,
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
-            control_row_step_s=_controls(runner, known[DEEP]),
+            **{name: value for one in extensions for name, value in one.costs(runner.backend, known[DEEP]).items()},
         ),
         capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),
         kernels=runner.backend.kernels.name,
         kernels_reason=summary(decisions)[1] if decisions else "",
-        **_files(runner),
+        **names,
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
     )
-
-
-def _files(runner: ImageRunner) -> dict[str, Any]:
-    """The names of files that requests may use, by the card's field."""
-    folders = {
-        "loras": runner.adapters,
-        "embeddings": runner.embeddings,
-        "upscalers": runner.upscalers,
-        "controls": runner.controls,
-        "image_prompts": runner.image_prompts,
-    }
-    return {name: () if folder is None else tuple(folder.names()) for name, folder in folders.items()}
 
 
 def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:
@@ -104,28 +89,7 @@ def _steps(
     """Seconds by size: of a forward of two rows, and of one row at the cheapest batch width."""
     groups = {_named(size): BatchGroup(phase, size) for size in sizes}
     solo_s = {size: runner.cost(group, 2) for size, group in groups.items()}
-    return solo_s, {size: _best(runner, group, _WIDTHS) for size, group in groups.items()}
-
-
-def _upscaling(runner: ImageRunner) -> float:
-    """Seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
-    measured = runner.backend.costs.measured().items()
-    tiles = {size: seconds[1] for (phase, size, _), seconds in measured if phase == UPSCALE and 1 in seconds}
-    device = runner.model.device
-    return max(
-        (1e6 * s * len(corners(width, height, device)) / (width * height) for (width, height), s in tiles.items()),
-        default=0.0,
-    )
-
-
-def _controls(runner: ImageRunner, sizes: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Seconds by size of one row of a control network at the cheapest batch width; empty without any network."""
-    if runner.controls is None:
-        return {}
-    return {
-        _named(size): min(control_costs.seconds(runner.backend, size, rows) / rows for rows in _WIDTHS)
-        for size in sizes
-    }
+    return solo_s, {size: _best(runner, group, WIDTHS) for size, group in groups.items()}
 
 
 def _named(size: tuple[int, int]) -> str:

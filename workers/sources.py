@@ -1,4 +1,4 @@
-"""Reads a job's pictures from the artifact store into pixels: of an edit, of controls and of image prompts.
+"""Reads a job's pictures from the artifact store into pixels: of an edit, and those that extensions read.
 
 Reads only the PNGs that the API writes. Imports no torch at module level, because the worker imports it before torch.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contract.control import DEPTH, Control, not_offered
 from contract.errors import Invalid
-from contract.image import ImageParameters
+from contract.image import PICTURES, ImageParameters
+from contract.picture_input import PictureInput
 
 if TYPE_CHECKING:
     from pipeline.extensions.depth import DepthEstimator
@@ -32,14 +33,14 @@ def read(picture: ImageParameters, fetch: Fetch, depth: DepthEstimator | None = 
         image, _ = _pixels("image", edit.image, "RGB", fetch)
         mask = None if edit.mask is None else _pixels("mask", edit.mask, "L", fetch)[0]
         edit = replace(edit, image=image, mask=mask)
-    controls, prompts = [], []
-    for control in picture.control:
-        pixels, _ = _pixels("control.image", control.image, "RGB", fetch)
-        controls.append(replace(control, image=prepare(control, pixels, picture.size, depth)))
-    for prompt in picture.image_prompts:
-        pixels, (width, height) = _pixels("image_prompts.image", prompt.image, "RGB", fetch)
-        prompts.append(replace(prompt, image=pixels, width=width, height=height))
-    return replace(picture, edit=edit, control=tuple(controls), image_prompts=tuple(prompts))
+    found: dict[str, list[PictureInput]] = {field: [] for field in PICTURES}
+    for one in picture.pictures:
+        pixels, size = _pixels(f"{one.FIELD}.image", one.image, "RGB", fetch)
+        if isinstance(one, Control):
+            pixels = prepare(one, pixels, picture.size, depth)
+        found[one.FIELD].append(one.with_pixels(pixels, size))
+    pictures: dict[str, Any] = {field: tuple(own) for field, own in found.items()}
+    return replace(picture, edit=edit, **pictures)
 
 
 def prepare(

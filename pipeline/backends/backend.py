@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from core.ops.ops import Lowering
 
 MAIN = ""  # the backend of all requests
-LORA = "lora"  # of prompts, and unless `MAIN` packs adapters of steps, of requests with their own LoRAs
 
 
 class BatchGroup(NamedTuple):
@@ -32,7 +31,7 @@ class BatchGroup(NamedTuple):
     mode: str = ""  # of deterministic requests, as their backend named it
     backend: str = MAIN
     chunks: int = 1  # of each row's text, in steps; 1 also where rows of all lengths share a forward
-    images: tuple[int, ...] = ()  # tokens of each image prompt, of deterministic requests where bits depend on these
+    extensions: tuple[tuple[str, tuple[int, ...]], ...] = ()  # `Extension.group` by field, where bits depend on these
 
 
 class ExecutionPlan(NamedTuple):
@@ -118,7 +117,7 @@ class ImageBackend(Protocol):
     def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
         """Context: row i of every forward gets the LoRAs `owners[i]`. `apart`: its bits depend on nothing but the row.
 
-        A backend that neither packs adapters nor is `LORA` has requests without LoRAs only.
+        A backend that neither packs adapters nor is that of LoRAs has requests without LoRAs only.
         """
         return nullcontext()
 

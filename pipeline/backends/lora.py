@@ -8,16 +8,15 @@ from contextlib import AbstractContextManager
 from pipeline.backends.backend import Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.extensions.adapted import AdaptedModel
-from pipeline.extensions.adapters import AdapterCache, ScaledAdapter
+from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 
 
 class LoraBackend(TorchBackend):
     """Encodes such requests' prompts and takes their steps, eagerly; what decodes them has no LoRA."""
 
-    def __init__(self, model: ImageModel, adapters: AdapterCache, widths: Widths | None = None) -> None:
-        """`model` is unquantized, and keeps its UNet's weights. `adapters` are the LoRAs that requests may use."""
-        self.adapters = adapters
+    def __init__(self, model: ImageModel, widths: Widths | None = None) -> None:
+        """`model` is unquantized, and keeps its UNet's weights."""
         self.adapted = AdaptedModel(model)
         super().__init__(self.adapted.model, widths)
 
@@ -26,14 +25,3 @@ class LoraBackend(TorchBackend):
 
     def forget_adapters(self) -> None:
         self.adapted.clear_cache()
-
-
-class LoraPrompts:
-    """Encodes such requests' prompts, where the main backend packs LoRAs and takes these requests' steps, too."""
-
-    def __init__(self, model: ImageModel, adapters: AdapterCache) -> None:
-        """`adapters` are the LoRAs that requests may use, packed by the main backend. The denoiser's weights are not
-        read.
-        """
-        self.adapters = adapters
-        self.adapted = AdaptedModel(model, denoiser=False)

@@ -36,21 +36,22 @@ class PhaseCosts:
         self._skip_first = skip_first
         self._seen: set[ExecutableKey] = set()
 
-    def curve(self, phase: str, size: Size, compiled: bool) -> CostCurve:
-        return self._table[phase, size, compiled]
+    def curve(self, phase: str, size: Size, compiled: bool, field: str = "") -> CostCurve:
+        """Of a phase, or of what an extension of this field adds to it."""
+        return self._table[(field, phase) if field else phase, size, compiled]
 
-    def observe(self, key: ExecutableKey, compiled: bool, seconds: float) -> None:
-        """Update a curve with an iteration's time."""
+    def observe(self, key: ExecutableKey, compiled: bool, seconds: float, field: str = "") -> None:
+        """Update a curve with an iteration's time, or an extension's part of it."""
         if self._skip_first and not compiled and key not in self._seen:
             return self.warmed(key)
-        self._table[key.phase, key.size, compiled].observe(key.rows, seconds)
+        self._table[(field, key.phase) if field else key.phase, key.size, compiled].observe(key.rows, seconds)
 
     def warmed(self, key: ExecutableKey) -> None:
         """The shape has run once."""
         self._seen.add(key)
 
     def measured(self) -> dict[Any, Mapping[int, float]]:
-        """Measured seconds by rows, for each (phase, size, compiled)."""
+        """Measured seconds by rows, for each (phase, size, compiled); an extension's phase is (field, phase)."""
         return {**self._table.measured()}
 
 

@@ -87,7 +87,7 @@ def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> He
 
 
 def read_headers(folder: Path) -> None:
-    """Read the headers of a folder's weight files ahead, as `PinnedCache` asks; what is wrong is found in its turn."""
+    """Read the headers of a folder's weight files ahead, as `AssetCache` asks; what is wrong is found in its turn."""
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(ModelError):
             read_header(file)

@@ -27,11 +27,17 @@ Fact = tuple[str, Any, Any]
 class ModelError(ValueError):
     """A model that cannot be loaded. The message names the folder, the part and what is wrong with it.
 
-    It is one line: files, in which anything may stand, are quoted in it.
+    It is one line: files, in which anything may stand, are quoted in it. Of a file that a request names the `kind`
+    begins it, and `detail` is the rest, which begins with the file's name.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable_message(message))
+    def __init__(self, detail: str, *, kind: str = "") -> None:
+        self.kind, self.detail = kind, printable_message(detail)
+        super().__init__(f"{kind} {self.detail}".lstrip())
+
+    def again(self) -> ModelError:
+        """The same error without a traceback and causes, which would keep what was read."""
+        return ModelError(self.detail, kind=self.kind)
 
     @property
     def lasting(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,10 +12,9 @@ import torch
 from contract.control import FIELD, Control
 from contract.errors import Invalid
 from core.ops.cpu import CpuLowering
-from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import control_file, control_variant
-from pipeline.extensions.pinned_cache import PinnedCache, PinnedFile, ReadFile
-from pipeline.extensions.sized_cache import stamp_of
+from pipeline.extensions.asset_cache import Asset, ReadFile
+from pipeline.extensions.asset_folder import AssetFolder, stamp_of
 from pipeline.sampling.denoise import Conditioning
 from unet_opt.adapter import AdapterBranch
 from unet_opt.control import Condition, ControlBranch, UnionBranch
@@ -45,7 +44,7 @@ class NetworkShape(NamedTuple):
 
 
 Branch = ControlBranch | AdapterBranch
-ControlNetwork = PinnedFile[Branch]
+ControlNetwork = Asset[Branch]
 """A network of the folder as last read."""
 
 
@@ -88,13 +87,21 @@ class RequestControls(NamedTuple):
         return bool(self.networks or self.adapters)
 
 
-class ControlFolder:
-    """The control networks of one folder for one model. Thread-safe.
-
-    Networks are read and packed in the background: while a request is checked, before it reaches the engine, and, if
-    one was evicted meanwhile, before the request joins others. A changed file is read anew: running requests keep the
-    old version.
+@dataclass(slots=True, eq=False)
+class ControlLease:
+    """A request's networks, what they read once its prompts are encoded, and for shallow steps the first residual
+    [rows, h, w, C] of the last deep one.
     """
+
+    files: list[ControlNetwork]
+    controls: RequestControls = RequestControls()  # noqa: RUF009
+    residual: torch.Tensor | None = None
+
+
+class ControlFolder(AssetFolder[Branch]):
+    """The control networks of one folder for one model, read and packed."""
+
+    kind = "control"
 
     def __init__(
         self, folder: Path, model: ImageModel, lower: LowerBeside, capacity_bytes: int, *, release: bool = False
@@ -102,48 +109,32 @@ class ControlFolder:
         """`capacity_bytes` limits the networks' size in the model's precision, including those in use. `release`:
         weights that are packed are dropped, so that only `lower`'s lowering can use them.
         """
-        self.folder = folder.expanduser()
-        self.cache: PinnedCache[Branch] = PinnedCache("control", capacity_bytes, self._read, check=self._check_header)
+        super().__init__(folder, capacity_bytes)
         self._model = model
         self._lower = lower
         self._release = release
-        self._shapes: dict[str, NetworkShape] = {}  # of networks that were read
 
     def names(self) -> list[str]:
-        """The names that requests may use now."""
         return control_file.offered(self.folder)
 
     def check(self, controls: Sequence[Control], size: tuple[int, int]) -> None:
-        """Check that the networks exist and fit, and read them; `size` is that of the pictures. Raises `Invalid`."""
-        try:
-            found = {control.model: self._find(control.model) for control in controls}
-            needed = sum(network.size_bytes for network in found.values())
-            if needed > self.cache.capacity_bytes:
-                raise ModelError(
-                    f"control {' and '.join(found)}: needs {needed} bytes, and there is room for "
-                    f"{self.cache.capacity_bytes} (DIPTYCH_CONTROL_MIB)"
-                )
-        except ModelError as error:
-            raise Invalid(f"{FIELD}.model", str(error).removeprefix("control ")) from error
+        """Check that the networks exist and fit, and read them; `size` is that of the pictures. Raises `ModelError`,
+        and `Invalid` for pictures that the networks do not read.
+        """
+        networks = {control.model: self.find(control.model) for control in controls}
+        needed = sum(network.size_bytes for network in networks.values())
+        if (room := self.cache.capacity) < needed:
+            reason = f"needs {needed} bytes, and there is room for {room} (DIPTYCH_CONTROL_MIB)"
+            raise self._error(" and ".join(networks), reason)
         for control in controls:
-            _check_picture(control, self._shapes[control.model], size)
-
-    def take(self, controls: Sequence[Control], *, wait: bool = False) -> list[ControlNetwork] | None:
-        """Reserve a checked request's networks; None means not yet, as of `PinnedCache.take`."""
-        return self.cache.take([*dict.fromkeys(control.model for control in controls)], wait=wait)
-
-    def give(self, networks: Sequence[ControlNetwork], *, keep: bool = False) -> None:
-        """Release them after the request has ended; `keep` as in `PinnedCache.give`."""
-        self.cache.give(networks, keep=keep)
+            _check_picture(control, networks[control.model].facts, size)
 
     def request_bytes(self, controls: Sequence[Control], size: tuple[int, int], rows: int, tokens: int) -> int:
         """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's
         first residual of the last deep step.
         """
-        if not controls:
-            return 0
         height, width = (side // self._model.vae_scale for side in (size[1], size[0]))
-        shapes = [self._shapes[control.model] for control in controls]
+        shapes: list[NetworkShape] = [self.cache.known(control.model).facts for control in controls]
         kept = rows * height * width * int(self._model.denoiser.config.block_out_channels[0])
         for shape in shapes:
             kept += rows * tokens * shape.text_width
@@ -159,7 +150,7 @@ class ControlFolder:
         hidden: torch.Tensor,
         acts_of: Callable[[Control], tuple[bool, ...]],
     ) -> RequestControls:
-        """The inputs of all controls, for embeddings [R, T, D]. On the thread that computes. Raises `Invalid`.
+        """The inputs of all controls, for embeddings [R, T, D]. On the thread that computes. Raises `ModelError`.
 
         `acts_of` says in which steps each one acts. The pictures of one Union are read together.
         """
@@ -168,7 +159,7 @@ class ControlFolder:
         adapters: list[RequestAdapter] = []
         for control in controls:
             network = named[control.model]
-            branch, acts = self._ready(network), acts_of(control)
+            branch, acts = self.cache.content(network), acts_of(control)
             pixels = torch.frombuffer(bytearray(control.pixels), dtype=torch.uint8).view(1, size[1], size[0], 3)
             if isinstance(branch, AdapterBranch):
                 adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
@@ -182,31 +173,27 @@ class ControlFolder:
             networks.append(RequestControl(network, (picture,), {1: whole.unguided(), whole.rows: whole}))
         return RequestControls(tuple(networks), tuple(adapters))
 
-    @property
-    def held(self) -> Mapping[str, int]:
-        """Bytes of the cached networks, by name, least recently used first."""
-        return self.cache.held
-
     def size_bytes(self) -> int:
-        """That the networks of the folder take at most, as their files have them."""
         files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.names()]
-        return min(self.cache.capacity_bytes, sum(files))
+        return min(super().size_bytes(), sum(files))
 
-    def _find(self, name: str) -> ControlNetwork:
-        """The network's current content, read if it has changed or was evicted."""
+    def take(self, given: Sequence[Control], *, wait: bool = False) -> ControlLease | None:
+        networks = self.cache.take([*dict.fromkeys(control.model for control in given)], wait=wait)
+        return None if networks is None else ControlLease(networks)
+
+    def _stamp(self, name: str) -> Hashable:
         path = control_file.find(self.folder, name)
         try:
             variant = control_variant.variant_of(path, name, self._model.precision)
-            stamp = stamp_of(path, *([] if variant is None else [variant]))
+            return stamp_of(path, *([] if variant is None else [variant]))
         except OSError as error:
-            raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
-        return self.cache.find(name, stamp)
+            raise self._error(name, f"cannot be read ({error.strerror or error})") from error
 
-    def _check_header(self, name: str) -> None:
-        control_file.check_headers(name, control_file.find(self.folder, name))
+    def _check_header(self, key: str) -> None:
+        control_file.check_headers(key, control_file.find(self.folder, key))
 
-    def _read(self, name: str) -> ReadFile[Branch]:
-        found = control_variant.read(name, control_file.find(self.folder, name), self._model)
+    def _read(self, key: str) -> ReadFile[Branch]:
+        found = control_variant.read(key, control_file.find(self.folder, key), self._model)
         network = found.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         kind = _BRANCHES[type(network).__name__]
@@ -214,17 +201,10 @@ class ControlFolder:
             with torch.inference_mode(False):
                 branch = kind(self._lower(network), network, self._model.denoiser, self._model.vae_scale)
         except ValueError as error:
-            raise ModelError(f"control {name}: is of another model: {error}") from error
+            raise self._error(key, f"is of another model: {error}") from error
         if self._release and isinstance(branch.lowering, CpuLowering):
             branch.lowering.layers.release()
-        self._shapes[name] = _shape(branch, self._model.vae_scale)
-        return ReadFile(branch, found.digest, size)
-
-    def _ready(self, network: ControlNetwork) -> Branch:
-        try:
-            return self.cache.content(network)
-        except ModelError as error:
-            raise Invalid(f"{FIELD}.model", str(error).removeprefix("control ")) from error
+        return ReadFile(branch, found.digest, size, _shape(branch, self._model.vae_scale))
 
 
 def _shape(branch: ControlBranch | AdapterBranch, scale: int) -> NetworkShape:
@@ -242,14 +222,3 @@ def _check_picture(control: Control, shape: NetworkShape, size: tuple[int, int])
     if any(side % shape.multiple for side in size):
         words = f"{control.model} reads pictures whose sides are multiples of {shape.multiple}"
         raise Invalid("size", f"{words}, not {size[0]}x{size[1]}")
-
-
-def check_controls(
-    folder: ControlFolder | None, model: ImageModel, controls: Sequence[Control], size: tuple[int, int]
-) -> None:
-    """Raise `Invalid` for controls that this model does not offer; None: no folder is configured."""
-    if not model.family.controls:
-        raise Invalid(FIELD, f"is not supported by {model.family.label}")
-    if folder is None:
-        raise Invalid(FIELD, "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)")
-    folder.check(controls, size)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,8 +66,8 @@ def find(folder: Path, name: str) -> Path:
     if is_file(file):
         return file
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
-        raise ModelError(f"control {name}: {PICKLE}")
-    raise ModelError(f"control {name}: there is no folder {name} and no {file.name} in the folder of controls")
+        raise ModelError(f"{name}: {PICKLE}", kind="control")
+    raise ModelError(f"{name}: there is no folder {name} and no {file.name} in the folder of controls", kind="control")
 
 
 def size_bytes(path: Path) -> int:
@@ -82,32 +81,17 @@ def check_headers(name: str, path: Path) -> None:
     if path.is_dir():
         read_headers(path)
         return
-    with _errors(name, path):
+    with weight_files.errors("control", name, "network", path):
         _check_kind(path.name, read_header(path, path.name))
 
 
 def read(name: str, path: Path, model: ImageModel, dtype: torch.dtype) -> ControlFile:
     """The network at a path that `find` returned, for this model, in this type. Raises `ModelError`, naming it."""
-    with _errors(name, path):
+    with weight_files.errors("control", name, "network", path):
         folder = path.is_dir()
         return translate_device_errors(
             lambda: _read_folder(path, dtype) if folder else _read_file(name, path, model, dtype)
         )
-
-
-@contextmanager
-def _errors(name: str, path: Path) -> Iterator[None]:
-    """Context that turns all errors into `ModelError`, naming the control network."""
-    try:
-        yield
-    except ModelError as error:
-        text = str(error).replace(str(path), path.name)
-        raise ModelError(text if text.startswith("control ") else f"control {name}: {text}") from error
-    except OSError as error:
-        raise ModelError(f"control {name}: cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # of several libraries, which expect other keys or shapes
-        why = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise ModelError(f"control {name}: is no network that is known, or damaged ({why})") from error
 
 
 def _read_folder(folder: Path, dtype: torch.dtype) -> ControlFile:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from contract.control import FIELD
 from core.transfers import to_device
-from pipeline.extensions.control import ControlNetwork, RequestControl
+from pipeline.extensions.control import ControlNetwork, RequestControl, RequestControls
 from pipeline.request_state import ImageState
 from pipeline.sampling.denoise import BatchGatherer, gather
 from unet_opt.control import Condition
@@ -65,10 +66,11 @@ class ControlRows:
         first = 0
         for work in works:
             span, step = _Span(first, work.rows), work.step
-            for control in work.controls.networks:
+            controls = work.extensions[FIELD].controls if FIELD in work.extensions else RequestControls()
+            for control in controls.networks:
                 if conditions := control.conditions(step):
                     entries.append(_Rows(control, span, conditions))
-            for adapter in work.controls.adapters:
+            for adapter in controls.adapters:
                 if adapter.acts[step]:
                     features.append((span, [part * adapter.strength for part in adapter.features]))
             first += work.rows

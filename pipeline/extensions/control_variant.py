@@ -41,7 +41,7 @@ def read(name: str, path: Path, model: ImageModel) -> ControlFile:
     try:
         manifest = store.load_(found.network, where, source=found.digest)
     except store.QuantizedStoreError as error:
-        raise ModelError(f"control {name}: {str(error).replace(str(where), where.name)}") from error
+        raise ModelError(f"{name}: {str(error).replace(str(where), where.name)}", kind="control") from error
     found.network.to(dtype=model.dtype)
     told = f"{found.digest}:{manifest.scheme}:{manifest.recipe}:{manifest.sha256}"
     return ControlFile(found.network, hashlib.sha256(told.encode()).hexdigest()[:16])

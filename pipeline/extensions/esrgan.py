@@ -134,7 +134,7 @@ def read(name: str, data: bytes) -> RRDBNet:
     try:
         return _network(_renamed(tensors(data)))
     except ValueError as error:
-        raise ModelError(f"upscaler {name}: {error}") from error
+        raise ModelError(f"{name}: {error}", kind="upscaler") from error
 
 
 def _renamed(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:

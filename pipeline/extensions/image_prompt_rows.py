@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from core.transfers import to_device
+from pipeline.extensions.image_prompts import ImagePromptLease, RequestImagePrompt
 from pipeline.request_state import ImageState
+
+
+def prompts_of(state: ImageState, field: str) -> tuple[RequestImagePrompt, ...]:
+    """The image prompts of a request whose text is encoded, under this field."""
+    lease: ImagePromptLease | None = state.extensions.get(field)
+    return () if lease is None else lease.prompts
 
 
 class _Place(NamedTuple):
@@ -26,7 +33,8 @@ class ImagePromptRows:
     A row without a prompt at some place gets a token whose values are zeros, which add nothing, and a length of 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, field: str) -> None:
+        self._field = field
         self._last: tuple[tuple[object, ...], list[_Place], list[tuple[Tensor, Tensor]]] | None = None
 
     def gather(
@@ -38,7 +46,7 @@ class ImagePromptRows:
         """
         places, first = [], 0
         for work in works:
-            for slot, prompt in enumerate(work.image_prompts):
+            for slot, prompt in enumerate(prompts_of(work, self._field)):
                 if prompt.acts[work.step]:
                     places.append(_Place(slot, first, prompt.keys[work.rows]))
             first += work.rows
@@ -54,11 +62,10 @@ class ImagePromptRows:
         """Release the last batch."""
         self._last = None
 
-    @staticmethod
     def _gathered(
-        works: Sequence[ImageState], places: Sequence[_Place], rows: int, least: tuple[int, ...]
+        self, works: Sequence[ImageState], places: Sequence[_Place], rows: int, least: tuple[int, ...]
     ) -> list[tuple[Tensor, Tensor]]:
-        example = next(prompt.keys[1] for work in works for prompt in work.image_prompts)
+        example = next(prompt.keys[1] for work in works for prompt in prompts_of(work, self._field))
         tokens = dict(enumerate(least))
         for place in places:
             tokens[place.slot] = max(tokens.get(place.slot, 1), place.keys.shape[1])

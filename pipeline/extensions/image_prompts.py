@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contract.errors import Invalid
-from contract.image_prompt import FIELD, ImagePrompt
+from contract.image_prompt import ImagePrompt
 from pipeline.checkpoints.checkpoint import read_headers
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import ip_adapter_file
-from pipeline.extensions.sized_cache import SizedCache, stamp_of
+from pipeline.extensions.asset_cache import Asset, ReadFile
+from pipeline.extensions.asset_folder import AssetFolder, stamp_of
+from pipeline.extensions.ip_adapter_file import AdapterFacts
 from pipeline.extensions.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from unet_opt.ip_adapter import IPAdapter
 
 _SEEN = 64  # pictures whose tokens are kept
-
-
-class _Loaded(NamedTuple):
-    """An adapter with its encoder. `digest` identifies the files of both."""
-
-    adapter: IPAdapter
-    encoder: VisionEncoder
-    digest: str
 
 
 class RequestImagePrompt(NamedTuple):
@@ -48,76 +40,59 @@ class RequestImagePrompt(NamedTuple):
     acts: tuple[bool, ...]
 
 
-class ImagePromptFolder:
-    """The IP-Adapters of one folder for one model. Thread-safe.
+@dataclass(slots=True, eq=False)
+class ImagePromptLease:
+    """A request's adapters until its prompts are encoded, then what they made; and the tokens of each prompt."""
 
-    An adapter and its encoder are read in the background: when a request is checked, before it reaches the engine, and,
-    if they were evicted meanwhile, before it joins others.
-    """
+    files: list[Asset[Any]]
+    pairs: Mapping[str, tuple[Asset[Any], Asset[Any]]]  # the same by the adapters' names, each with its encoder
+    tokens: tuple[int, ...]
+    prompts: tuple[RequestImagePrompt, ...] = ()
+
+
+class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
+    """The IP-Adapters of one folder for one model, and their encoders, whose keys are paths."""
+
+    kind = "IP-Adapter"
 
     def __init__(self, folder: Path, model: ImageModel, dtype: torch.dtype, capacity_bytes: int) -> None:
         """`dtype` is that of keys and values. `capacity_bytes` limits the adapters and encoders that are kept."""
-        self.folder = folder.expanduser()
+        super().__init__(folder, capacity_bytes)
         self._model, self._dtype = model, dtype
-        self.cache = SizedCache(capacity_bytes)
-        self._tokens: dict[str, int] = {}  # of adapters that were read
-        self._latest: dict[str, tuple[ref[IPAdapter], ref[VisionEncoder], str]] = {}  # by name; the cache keeps them
-        self._again: dict[str, Future[_Loaded]] = {}  # evicted ones that are read again, until a request takes them
+        self._encoders: dict[str, Path] = {}  # keys, by the adapters' names, of the last check
         self._seen: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
 
     @property
-    def held(self) -> list[str]:
-        """The names of adapters that are in memory with their encoders."""
-        return [name for name in tuple(self._latest) if self._in_memory(name) is not None]
+    def held(self) -> Mapping[str, int]:
+        """Bytes of the adapters that are in memory with their encoders, by name."""
+        held = self.cache.held
+        return {name: held[name] for name, own in tuple(self._encoders.items()) if name in held and own in held}
 
     def names(self) -> list[str]:
-        """The names that requests may use now."""
         return ip_adapter_file.offered(self.folder)
 
     def check(self, prompts: Sequence[ImagePrompt]) -> None:
-        """Check that the adapters exist and fit, and read them. Raises `Invalid`."""
+        """Check that the adapters exist and fit, and read them. Raises `ModelError`."""
         for name in dict.fromkeys(prompt.model for prompt in prompts):
-            found = self._find(name)
-            needed = found.adapter.size_bytes + found.encoder.size_bytes
-            if needed > self.cache.capacity:
-                raise Invalid(
-                    f"{FIELD}.model",
-                    f"{name}: it needs {needed} bytes with its encoder, and there is room for "
-                    f"{self.cache.capacity} (DIPTYCH_IP_ADAPTER_MIB)",
-                )
+            assets = self._find_pair(name)
+            needed, room = sum(asset.size_bytes for asset in assets), self.cache.capacity
+            if needed > room:
+                own = f"it needs {needed} bytes with its encoder"
+                raise self._error(name, f"{own}, and there is room for {room} (DIPTYCH_IP_ADAPTER_MIB)")
 
-    def take(self, prompts: Sequence[ImagePrompt], *, wait: bool = False) -> list[_Loaded] | None:
-        """What a checked request is to keep until its prompts are encoded. On the engine's thread; reads no file.
-
-        With `wait` None means not yet: an adapter that was evicted is read again; without, `prepare` reads it.
-        """
-        names = dict.fromkeys(prompt.model for prompt in prompts)
-        self._again = {name: again for name, again in self._again.items() if name in names or not again.done()}
-        kept = {name: loaded for name in names if (loaded := self._in_memory(name)) is not None}
-        read = [self._is_read_again(name) for name in names if wait and name not in kept]
-        if not all(read):
+    def take(self, given: Sequence[ImagePrompt], *, wait: bool = False) -> ImagePromptLease | None:
+        encoders = {prompt.model: self._encoders[prompt.model] for prompt in given}
+        keys: list[Hashable] = [*encoders, *dict.fromkeys(encoders.values())]
+        files = self.cache.take(keys, wait=wait)
+        if files is None:
             return None
-        again = [self._again.pop(name) for name in names if name in self._again]
-        # Errors are told by `prepare`.
-        return [*kept.values(), *(one.result() for one in again if one.done() and one.exception() is None)]
-
-    def _is_read_again(self, name: str) -> bool:
-        """Whether an evicted adapter is; begins with it, unless that is under way."""
-        if name not in self._again:
-            again = Future[_Loaded]()
-            threading.Thread(target=self._read_again, args=(name, again), daemon=True).start()
-            self._again[name] = again
-        return self._again[name].done()
-
-    def _read_again(self, name: str, again: Future[_Loaded]) -> None:
-        try:
-            again.set_result(self._find(name))
-        except BaseException as error:
-            again.set_exception(error)
+        own = dict(zip(keys, files, strict=True))
+        pairs = {name: (own[name], own[encoder]) for name, encoder in encoders.items()}
+        return ImagePromptLease(files, pairs, self.tokens(given))
 
     def tokens(self, prompts: Sequence[ImagePrompt]) -> tuple[int, ...]:
-        """Of checked prompts, the tokens of each."""
-        return tuple(self._tokens[prompt.model] for prompt in prompts)
+        """The number of tokens of each checked prompt."""
+        return tuple(self.cache.known(prompt.model).facts.tokens for prompt in prompts)
 
     def request_bytes(self, prompts: Sequence[ImagePrompt], rows: int, width: int) -> int:
         """That the keys and values of checked prompts take, of so many channels (`Network.text_width`)."""
@@ -125,29 +100,32 @@ class ImagePromptFolder:
 
     @torch.inference_mode()
     def prepare(
-        self, prompts: Sequence[ImagePrompt], rows: int, acts_of: Callable[[ImagePrompt], tuple[bool, ...]]
-    ) -> tuple[RequestImagePrompt, ...]:
+        self, lease: ImagePromptLease, prompts: Sequence[ImagePrompt], rows: int,
+        acts_of: Callable[[ImagePrompt], tuple[bool, ...]],
+    ) -> tuple[RequestImagePrompt, ...]:  # fmt: skip
         """The keys and values of each prompt: of two rows the first reads a picture of nothing, as in diffusers.
 
-        `acts_of` says in which steps each one acts. On the thread that computes. Raises `Invalid`.
+        `acts_of` says in which steps each one acts. On the thread that computes. Raises `ModelError`.
         """
         made = []
         for prompt in prompts:
-            loaded = self._checked(prompt.model)
-            tokens = self._tokens_of(loaded, prompt)[-rows:]
-            own = loaded.adapter.keys(tokens, prompt.strength).to(self._dtype)
-            made.append(RequestImagePrompt(prompt.model, loaded.digest, {1: own[-1:], rows: own}, acts_of(prompt)))
+            pair = lease.pairs[prompt.model]
+            with self._errors(prompt.model):
+                adapter, encoder = self.cache.content(pair[0]), self.cache.content(pair[1])
+            digest = hashlib.sha256(":".join(asset.digest for asset in pair).encode()).hexdigest()[:16]
+            assert not isinstance(adapter, VisionEncoder)
+            tokens = self._tokens_of(adapter, encoder, digest, prompt)[-rows:]
+            own = adapter.keys(tokens, prompt.strength).to(self._dtype)
+            made.append(RequestImagePrompt(prompt.model, digest, {1: own[-1:], rows: own}, acts_of(prompt)))
         return tuple(made)
 
     def size_bytes(self) -> int:
-        """That the adapters of the folder, and the encoders that they may read with, take at most, by their files."""
-        return min(self.cache.capacity, ip_adapter_file.size_bytes(self.folder))
+        return min(super().size_bytes(), ip_adapter_file.size_bytes(self.folder))
 
-    def _tokens_of(self, loaded: _Loaded, prompt: ImagePrompt) -> Tensor:
+    def _tokens_of(self, adapter: Any, encoder: Any, digest: str, prompt: ImagePrompt) -> Tensor:
         """[2, T, D]: of a picture of nothing, and of the prompt's, each computed alone; kept for the last pictures."""
-        key = (loaded.digest, prompt.digest)
+        key = (digest, prompt.digest)
         if key not in self._seen:
-            adapter, encoder = loaded.adapter, loaded.encoder
             fitted = encoder.fit(prompt.pixels, (prompt.width, prompt.height))
             seen = encoder.embed(fitted, fine=adapter.fine)
             # Without a picture Plus reads a grey one; the other kind an embedding of zeros.
@@ -158,57 +136,44 @@ class ImagePromptFolder:
             self._seen.popitem(last=False)
         return self._seen[key]
 
-    def _checked(self, name: str) -> _Loaded:
-        """The adapter as the last check of a request found it, without a look at files while it is in memory."""
-        return self._in_memory(name) or self._find(name)
-
-    def _in_memory(self, name: str) -> _Loaded | None:
-        adapter, encoder, digest = self._latest[name]
-        own = adapter(), encoder()
-        return None if own[0] is None or own[1] is None else _Loaded(own[0], own[1], digest)
-
-    def _find(self, name: str) -> _Loaded:
-        """The adapter's current content, with its encoder. Raises `Invalid`."""
-        try:
+    def _find_pair(self, name: str) -> tuple[Asset[Any], Asset[Any]]:
+        """The adapter's current version, and that of its encoder. Raises `ModelError`."""
+        with self._errors(name):
+            adapter = self.find(name)
             file = ip_adapter_file.find(self.folder, name)
-            adapter, digest = self.cache.find(
-                ("adapter", file), stamp_of(file), lambda: ip_adapter_file.read(name, file, self._model, self._device),
-                lambda found: found.adapter.size_bytes,
-                lambda: ip_adapter_file.check_header(name, file, self._model),
-            )  # fmt: skip
-            where = ip_adapter_file.find_encoder(self.folder, name, file, adapter)
-            encoder = self.cache.find(
-                ("encoder", where.resolve()), stamp_of(where), lambda: self._encoder(name, where),
-                lambda found: found.size_bytes, lambda: read_headers(where),
-            )  # fmt: skip
-        except ModelError as error:
-            raise Invalid(f"{FIELD}.model", str(error).removeprefix("IP-Adapter ")) from error
-        except OSError as error:
-            raise Invalid(f"{FIELD}.model", f"{name}: cannot be read ({error.strerror or error})") from error
-        self._tokens[name] = adapter.tokens
-        both = hashlib.sha256(f"{digest}:{encoder.digest}".encode()).hexdigest()[:16]
-        self._latest[name] = ref(adapter), ref(encoder), both
-        return _Loaded(adapter, encoder, both)
+            where = ip_adapter_file.find_encoder(self.folder, name, file, adapter.facts)
+            self._encoders[name] = where.resolve()
+            return adapter, self.cache.find(where.resolve(), stamp_of(where))
 
-    def _encoder(self, name: str, where: Path) -> VisionEncoder:
-        # On a CPU in fp32, like the adapter: it runs once for each picture.
-        dtype = torch.float32 if self._device.type == "cpu" else self._model.dtype
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Context that names the adapter in errors of its encoder."""
         try:
-            return VisionEncoder(where, self._device, dtype)
+            yield
         except ModelError as error:
-            raise ModelError(f"IP-Adapter {name}: {str(error).replace(str(where), where.name)}") from error
+            if error.kind:
+                raise
+            where = self._encoders[name]
+            raise self._error(name, error.detail.replace(str(where), where.name)) from error
+        except OSError as error:
+            raise self._error(name, f"cannot be read ({error.strerror or error})") from error
 
-    @property
-    def _device(self) -> torch.device:
-        return self._model.device
+    def _stamp(self, name: str) -> Hashable:
+        file = ip_adapter_file.find(self.folder, name)
+        return file, *stamp_of(file)
 
+    def _check_header(self, key: str | Path) -> None:
+        if isinstance(key, Path):
+            read_headers(key)
+        else:
+            ip_adapter_file.check_header(key, ip_adapter_file.find(self.folder, key), self._model)
 
-def check_image_prompts(folder: ImagePromptFolder | None, model: ImageModel, prompts: Sequence[ImagePrompt]) -> None:
-    """Raise `Invalid` for image prompts that this model does not offer; None: no folder is configured."""
-    if not model.family.image_prompts:
-        raise Invalid(FIELD, f"is not supported by {model.family.label}")
-    if getattr(model.denoiser.up_blocks[-1], "attentions", None):  # which shallow steps compute without them
-        raise Invalid(FIELD, "is not supported by a UNet with attention in its last block")
-    if folder is None:
-        raise Invalid(FIELD, "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)")
-    folder.check(prompts)
+    def _read(self, key: str | Path) -> ReadFile[IPAdapter | VisionEncoder]:
+        device = self._model.device
+        if isinstance(key, Path):
+            # On a CPU in fp32, like the adapter: it runs once for each picture.
+            encoder = VisionEncoder(key, device, torch.float32 if device.type == "cpu" else self._model.dtype)
+            return ReadFile(encoder, encoder.digest, encoder.size_bytes)
+        adapter, digest = ip_adapter_file.read(key, ip_adapter_file.find(self.folder, key), self._model, device)
+        facts = AdapterFacts(adapter.channels, adapter.fine, adapter.tokens)
+        return ReadFile(adapter, digest, adapter.size_bytes, facts)

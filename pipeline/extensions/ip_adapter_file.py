@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.digests import digest_of
 from core.failures import translate_device_errors
-from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.checkpoint import Header, read_header, sign_of
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import vision, weight_files
@@ -48,6 +46,16 @@ _RESAMPLER = (  # of one layer: our names, by the file's
 )  # fmt: skip
 
 
+class AdapterFacts(NamedTuple):
+    """What is known of an adapter while it is not in memory: the channels that it reads of its encoder, whether those
+    are of hidden states, and its tokens.
+    """
+
+    channels: int
+    fine: bool
+    tokens: int
+
+
 class IPAdapterFile(NamedTuple):
     """An adapter as it was read."""
 
@@ -67,15 +75,15 @@ def find(folder: Path, name: str) -> Path:
         return file
     own = _weights(folder / name)
     if len(own) > 1:
-        raise ModelError(f"IP-Adapter {name}: its folder holds several: {', '.join(path.name for path in own)[:200]}")
+        raise _error(name, f"its folder holds several: {', '.join(path.name for path in own)[:200]}")
     if own:
         return own[0]
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):
-        raise ModelError(f"IP-Adapter {name}: {PICKLE}")
-    raise ModelError(f"IP-Adapter {name}: there is no {file.name} and no folder {name} in the folder of IP-Adapters")
+        raise _error(name, PICKLE)
+    raise _error(name, f"there is no {file.name} and no folder {name} in the folder of IP-Adapters")
 
 
-def find_encoder(folder: Path, name: str, file: Path, adapter: IPAdapter) -> Path:
+def find_encoder(folder: Path, name: str, file: Path, adapter: AdapterFacts) -> Path:
     """The folder of the encoder whose output the adapter reads. Raises `ModelError`.
 
     That is the first whose widths fit, of `image_encoder` beside the file, of other encoders in the folder, and of
@@ -95,7 +103,7 @@ def find_encoder(folder: Path, name: str, file: Path, adapter: IPAdapter) -> Pat
         found.append(f"{where.name} gives {known.hidden if adapter.fine else known.embedding}")
     reads = f"reads {'hidden states' if adapter.fine else 'embeddings'} of {adapter.channels} channels"
     why = "; ".join(found) if found else f"there is no encoder: a folder {ENCODER} with config.json, beside it"
-    raise ModelError(f"IP-Adapter {name}: {reads}, and {why}")
+    raise _error(name, f"{reads}, and {why}")
 
 
 def size_bytes(folder: Path) -> int:
@@ -115,7 +123,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def check_header(name: str, file: Path, model: ImageModel) -> Header:
     """The header of a file that `find` returned, which fits this model's UNet. Raises `ModelError`, naming it."""
-    with _errors(name):
+    with weight_files.errors("IP-Adapter", name, "adapter", file):
         header = read_header(file, file.name)
         _check_kind(file.name, header)
         _check_shapes(file.name, header, model.denoiser)
@@ -125,23 +133,13 @@ def check_header(name: str, file: Path, model: ImageModel) -> Header:
 def read(name: str, file: Path, model: ImageModel, device: torch.device) -> IPAdapterFile:
     """The adapter in a file that `find` returned, for this model's UNet. Raises `ModelError`, naming it."""
     header = check_header(name, file, model)
-    with _errors(name):
+    with weight_files.errors("IP-Adapter", name, "adapter", file):
         adapter = translate_device_errors(lambda: _load(file, header, device))
         return IPAdapterFile(adapter, digest_of(file.parent, [file]))
 
 
-@contextmanager
-def _errors(name: str) -> Iterator[None]:
-    """Context that turns all errors into `ModelError`, naming the adapter."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"IP-Adapter {name}: {error}") from error
-    except OSError as error:
-        raise ModelError(f"IP-Adapter {name}: cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # of several libraries, which expect other shapes
-        why = f"{type(error).__name__}: {folders.first_line(error)}"
-        raise ModelError(f"IP-Adapter {name}: is no adapter that is known, or damaged ({why})") from error
+def _error(name: str, reason: object) -> ModelError:
+    return ModelError(f"{name}: {reason}", kind="IP-Adapter")
 
 
 def _weights(folder: Path) -> list[Path]:

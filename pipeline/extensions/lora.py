@@ -30,7 +30,7 @@ class Lora:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise ModelError(f"lora {self.name}: {self.path} cannot be read ({error.strerror})") from error
+            raise ModelError(f"{self.name}: {self.path} cannot be read ({error.strerror})", kind="lora") from error
 
 
 def find(text: str, folder: str) -> tuple[Lora, ...]:
@@ -42,10 +42,10 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
     found: list[Lora] = []
     for name, scale in named:
         if not folder:
-            raise ModelError(f"lora {name}: no folder is named to look in")
+            raise ModelError(f"{name}: no folder is named to look in", kind="lora")
         path = Path(folder).expanduser() / f"{name}{SUFFIX}"
         if not path.is_file():
-            raise ModelError(f"lora {name}: there is no {path}")
+            raise ModelError(f"{name}: there is no {path}", kind="lora")
         found.append(Lora(name, path, scale))
     return tuple(found)
 

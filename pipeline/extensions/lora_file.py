@@ -69,7 +69,7 @@ def read(
             raise ValueError(f"nothing in it is for {adapters.models}")
     except Exception as error:  # of several libraries: it does not fit
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ModelError(f"lora {name}: does not fit ({kind}{' '.join(str(error).split())[:300]})") from error
+        raise ModelError(f"{name}: does not fit ({kind}{' '.join(str(error).split())[:300]})", kind="lora") from error
     return factors
 
 
@@ -99,7 +99,7 @@ def check_finite(name: str, factors: Factors) -> None:
     """Raise `ModelError`, naming the LoRA, for NaN and infinities."""
     for (_, layer), factor in factors.items():
         if not all(math.isfinite(end) for part in (factor.down, factor.up) for end in part.aminmax()):
-            raise ModelError(f"lora {name}: {layer} holds what is no finite number")
+            raise ModelError(f"{name}: {layer} holds what is no finite number", kind="lora")
 
 
 @torch.no_grad()

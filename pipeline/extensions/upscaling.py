@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import esrgan
+from pipeline.extensions.asset_cache import ReadFile
+from pipeline.extensions.asset_folder import AssetFolder
 from pipeline.extensions.esrgan import RRDBNet, Shape
-from pipeline.extensions.weight_files import WeightFiles, offered
 from pipeline.pixels.vae import to_host
 
 if TYPE_CHECKING:
@@ -48,43 +48,27 @@ class Upscaler:
         return 3 * width * height * self.factor**2
 
 
-class UpscalerFolder:
-    """The networks `NAME.safetensors` of one folder, read when a request first names them. Thread-safe."""
+class UpscalerFolder(AssetFolder[Upscaler]):
+    """The networks of one folder."""
+
+    kind = "upscaler"
+    missing = "there is no {} in the folder of upscalers"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser()
-        self._files = WeightFiles(
-            self.folder,
-            what="upscaler",
-            missing="there is no {} in the folder of upscalers",
-            most_bytes=_MAX_FILE_BYTES,
-            kept=_KEPT,
-            read=_read,
-        )
+        super().__init__(folder, _KEPT, most_bytes=_MAX_FILE_BYTES)
 
-    def names(self) -> list[str]:
-        """The names that requests may use now."""
-        return offered(self.folder)
-
-    def find(self, name: str) -> Upscaler:
-        """The file's current content. Raises `ModelError`, naming the upscaler."""
-        return self._files.find(name)
-
-    def checked(self, wanted: Upscale, width: int, height: int) -> Upscaler:
+    def checked(self, upscale: Upscale, width: int, height: int) -> Upscaler:
         """The network for an image of this size. Raises `ModelError` where it is missing or no network, and `Invalid`
         for the scale.
         """
-        found = self.find(wanted.model)
-        wanted.check_factor(width, height, found.factor)
-        return found
+        upscaler = self.get(upscale.model)
+        upscale.check_factor(width, height, upscaler.factor)
+        return upscaler
 
-
-def _read(name: str, path: Path) -> Upscaler:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"upscaler {name}: cannot be read ({error.strerror})") from error
-    return Upscaler(name, hashlib.sha256(data).hexdigest(), esrgan.read(name, data))
+    def _read(self, key: str) -> ReadFile[Upscaler]:
+        data = self._data(key)
+        digest = hashlib.sha256(data).hexdigest()
+        return ReadFile(Upscaler(key, digest, esrgan.read(key, data)), digest, 1)
 
 
 def corners(width: int, height: int, device: torch.device, side: int | None = None) -> list[tuple[int, int]]:
@@ -110,6 +94,7 @@ class Upscaling:
     pixels: Tensor  # uint8 [H, W, 3], on the CPU
     device: torch.device
     dtype: torch.dtype
+    size: tuple[int, int] | None = None  # of the whole picture; None: as the network enlarges it
     done: int = 0
     side: int = field(init=False)  # of a tile
     canvas: Tensor = field(init=False)  # uint8 [factor · H, factor · W, 3], on the CPU
@@ -141,9 +126,9 @@ class Upscaling:
         target = self.canvas[top : top + factor * side, left : left + factor * side]
         target.copy_(levels[top - above :, left - before :][: target.shape[0], : target.shape[1]])
 
-    def image(self, size: tuple[int, int]) -> Image:
-        """The whole picture, reduced to (width, height) with the Lanczos filter where that is less."""
+    def image(self) -> Image:
+        """The whole picture, reduced to `size` with the Lanczos filter where that is less."""
         from PIL import Image
 
-        made = Image.fromarray(self.canvas.numpy())
-        return made if made.size == size else made.resize(size, Image.Resampling.LANCZOS)
+        image = Image.fromarray(self.canvas.numpy())
+        return image if self.size in (None, image.size) else image.resize(self.size, Image.Resampling.LANCZOS)

@@ -1,18 +1,17 @@
-"""Folders of files NAME.safetensors that requests name: listed, checked, and the last ones used kept in memory."""
+"""Lists the safetensors files of a folder, checks their headers, and reads their tensors."""
 
 from __future__ import annotations
 
 import math
-import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from contract.loras import is_name
 from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.checkpoints.safetensors_header import TensorTable
-from pipeline.extensions.sized_cache import SizedCache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 PICKLE = "is a pickle, which could run code; convert it to safetensors"
-
-T = TypeVar("T")
 
 
 def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> list[str]:
@@ -112,48 +109,16 @@ def in_16_bits(tensor: Tensor) -> Tensor:
     return tensor.half() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
 
 
-class WeightFiles(Generic[T]):
-    """The files of one folder, each read when a request first names it, and again when it has changed. Thread-safe.
-
-    `what` the files are begins every message, and `missing` ends the one for a file that is not there. Files may have
-    `most_bytes` bytes; of `kept` files the content stays in memory. `read` makes the content of a name and a path, and
-    raises `ModelError`.
-    """
-
-    def __init__(
-        self, folder: Path, *, what: str, missing: str, most_bytes: int, kept: int, read: Callable[[str, Path], T]
-    ) -> None:
-        self.folder = folder
-        self._what, self._missing, self._most_bytes = what, missing, most_bytes
-        self._read = read
-        self._cache = SizedCache(kept)
-
-    def find(self, name: str) -> T:
-        """The file's current content. Raises `ModelError`, naming the file."""
-        path = self.folder / f"{name}{SUFFIX}"
-        try:
-            stamp = self._stamp(name, path)
-        except ValueError as error:
-            raise ModelError(f"{self._what} {name}: {error}") from None
-        return self._cache.find(
-            name, stamp, lambda: self._read(name, path), lambda content: 1, lambda: self._check(name, path)
-        )
-
-    def _check(self, name: str, path: Path) -> None:
-        try:
-            check_header(path)
-        except ValueError as error:
-            raise ModelError(f"{self._what} {name}: {path.name} {error}") from error
-        except OSError as error:
-            raise ModelError(f"{self._what} {name}: {path.name} cannot be read ({error.strerror})") from error
-
-    def _stamp(self, name: str, path: Path) -> tuple[int, ...]:
-        """What changes with the file. Raises ValueError for what cannot be read as one."""
-        try:
-            about = path.stat()
-        except OSError:
-            kind = next((suffix for suffix in PICKLES if path.with_name(name + suffix).exists()), None)
-            raise ValueError(self._missing.format(path.name) if kind is None else f"{name}{kind} {PICKLE}") from None
-        if not stat.S_ISREG(about.st_mode) or about.st_size > self._most_bytes:
-            raise ValueError(f"{path.name} is no file of at most {self._most_bytes // 2**20} MiB")
-        return about.st_ino, about.st_size, about.st_mtime_ns
+@contextmanager
+def errors(kind: str, name: str, what: str, path: Path) -> Iterator[None]:
+    """Context that turns all errors of reading a file into `ModelError`, naming it. `what` it was to be ends some."""
+    try:
+        yield
+    except ModelError as error:
+        text = error.detail.replace(str(path), path.name)
+        raise ModelError(text if error.kind else f"{name}: {text}", kind=kind) from error
+    except OSError as error:
+        raise ModelError(f"{name}: cannot be read ({error.strerror or error})", kind=kind) from error
+    except Exception as error:  # of several libraries, which expect other keys or shapes
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{name}: is no {what} that is known, or damaged ({why})", kind=kind) from error

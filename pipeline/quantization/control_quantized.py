@@ -67,7 +67,8 @@ def make(
     settings = settings_of(model.family, model.defaults)
     found = control_file.read(name, path, model, model.dtype)
     if type(found.network).__name__ == control_file.ADAPTER:
-        raise ModelError(f"control {name}: is a T2I-Adapter, which runs once a picture: there is nothing to gain")
+        why = "is a T2I-Adapter, which runs once a picture: there is nothing to gain"
+        raise ModelError(f"{name}: {why}", kind="control")
     net = found.network.to(model.device).eval().requires_grad_(False)
     strength = None if plain or not is_calibrated(scheme) else model.family.alpha if alpha is None else alpha
     recipe = recipes.control(net, alpha=strength)

@@ -1,4 +1,4 @@
-"""What requests keep of a deep step for the shallow ones behind it, and batches of it: features and first residuals."""
+"""What requests keep of a deep step for the shallow ones behind it, and batches of it."""
 
 from __future__ import annotations
 
@@ -22,29 +22,6 @@ def keep(denoiser: Network, features: Sequence[torch.Tensor], works: Sequence[Im
             for own, found in zip(work.features, denoiser.kept(features, work.depth), strict=True):
                 own[-work.rows :].copy_(found[start:end])
         start = end
-
-
-def keep_residual(works: Sequence[ImageState], residuals: Sequence[torch.Tensor]) -> None:
-    """Copy each request's rows of a deep step's first residual to where its shallow steps read it, as `keep`."""
-    start = 0
-    for work in works:
-        end, following = start + work.rows, work.step + 1
-        own = residuals and work.controls.networks and following < len(work.plan) and not work.plan[following]
-        work.residual = residuals[0][start:end].clone() if own else None
-        start = end
-
-
-def gather_residual(works: Sequence[ImageState], rows: int) -> torch.Tensor | None:
-    """The first residual of each request's last deep step, [B, h, w, C]; zeros of those without, None without any."""
-    found = next((work.residual for work in works if work.residual is not None), None)
-    if found is None:
-        return None
-    whole, start = found.new_zeros((rows, *found.shape[1:])), 0
-    for work in works:
-        if work.residual is not None:
-            whole[start : start + work.rows].copy_(work.residual[-work.rows :])
-        start += work.rows
-    return whole
 
 
 def gather(works: Sequence[ImageState], rows: int) -> tuple[torch.Tensor, ...]:

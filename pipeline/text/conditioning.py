@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,15 +11,14 @@ import torch
 from contract import prompts
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
-from pipeline.backends.backend import ImageBackend
-from pipeline.backends.phases import KEYS, TEXT
-from pipeline.extensions.adapted import AdaptedModel
-from pipeline.extensions.adapters import AdapterCache, ScaledAdapter, same
 from pipeline.families.family import ImageModel, Prepare
 from pipeline.request_state import ImageState
 from pipeline.sampling import denoise
 from pipeline.text.encode import Embedding, Encoder, PromptFields, RequestPrompts
-from pipeline.text.textual_inversion import EmbeddingFolder
+from pipeline.text.textual_inversion import TextualInversion
+
+NamedIn = Callable[[Mapping[str, str]], tuple[TextualInversion, ...]]
+"""The embeddings that texts name, by the request's field. Raises `Invalid`."""
 
 
 class Told(NamedTuple):
@@ -32,13 +31,13 @@ class Told(NamedTuple):
 
 class Conditioner:
     def __init__(
-        self, model: ImageModel, encoder: Encoder, prepare: Prepare, embeddings: EmbeddingFolder | None = None
+        self, model: ImageModel, encoder: Encoder, prepare: Prepare, named_in: NamedIn = lambda texts: ()
     ) -> None:
-        """`embeddings` are those that prompts may name."""
+        """`named_in` finds the embeddings that prompts name."""
         self._model = model
         self.encoder = encoder
         self._prepare = prepare
-        self._embeddings = embeddings
+        self._named_in = named_in
 
     def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
         """The conditioning of each request: all plain prompts go through the encoders in one batch.
@@ -80,9 +79,7 @@ class Conditioner:
             None if negative is None else parse(wanted.negative_prompt_2),
             wanted.clip_skip or 0,
         )
-        if self._embeddings is not None:
-            fields = replace(fields, embeddings=self._embeddings.named_in(fields.texts))
-        return self.encoder.read(fields)
+        return self.encoder.read(replace(fields, embeddings=self._named_in(fields.texts)))
 
     def _condition(self, wanted: ImageParameters, found: list[Embedding]) -> Told:
         read: list[torch.Tensor] = []
@@ -99,38 +96,3 @@ class Conditioner:
             if embedding.dropped
         ]
         return Told(conditioning, warnings, read[0])
-
-
-class AdaptedConditioner(Conditioner):
-    """The same for requests with LoRAs: one by one, each with its own encoders and projections."""
-
-    def __init__(self, adapted: AdaptedModel, adapters: AdapterCache, backend: ImageBackend) -> None:
-        """`backend` computes what the denoiser reads of the text, and encodes prompts where LoRAs change no encoder."""
-        model, parts = adapted.model, adapted.parts
-        family = model.family
-        text = family.text_encoder(model, None if {*parts} - {family.denoiser} else backend.phases[TEXT])
-        super().__init__(model, Encoder(text), self._prepared)
-        self._adapted = adapted
-        self._adapters = adapters
-        self._backend = backend
-        self._uses: tuple[ScaledAdapter, ...] = ()  # of the request under way
-
-    def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
-        """As `Conditioner`; also loads the requests' LoRAs. Raises `ModelError`, naming the LoRA."""
-        made = []
-        for one, work in zip(wanted, works, strict=True):
-            assert work.taken is not None
-            work.uses = self._uses = self._adapters.uses(work.taken)
-            with self._adapted.every(work.uses):
-                made += self.conditions([one], bucket, [work.prompts], of=same(work.uses))
-        self._uses = ()
-        return made
-
-    def _prepared(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor
-        if not self._backend.packs:  # the denoiser is a twin, and inside `every`
-            found = self._backend.phases[KEYS](hidden)
-            return found
-        with self._backend.adapt([self._uses] * hidden.shape[0], apart=False):
-            found = self._backend.phases[KEYS](hidden)
-        return found

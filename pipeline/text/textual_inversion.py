@@ -15,7 +15,9 @@ from torch import Tensor
 from contract.errors import Invalid
 from contract.loras import is_name
 from pipeline.checkpoints.folder import ModelError
-from pipeline.extensions.weight_files import PICKLES, SUFFIX, WeightFiles, offered, tensors
+from pipeline.extensions.asset_cache import ReadFile
+from pipeline.extensions.asset_folder import AssetFolder
+from pipeline.extensions.weight_files import PICKLES, SUFFIX, tensors
 
 _MAX_FILE_BYTES = 16 * 2**20
 _KEPT = 256  # files in memory
@@ -30,33 +32,24 @@ class TextualInversion:
     vectors: Mapping[str, Tensor] = field(compare=False, repr=False)
 
 
-class EmbeddingFolder:
-    """The embeddings `NAME.safetensors` of one folder, read when a prompt first names them. Thread-safe.
+class EmbeddingFolder(AssetFolder[TextualInversion]):
+    """The embeddings of one folder, read when a prompt first names them.
 
     A prompt names one as a word: NAME, or embedding:NAME. Words that are no file's name are ordinary words.
     """
+
+    kind = "embedding"
+    missing = "{} is no longer in the folder"
 
     def __init__(self, folder: Path, widths: Mapping[str, int], most: int) -> None:
         """`widths` are the channels of each encoder's token embeddings, by the files' keys (clip_l, clip_g), and `most`
         the vectors of one embedding at most, which is never split between chunks of tokens.
         """
-        self.folder = folder.expanduser()
+        super().__init__(folder, _KEPT, most_bytes=_MAX_FILE_BYTES)
         self._widths = widths
         self._most = most
-        self._files = WeightFiles(
-            self.folder,
-            what="embedding",
-            missing="{} is no longer in the folder",
-            most_bytes=_MAX_FILE_BYTES,
-            kept=_KEPT,
-            read=self._read,
-        )
-        self._listed: tuple[int, list[str], re.Pattern[str] | None] = (-1, [], None)
-        self._lock = threading.Lock()
-
-    def names(self) -> list[str]:
-        """The names that prompts may use now."""
-        return offered(self.folder)
+        self._listed: tuple[int, re.Pattern[str] | None] = (-1, None)
+        self._listing = threading.Lock()
 
     def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
         """Those that the texts of these fields name, by name. Raises `Invalid`, naming the field and the file."""
@@ -65,7 +58,7 @@ class EmbeddingFolder:
             pattern = self._pattern()
             for word in {match[1] for match in pattern.finditer(text)} if pattern else ():
                 try:
-                    found[word] = self._files.find(word)
+                    found[word] = self.get(word)
                 except ModelError as error:
                     raise Invalid(name, str(error)) from error
         return tuple(found[name] for name in sorted(found))
@@ -74,39 +67,40 @@ class EmbeddingFolder:
         """Finds names, also of pickles, which are refused; made again when the folder has changed."""
         try:
             stamp = self.folder.stat().st_mtime_ns
-            with self._lock:
+            with self._listing:
                 if self._listed[0] != stamp:
                     files = (path for path in self.folder.iterdir() if path.suffix in (SUFFIX, *PICKLES))
-                    names = sorted({path.stem for path in files if is_name(path.stem)})
-                    self._listed = stamp, names, words(names)
+                    self._listed = stamp, words({path.stem for path in files if is_name(path.stem)})
         except OSError:
             return None
-        return self._listed[2]
+        return self._listed[1]
 
-    def _read(self, name: str, path: Path) -> TextualInversion:
+    def _read(self, key: str) -> ReadFile[TextualInversion]:
+        file = self._path(key).name
         try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise _wrong(name, f"{path.name} cannot be read ({error.strerror})") from error
-        try:
+            data = self._path(key).read_bytes()
             state = tensors(data)
+        except OSError as error:
+            raise self._error(key, f"{file} cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise _wrong(name, f"{path.name} {error}") from error
-        vectors = {key: self._fitted(name, path.name, key, state.get(key)) for key in self._widths}
-        return TextualInversion(name, hashlib.sha256(data).hexdigest(), vectors)
+            raise self._error(key, f"{file} {error}") from error
+        vectors = {part: self._fitted(key, file, part, state.get(part)) for part in self._widths}
+        digest = hashlib.sha256(data).hexdigest()
+        return ReadFile(TextualInversion(key, digest, vectors), digest, 1)
 
     def _fitted(self, name: str, file: str, key: str, given: Tensor | None) -> Tensor:
         """Vectors [n, D] in fp32."""
         if given is None:
-            raise _wrong(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
+            raise self._error(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
         vectors = given[None] if given.dim() == 1 else given
         width = self._widths[key]
         if vectors.dim() != 2 or vectors.shape[1] != width or not vectors.is_floating_point():
-            raise _wrong(name, f"{file}: {key} is {[*given.shape]}, and this model needs [vectors, {width}] in floats")
+            shape = [*given.shape]
+            raise self._error(name, f"{file}: {key} is {shape}, and this model needs [vectors, {width}] in floats")
         if not 1 <= len(vectors) <= self._most:
-            raise _wrong(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
+            raise self._error(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
         if not bool(torch.isfinite(vectors).all()):
-            raise _wrong(name, f"{file}: {key} holds what is no finite number")
+            raise self._error(name, f"{file}: {key} holds what is no finite number")
         return vectors.float()
 
 
@@ -116,7 +110,3 @@ def words(names: Iterable[str]) -> re.Pattern[str] | None:
     if not longest_first:
         return None
     return re.compile(rf"(?<![\w-])(?:embedding:)?({'|'.join(map(re.escape, longest_first))})(?![\w-]|\.\w)")
-
-
-def _wrong(name: str, why: str) -> ModelError:
-    return ModelError(f"embedding {name}: {why}")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract import image_prompt
 from contract.card import ImageCard, ImageCosts, ImageLimits
 from contract.estimates import work_s
 from contract.image import ImageJob
+from contract.image_prompt import ImagePrompt
 
 SIDE, NAME = 128, "128x128"
 COSTS = ImageCosts(row_step_s={NAME: 1.0}, shallow_row_step_s={"block": {NAME: 0.25}}, control_row_step_s={NAME: 0.5})
@@ -40,7 +40,7 @@ def test_controls_and_image_prompts_cost_nothing_in_a_refiners_steps(steps: int,
     given = {"model": "edges", "start": begin}
     assert work_s(CARD, refined(share, steps=steps, control=[given])) - plain_s == pytest.approx(2 * acting * 0.5)
     assert work_s(CARD, refined(share, steps=steps, image_prompts=[given])) - plain_s == pytest.approx(
-        2 * acting * image_prompt.SHARE
+        2 * acting * ImagePrompt.SHARE
     )
 
 

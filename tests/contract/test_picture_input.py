@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from contract import control, image_prompt
+from contract import control
 from contract.control import PREPROCESSORS, Control
 from contract.errors import Invalid
 from contract.image_prompt import MAX_PIXELS, MAX_SIDE, ImagePrompt, fitted
@@ -90,32 +90,32 @@ def test_rows_are_counted_in_deep_steps() -> None:
     """Each control's network computes its rows; several image prompts are read by the same rows."""
     steps = [(2, True), (2, False), (2, True), (1, True)]
     half, whole = Control(model="a", end=0.5), Control(model="a")
-    assert [control.deep_rows(given, steps, 4) for given in ([], [half], [whole], [half, whole])] == [0, 2, 5, 7]
-    assert control.deep_rows([whole], steps, 3) == 4
+    assert [Control.deep_rows(given, steps, 4) for given in ([], [half], [whole], [half, whole])] == [0, 2, 5, 7]
+    assert Control.deep_rows([whole], steps, 3) == 4
     partly = replace(PROMPT, end=0.5)
-    assert [image_prompt.deep_rows(given, steps, 4) for given in ([], [partly], [PROMPT, partly])] == [0, 2, 5]
+    assert [ImagePrompt.deep_rows(given, steps, 4) for given in ([], [partly], [PROMPT, partly])] == [0, 2, 5]
 
 
 @pytest.mark.parametrize(("wrong", "field"), [({"preprocessor": "pose"}, "preprocessor"), ({"mode": -1}, "mode")])
 def test_a_controls_values_beyond_bounds_are_named(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
-        control.check([Control(model="a", **wrong)], None)
+        check_all(Control, [Control(model="a", **wrong)], None)
     assert caught.value.field == f"control.{field}"
 
 
 def test_a_preprocessor_that_a_model_does_not_have_is_refused() -> None:
-    control.check([Control(model="a", preprocessor="canny")], ("a",), ("canny",))
+    control.check_preprocessors([Control(model="a", preprocessor="canny")], ("canny",))
     with pytest.raises(Invalid, match=r"depth is not offered by this model .*DIPTYCH_DEPTH_MODEL"):
-        control.check([Control(model="a", preprocessor="depth")], ("a",), ("canny",))
+        control.check_preprocessors([Control(model="a", preprocessor="depth")], ("canny",))
 
 
 @pytest.mark.parametrize(
     "wrong", [{"width": 3}, {"width": 0}, {"height": MAX_PIXELS}, {"image": "text"}, {"image": b""}, {"image": None}]
 )
 def test_pixels_of_another_size_are_refused(wrong: dict[str, Any]) -> None:
-    PROMPT.check_pixels()
+    PROMPT.check_pixels((64, 64))
     with pytest.raises(Invalid) as caught:
-        replace(PROMPT, **wrong).check_pixels()
+        replace(PROMPT, **wrong).check_pixels((64, 64))
     assert caught.value.field == "image_prompts.image"
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from pipeline.backends.eager import TorchBackend
 from pipeline.checkpoints.load import ImageModel
+from pipeline.extensions.embedding_extension import EmbeddingExtension
+from pipeline.runner import ImageRunner
 from pipeline.text.textual_inversion import EmbeddingFolder
 
 
@@ -26,3 +30,10 @@ def write(model: ImageModel, folder: Path, name: str, count: int = 2, seed: int 
 
 def folder_of(model: ImageModel, folder: Path) -> EmbeddingFolder:
     return EmbeddingFolder(folder, model.family.embedding_widths(model), 75)
+
+
+def runner_of(model: ImageModel, folder: Path | None, **options: Any) -> ImageRunner:
+    """A runner on torch whose prompts may name the embeddings of a folder."""
+    backend = TorchBackend(model)
+    files = None if folder is None else folder_of(model, folder)
+    return ImageRunner(backend, [EmbeddingExtension(model, backend, files)], **options)

@@ -30,14 +30,18 @@ from core.cuda_graphs import Recorder
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
-from pipeline.backends.lora import LoraBackend, LoraPrompts
 from pipeline.backends.programs import ProgramBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.checkpoints.tiny import SDXLShape
-from pipeline.extensions.adapters import AdapterCache, refused
+from pipeline.extensions.adapters import LoraFolder, refused
 from pipeline.extensions.control import ControlFolder
+from pipeline.extensions.control_extension import ControlExtension
+from pipeline.extensions.extension import Extension
+from pipeline.extensions.image_prompt_extension import ImagePromptExtension
 from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions.lora_extension import LoraExtension
+from pipeline.extensions.upscale_extension import UpscaleExtension
 from pipeline.extensions.upscaling import UpscalerFolder
 from pipeline.families.family import TinyVae
 from pipeline.runner import ImageRunner
@@ -172,31 +176,31 @@ class Watching(ImageRunner):
             packed = loras is None or options.get("kernels") is not None
             options["release"] = ("unet", "vae") if packed else ("vae",)
         backend = backend_of(model, **options)
-        made: LoraBackend | LoraPrompts | None = None
+        extensions: list[Extension[Any]] = [UpscaleExtension(model, backend, upscalers)]
         if loras is not None and refused(model, packs=backend.packs) is None:
-            cache = AdapterCache(loras, model, lora_bytes, backend.pack_adapter if backend.packs else None)
-            packs = backend.packs
-            made = LoraPrompts(backend.model, cache) if packs else LoraBackend(model, cache, backend.widths)
-        folder = None
+            pack = backend.pack_adapter if backend.packs else None
+            extensions.append(LoraExtension(model, backend, LoraFolder(loras, model, lora_bytes, pack)))
         if controls is not None:
             folder = ControlFolder(controls, model, backend.beside, control_bytes, release=frugal)
-        prompts = None
+            extensions.append(ControlExtension(model, backend, folder))
         if image_prompts is not None:
             dtype = backend.denoiser.lowering.dtype
             prompts = ImagePromptFolder(image_prompts, backend.model, dtype, image_prompt_bytes)
+            extensions.append(ImagePromptExtension(model, backend, prompts))
         second = None if refiner is None else backend_of(refiner, **{**options, "release": ()})
         super().__init__(
             backend,
-            made,
-            upscalers=upscalers,
-            controls=folder,
-            image_prompts=prompts,
+            extensions,
             refiner=second,
             lane=lane,
             max_requests=max_requests,
             memory_bytes=memory_bytes,
         )
         self.rides: list[tuple[str, list[tuple[str, int]]]] = []
+
+    def folder(self, field: str) -> Any:
+        """The files that requests may bring along under a field."""
+        return self.extensions[field].folder
 
     def cost(self, group: Hashable, rows: int) -> float:
         return 1.0

@@ -30,6 +30,7 @@ from pipeline.backends.programs import ProgramBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
+from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.quantization import quantized
 from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
@@ -133,7 +134,7 @@ def test_int8_of_a_model_without_a_variant_makes_one_in_the_cache_which_auto_tak
 @pytest.mark.usefixtures("has_kernels")
 def test_a_model_in_8_bits_takes_loras_and_keeps_no_weights_for_any(model: Path, cache: Path, tmp_path: Path) -> None:
     with build(settings(model, cache, lora_dir=str(tmp_path))) as works:
-        assert works.images.model.precision == "int8" and works.images.adapters is not None
+        assert works.images.model.precision == "int8" and works.images.extensions["lora"].folder is not None
         assert works.images.model.denoiser.conv_in.weight.numel() == 0
 
 
@@ -201,7 +202,9 @@ def test_forwards_buffers_and_loras_get_what_requests_may_not_hold(
     loaded = load(str(model))
     monkeypatch.setattr("workers.build._free_bytes", lambda device: free)
     assert memory_bytes(settings(model, cache), loaded) == pytest.approx(0.7 * free, abs=1)
-    beside = memory_bytes(settings(model, cache, lora_dir=str(cache), lora_mib=1024), loaded)
+    with_loras = settings(model, cache, lora_dir=str(cache), lora_mib=1024)
+    extensions = [LoraExtension.open(with_loras, loaded, TorchBackend(loaded))]
+    beside = memory_bytes(with_loras, loaded, extensions)
     assert beside == pytest.approx(max(0.0, 0.7 * (free - 2**30)), abs=1)
 
 

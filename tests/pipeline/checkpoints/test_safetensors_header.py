@@ -17,7 +17,7 @@ from pipeline.checkpoints.folder import Part
 from pipeline.checkpoints.load import load
 from pipeline.checkpoints.safetensors_header import MOST_BYTES, MOST_TENSORS, parse
 from pipeline.extensions import control_file, ip_adapter_file, weight_files
-from pipeline.extensions.adapters import AdapterCache
+from pipeline.extensions.adapters import LoraFolder
 from pipeline.extensions.upscaling import UpscalerFolder
 from pipeline.text.textual_inversion import EmbeddingFolder
 
@@ -152,12 +152,12 @@ def _read_by_all(path: Path) -> dict[str, Any]:
     where, name, model = path.parent, path.stem, load(tiny.TINY)
     part = Part("network")
     return {
-        "lora": lambda: AdapterCache(where, model, 2**40).check(name),
+        "lora": lambda: LoraFolder(where, model, 2**40).check(name),
         "control": lambda: control_file.check_headers(name, path),
         "control itself": lambda: control_file.read(name, path, model, torch.float32),
         "IP-Adapter": lambda: ip_adapter_file.read(name, path, model, torch.device("cpu")),
-        "embedding": lambda: EmbeddingFolder(where, {}, 8)._files.find(name),
-        "upscaler": lambda: UpscalerFolder(where).find(name),
+        "embedding": lambda: EmbeddingFolder(where, {}, 8).get(name),
+        "upscaler": lambda: UpscalerFolder(where).get(name),
         "checkpoint": lambda: checkpoint.read_header(path),
         "part": lambda: folder._check_safetensors(path, old_buffers=part.kind == "encoder"),
         "tensors": lambda: weight_files.tensors(path.read_bytes()),

@@ -24,7 +24,8 @@ from core.ops.reference import TorchLowering
 from pipeline.backends.phases import STEPS
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
-from pipeline.extensions import control_costs, lora
+from pipeline.extensions import lora
+from pipeline.extensions.costs import left
 from pipeline.quantization import quantized
 from tests.core.tape import Tape
 from tests.pipeline import loras
@@ -223,13 +224,13 @@ def test_what_loras_add_to_recorded_steps_is_measured_apart(folder: Path, kernel
     size = (PLAIN.width, PLAIN.height)
     recording, programs = runner_of(folder, fused=True, recorder=Tape()), runner_of(folder, kernels=kernels)
     recording.recording.close()
-    added = {(control_costs.LORAS[phase], size, False) for phase in ("deep", "shallow")}
+    added = {(("lora", phase), size, False) for phase in ("deep", "shallow")}
     for runner, apart_ in ((recording, True), (programs, False)):
         crank, left_s = Crank(runner), []
         request = crank.submit("it", with_lora("a", deepcache=DeepCache(2, "block")))
         while crank.turn():
             if request.work is not None and request.phase in STEPS:
-                left_s.append(control_costs.left(runner.backend, size, request.parameters, request.work))
+                left_s.append(left(runner.extensions.values(), runner.backend, size, request.parameters, request.work))
         measured = runner.backend.costs.measured().keys()
         assert (("deep", size, False) in measured) is not apart_
         assert (added <= measured) is apart_ and (apart_ or not added & measured)
@@ -356,7 +357,7 @@ def test_without_a_folder_there_are_none_nor_where_torch_emulates_eight_bits(fol
     with pytest.raises(Invalid, match=r"^lora: no LoRA folder is configured"):
         Crank(runner_of(None)).submit("x", with_lora("a"))
     runner = Watching(load(str(in_int8), precision="int8"), loras=folder)
-    assert runner.adapters is None
+    assert runner.folder("lora") is None
     with pytest.raises(Invalid, match=r"^lora: weights in int8 take none on cpu"):
         Crank(runner).submit("x", with_lora("a"))
 
@@ -376,8 +377,7 @@ def test_a_file_that_goes_bad_fails_its_own_request_alone(folder: Path, tmp_path
         crank.submit("nan", with_lora("nan"))
     for name in ("good", "bad", "gone"):
         crank.submit(name, with_lora(name))
-    assert runner.adapters is not None
-    for file in runner.adapters.cache._files.values():  # as when others needed the room
+    for file in runner.folder("lora").cache._files.values():  # as when others needed the room
         file.content = None
     (tmp_path / "bad.safetensors").write_bytes(b"none")
     (tmp_path / "gone.safetensors").unlink()

@@ -22,7 +22,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.extensions import lora_file
-from pipeline.extensions.adapters import AdapterCache, AdapterLease
+from pipeline.extensions.adapters import LoraFolder, LoraLease
 from tests.core.quant.stage import kernels
 from tests.pipeline import loras
 from tests.pipeline.worlds import Crank, Watching, levels, solo
@@ -51,7 +51,7 @@ def one(model: ImageModel) -> int:
     return sum(4 * part.numel() for pair in loras.matrices(model, 0, layers=LAYERS).values() for part in pair)
 
 
-def taken(adapters: AdapterCache, text: str) -> AdapterLease:
+def taken(adapters: LoraFolder, text: str) -> LoraLease:
     adapters.check(text)
     found = adapters.take(text)
     assert found is not None
@@ -59,7 +59,7 @@ def taken(adapters: AdapterCache, text: str) -> AdapterLease:
 
 
 def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = AdapterCache(folder, model, 2 * one)
+    adapters = LoraFolder(folder, model, 2 * one)
     for name in ("a", "b", "a", "c"):
         adapters.check(name)
     assert list(adapters.held) == ["a", "c"] and adapters.cache.reads == 3
@@ -70,7 +70,7 @@ def test_the_least_recently_used_is_let_go_and_read_again(folder: Path, model: I
 
 
 def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = AdapterCache(folder, model, 2 * one)
+    adapters = LoraFolder(folder, model, 2 * one)
     first, second = taken(adapters, "a"), taken(adapters, "b:0.5")
     (use,) = adapters.uses(second)
     adapters.check("c")
@@ -90,7 +90,7 @@ def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: Im
 
 
 def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = AdapterCache(folder, model, one)
+    adapters = LoraFolder(folder, model, one)
     adapters.check("a")
     adapters.check("b")
     assert list(adapters.held) == ["b"]
@@ -102,7 +102,7 @@ def test_what_was_let_go_before_its_turn_is_read_once_more(folder: Path, model: 
 
 
 def test_what_never_fits_is_refused_by_name(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = AdapterCache(folder, model, 2 * one)
+    adapters = LoraFolder(folder, model, 2 * one)
     adapters.check("a,b")
     for _ in range(2):
         with pytest.raises(ModelError, match=r"^lora big: needs \d+ bytes"):
@@ -117,7 +117,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
     tmp_path: Path, model: ImageModel, one: int
 ) -> None:
     path = loras.write(model, tmp_path, "a", 1, layers=LAYERS)
-    adapters = AdapterCache(tmp_path, model, 4 * one)
+    adapters = LoraFolder(tmp_path, model, 4 * one)
     before = taken(adapters, "a")
     (old,) = adapters.uses(before)
     loras.write(model, tmp_path, "a", 2, layers=LAYERS)
@@ -131,7 +131,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
     assert adapters.names() == []
     for held in (before, after):
         adapters.give(held)
-    assert adapters.cache._pinned_bytes == 0
+    assert adapters.cache._pinned == 0
 
 
 @given(
@@ -141,8 +141,8 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
 def test_the_books_balance_whatever_comes(
     steps: list[tuple[str, str]], folder: Path, model: ImageModel, one: int
 ) -> None:
-    adapters = AdapterCache(folder, model, 2 * one)
-    held: list[tuple[str, AdapterLease]] = []
+    adapters = LoraFolder(folder, model, 2 * one)
+    held: list[tuple[str, LoraLease]] = []
     for what, text in steps:
         if what == "check":
             adapters.check(text)
@@ -157,15 +157,15 @@ def test_the_books_balance_whatever_comes(
                 adapters.uses(found)
                 held.append((text, found))
         in_use = {name for names, _ in held for name in names.split(",")}
-        assert in_use <= set(adapters.held) and adapters.cache._pinned_bytes == len(in_use) * one
+        assert in_use <= set(adapters.held) and adapters.cache._pinned == len(in_use) * one
         assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
     for _, found in held:
         adapters.give(found)
-    assert sum(adapters.held.values()) <= 2 * one and adapters.cache._pinned_bytes == 0
+    assert sum(adapters.held.values()) <= 2 * one and adapters.cache._pinned == 0
 
 
 def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None:
-    adapters = AdapterCache(folder, model, 2 * one)
+    adapters = LoraFolder(folder, model, 2 * one)
     failures: list[BaseException] = []
 
     def work(name: str) -> None:
@@ -184,7 +184,7 @@ def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and adapters.cache._pinned_bytes == 0 and sum(adapters.held.values()) <= 2 * one
+    assert not failures and adapters.cache._pinned == 0 and sum(adapters.held.values()) <= 2 * one
 
 
 def test_requests_wait_for_room_in_the_engine_and_all_are_drawn(folder: Path, model: ImageModel, one: int) -> None:
@@ -247,7 +247,7 @@ def test_while_one_file_is_read_others_are_there(
     folder: Path, model: ImageModel, one: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read once for all who ask, in the background, at a low priority."""
-    adapters = AdapterCache(folder, model, 9 * one)
+    adapters = LoraFolder(folder, model, 9 * one)
     adapters.check("a")
     gate = Gate(monkeypatch, "b")
     with ThreadPoolExecutor(3) as pool:
@@ -282,12 +282,11 @@ def test_steps_of_others_go_on_while_a_lora_is_read(
         checked.result(60)
     with monkeypatch.context() as patch:
         gate = Gate(patch, "b")
-        assert runner.adapters is not None
         crank = Crank(runner)
         crank.submit("a", wanted["a"])
         crank.turn()
         crank.submit("b", wanted["b"])
-        runner.adapters.cache._files["b"].content = None  # as if others had needed the room
+        runner.folder("lora").cache._files["b"].content = None  # as if others had needed the room
         while "a" not in crank.ended:
             crank.turn()
         assert gate.reached.wait(60)
@@ -317,11 +316,10 @@ def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
     spied(branches, "_pack")
     model = load(tiny.TINY)
     runner = Watching(model, loras=folder, kernels=kernels() if packs else None)
-    assert runner.adapters is not None
     crank = Crank(runner)
     for name in ("a", "b,c"):
         crank.submit(name, ImageParameters("a hat", 1, 32, 32, steps=2, lora=name))
-    runner.adapters.cache._files["a"].content = None  # as if others had needed the room
+    runner.folder("lora").cache._files["a"].content = None  # as if others had needed the room
     crank.pictures()
     runner.close()
     assert {name for name, _ in found} == {"read", "converted", "check_finite"} | ({"_pack"} if packs else set())
@@ -331,7 +329,7 @@ def test_nothing_of_a_file_is_computed_on_the_threads_that_take_steps(
 def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, one: int) -> None:
     with (tmp_path / "huge.safetensors").open("wb") as file:
         file.truncate(2**40)
-    adapters = AdapterCache(tmp_path, model, one)
+    adapters = LoraFolder(tmp_path, model, one)
     with pytest.raises(ModelError, match=r"^lora huge: needs \d+ bytes"):
         adapters.check("huge")
     assert adapters.cache.reads == 0
@@ -340,7 +338,6 @@ def test_a_file_that_cannot_fit_is_not_read(tmp_path: Path, model: ImageModel, o
 def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path, model: ImageModel, one: int) -> None:
     """Its files before the room that all share: who lacks both must not delay those who need no files."""
     runner = Watching(model, loras=folder, lora_bytes=one, max_requests=1)
-    assert runner.adapters is not None
     first, other, same = (
         Request(name, "image", ImageParameters("a hat", 1, 32, 32, steps=2, lora=name[0])) for name in ("a", "b", "a2")
     )
@@ -349,7 +346,7 @@ def test_what_is_not_admitted_says_what_it_lacks_and_holds_nothing(folder: Path,
     assert runner.admit(first) is None
     assert runner.admit(other) == NotYet("lora")
     assert runner.admit(same) == NotYet()
-    assert runner.adapters.cache._files["a"].pins == 1
+    assert runner.folder("lora").cache._files["a"].pins == 1
     runner.release(first)
-    assert runner.adapters.cache._pinned_bytes == runner.held() == runner.holdings.memory.taken == 0
+    assert runner.folder("lora").cache._pinned == runner.held() == runner.holdings.memory.taken == 0
     runner.close()

@@ -105,7 +105,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, nets: 
     assert any({"0", "2"} <= riders for riders in shared), "none without a control shared a forward with one"
     for one in asked[::3]:
         check_parity(shape, nets, one, solo(runner, one))
-    assert (runner.controls or pytest.fail()).cache.reads == 2  # each network once
+    assert runner.folder("control").cache.reads == 2  # each network once
 
 
 def test_a_control_changes_the_picture(nets: dict[str, Any], folder: Path) -> None:
@@ -212,7 +212,7 @@ def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any]
     size = sum(parameter.nbytes for parameter in one.parameters())
     small = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size - 1)
     assert "DIPTYCH_CONTROL_MIB" in refusal(small, wanted("plain", 0)).message
-    assert not (small.controls or pytest.fail()).held
+    assert not small.folder("control").held
     runner = Watching(model("plain"), lane=LANE, controls=folder, control_bytes=size)
     asked = [wanted("plain", n, seed=n + 1) for n in (0, 1, 0)]
     crank = Crank(runner)
@@ -223,7 +223,7 @@ def test_too_little_room_is_told_and_a_second_network_waits(nets: dict[str, Any]
         check_parity("plain", nets, each, pictures[str(index)])
     apart = [{index for index, _ in riders} for phase, riders in runner.rides if phase == "deep"]
     assert not any({"0", "1"} <= riders for riders in apart)
-    assert sum((runner.controls or pytest.fail()).held.values()) <= size
+    assert sum(runner.folder("control").held.values()) <= size
 
 
 def test_their_pictures_do_not_count_as_what_prompts_cost_to_encode(folder: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_requests_hold_counts_their_controls(nets: dict[str, Any], folder: 
     request = crank.submit("one", wanted("plain", 0))
     crank.turn()
     work = request.work
-    (held,) = work.controls.networks
+    (held,) = work.extensions["control"].controls.networks
     ((condition, _),) = held.pictures
     own = condition.hint.nbytes + held.texts[work.rows].tensors["kv"].nbytes
     without = runner.holdings.size_bytes(wanted("plain"))
@@ -254,13 +254,12 @@ def test_steps_of_others_go_on_while_an_evicted_network_is_read(
     nets: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Watching(model("plain"), lane=LANE, controls=folder)
-    assert runner.controls is not None
     asked = wanted("plain", 0, seed=2)
     crank = Crank(runner)
     crank.submit("other", wanted("plain", seed=1))
     crank.turn()
     crank.submit("controlled", asked)
-    runner.controls.cache._files[named("plain 0")].content = None  # as if others had needed the room
+    runner.folder("control").cache._files[named("plain 0")].content = None  # as if others had needed the room
     reads = HeldReads(monkeypatch, control_variant)
     while "other" not in crank.ended:
         crank.turn()

@@ -197,7 +197,7 @@ def test_an_adapter_of_one_channel_reads_what_pillow_makes_grey(tmp_path: Path) 
     crank = Crank(runner)
     request = crank.submit("x", one)
     crank.turn()
-    (found,) = request.work.controls.adapters
+    (found,) = request.work.extensions["control"].controls.adapters
     grey = np.asarray(Image.fromarray(pixels).convert("L")).astype(np.float32)
     with torch.inference_mode():
         expected = net(torch.from_numpy(grey / 255)[None, None])

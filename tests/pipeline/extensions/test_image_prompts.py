@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from core.batching.runner import Lane
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP
 from pipeline.checkpoints.tiny import SDXLShape
-from pipeline.extensions import control_costs, ip_adapter_file
+from pipeline.extensions import costs as costs_of
+from pipeline.extensions import ip_adapter_file
 from pipeline.extensions.vision import VisionEncoder
 from tests.pipeline import worlds
 from tests.pipeline.ip_adapters import encoder, prompt, save, state, stock_prompted
@@ -82,7 +82,7 @@ def test_each_picture_equals_diffusers_alone_and_among_others(shape: str, folder
     assert any({"0", "1", "2", "3"} <= riders for riders in shared), "kinds did not share a forward"
     for one in asked[::3]:
         check_parity(shape, folders[shape], one, solo(runner, one))
-    assert (runner.image_prompts or pytest.fail()).cache.reads == 5  # each adapter once, and the encoder
+    assert runner.folder("image_prompts").cache.reads == 5  # each adapter once, and the encoder
 
 
 def test_an_image_prompt_changes_the_picture(folders: dict[str, Path]) -> None:
@@ -148,7 +148,7 @@ def test_what_requests_hold_counts_their_image_prompts(folders: dict[str, Path])
     request = crank.submit("one", wanted("plain", prompt("base-0"), prompt("plus-0")))
     crank.turn()
     work = request.work
-    held = sum(each.keys[2].nbytes for each in work.image_prompts)
+    held = sum(each.keys[2].nbytes for each in work.extensions["image_prompts"].prompts)
     assert held > 0 and work.size_bytes == runner.holdings.size_bytes(wanted("plain")) + held
     crank.run()
     assert runner.holdings.memory.taken == 0
@@ -163,12 +163,14 @@ def test_their_cost_is_measured_apart_from_the_denoisers(folders: dict[str, Path
     found = costs.measured()
     deep = "deep", (side, side), False
     assert found[deep] == alone[deep], "the denoiser's own curve is left alone"
-    assert set(found.keys() - alone.keys()) == {(control_costs.IMAGES, (side, side), False)}
+    assert set(found.keys() - alone.keys()) == {(("image_prompts", "deep"), (side, side), False)}
     crank = Crank(runner)
     request = crank.submit("one", wanted("plain", prompt("base-0", end=0.5), steps=4))
     crank.turn()
-    own_s = control_costs.left(runner.backend, (side, side), request.parameters, request.work)
-    assert own_s == pytest.approx(2 * control_costs.seconds(runner.backend, (side, side), 2, control_costs.IMAGES))
+    own_s = costs_of.left(runner.extensions.values(), runner.backend, (side, side), request.parameters, request.work)
+    assert own_s == pytest.approx(
+        2 * costs_of.seconds(runner.extensions["image_prompts"], runner.backend, DEEP, (side, side), 2)
+    )
     crank.run()
 
 
@@ -226,7 +228,7 @@ def test_refusals_name_the_field(folders: dict[str, Path]) -> None:
 def test_too_little_room_is_told_and_what_is_evicted_is_read_again(folders: dict[str, Path]) -> None:
     whole = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
     solo(whole, wanted("plain", prompt("base-0")))
-    held = (whole.image_prompts or pytest.fail()).cache.held
+    held = whole.folder("image_prompts").cache.held
     need = sum(held.values())
     assert len(held) == 2
     small = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"], image_prompt_bytes=need - 1)
@@ -235,7 +237,7 @@ def test_too_little_room_is_told_and_what_is_evicted_is_read_again(folders: dict
     asked = [wanted("plain", prompt(f"base-{n}", n), seed=n + 1) for n in (0, 1, 0)]
     for one, picture in zip(asked, together(tight, asked), strict=True):
         check_parity("plain", folders["plain"], one, picture)
-    cache = (tight.image_prompts or pytest.fail()).cache
+    cache = tight.folder("image_prompts").cache
     assert cache.reads > 3 and sum(cache.held.values()) <= need
 
 
@@ -256,13 +258,13 @@ def test_an_iteration_faster_than_its_denoiser_is_expected_to_be_counts(faster: 
     runner = Watching(model("plain"), lane=LANE)
     size, costs = (worlds.shape("plain").native,) * 2, runner.backend.costs
     way = runner.backend.plan(BatchGroup(DEEP, size), 2)
-    observe = control_costs.observer(runner.backend, way, size, 2)
+    observe = costs_of.observer("control", runner.backend, BatchGroup(DEEP, size), way, 2)
     observe((1 - faster) * way.seconds)
-    first = costs.curve(control_costs.CONTROL, size, False)(2)
+    first = costs.curve(DEEP, size, False, "control")(2)
     assert 0 < first < way.seconds
     for _ in range(200):
         observe(2 * way.seconds)
-    assert costs.curve(control_costs.CONTROL, size, False)(2) > way.seconds / 2, "the curve recovers"
+    assert costs.curve(DEEP, size, False, "control")(2) > way.seconds / 2, "the curve recovers"
 
 
 @pytest.mark.usefixtures("young")
@@ -270,19 +272,18 @@ def test_steps_of_others_go_on_while_an_evicted_adapter_is_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Watching(model("plain"), lane=LANE, image_prompts=folders["plain"])
-    assert runner.image_prompts is not None
     asked = wanted("plain", prompt("base-0"), seed=2)
     crank = Crank(runner)
     crank.submit("other", wanted("plain", seed=1))
     crank.turn()
     crank.submit("prompted", asked)
-    runner.image_prompts.cache._kept.clear()  # as if others had needed the room
-    gc.collect()
-    assert runner.image_prompts.held == []
+    for file in runner.folder("image_prompts").cache._files.values():  # as if others had needed the room
+        file.content = None
+    assert not runner.folder("image_prompts").held
     reads = HeldReads(monkeypatch, ip_adapter_file)
     while "other" not in crank.ended:
         crank.turn()
     assert reads.begun.wait(60)
     reads.go_on.set()
     check_parity("plain", folders["plain"], asked, crank.pictures()["prompted"])
-    assert len(reads.threads) == 1 and reads.threads[0].startswith("read") and runner.image_prompts._again == {}
+    assert reads.threads == ["IP-Adapter base-0"]

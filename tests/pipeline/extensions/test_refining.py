@@ -27,11 +27,11 @@ from pipeline.checkpoints.load import ImageModel, load
 from pipeline.extensions import refining
 from pipeline.extensions.refining import REFINER, check_pair
 from pipeline.families.sdxl_refiner import FAMILY
-from pipeline.runner import ImageRunner
 from pipeline.sampling import samplers
 from tests.core.tape import Tape
 from tests.pipeline import worlds
-from tests.pipeline.embeddings import folder_of, write
+from tests.pipeline.embeddings import runner_of as with_embeddings
+from tests.pipeline.embeddings import write
 from tests.pipeline.pixels.test_edit import hole, photograph
 from tests.pipeline.refiners import SECOND, second
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, together
@@ -273,7 +273,7 @@ def test_admission_and_encoding_read_no_embedding_again(refiner: ImageModel, tmp
     """One that is damaged behind a request's check takes no slot with it."""
     base = model(SHAPE)
     path = write(base, tmp_path, "ink", 3, seed=1)
-    runner = ImageRunner(TorchBackend(base), embeddings=folder_of(base, tmp_path), refiner=TorchBackend(refiner))
+    runner = with_embeddings(base, tmp_path, refiner=TorchBackend(refiner))
     whole = solo(runner, wanted(prompt="a cat in ink"))
     crank = Crank(runner)
     crank.submit("it", wanted(prompt="a cat in ink"))

@@ -61,7 +61,7 @@ def whole(folder: UpscalerFolder, name: str, pixels: np.ndarray) -> np.ndarray:
     """The picture [H, W, 3] through the network at once."""
     x = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255
     with torch.inference_mode():
-        made = folder.find(name).network(x)[0]
+        made = folder.get(name).network(x)[0]
     return made.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy().astype(int)
 
 
@@ -140,7 +140,7 @@ def test_a_tile_that_failed_is_made_again(folder: UpscalerFolder) -> None:
 def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> None:
     """A network that sees no further than the margin."""
     pixels = np.asarray(photograph(64).resize(size))
-    work = Upscaling(folder.find("two"), torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    work = Upscaling(folder.get("two"), torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
     count = -(-size[0] // 16) * -(-size[1] // 16)
     for done in range(count):
         assert work.left == count - done
@@ -169,7 +169,7 @@ def test_a_network_that_needs_more_is_computed_in_smaller_tiles(
     folder: UpscalerFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upscaling, "_TILES", {"cpu": 64})
-    upscaler, pixels = folder.find("two"), np.asarray(photograph(64))
+    upscaler, pixels = folder.get("two"), np.asarray(photograph(64))
     budget = upscaler.network.shape.forward_bytes(32 + 32, 4)
     monkeypatch.setattr(upscaling, "_FORWARD_BYTES", {"cpu": budget})
     work = Upscaling(upscaler, torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
@@ -267,7 +267,7 @@ def test_a_changed_file_is_read_anew_and_a_running_request_keeps_its_own(tmp_pat
     assert pictures["old"].fingerprint["upscaler"] != pictures["new"].fingerprint["upscaler"]
     path.unlink()
     with pytest.raises(ModelError, match="there is no net"):
-        files.find("net")
+        files.get("net")
     assert files.names() == [] and UpscalerFolder(tmp_path / "gone").names() == []
 
 

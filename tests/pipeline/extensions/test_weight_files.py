@@ -1,11 +1,8 @@
-"""Folders of safetensors files: what is in memory is found at once, whatever is read meanwhile."""
+"""Tensors of safetensors files are read as the library reads them, and what it refuses is refused."""
 
 from __future__ import annotations
 
-import os
 import struct
-import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from pipeline.extensions.weight_files import PICKLE, WeightFiles, tensors
+from pipeline.extensions.weight_files import PICKLE, tensors
 
 _TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -79,46 +76,3 @@ def test_what_the_library_refuses_is_refused(
 def test_what_is_wrong_is_told(data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         tensors(data)
-
-
-def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:
-    for name in ("kept", "slow"):
-        (tmp_path / f"{name}.safetensors").write_bytes(save({}, {"name": name}))
-    begun, go_on, reads = threading.Event(), threading.Event(), list[str]()
-
-    def read(name: str, path: Path) -> bytes:
-        reads.append(name)
-        if name == "slow":
-            begun.set()
-            assert go_on.wait(60)
-        return path.read_bytes()
-
-    files = WeightFiles(tmp_path, what="file", missing="no {}", most_bytes=2**20, kept=2, read=read)
-    kept, slow = (save({}, {"name": name}) for name in ("kept", "slow"))
-    assert files.find("kept") == kept
-    threads = [threading.Thread(target=files.find, args=("slow",), daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(60)
-    found: list[bytes] = []
-    third = threading.Thread(target=lambda: found.append(files.find("kept")), daemon=True)
-    third.start()
-    third.join(60)
-    assert found == [kept]
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert files.find("slow") == slow and reads == ["kept", "slow"]
-
-
-def test_a_file_that_is_written_over_is_read_anew(tmp_path: Path) -> None:
-    """Of the same size, in the same place."""
-    path = tmp_path / "it.safetensors"
-    files = WeightFiles(
-        tmp_path, what="file", missing="no {}", most_bytes=2**20, kept=2, read=lambda name, path: path.read_bytes()
-    )
-    for text in ("one", "two"):
-        data = save({}, {"text": text})
-        path.write_bytes(data)
-        os.utime(path, ns=(0, len(text) + ord(text[0])))
-        assert files.find("it") == data

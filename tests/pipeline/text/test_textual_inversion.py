@@ -17,11 +17,11 @@ from safetensors.torch import save, save_file
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Request
-from pipeline.backends.eager import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.runner import ImageRunner
 from pipeline.text.textual_inversion import words
-from tests.pipeline.embeddings import folder_of, vectors, write
+from tests.pipeline import embeddings
+from tests.pipeline.embeddings import vectors, write
 from tests.pipeline.long_prompts import words as letters
 from tests.pipeline.worlds import Crank, levels, model, shape, solo
 
@@ -37,8 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def runner_of(folder: Path | None) -> ImageRunner:
-    one = model("plain")
-    return ImageRunner(TorchBackend(one), embeddings=None if folder is None else folder_of(one, folder))
+    return embeddings.runner_of(model("plain"), folder)
 
 
 def stock_with(names: dict[str, dict[str, torch.Tensor]]) -> Any:
@@ -175,7 +174,7 @@ def test_a_bad_file_is_refused_by_field_and_name(folder: Path, damage: str, fiel
 
 def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
     runner = runner_of(tmp_path / "gone")
-    assert runner.embeddings is not None and runner.embeddings.names() == []
+    assert runner.extensions["embeddings"].names() == []
     assert solo(runner, FOX).png() == solo(runner_of(None), FOX).png()
 
 

@@ -8,16 +8,17 @@ import threading
 import weakref
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.batching.runner import OutOfMemory
 from pipeline.checkpoints.folder import ModelError
-from pipeline.extensions.pinned_cache import PinnedCache, ReadFile
-from pipeline.extensions.sized_cache import SizedCache
+from pipeline.extensions.asset_cache import AssetCache, ReadFile
 from tests.starved import no_threads
 
 
-def cache_of(sizes: dict[str, int], capacity: int) -> PinnedCache[str]:
-    return PinnedCache("file", capacity, lambda name: ReadFile(name, f"{name} {sizes[name]}", sizes[name]))
+def cache_of(sizes: dict[str, int], capacity: int) -> AssetCache[str]:
+    return AssetCache("file", capacity, lambda name: ReadFile(name, f"{name} {sizes[name]}", sizes[name]))
 
 
 def test_what_never_fits_evicts_nothing_and_is_read_once() -> None:
@@ -38,7 +39,7 @@ def test_what_has_grown_too_large_since_its_check_fails_its_request() -> None:
     with pytest.raises(ModelError, match=r"^file a: needs more than"):
         cache.content(taken[0])
     cache.give(taken)
-    assert not cache._pinned_bytes
+    assert not cache._pinned
 
 
 class Broken:
@@ -64,31 +65,24 @@ class Broken:
 
 
 def _because(cause: BaseException | None) -> ModelError:
-    error = ModelError("file a: is damaged")
+    error = ModelError("a: is damaged", kind="file")
     error.__cause__ = cause
     return error
 
 
 def test_a_file_that_cannot_be_used_is_read_once_until_it_changes() -> None:
     broken = Broken()
-    broken.errors["a"] = _because(ValueError("its header"))
-    for cache in (PinnedCache("file", 9, broken.read, check=broken.check), SizedCache(9)):
-        broken.calls.clear()
-
-        def find(stamp: int, cache: PinnedCache[str] | SizedCache = cache) -> object:
-            if isinstance(cache, PinnedCache):
-                return cache.find("a", stamp)
-            return cache.find("a", stamp, lambda: broken.read("a"), lambda _: 1, lambda: broken.check("a"))
-
-        for stamp in (1, 1, 1, 2, 2):
-            with pytest.raises(ModelError, match=r"^file a: is damaged$"):
-                find(stamp)
-        assert broken.calls == [("check", "a")] * 2
-        error = broken.errors.pop("a")
-        with pytest.raises(ModelError):
-            find(2)
-        assert find(3) and broken.calls[2:] == [("check", "a"), ("read", "a")]
-        broken.errors["a"] = error
+    error = broken.errors["a"] = _because(ValueError("its header"))
+    cache = AssetCache("file", 9, broken.read, check=broken.check)
+    for stamp in (1, 1, 1, 2, 2):
+        with pytest.raises(ModelError, match=r"^file a: is damaged$") as caught:
+            cache.find("a", stamp)
+        assert (caught.value.kind, caught.value.detail) == ("file", "a: is damaged")
+    assert broken.calls == [("check", "a")] * 2
+    assert broken.errors.pop("a") is error
+    with pytest.raises(ModelError):
+        cache.find("a", 2)
+    assert cache.find("a", 3) and broken.calls[2:] == [("check", "a"), ("read", "a")]
 
 
 @pytest.mark.parametrize("cause", [OSError(5, "input/output error"), MemoryError(), OutOfMemory("all of it")])
@@ -96,26 +90,44 @@ def test_what_may_pass_is_tried_again(cause: BaseException) -> None:
     broken = Broken()
     broken.errors["a"] = _because(ValueError("of a library"))
     broken.errors["a"].__cause__.__cause__ = cause  # type: ignore[union-attr]
-    pinned, sized = PinnedCache("file", 9, broken.read, check=broken.check), SizedCache(9)
+    cache = AssetCache("file", 9, broken.read, check=broken.check)
     for _ in range(2):
         with pytest.raises(ModelError):
-            pinned.find("a", 1)
-        with pytest.raises(ModelError):
-            sized.find("a", 1, lambda: broken.read("a"), lambda _: 1, lambda: broken.check("a"))
-    assert len(broken.calls) == 4
+            cache.find("a", 1)
+    assert len(broken.calls) == 2
     broken.errors.clear()
-    assert pinned.find("a", 1).content == "a"
+    assert cache.get("a", 1) == "a"
 
 
 def test_a_header_is_checked_at_normal_priority_and_its_file_read_behind_all_others() -> None:
     """Whoever holds the GIL while others keep it from running stops the whole process."""
-    for cache in (PinnedCache, SizedCache):
-        broken = Broken()
-        if cache is PinnedCache:
-            PinnedCache("file", 9, broken.read, check=broken.check).find("a", 1)
-        else:
-            SizedCache(9).find("a", 1, lambda own=broken: own.read("a"), lambda _: 1, lambda own=broken: own.check("a"))
-        assert broken.niceness["check"] == os.getpriority(os.PRIO_PROCESS, 0) < broken.niceness["read"]
+    broken = Broken()
+    AssetCache("file", 9, broken.read, check=broken.check).find("a", 1)
+    assert broken.niceness["check"] == os.getpriority(os.PRIO_PROCESS, 0) < broken.niceness["read"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 1)), max_size=30), st.integers(0, 9))
+@settings(deadline=None)
+def test_it_keeps_the_last_used_within_its_budget(asked: list[tuple[int, int]], capacity: int) -> None:
+    """Each key is its size."""
+    stamps, order = dict[int, int](), list[tuple[int, int]]()
+    cache = AssetCache[str]("file", capacity, lambda key: ReadFile(f"{key} {stamps[key]}", f"{stamps[key]}", key))
+    for key, stamp in asked:
+        stamps[key] = stamp
+        assert cache.find(key, stamp).size_bytes == key
+        order = [(k, s) for k, s in order if k != key] + [(key, stamp)] * (key <= capacity)
+        while sum(k for k, _ in order) > capacity:
+            order.pop(0)
+        assert list(cache.held) == [k for k, _ in order]
+        assert all(cache.known(k).content == f"{k} {s}" for k, s in order)
+
+
+def test_an_error_that_is_no_file_s_is_raised_and_not_remembered() -> None:
+    texts = iter(("damaged", "1"))
+    cache = AssetCache[int]("file", 9, lambda key: ReadFile(int(next(texts)), "", 1))
+    with pytest.raises(ValueError, match="invalid literal"):
+        cache.get("a", 0)
+    assert [cache.get("a", 0), cache.get("a", 0)] == [1, 1] and cache.reads == 2
 
 
 @pytest.mark.usefixtures("young")
@@ -135,7 +147,7 @@ def test_nothing_is_kept_of_a_file_that_could_not_be_read() -> None:
             raise ModelError("file a: is damaged")
         return ReadFile(name, "1", 1)
 
-    cache = PinnedCache("file", 2, read)
+    cache = AssetCache("file", 2, read)
     file = cache.find("a", 1)
     fail, file.content = True, None  # as if others had needed the room
     with pytest.raises(ModelError):

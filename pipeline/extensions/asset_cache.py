@@ -1,0 +1,233 @@
+"""Keeps what was read of files that requests name within a budget: those in use are pinned, others stay by last use."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from core.threads import lower_priority, started
+from pipeline.checkpoints.folder import ModelError
+
+T = TypeVar("T")
+_MOST_FAILURES = 1_000  # files that cannot be used, and are remembered
+
+
+class ReadFile(NamedTuple, Generic[T]):
+    """What was read of a file, as requests use it, and what that takes. `digest` identifies the file; `facts` are known
+    of it also while its content is evicted.
+    """
+
+    content: T
+    digest: str
+    size_bytes: int
+    facts: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Asset(Generic[T]):
+    """A file as last read."""
+
+    key: Hashable
+    stamp: Hashable
+    digest: str
+    size_bytes: int
+    content: T | None  # None: evicted
+    facts: Any = None
+    pins: int = 0  # requests that use it
+    error: ModelError | None = None  # of the last attempt to read it again
+
+    @property
+    def name(self) -> str:
+        return str(self.key)
+
+
+class AssetCache(Generic[T]):
+    """Thread-safe. Files are read by threads of low priority, so that iterations of other requests go on.
+
+    One that cannot be used is not read again until it changes.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        capacity: int,
+        read: Callable[[Any], ReadFile[T]],
+        *,
+        check: Callable[[Any], object] = lambda key: None,
+        at_once: int = 1,
+    ) -> None:
+        """`kind` of the files begins messages. `capacity` limits the sizes of all contents, including those in use: one
+        that is larger is not kept. `check` reads a key's header, and `read` its content; both raise `ModelError`. So
+        many are read `at_once`.
+
+        `check` runs at normal priority: where Python itself is busy all threads wait for it, also while processes that
+        go before it keep it from running.
+        """
+        self.capacity = capacity
+        self.reads = 0
+        self._kind = kind
+        self._check = check
+        self._read = read
+        self._failures: OrderedDict[Hashable, tuple[Hashable, ModelError]] = OrderedDict()  # by key, with stamps
+        self._files: OrderedDict[Hashable, Asset[T]] = OrderedDict()
+        self._loads: dict[tuple[Hashable, Hashable], Future[tuple[Asset[T], T]]] = {}  # under way
+        self._awaited: list[Asset[T]] = []  # of the request that is admitted next
+        self._pinned = 0  # size of all that are in use
+        self._lock = threading.Lock()
+        self._places = threading.Semaphore(at_once)
+
+    def find(self, key: Hashable, stamp: Hashable) -> Asset[T]:
+        """The file's current content, read if its `stamp` has changed or it was evicted. Raises `ModelError`."""
+        return self._find(key, stamp)[0]
+
+    def get(self, key: Hashable, stamp: Hashable) -> T:
+        """The same for callers that keep the content themselves, whatever is evicted."""
+        asset, content = self._find(key, stamp)
+        if content is None:
+            raise self._too_large(asset)
+        return content
+
+    def known(self, key: Hashable) -> Asset[T]:
+        """A file that was found before, as last read."""
+        return self._files[key]
+
+    def take(self, keys: Sequence[Hashable], *, wait: bool) -> list[Asset[T]] | None:
+        """Reserve files that were found before; None means not yet: other requests' fill the memory.
+
+        Reads no file itself. With `wait` None may also mean that one is read again, which was evicted; without,
+        `content` waits for it.
+        """
+        with self._lock:
+            assets = [self._files[key] for key in keys]
+            self._awaited = []
+            more = sum(asset.size_bytes for asset in assets if not asset.pins)
+            if self._pinned and self._pinned + more > self.capacity:
+                return None
+            evicted = [asset for asset in assets if asset.content is None and asset.error is None]
+            for asset in evicted:
+                self._load(asset.key, asset.stamp)
+            if evicted and wait:
+                self._awaited = assets
+                return None
+            self._pinned += more
+            for asset in assets:
+                asset.pins += 1
+            return assets
+
+    def give(self, assets: Sequence[Asset[T]], *, keep: bool = False) -> None:
+        """Release them after the request has ended; with `keep`, since it has to wait for something else: they are not
+        evicted before the next `take`.
+        """
+        with self._lock:
+            if keep:
+                self._awaited = list(assets)
+            for asset in assets:
+                asset.pins -= 1
+                if not asset.pins:
+                    self._pinned -= asset.size_bytes
+            evicted = self._evict()
+        if evicted:  # freed elsewhere: this is the engine's thread
+            thread = threading.Thread(target=evicted.clear, name="evicted", daemon=True)
+            if not started(thread):
+                evicted.clear()
+
+    def content(self, asset: Asset[T]) -> T:
+        """What requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
+        with self._lock:
+            load = self._load(asset.key, asset.stamp) if asset.content is None and asset.error is None else None
+        if load is not None:
+            load.result()
+        with self._lock:
+            content, error = asset.content, asset.error
+        if content is None:
+            raise error or ModelError(f"{asset.name}: its file changed before it was used; ask again", kind=self._kind)
+        return content
+
+    @property
+    def held(self) -> Mapping[Hashable, int]:
+        """Sizes of the contents, by key, least recently used first."""
+        with self._lock:
+            return {key: asset.size_bytes for key, asset in self._files.items() if asset.content is not None}
+
+    def _find(self, key: Hashable, stamp: Hashable) -> tuple[Asset[T], T | None]:
+        with self._lock:
+            asset = self._files.get(key)
+            if asset is not None and asset.stamp == stamp and (asset.content is not None or self._exceeds(asset)):
+                self._files.move_to_end(key)
+                return asset, asset.content
+            if (failure := self._failures.get(key)) is not None and failure[0] == stamp:
+                raise failure[1].again()
+            load = self._load(key, stamp)
+        return load.result()
+
+    def _load(self, key: Hashable, stamp: Hashable) -> Future[tuple[Asset[T], T]]:
+        """Begin to read a file unless that is under way. Under the lock."""
+        if (key, stamp) not in self._loads:
+            load = Future[tuple[Asset[T], T]]()
+            # Ends rather than waits for the next: a thread that computed keeps a team of OpenMP threads (see Lane).
+            name = f"{self._kind} {key}"
+            thread = threading.Thread(target=self._run, args=(key, stamp, load), name=name, daemon=True)
+            thread.start()
+            self._loads[key, stamp] = load  # last: were the thread not started, it would be awaited for ever
+        return self._loads[key, stamp]
+
+    def _run(self, key: Hashable, stamp: Hashable, load: Future[tuple[Asset[T], T]]) -> None:
+        try:
+            with self._places:
+                self.reads += 1
+                self._check(key)
+                lower_priority("reading weight files", idle=True)
+                read = self._read(key)
+            with self._lock:
+                asset, evicted = self._keep(key, stamp, read)
+            del evicted  # not under the lock, which the engine's thread waits for
+        except BaseException as error:
+            failure = error if isinstance(error, ModelError) else ModelError(f"{key}: {error}", kind=self._kind)
+            with self._lock:
+                del self._loads[key, stamp]
+                if failure is error and failure.lasting:
+                    self._failures[key] = stamp, failure.again()
+                    self._failures.move_to_end(key)
+                    if len(self._failures) > _MOST_FAILURES:
+                        self._failures.popitem(last=False)
+                if (known := self._files.get(key)) is not None and known.content is None:
+                    known.error = failure.again()
+            load.set_exception(error)
+        else:
+            load.set_result((asset, read.content))
+
+    def _keep(self, key: Hashable, stamp: Hashable, read: ReadFile[T]) -> tuple[Asset[T], list[T]]:
+        """The file with this content, and what was evicted for it. Under the lock."""
+        del self._loads[key, stamp]
+        asset = self._files.get(key)
+        if asset is None or (asset.stamp, asset.digest) != (stamp, read.digest):
+            asset = self._files[key] = Asset(key, stamp, read.digest, read.size_bytes, None, read.facts)
+        if self._exceeds(asset):
+            asset.error = self._too_large(asset)
+        elif asset.content is None:
+            asset.content, asset.error = read.content, None
+        self._files.move_to_end(key)
+        return asset, self._evict(but=asset)
+
+    def _exceeds(self, asset: Asset[T]) -> bool:
+        return asset.size_bytes > self.capacity
+
+    def _too_large(self, asset: Asset[T]) -> ModelError:
+        return ModelError(f"{asset.name}: needs more than the {self.capacity} bytes there are", kind=self._kind)
+
+    def _evict(self, but: Asset[T] | None = None) -> list[T]:
+        """Evict least recently used files that nobody uses, as far as needed. Under the lock."""
+        evicted: list[T] = []
+        held = sum(asset.size_bytes for asset in self._files.values() if asset.content is not None)
+        for asset in list(self._files.values()):
+            if held <= self.capacity:
+                break
+            if asset.content is not None and not asset.pins and asset not in self._awaited and asset is not but:
+                evicted.append(asset.content)
+                asset.content = None
+                held -= asset.size_bytes
+        return evicted

@@ -1,0 +1,101 @@
+"""Folders of files that requests name: what is in memory is found at once, and a file that changed is read anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save
+
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.asset_cache import ReadFile
+from pipeline.extensions.asset_folder import AssetFolder, stamp_of
+from pipeline.extensions.weight_files import PICKLE
+
+
+class Files(AssetFolder[bytes]):
+    """Files of at most a kibibyte, two of them in memory; `begun` is called before one is read."""
+
+    kind = "file"
+
+    def __init__(self, folder: Path, begun: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(folder, 2, most_bytes=2**10)
+        self._begun = begun
+
+    def _read(self, key: str) -> ReadFile[bytes]:
+        self._begun(key)
+        return ReadFile(self._data(key), key, 1)
+
+
+def write(folder: Path, name: str, text: str = "") -> bytes:
+    data = save({}, {"text": text or name})
+    (folder / f"{name}.safetensors").write_bytes(data)
+    return data
+
+
+def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:
+    """By the thread that computes, among others: it never waits for a file that another request needs."""
+    kept, slow = (write(tmp_path, name) for name in ("kept", "slow"))
+    begun, go_on, reads = threading.Event(), threading.Event(), list[str]()
+
+    def reading(name: str) -> None:
+        reads.append(name)
+        if name == "slow":
+            begun.set()
+            assert go_on.wait(60)
+
+    files = Files(tmp_path, reading)
+    assert files.get("kept") == kept
+    threads = [threading.Thread(target=files.get, args=("slow",), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    found: list[bytes] = []
+    third = threading.Thread(target=lambda: found.append(files.get("kept")), daemon=True)
+    third.start()
+    third.join(60)
+    assert found == [kept]
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert files.get("slow") == slow and reads == ["kept", "slow"] and [*files.held] == ["kept", "slow"]
+
+
+def test_a_file_that_is_written_over_is_read_anew(tmp_path: Path) -> None:
+    """Of the same size, in the same place."""
+    files = Files(tmp_path)
+    for time, text in enumerate(("one", "two")):
+        data = write(tmp_path, "it", text)
+        os.utime(tmp_path / "it.safetensors", ns=(0, time))
+        assert files.get("it") == data
+
+
+def test_what_is_wrong_with_a_file_is_told_with_its_name_as_data(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").write_bytes(b"\x80\x04.")
+    (tmp_path / "large.safetensors").write_bytes(bytes(2**11))
+    (tmp_path / "cut.safetensors").write_bytes(b"cut")
+    for name, reason in (
+        ("old", f"old.pt {PICKLE}"),
+        ("large", "large.safetensors is no file of at most 0 MiB"),
+        ("gone", "there is no gone.safetensors in the folder"),
+        ("cut", "cut.safetensors is damaged or cut short"),
+    ):
+        for _ in range(2):  # the second time as remembered
+            with pytest.raises(ModelError) as caught:
+                Files(tmp_path).find(name)
+            assert caught.value.kind == "file" and caught.value.detail.startswith(f"{name}: {reason}")
+            assert str(caught.value) == f"file {caught.value.detail}"
+
+
+def test_a_stamp_changes_with_any_file(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one").write_text("1")
+    (tmp_path / "b").write_text("2")
+    seen = [stamp_of(tmp_path / "a", tmp_path / "b")]
+    for path, text in ((tmp_path / "a" / "one", "11"), (tmp_path / "b", "22"), (tmp_path / "a" / "two", "3")):
+        path.write_text(text)
+        seen.append(stamp_of(tmp_path / "a", tmp_path / "b"))
+    assert len({*seen}) == len(seen) and stamp_of(tmp_path / "b") == stamp_of(tmp_path / "b")
