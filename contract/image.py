@@ -200,10 +200,6 @@ class ImageParameters:
         """The values of these fields, by name."""
         return {name: getattr(self, name) for name in names}
 
-    def guided_throughout(self) -> ImageParameters:
-        """With guidance in every step, if it has any."""
-        return replace(self, guidance_interval=None, guided_steps=None)
-
     def to_dict(self) -> dict[str, Any]:
         """The parameters as JSON, for an image file's metadata, with digests of pictures."""
         told = self.to_record()
@@ -226,7 +222,7 @@ class ImageParameters:
 
     def check(self, offer: ImageOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
-        self.check_unread(offer)
+        check_unread(self, offer)
         edit, (width, height) = self.edit, self.size
         if self.refiner is not None:
             self.refiner.check(offer.refiners, soft=edit is not None and edit.soft_mask)
@@ -245,20 +241,6 @@ class ImageParameters:
         check_inputs(self.values(PICTURES), offer)
         for one in self.pictures:
             one.check_pixels(self.size)
-
-    def check_unread(self, offer: ImageOffer) -> None:
-        """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the
-        steps that are made.
-        """
-        prompts.check(self.values(prompts.CHECKED), offer)
-        check_bounds(ImageParameters, self.values(_BOUNDED), limits(offer))
-        offer.check_scheduler(self.scheduler)
-        self.schedule.check(self.steps)
-        offer.check_loras(self.lora)
-        offer.check_vae(self.vae)
-        if self.upscale is not None:
-            self.upscale.check(offer.upscalers)
-        offer.check_size(self.width, self.height)
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> ImageParameters:
@@ -291,6 +273,21 @@ def _json(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], PictureInput):
         return [one.to_dict() for one in value]
     return value.to_dict() if isinstance(value, Nested | Edit) else value
+
+
+def check_unread(picture: ImageParameters, offer: ImageOffer) -> None:
+    """Raise `Invalid` as `ImageParameters.check`, but neither for pictures, which need not be read, nor for what
+    depends on the steps that are made.
+    """
+    prompts.check(picture.values(prompts.CHECKED), offer)
+    check_bounds(ImageParameters, picture.values(_BOUNDED), limits(offer))
+    offer.check_scheduler(picture.scheduler)
+    picture.schedule.check(picture.steps)
+    offer.check_loras(picture.lora)
+    offer.check_vae(picture.vae)
+    if picture.upscale is not None:
+        picture.upscale.check(offer.upscalers)
+    offer.check_size(picture.width, picture.height)
 
 
 def limits(offer: ImageOffer) -> dict[str, float]:

@@ -25,6 +25,7 @@ from contract.image import (
     ImageParameters,
     check_inputs,
     check_strength,
+    check_unread,
     limits,
 )
 from contract.picture_input import Edit, PictureInput
@@ -124,7 +125,7 @@ class ImageRequest(StrictModel):
             prompts.check_expandable(asked)
         given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edit is None else edit.strength)))
         job = _job(ImageParameters(**{name: given[name] for name in FIELDS if name in given}), asked, given)
-        job.picture.check_unread(offer)
+        check_unread(job.picture, offer)
         return job
 
 
@@ -153,7 +154,7 @@ def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: Given)
     if asked.keys() & set(GUIDANCE_FIELDS):
         job.picture.guidance.check(made)
     elif not job.picture.guidance.fits(made):
-        return replace(job, picture=job.picture.guided_throughout())
+        return replace(job, picture=replace(job.picture, guidance_interval=None, guided_steps=None))
     return job
 
 

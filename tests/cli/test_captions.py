@@ -191,7 +191,7 @@ def test_a_model_that_writes_no_captions_is_given_up(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--count", "0"], "--count: must be between 1 and 1e+06, not 0"),
+        (["--count", "0"], "--count: must be between 1 and 1000000, not 0"),
         (["--count", "-1"], "--count: must be between 1"),
         (["--seed", "-1"], "--seed: must be between 0"),
         (["--temperature", "3"], "--temperature: must be between 0 and 2, not 3"),
