@@ -45,7 +45,8 @@ def test_a_chain_needs_its_input_and_two_buffers_however_long_it_is(int8: bool) 
 
     lowering, x = lowering_of(*layers), normal(0, 5, 16)
     (y,) = run(lowering, walk, x)
-    assert int8 or check_close(y, run(lowerings(*layers)["torch"], walk, x)[0], relative=1e-5) is None
+    if not int8:
+        check_close(y, run(lowerings(*layers)["torch"], walk, x)[0], relative=1e-5)
     assert buffers(lowering) == 3 * x.nbytes + (x.numel() if int8 else 0)
 
 
