@@ -1,9 +1,7 @@
-"""Authenticates the caller by API key, or as this machine if there are no keys, and applies scopes and rate limits."""
+"""Authenticates the caller by API key, or as this machine if there are no keys, and applies scopes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,16 +9,14 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from fastapi.security.base import SecurityBase
 
-from api.errors import NO_RETRY, ApiError
+from api.errors import ApiError
 from api.service import Service, of
 from core.jobs.connection import StoreDown
 from core.jobs.keyring import SCOPES, ApiKey, matching
-from core.jobs.rates import RateLimitCost, RateLimitState
 from core.jobs.record import Job
 
 BEARER = HTTPBearer(auto_error=False, description="An API key, where any were made with `diptych keys add`.")
 _NO_KEYS = "No key is left, so nobody is served: `diptych keys add` makes one, `diptych keys open` asks for none."
-_SOON_S = 120  # a longer delay is not worth a client's automatic retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ async def identify(request: Request) -> Caller:
     """The caller of this request, by what Redis says during it. Raises `ApiError` (401), and `StoreDown` while the keys
     have not been read yet.
     """
-    service, bearer = of(request), await BEARER(request)
+    service, bearer = await of(request), await BEARER(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
     if not await service.cards.guarded():
@@ -92,61 +88,6 @@ class _Identified(SecurityBase):
 
 
 By = Annotated[Caller, Depends(_Identified())]
-
-
-async def enforce_rate_limit(request: Request, service: Service, caller: Caller) -> None:
-    """Charge one request to the rate limit. Raises `ApiError` (429)."""
-    await _count(request, service, request_costs(caller))
-
-
-@asynccontextmanager
-async def charge_refusals(request: Request, service: Service, caller: Caller) -> AsyncIterator[None]:
-    """Context manager that charges a request whose body is refused to the rate limit.
-
-    For requests that are charged with the creation of their job otherwise, in one call of Redis. Raises `ApiError`: 429
-    in place of the refusal if the limit is exceeded.
-    """
-    try:
-        yield
-    except ApiError:
-        await enforce_rate_limit(request, service, caller)
-        raise
-
-
-async def count_pictures(request: Request, service: Service, caller: Caller, n: int) -> None:
-    """Charge the images of a job before it is created. Raises `ApiError` (429)."""
-    await _count(request, service, picture_costs(caller, n))
-
-
-def request_costs(caller: Caller) -> list[RateLimitCost]:
-    """The charge of `enforce_rate_limit`, for callers that apply it with another script; none without a limit."""
-    return [RateLimitCost(caller.rate, caller.id, "requests")] if caller.id and caller.rate else []
-
-
-def picture_costs(caller: Caller, n: int) -> list[RateLimitCost]:
-    """The charge of `count_pictures`, likewise."""
-    return [RateLimitCost(caller.quota, caller.id, "pictures", n)] if caller.id and caller.quota else []
-
-
-def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimitState) -> None:
-    """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
-    what = charge.what
-    told = {
-        f"x-ratelimit-limit-{what}": str(standing.limit),
-        f"x-ratelimit-remaining-{what}": str(standing.remaining),
-        f"x-ratelimit-reset-{what}": f"{standing.reset_s:.3f}s",
-    }
-    # The doorway adds them to the response.
-    request.scope.setdefault("state", {}).setdefault("told", {}).update(told)
-    if not standing.allowed:
-        again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
-        code = "rate_limit_exceeded" if what == "requests" else "quota_exceeded"
-        raise ApiError(429, f"This key's limit of {charge.rate} {what} is reached.", code=code, headers=again)
-
-
-async def _count(request: Request, service: Service, charges: list[RateLimitCost]) -> None:
-    for charge in charges:
-        apply_rate_limit(request, charge, await service.call(service.rates.take, charge))
 
 
 def _caller(key: ApiKey, service: Service) -> Caller:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
@@ -18,22 +16,13 @@ from contract.image_request import ImageRequest
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
+ImageDraft = JobDraft[ImageJob]
+
 _DISTORTION = 0.1  # the most by which a side is stretched against the other, as a logarithm
 _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
     ImageCard: ("an image", "/v1/images/generations"),
     TextCard: ("a text", "/v1/chat/completions"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageDraft(JobDraft):
-    """The draft of an image job, with the request that its parameters are."""
-
-    job: ImageJob = field(compare=False, repr=False)
-
-    def with_inputs(self, job: ImageJob, inputs: Sequence[str]) -> ImageDraft:
-        """The draft of this job, whose pictures are stored under these keys."""
-        return replace(self, job=job, parameters=job.to_dict(), inputs=tuple(inputs))
 
 
 def image_draft(
@@ -56,12 +45,11 @@ def image_draft(
     if pictures.measured:
         for control in controls:
             _check_shape(control.image, job.picture.size)
-    return ImageDraft(
-        job=job,
+    return JobDraft(
         id=new_id(),
         modality="image",
         model=card.name,
-        parameters=job.to_dict(),
+        request=job,
         priority=priority if fields.priority is None else fields.priority,
         deadline_s=fields.deadline_s,
         work_ms=round(1000 * work_s(card, job)),
@@ -84,7 +72,7 @@ def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, re
     """
     if draft.deadline_s is None or ready < 1:
         return
-    best_s = solo_s(card, draft.job)
+    best_s = solo_s(card, draft.request)
     if level(draft.priority) > 0:  # the most urgent jobs overtake the queue
         best_s += backlog.queued_ms / 1000 / ready
     if draft.deadline_s < best_s:

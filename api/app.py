@@ -34,6 +34,7 @@ from api import (
     pictures,
     playground,
     queues,
+    rate_limits,
     schemas,
     text,
 )
@@ -59,7 +60,6 @@ _IDLE_S = 75  # longer than load balancers keep idle connections, so that the ba
 _PARTS = (
     jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
 )  # fmt: skip
-_RATES = [f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "pictures")]
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
@@ -118,6 +118,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _add_middlewares(app: FastAPI, service: Service) -> None:
     """Add the middlewares and the error handlers. A request passes the last one added first."""
     app.add_middleware(HeadAsGetMiddleware)
+    app.add_middleware(rate_limits.RateLimitHeadersMiddleware)
     app.add_middleware(HostOriginMiddleware, service=service)
     app.add_middleware(metrics.MetricsMiddleware, registry=service.figures)
     if service.settings.traces:
@@ -126,7 +127,7 @@ def _add_middlewares(app: FastAPI, service: Service) -> None:
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *_RATES],
+            expose_headers=["Retry-After", "Location", "x-should-retry", HEADER, *rate_limits.HEADERS],
         )  # fmt: skip
     errors.install(app)
     app.add_middleware(RequestIdMiddleware)

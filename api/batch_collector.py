@@ -79,7 +79,7 @@ class BatchCollector:
 
     def _lay(self, text: str) -> str:
         """Store a large result as an artifact until the batch has ended; returns its key."""
-        keep = self._service.store.keep
+        keep = self._service.store.upkeep.keep
         return self._service.artifacts.put_kept(
             text.encode("ascii"), "application/jsonl", lambda key: keep(key, LAID_S)
         )

@@ -24,7 +24,7 @@ _REMEMBERED = 256  # lines
 
 class _Preparation(NamedTuple):
     began: float
-    draft: Future[JobDraft]
+    draft: Future[JobDraft[Any]]
 
 
 class BatchInputs:
@@ -35,7 +35,7 @@ class BatchInputs:
         self._lock = threading.Lock()
         self._lines: OrderedDict[str, _Preparation] = OrderedDict()  # by the id of the line's job
 
-    def draft(self, id: str, prepare: Callable[[], Coroutine[Any, Any, JobDraft]]) -> JobDraft:
+    def draft(self, id: str, prepare: Callable[[], Coroutine[Any, Any, JobDraft[Any]]]) -> JobDraft[Any]:
         """The line's draft, its pictures stored. Raises what `prepare` does; `ApiError` (503) while it is not done."""
         with self._lock:
             line = self._lines.get(id)

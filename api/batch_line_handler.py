@@ -36,7 +36,7 @@ class BatchLineHandler:
         self._service = service
         self._inputs = BatchInputs(service)
 
-    def draft(self, batch: BatchRecord, number: int, line: BatchLine) -> JobDraft:
+    def draft(self, batch: BatchRecord, number: int, line: BatchLine) -> JobDraft[Any]:
         """The job of a line; its id is derived from the line's, so that a line submitted twice is one job, and cannot
         be guessed.
 
@@ -46,16 +46,16 @@ class BatchLineHandler:
         draft = (self._text if queue_of(batch.endpoint) == "text" else self._picture)(batch, line, id)
         return replace(draft, id=id, owner=batch.owner, digest=batch.id, keep_s=KEEP_S)
 
-    def _text(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft:
+    def _text(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         if line["bytes"] > body.MAX_BYTES:
             raise body.too_large()
-        ask = text_drafts.READ[batch.endpoint](line["body"])
+        ask = text_drafts.read(batch.endpoint, line["body"])
         if ask.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
         draft = text_drafts.draft(ask, self._card(ask.fields.model, TextCard), batch.owner)
         return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
-    def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft:
+    def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
         fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
         card = self._card(fields.model, ImageCard)
@@ -64,7 +64,7 @@ class BatchLineHandler:
             return admission.image_draft(fields, card, priority=_PRIORITY)
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
-    async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft:
+    async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
         """As `_picture`, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(references.Resolver(service, owner).uploads, fields)

@@ -75,7 +75,7 @@ class BatchSubmitter:
             if raw is None:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
-            job, _ = self._service.store.make(draft, self._service.queue.message(draft.envelope))
+            job = self._service.store.create(draft, self._service.queue.message(draft.envelope))
         except ApiError as error:
             return None if error.status >= 500 else error  # 503: no worker has announced the model yet
         except (StoreError, ArtifactError, QueueFull):

@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 
 from api import batch_lines, body, files, schemas
-from api.access import By, Caller, count_pictures, enforce_rate_limit, key_required
+from api.access import By, Caller, key_required
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page
+from api.rate_limits import count_pictures, enforce_rate_limit
 from api.service import Given, Service
 from api.text_drafts import CHAT, COMPLETIONS
 from contract.strict import StrictModel

@@ -71,8 +71,9 @@ async def read(request: Request, tenant: str) -> dict[str, Any]:
 
 async def read_as(request: Request, tenant: str, validate: Callable[[dict[str, Any]], T]) -> T:
     """What `validate` makes of the body's top-level object. Raises `ApiError` as `read`, and what `validate` raises."""
-    raw = await collect(request)
-    return await run_parser(tenant, len(raw), lambda: validate(parse(raw)))
+    raw = io.BytesIO()
+    size = await spool(request, "", raw, MAX_BYTES)
+    return await run_parser(tenant, size, lambda: validate(parse(raw.getvalue())))
 
 
 async def run_parser(tenant: str, size: int, function: Callable[[], T]) -> T:
@@ -90,13 +91,6 @@ async def take_in(tenant: str, chunk: bytes, function: Callable[[bytes], object]
     async with limiter.turn(tenant):
         await limiter.on_thread(function, chunk)
         await asyncio.sleep(len(chunk) / _RATE)
-
-
-async def collect(request: Request) -> bytes:
-    """The raw body of a JSON request. Raises `ApiError` as `read`."""
-    raw = io.BytesIO()
-    await spool(request, "", raw, MAX_BYTES)
-    return raw.getvalue()
 
 
 async def spool(request: Request, tenant: str, file: IO[bytes], max_bytes: int) -> int:

@@ -14,9 +14,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
 from api import body, images, schemas, submission
-from api.access import By, Caller, enforce_rate_limit
+from api.access import By, Caller
 from api.errors import invalid_field
 from api.forms import form, upload_source
+from api.rate_limits import enforce_rate_limit
 from api.references import FORM_FILES, NONE_GIVEN, GivenPictures
 from api.service import Given
 from api.uploads import MAX_BYTES, PictureSource

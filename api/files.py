@@ -16,11 +16,12 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
 from api import stored_bytes
-from api.access import By, Caller, enforce_rate_limit, key_required
+from api.access import By, Caller, key_required
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form, upload_source
 from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
+from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
 from contract.card import Size
 from core.artifacts import NoArtifact, Spool, StorageDown

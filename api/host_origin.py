@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import ApiError
 from api.service import Service
@@ -21,7 +21,7 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class HostOriginMiddleware:
-    """Rejects (403) disallowed requests, and adds the collected headers to responses."""
+    """Rejects (403) disallowed requests."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -32,25 +32,10 @@ class HostOriginMiddleware:
         self._any = "*" in {origin.strip() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         # Until Redis has been read, it is unknown whether keys exist: everything else is rejected.
-        keyless = not self._service.cards.now.guarded
-        refused = self._refusal(scope) if keyless and scope["path"] not in _OPEN else None
-        if refused is not None:
-            await refused.response(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-
-        async def telling(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in state.get("told", {}).items():
-                    headers[name] = value
-            await send(message)
-
-        await self.app(scope, receive, telling)
+        checked = scope["type"] == "http" and not self._service.cards.now.guarded and scope["path"] not in _OPEN
+        refused = self._refusal(scope) if checked else None
+        await (self.app if refused is None else refused.response)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from api import body, schemas, streaming, submission
-from api.access import By, charge_refusals
+from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
 from api.inline_images import InlineDocument
 from api.links import ImageLinks
 from api.presentation import results, size
+from api.rate_limits import charge_refusals
 from api.service import Given, Service
 from contract.image import ImageJob
 from contract.image_request import ImageRequest
@@ -112,15 +113,15 @@ async def _left(request: Request) -> None:
 
 def generated(job: Job, links: ImageLinks | None) -> dict[str, Any]:
     """The response's JSON; without `links` its images are `Inline`."""
-    asked = ImageJob.read(job.parameters)
+    request = ImageJob.read(job.parameters)
     return {
         "created": int(job.created),
         "data": [
             {**streaming.content(job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
             for k, image in enumerate(results(job))
         ],
-        "size": size(job),
-        "output_format": asked.output_format,
+        "size": size(job, request),
+        "output_format": request.output_format,
         "background": "opaque",
         "model": job.model,
         "job_id": job.id,

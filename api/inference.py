@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from api import body, images, references, schemas, stored_bytes, submission, uploads
-from api.access import BEARER, enforce_rate_limit, identify
+from api.access import BEARER, identify
 from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
+from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
 from api.service import Given, Service
 from api.uploads import PictureSource

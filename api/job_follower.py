@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import anyio
 
@@ -46,12 +46,12 @@ class JobFollower:
         the job was erased and its id is reused, or when the service closes. Close it (`aclose`) to leave early.
         """
         events = self._reader.subscribe(job.id, after, job.incarnation)
-        closing = asyncio.create_task(self._closing.wait())
-        coming: asyncio.Task[Event | None] | None = None
+        closing: asyncio.Future[Any] = asyncio.create_task(self._closing.wait())
+        coming: asyncio.Future[Any] | None = None
         try:
             while True:
                 if coming is None:
-                    coming = asyncio.create_task(_next(events))
+                    coming = asyncio.ensure_future(anext(events, None))
                 await asyncio.wait({coming, closing}, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
                 if coming.done():
                     event = coming.result()
@@ -139,7 +139,3 @@ def job_lost() -> ApiError:
 def not_followed(closing: bool) -> ApiError:
     """Why a stream ends before its job: the service is closing, or the job's record is gone."""
     return ApiError(503, "The server is stopping." if closing else "The job's record is gone.", code="stopping")
-
-
-async def _next(events: AsyncIterator[Event]) -> Event | None:
-    return await anext(events, None)

@@ -12,10 +12,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import admission, body, references, schemas, submission
-from api.access import By, Caller, charge_refusals, enforce_rate_limit
+from api.access import By, Caller
 from api.errors import ApiError, invalid_field
 from api.paging import Pagination, missing, page, query
 from api.presentation import job_object, retrieved
+from api.rate_limits import charge_refusals, enforce_rate_limit
 from api.service import Given, Service
 from contract.card import KINDS
 from core.jobs.broker import JOB_ID

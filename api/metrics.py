@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access import By
+from api.middleware import on_start
 from api.service import Given, Service
 from core.jobs.unreadable import TALLY
 
@@ -53,15 +54,13 @@ class MetricsMiddleware:
             return
         begun = time.perf_counter()
 
-        async def timed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")
-                method = scope["method"] if scope["method"] in _METHODS else "other"
-                labels = self._seconds.labels(method, route, str(message["status"]))
-                labels.observe(time.perf_counter() - begun)
-            await send(message)
+        def observe(message: Message) -> None:
+            route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            labels = self._seconds.labels(method, route, str(message["status"]))
+            labels.observe(time.perf_counter() - begun)
 
-        await self.app(scope, receive, timed)
+        await self.app(scope, receive, on_start(send, observe))
 
 
 class QueueCollector(Collector):

@@ -13,7 +13,7 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
-from contract.card import ImageCard, ModelCard, TextCard
+from contract.card import ImageCard, ModelCard
 from core.jobs.record import JobState
 
 router = APIRouter(tags=["models"])
@@ -79,52 +79,15 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:
     started = [w.started for w in service.cards.now.workers if any(m.name == card.name for m in w.models)]
+    about = asdict(card)
+    del about["name"]
+    if isinstance(card, ImageCard):
+        side = about.pop("native")
+        about |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
     return {
         "id": card.name,
         "object": "model",
         "created": int(min(started, default=0)),
         "owned_by": "diptych",
-        "diptych": {
-            "modality": card.modality,
-            "live": card.live,
-            "precision": card.precision,
-            "device": card.device,
-            "kernels": card.kernels,
-            "kernels_reason": card.kernels_reason,
-            **(_drawing(card) if isinstance(card, ImageCard) else _writing(card)),
-            "limits": asdict(card.limits),
-            "costs": asdict(card.costs),
-            "capacity_per_s": card.capacity_per_s,
-        },
-    }
-
-
-def _writing(card: TextCard) -> dict[str, Any]:
-    """Fields that only text models have."""
-    return {"expansion_instruction": card.expansion_instruction}
-
-
-def _drawing(card: ImageCard) -> dict[str, Any]:
-    """Fields that only image models have."""
-    return {
-        "native_size": f"{card.native}x{card.native}",
-        "sizes": [f"{width}x{height}" for width, height in card.sizes],
-        "size_range": None if card.size_range is None else asdict(card.size_range),
-        "schedulers": card.schedulers,
-        "default_scheduler": card.default_scheduler,
-        "defaults": asdict(card.defaults),
-        "plans": card.plans,
-        "plan": card.plan,
-        "vaes": card.vaes,
-        "inpaint_only": card.inpaint_only,
-        "deepcache": card.deepcache,
-        "loras": card.loras,
-        "embeddings": card.embeddings,
-        "upscalers": card.upscalers,
-        "controls": card.controls,
-        "preprocessors": card.preprocessors,
-        "image_prompts": card.image_prompts,
-        "refiners": card.refiners,
-        "prompt_fields": card.prompt_fields,
-        "graphs": card.graphs,
+        "diptych": about,
     }

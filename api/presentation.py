@@ -67,10 +67,10 @@ def results(job: Job) -> list[dict[str, Any]]:
     return images
 
 
-def size(job: Job) -> str:
+def size(job: Job, request: ImageJob) -> str:
     """Width and height of a job's images: of the first one, or else as asked for."""
-    drawn, asked = results(job)[:1], ImageJob.read(job.parameters).picture.size
-    return "{}x{}".format(*((drawn[0]["width"], drawn[0]["height"]) if drawn else asked))
+    width, height = next(((image["width"], image["height"]) for image in results(job)), request.picture.size)
+    return f"{width}x{height}"
 
 
 def revised_prompt(image: dict[str, Any]) -> dict[str, str]:

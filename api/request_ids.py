@@ -8,6 +8,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.middleware import on_start
 from core import logs
 
 HEADER = "x-request-id"
@@ -33,10 +34,8 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get(HEADER, "")
         id = given if _SANE.fullmatch(given) else new()
 
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = id
-            await send(message)
+        def name(message: Message) -> None:
+            MutableHeaders(scope=message)[HEADER] = id
 
         with logs.request_context(id):
-            await self.app(scope, receive, named)
+            await self.app(scope, receive, on_start(send, name))

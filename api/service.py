@@ -77,7 +77,7 @@ class Service:
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
         self.cards = CardCache(self.registry, self.store, self.keyring, AccessReader(self.redis), _beside(settings))
-        self.reaper = Reaper(self.store, self.queue.send, delete=self._artifacts.delete)
+        self.reaper = Reaper(self.store.upkeep, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -205,15 +205,11 @@ def _on_event_loop() -> bool:
     return True
 
 
-def of(request: Request) -> Service:
+async def of(request: Request) -> Service:  # a plain function would run on a thread at each request
     """The service of this request's app."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-async def _given(request: Request) -> Service:  # a plain function would run on a thread at each request
-    return of(request)
-
-
-Given = Annotated[Service, Depends(_given)]
+Given = Annotated[Service, Depends(of)]

@@ -105,16 +105,16 @@ def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
 
 def _document(what: str, job: Job, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """An event's type and data."""
-    asked = ImageJob.read(job.parameters)
+    request = ImageJob.read(job.parameters)
     kind = f"{'image_edit' if job.inputs else 'image_generation'}.{what}"
     return kind, {
         "type": kind,
         **data,
         "created_at": int(job.created if what == "completed" else time.time()),
-        "size": size(job),
+        "size": size(job, request),
         "quality": "auto",
         "background": "opaque",
-        "output_format": "png" if what == "partial_image" else asked.output_format,
+        "output_format": "png" if what == "partial_image" else request.output_format,
     }
 
 

@@ -16,19 +16,11 @@ from typing import Any
 from fastapi import Request
 
 from api import admission, references, webhooks
-from api.access import (
-    Caller,
-    apply_rate_limit,
-    count_pictures,
-    enforce_rate_limit,
-    key_required,
-    picture_costs,
-    request_costs,
-    unknown_key,
-)
+from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
+from api.rate_limits import apply_rate_limit, count_pictures, enforce_rate_limit, picture_costs, request_costs
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
 from api.uploads import PictureUploads, Upload
@@ -88,8 +80,8 @@ async def submit(
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        drawn = picture_costs(caller, draft.job.n)
-        job, standing = await _create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
+        drawn = picture_costs(caller, draft.request.n)
+        job, standing = await create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
@@ -103,11 +95,11 @@ async def submit(
         draft = draft_for(pictures, card)
     draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
     await _check_deadline(service, draft, card)
-    charges = picture_costs(caller, draft.job.n)
+    charges = picture_costs(caller, draft.request.n)
     if pictured:
-        await count_pictures(request, service, caller, draft.job.n)  # before anything is decoded
+        await count_pictures(request, service, caller, draft.request.n)  # before anything is decoded
         charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
-    job, standing = await _create(service, draft, request, charges, keyless=not caller.id)
+    job, standing = await create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
 
 
@@ -150,7 +142,7 @@ async def resubmit(service: Service, request: Request, caller: Caller, job: Job)
         new_id(), job.modality, job.model, job.parameters, job.priority, None, job.work_ms, owner=job.owner,
         inputs=job.inputs, followed=False if job.modality == "text" else None,
     )  # fmt: skip
-    return (await _create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
+    return (await create(service, draft, request, requests + pictures, len(requests), keyless=not caller.id))[0]
 
 
 async def served(service: Service, name: str | None, kind: type[C]) -> C:
@@ -174,14 +166,9 @@ async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) 
         admission.check_deadline(draft, card, backlog, service.cards.now.ready(draft.modality))
 
 
-async def make(service: Service, draft: JobDraft) -> Job:
-    """Create the record, with its message. Raises `ApiError` (429) if the queue is full."""
-    return (await _create(service, draft, keyless=not draft.owner))[0]
-
-
-async def _create(
+async def create(
     service: Service,
-    draft: JobDraft,
+    draft: JobDraft[Any],
     request: Request | None = None,
     charges: Sequence[RateLimitCost] = (),
     always: int = 0,
@@ -202,15 +189,13 @@ async def _create(
         apply_rate_limit(request, charge, standing)
     if made.barred:
         raise key_required() if keyless else unknown_key()
-    if made.share:
-        message = f"As many jobs of this key wait in the {draft.modality} queue as may ({most}); try again later."
-        wait_s = service.cards.now.wait_s(draft.modality)
-        headers = {"Retry-After": str(admission.retry_after_s(wait_s))}
-        raise ApiError(429, message, code="queue_share_full", headers=headers)
     if made.job is None:
-        after_s = admission.retry_after_s(service.cards.now.wait_s(draft.modality))
-        message = f"The {draft.modality} queue is full; try again later."
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(after_s)})
+        queue = draft.modality
+        code, message = "queue_full", f"The {queue} queue is full"
+        if made.share:
+            code, message = "queue_share_full", f"As many jobs of this key wait in the {queue} queue as may ({most})"
+        headers = {"Retry-After": str(admission.retry_after_s(service.cards.now.wait_s(queue)))}
+        raise ApiError(429, f"{message}; try again later.", code=code, headers=headers)
     return made.job, made.standing
 
 
@@ -220,13 +205,13 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
 
     Raises `ApiError`, naming the field, and `ArtifactError`.
     """
-    job, picture = draft.job, draft.job.picture
+    job, picture = draft.request, draft.request.picture
     keys: dict[Hashable, str] = {}
 
     async def put(identity: Hashable, decode: Callable[[], Awaitable[bytes]]) -> str:
         if identity not in keys:
             data = await decode()
-            keep = lambda key: service.store.keep(key, _INPUT_S, hold=True)  # noqa: E731
+            keep = lambda key: service.store.upkeep.keep(key, _INPUT_S, hold=True)  # noqa: E731
             keys[identity] = await service.stored(lambda: service.artifacts.put_kept(data, "image/png", keep))
         return keys[identity]
 
@@ -251,7 +236,7 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
             entries.append(replace(entry, image=await fitted(upload, size)))
         inputs[name] = tuple(entries)
     picture = replace(picture, edit=edit, **inputs)
-    return draft.with_inputs(replace(job, picture=picture), list(dict.fromkeys(keys.values())))
+    return replace(draft, request=replace(job, picture=picture), inputs=tuple(dict.fromkeys(keys.values())))
 
 
 def _webhook(service: Service, request: Request, fields: ImageRequest) -> dict[str, str] | None:

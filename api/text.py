@@ -7,18 +7,20 @@ text_drafts.py parses the requests. A request that only the worker can reject re
 from __future__ import annotations
 
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from api import body, schemas, text_drafts
-from api.access import By, Caller, enforce_rate_limit
+from api.access import By, Caller
 from api.errors import job_error
 from api.events import EventStream
 from api.images import finished, left, wait
 from api.job_follower import job_lost
+from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
-from api.submission import make, served
+from api.submission import create, served
 from api.text_stream import stream_answers
 from contract.card import TextCard
 from contract.text import ChatFields, CompletionFields
@@ -55,9 +57,9 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
-    ask = await body.read_as(request, caller.id, text_drafts.READ[endpoint])
+    ask = await body.read_as(request, caller.id, partial(text_drafts.read, endpoint))
     card = await served(service, ask.fields.model, TextCard)
-    job = await make(service, text_drafts.draft(ask, card, caller.id))
+    job, _ = await create(service, text_drafts.draft(ask, card, caller.id), keyless=not caller.id)
     answers = text_drafts.ANSWERS[endpoint](job)
     if ask.fields.stream:
         # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.

@@ -21,7 +21,7 @@ class AnswerFormat:
             "model": job.model,
             "system_fingerprint": None,
         }
-        self._n = TextJob.read(job.parameters).n
+        self._request = TextJob.read(job.parameters)
 
     def whole(self, result: dict[str, Any]) -> dict[str, Any]:
         """The response to a request without `stream`."""
@@ -30,7 +30,7 @@ class AnswerFormat:
 
     def usage(self, result: dict[str, Any]) -> dict[str, Any]:
         """Token counts; a prompt is counted once, however many answers it has."""
-        prompt = sum(result["prompt_tokens"][:: self._n])
+        prompt = sum(result["prompt_tokens"][:: self._request.n])
         completion = sum(choice["tokens"] for choice in result["choices"])
         return {
             "prompt_tokens": prompt,
@@ -95,21 +95,17 @@ class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        asked = TextJob.read(job.parameters)
-        self._prompts = list(map(str, asked.prompts or [])) if asked.echo else []
-
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         told = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)
         return {**told, "finish_reason": choice["finish_reason"]}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        return self.piece(index, self._echoed(index), None) if self._prompts else None
+        return self.piece(index, self._echoed(index), None) if self._request.echo else None
 
     def _echoed(self, index: int) -> str:
         """With `echo` the prompt of this choice; else nothing."""
-        return self._prompts[index // self._n] if self._prompts else ""
+        request = self._request
+        return str((request.prompts or [""])[index // request.n]) if request.echo else ""
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": None}

@@ -5,7 +5,6 @@ Checks that need a tokenizer, such as the prompt's token count, run on the worke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from api.errors import invalid_as_api_error
 from api.text_answers import AnswerFormat, ChatFormat, CompletionFormat
 from contract.bounds import PRIORITY
 from contract.card import TextCard
-from contract.text import ChatFields, CompletionFields, TextFields, TextJob, check
+from contract.text import ChatFields, CompletionFields, TextFields, TextJob
 from core.jobs.record import JobDraft, new_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -30,36 +29,29 @@ class TextRequest:
     job: TextJob
 
 
-def chat(given: dict[str, Any]) -> TextRequest:
-    """Parse a body of `CHAT`. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(ChatFields, given, rules=_RULES)
-    with invalid_as_api_error():
-        return TextRequest(fields, fields.job())
-
-
-def completion(given: dict[str, Any]) -> TextRequest:
-    """Parse a body of `COMPLETIONS`. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(CompletionFields, given, rules=_RULES)
-    with invalid_as_api_error():
-        return TextRequest(fields, fields.job())
-
-
-# Parser and response format of each endpoint.
-READ: dict[str, Callable[[dict[str, Any]], TextRequest]] = {CHAT: chat, COMPLETIONS: completion}
+# The body and the response format of each endpoint.
+_BODIES: dict[str, type[ChatFields | CompletionFields]] = {CHAT: ChatFields, COMPLETIONS: CompletionFields}
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
-def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft:
+def read(endpoint: str, given: dict[str, Any]) -> TextRequest:
+    """Parse a body of an endpoint. Raises `ApiError` (400) naming the field."""
+    fields = schemas.read(_BODIES[endpoint], given, rules=_RULES)
+    with invalid_as_api_error():
+        return TextRequest(fields, fields.job())
+
+
+def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
     """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
     offer, job = card.limits, ask.job
     with invalid_as_api_error():
-        check(job, offer)
+        job.check(offer)
     tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
     return JobDraft(
         id=new_id(),
         modality="text",
         model=card.name,
-        parameters=job.to_dict(),
+        request=job,
         priority=PRIORITY if ask.fields.priority is None else ask.fields.priority,
         deadline_s=ask.fields.deadline_s,
         work_ms=round(1000 * tokens * card.costs.token_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.middleware import on_start
 from core import logs, traces
 
 _QUIET = ("/healthz", "/readyz", "/metrics")  # frequent, and not worth tracing
@@ -23,12 +24,10 @@ class TracingMiddleware:
         parent = Headers(scope=scope).get("traceparent", "")
         with traces.span("HTTP", "server", parent, request_id=logs.current_request_id()) as span:
 
-            async def told(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.name(f"{scope['method']} {getattr(scope.get('route'), 'path', 'other')}")
-                    span.note(status=message["status"])
-                    if message["status"] >= 500:
-                        span.fail(str(message["status"]))
-                await send(message)
+            def note(message: Message) -> None:
+                span.name(f"{scope['method']} {getattr(scope.get('route'), 'path', 'other')}")
+                span.note(status=message["status"])
+                if message["status"] >= 500:
+                    span.fail(str(message["status"]))
 
-            await self.app(scope, receive, told)
+            await self.app(scope, receive, on_start(send, note))

@@ -225,7 +225,7 @@ def decodes(model: str, device: str, *, small: bool) -> Iterator[Case]:
             if not q.is_cuda:
                 return decode_kernel.decode_reference(q, *cache.layer(i % 2), cache.table, *rows)
             decode_kernel.shapes[1] = shape
-            return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.reach(n))
+            return decode_kernel.decode(q, *cache.layer(i % 2), cache.table, *rows, parts=decode_kernel.part_count(n))
 
         shapes = [decode_kernel.shapes[1], *itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3))]
         runs: dict[str, Run] = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.harness import command, models, record
 from benchmarks.harness.timing import window_ms
 from contract.plan import BLOCK, DEPTHS
-from core.kernels.cuda.decode_kernel import reach
+from core.kernels.cuda.decode_kernel import part_count
 from core.kernels.kv_cache import TokenBatch
 from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
@@ -185,7 +185,7 @@ def llama_phases(device: str, *, small: bool, stock: bool) -> Phases:
         step = TokenBatch.of([3 + row for row in rows], [context - 1] * batch, rows, rows)
         run(step)
         graphs: Any = run._fused and run._fused.graphs
-        graph = graphs._graph(bucket(batch), rung(reach(context))) if graphs else partial(run, step)
+        graph = graphs._graph(bucket(batch), rung(part_count(context))) if graphs else partial(run, step)
         yield f"{kind} step {batch} × {context}", graph, False
         if batch == 1:
             tokens = (prompts[0] * 6)[:context]

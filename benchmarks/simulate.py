@@ -247,7 +247,7 @@ def _check_picture(costs: Costs, device: Device, parameters: ImageParameters) ->
 def _tabulate(result: dict[str, Any], plan: Plan) -> None:
     from rich.console import Console
 
-    swept = swept_by(result)
+    swept = sweep_parameter(result)
     rows = []
     for point in result["points"]:
         for policy, label in plan.policies().items():
@@ -278,7 +278,7 @@ def _tabulate(result: dict[str, Any], plan: Plan) -> None:
 def plot(result: dict[str, Any]) -> str:
     """p99 (and p50, dashed) over load or number of devices; of a single point, the distribution of latencies."""
     lines = []
-    swept = swept_by(result)
+    swept = sweep_parameter(result)
     for series, (policy, label) in enumerate(policies(result["window_s"]).items()):
         measured = [(point[swept], point["policies"][policy]) for point in result["points"]]
         if len(measured) == 1:
@@ -294,7 +294,7 @@ def plot(result: dict[str, Any]) -> str:
     return draw(lines, device, _AXES[swept][1], "p99 (dashed: p50), s", log_x=swept == "gpus", log_y=True)
 
 
-def swept_by(result: dict[str, Any]) -> str:
+def sweep_parameter(result: dict[str, Any]) -> str:
     """The parameter that the points of a result differ by."""
     return "gpus" if len({point["gpus"] for point in result["points"]}) > 1 else "load"
 

@@ -1,29 +1,35 @@
 """The command line: `diptych generate | chat | captions | evaluate | mlperf | quantize | bench | serve | api | worker |
 keys` and `models`.
 
-Exit code 2 means input that cannot be used. Each family of commands has a file, which imports other packages only when
-needed: imports are most of a short command's time.
+Exit code 2 means input that cannot be used. Each family of commands has a file, which is imported for these commands
+alone, and imports other packages only when needed: imports are most of a short command's time.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from cli import bench, captions, chat, convert, doctor, evaluate, generate, keys, mlperf, models, quantize, serve, tune
 from cli.arguments import CommandFailed, UsageError
 from contract.printable import printable_lines
 from core.threads import uninterruptible
 
+_FAMILIES = (
+    "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "captions", "evaluate", "tune",
+    "mlperf", "bench",
+)  # fmt: skip
+_FAMILY_OF = {"api": "serve", "worker": "serve"}  # of commands that have another name
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code."""
-    options = parser().parse_args(arguments)
+    options = parser(_families(sys.argv[1:] if arguments is None else arguments)).parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     for library in ("torch", "filelock", "urllib3", "httpx"):
         logging.getLogger(library).setLevel(logging.WARNING)
@@ -52,15 +58,23 @@ def _run(options: argparse.Namespace) -> int:
         return 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+def _families(words: Sequence[str]) -> Sequence[str]:
+    """The families of the command that these words name; all of them where they name none."""
+    if "--version" in words[:1]:
+        return ()
+    command = next((word for word in words if not word.startswith("-")), "")
+    family = _FAMILY_OF.get(command, command)
+    return (family,) if family in _FAMILIES else _FAMILIES
+
+
+def parser(families: Sequence[str] = _FAMILIES) -> argparse.ArgumentParser:
+    """The commands of these families, and their options."""
     whole = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
     whole.add_argument("--version", action=_Version)
     whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    drawing = (generate, chat, serve, keys, models, doctor)
-    for family in (*drawing, convert, quantize, captions, evaluate, tune, mlperf, bench):
-        family.add(commands)
+    for family in families:
+        importlib.import_module(f".{family}", __name__).add(commands)
     return whole
 
 

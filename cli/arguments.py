@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,14 @@ class UsageError(ValueError):
 
 class CommandFailed(RuntimeError):
     """A command failed although its input was valid. The message says why."""
+
+
+def add_command(commands: Commands, name: str, text: str, description: str, about: str) -> argparse.ArgumentParser:
+    """Add a command: `text` is its line in the list of all, `about` stands below its options as it is written."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description, epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +75,20 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of denoising; default: %(default)s")
 
 
-def check_steps(steps: int) -> None:
+def check_steps(options: argparse.Namespace) -> None:
     from contract.card import MAX_STEPS
 
-    if not 1 <= steps <= MAX_STEPS:
-        raise UsageError(f"--steps: must be between 1 and {MAX_STEPS}, not {steps}")
+    check_range(options, "steps", 1, MAX_STEPS)
+
+
+def check_range(options: argparse.Namespace, name: str, low: float, high: float = math.inf) -> None:
+    """Raise `UsageError` for an option that is given, and not within these bounds."""
+    from contract.bounds import range_error, short
+
+    value = getattr(options, name)
+    if value is not None and not low <= value <= high:
+        wrong = f"must be at least {low}, not {short(value)}" if high == math.inf else range_error(low, high, value)
+        raise UsageError(f"--{name.replace('_', '-')}: {wrong}")
 
 
 def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:

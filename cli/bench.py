@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cli.arguments import (
     Commands,
     UsageError,
     add_model,
     add_steps,
+    check_range,
     check_steps,
     make_cache,
     model_errors,
@@ -23,24 +24,20 @@ if TYPE_CHECKING:
     from core.config import Settings
 
 
+_Option = tuple[str, Any, str]
+"""The name of an option, its default, by whose type it is read (or that type), and its description."""
+
+
 def add(commands: Commands) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measure, and store what was measured.")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    for name, text in (
-        ("ladder", "pictures per second, one optimization after the other"),
-        ("arrivals", "latency under Poisson arrivals, against request-level batching"),
-        ("serve", "the whole service through HTTP: its capacity, and latency under Poisson arrivals"),
+    for name, pictures, text in (
+        ("ladder", 64, "pictures per second, one optimization after the other"),
+        ("arrivals", 300, "latency under Poisson arrivals, against request-level batching"),
+        ("serve", 300, "the whole service through HTTP: its capacity, and latency under Poisson arrivals"),
     ):
-        one = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        one = _parser(benches, name, text, [("pictures", pictures, "of a measurement")])
         add_steps(one)
-        one.add_argument(
-            "--pictures",
-            type=int,
-            default={"ladder": 64, "arrivals": 300, "serve": 300}[name],
-            metavar="N",
-            help="default: %(default)s",
-        )
-        one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
         if name == "ladder":
             one.add_argument("--rungs", metavar="NAME,…", help="only these")
             one.add_argument(
@@ -51,8 +48,8 @@ def add(commands: Commands) -> None:
                 "--compile-limit", type=float, metavar="S",
                 help="torch.compile may take so long, else its row is left out; default: 300",
             )  # fmt: skip
-        add_model(one)
-        one.set_defaults(run=_bench, what=name)
+        _end(one, _bench)
+        one.set_defaults(what=name)
     _add_text(benches)
     _add_cohost(benches)
     _add_simulate(benches)
@@ -81,26 +78,26 @@ def _opened(options: argparse.Namespace) -> Iterator[Settings]:
         yield chosen
 
 
-def _counting(
-    benches: Commands, name: str, text: str, counts: Sequence[tuple[str, int, str]]
-) -> argparse.ArgumentParser:  # fmt: skip
-    """The parser of a benchmark with these integer options: name, default and of what."""
+def _parser(benches: Commands, name: str, text: str, options: Sequence[_Option] = ()) -> argparse.ArgumentParser:
+    """The parser of a benchmark with these options of numbers and texts."""
     one: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    for option, default, of in counts:
-        one.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"{of}; default: %(default)s")
+    for option, default, of in options:
+        kind = type(default)
+        metavar = {int: "N", float: "S"}.get(kind, "MIX")
+        one.add_argument(f"--{option}", type=kind, default=default, metavar=metavar, help=f"{of}; default: %(default)s")
+    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
     return one
 
 
 def _end(one: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    """Adds the options that stand last: of the results, and of the model."""
-    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    """Add the options of the model, which stand last."""
     add_model(one)
     one.set_defaults(run=run)
 
 
 def _add_loras(benches: Commands) -> None:
     text = "a deep step of rows with different LoRAs on our kernels, against the same without any"
-    one = _counting(benches, "loras", text, (
+    one = _parser(benches, "loras", text, (
         ("rows", 16, "of the step"), ("loras", 8, "different ones among the rows"), ("rank", 8, "of each"),
         ("rounds", 10, "of one step without and one with them, on a GPU in both ways of adding them"),
     ))  # fmt: skip
@@ -127,7 +124,7 @@ def _loras(options: argparse.Namespace) -> int:
 
 def _add_lora_load(benches: Commands) -> None:
     text = "steps of others while a large LoRA is read, against steps without"
-    one = _counting(benches, "lora-load", text, (
+    one = _parser(benches, "lora-load", text, (
         ("mib", 200, "MiB of the file"), ("rounds", 3, "how often it is read"), ("steps", 100, "before each time"),
         ("side", 128, "pixels of a side"),
     ))  # fmt: skip
@@ -145,7 +142,7 @@ def _lora_load(options: argparse.Namespace) -> int:
 
 def _add_control(benches: Commands) -> None:
     text = "a deep step whose rows all have a control network, against the step and the network by themselves"
-    one = _counting(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
+    one = _parser(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
     one.add_argument("--control", default="edges", metavar="NAME", help="the network; default: %(default)s")
     one.add_argument("--control-dir", metavar="DIR", help="where it lies; default: the repository's, of emoji-xl")
     one.add_argument(
@@ -167,27 +164,21 @@ def _control(options: argparse.Namespace) -> int:
 
 def _add_simulate(benches: Commands) -> None:
     text = "a fleet of devices under a virtual clock, by measured costs: throughput and latency, to plan capacity with"
-    one = benches.add_parser(
-        "simulate",
-        help=text,
-        description=text[0].upper() + text[1:] + ". A mix is values with weights, such as 20=3,30=1.",
-    )
+    one = _parser(benches, "simulate", text, (
+        ("pictures", 20_000, "arrivals"), ("seed", 0, "of all that is random"),
+        ("batch", 8, "pictures of a request-level batch"), ("window", 3.0, "of request-level batching"),
+        ("gpus", "1", "devices, such as 1,8"), ("load", "0.8", "shares of the table's capacity, such as 0.5,0.8"),
+        ("steps", "20", "of denoising, as values with weights, such as 20=3,30=1"),
+        ("guidance", "on", "on, off, 0:0.5"),
+        ("deadlines", "none", "seconds, or none"), ("priorities", "5", "0 (most urgent) to 9"),
+        ("name", "simulate", "of the JSON and the plot"),
+    ))  # fmt: skip
     table = one.add_mutually_exclusive_group()
     table.add_argument("--costs", default="h200", metavar="NAME", help="a table of benchmarks/costs, or a file; h200")
     table.add_argument("--measure", type=Path, metavar="FILE", help="measure the engine of --model into this table")
-    one.add_argument("--gpus", default="1", metavar="N,…", help="devices; default: %(default)s")
-    one.add_argument("--load", default="0.8", metavar="X,…", help="share of the table's capacity; default: %(default)s")
     one.add_argument("--bursts", metavar="ON,OFF", help="mean seconds of traffic and of silence; default: Poisson")
-    one.add_argument("--pictures", type=int, default=20_000, metavar="N", help="arrivals; default: %(default)s")
-    one.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     one.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
-    one.add_argument("--steps", default="20", metavar="MIX", help="of denoising; default: %(default)s")
-    one.add_argument("--guidance", default="on", metavar="MIX", help="on, off, 0:0.5; default: %(default)s")
     one.add_argument("--deepcache", dest="schedules", default="off", metavar="MIX", help="off, auto, 3, 3:resnet; off")
-    one.add_argument("--deadlines", default="none", metavar="MIX", help="seconds, or none; default: %(default)s")
-    one.add_argument("--priorities", default="5", metavar="MIX", help="0 (most urgent) to 9; default: %(default)s")
-    one.add_argument("--batch", type=int, default=8, metavar="N", help="pictures of a request-level batch; default: 8")
-    one.add_argument("--window", type=float, default=3.0, metavar="S", help="of request-level batching; default: 3")
     for setting, means in (
         ("image-jobs", "jobs that a worker takes at once"),
         ("max-requests", "pictures in the making on one device"),
@@ -195,35 +186,28 @@ def _add_simulate(benches: Commands) -> None:
         ("memory-mib", "that pictures in the making may hold; default: no bound"),
     ):
         one.add_argument(f"--{setting}", type=int, metavar="N", help=means)
-    one.add_argument("--results", type=Path, metavar="DIR", help="where JSON and plot go; default: benchmarks/results")
-    one.add_argument("--name", default="simulate", metavar="NAME", help="of these files; default: %(default)s")
     add_model(one, deepcache=False)
     one.set_defaults(run=_simulate)
 
 
 def _add_text(benches: Commands) -> None:
     text = "tokens per second of answers: transformers, and our engine with INT8 and with guesses"
-    one = benches.add_parser("text", help=text, description=text[0].upper() + text[1:] + ".")
+    one = _parser(benches, "text", text, (("requests", 64, "of a rung"), ("turns", 3, "of each rung")))
     one.add_argument(
         "--text-model", metavar="NAME", help="default: the embedded one, then a seeded Llama of 100 million"
     )
     one.add_argument(
         "--text-draft", default="", metavar="NAME", help="makes guesses; default: look-up, or its own draft"
     )
-    one.add_argument("--requests", type=int, default=64, metavar="N", help="default: %(default)s")
-    one.add_argument("--turns", type=int, default=3, metavar="N", help="of each rung; default: %(default)s")
     one.add_argument("--rungs", metavar="NAME,…", help="only these")
-    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
     one.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     one.set_defaults(run=_text)
 
 
 def _add_cohost(benches: Commands) -> None:
     text = "pictures and text on one engine: each panel's throughput alone and together"
-    one = benches.add_parser("cohost", help=text, description=text[0].upper() + text[1:] + ".")
+    one = _parser(benches, "cohost", text, (("seconds", 30.0, "of each turn"), ("turns", 2, "of each")))
     add_steps(one)
-    one.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each turn; default: %(default)s")
-    one.add_argument("--turns", type=int, default=2, metavar="N", help="default: %(default)s")
     one.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded one")
     one.add_argument(
         "--strict",
@@ -236,9 +220,9 @@ def _add_cohost(benches: Commands) -> None:
 def _cohost(options: argparse.Namespace) -> int:
     from benchmarks import cohost
 
-    check_steps(options.steps)
-    if not 0.1 <= options.seconds <= 3600 or options.turns < 1:
-        raise UsageError("--seconds: must be between 0.1 and 3600, and --turns at least 1")
+    check_steps(options)
+    check_range(options, "seconds", 0.1, 3600)
+    check_range(options, "turns", 1)
     with _opened(options) as chosen:
         cohost.run(
             chosen,
@@ -254,8 +238,8 @@ def _cohost(options: argparse.Namespace) -> int:
 def _text(options: argparse.Namespace) -> int:
     from benchmarks import text
 
-    if options.requests < 1 or options.turns < 1:
-        raise UsageError("--requests and --turns: must be at least 1")
+    check_range(options, "requests", 1)
+    check_range(options, "turns", 1)
     chosen = read_settings(options)
     named = [(options.text_model, options.text_draft)] if options.text_model else text.embedded()
     with _bench_errors():
@@ -292,7 +276,7 @@ def _simulate(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     import importlib
 
-    check_steps(options.steps)
+    check_steps(options)
     chosen = read_settings(options)
     make_cache(chosen)
     module = importlib.import_module(f"benchmarks.{options.what}")

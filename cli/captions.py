@@ -10,7 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_settings, model_errors, read_settings, wrong_option
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    UsageError,
+    add_command,
+    add_settings,
+    check_range,
+    model_errors,
+    read_settings,
+    wrong_option,
+)
 from contract.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -43,20 +53,22 @@ _SHOWN = 10  # failed rows shown
 
 
 def add(commands: Commands) -> None:
-    captions = commands.add_parser(
+    captions = add_command(
+        commands,
         "captions",
-        help="write a prompts file with the text model",
-        description="The text model writes captions for `evaluate`: distinct ones, that the picture model can read.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "write a prompts file with the text model",
+        "The text model writes captions for `evaluate`: distinct ones, that the picture model can read.",
+        _ABOUT,
     )
     captions.add_argument("--count", type=int, required=True, metavar="N", help="how many captions")
     captions.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a .tsv that is not there yet")
     captions.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds, equal files; default: 0")
     captions.add_argument(
-        "--subjects", type=Path, metavar="FILE",
+        "--subjects",
+        type=Path,
+        metavar="FILE",
         help="what captions are about, in turn: one a line, or a .tsv or .csv with a column caption, prompt or name",
-    )  # fmt: skip
+    )
     captions.add_argument("--template", type=Path, metavar="FILE", help="what the model is asked; see below")
     captions.add_argument("--temperature", type=float, metavar="T", help="0.7 of emoji-lm, 1 of others by default")
     captions.add_argument("--top-p", type=float, metavar="P", help="1 of emoji-lm, 0.95 of others by default")
@@ -113,9 +125,7 @@ def _check(options: argparse.Namespace) -> None:
         ("count", 1, _MOST), ("attempts", 1, _MOST_ATTEMPTS), ("max_tokens", 1, MAX_SEED), ("seed", 0, MAX_SEED),
         ("temperature", 0, MAX_TEMPERATURE), ("top_p", 0, 1),
     ):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise UsageError(f"--{name.replace('_', '-')}: must be between {low:g} and {high:g}, not {value:g}")
+        check_range(options, name, low, high)
     if options.top_p == 0:
         raise UsageError("--top-p: must be more than 0")
     if options.out.suffix.lower() != ".tsv":

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, Commands, UsageError, add_settings, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_command, add_settings, check_range, read_settings
 from contract.precision import PRECISIONS
 from contract.printable import printable_lines
 
@@ -26,13 +26,7 @@ Reply = Callable[[Messages], Iterator[str]]
 
 
 def add(commands: Commands) -> None:
-    chat = commands.add_parser(
-        "chat",
-        help="talk with the text model",
-        description="Talk with the text model.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    chat = add_command(commands, "chat", "talk with the text model", "Talk with the text model.", _ABOUT)
     chat.add_argument("text", nargs="?", help="what to say; default: what is typed, or comes through a pipe")
     add_settings(chat, "text_model", "text_draft", "threads")
     chat.add_argument("--text-precision", choices=tuple(PRECISIONS), help="of the computation")
@@ -48,10 +42,8 @@ def add(commands: Commands) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    if not 0 <= options.temperature <= 2:
-        raise UsageError(f"--temperature: must be between 0 and 2, not {options.temperature:g}")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise UsageError(f"--max-tokens: must be at least 1, not {options.max_tokens}")
+    check_range(options, "temperature", 0, 2)
+    check_range(options, "max_tokens", 1)
     settings = read_settings(options)
     if options.url is not None:
         _talk(options, _through(options))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli import mlperf as loadgen
-from cli.arguments import Commands, UsageError, add_model, model_errors, read_settings
+from cli.arguments import Commands, UsageError, add_command, add_model, model_errors, read_settings
 
 if TYPE_CHECKING:
     from evaluation.mlperf_files import FileCheck
@@ -42,12 +42,12 @@ Arguments = Callable[[argparse.ArgumentParser], None]
 
 def add(commands: Commands, evaluation: Arguments) -> None:
     """`evaluation` adds the arguments of `diptych evaluate`."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "mlperf",
-        help="MLPerf's test from its files to the verdict",
-        description="Check the files of MLPerf's text-to-image test, draw and score its pictures, measure their speed.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "MLPerf's test from its files to the verdict",
+        "Check the files of MLPerf's text-to-image test, draw and score its pictures, measure their speed.",
+        _ABOUT,
     )
     parser.add_argument("--files", type=Path, default=Path("mlperf"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="for runs, logs and the verdict")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, StartupProgress, UsageError, model_errors
+from cli.arguments import Commands, StartupProgress, UsageError, add_command, model_errors
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.single_file import CheckpointOptions
@@ -21,12 +21,12 @@ file lacks, come from the base. The folder is a model for every other command:
 
 
 def add(commands: Commands) -> None:
-    convert = commands.add_parser(
+    convert = add_command(
+        commands,
         "convert",
-        help="make a model's folder of a checkpoint in one file",
-        description="Write an SDXL checkpoint of one file as a folder in diffusers' format.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "make a model's folder of a checkpoint in one file",
+        "Write an SDXL checkpoint of one file as a folder in diffusers' format.",
+        _ABOUT,
     )
     convert.add_argument("file", type=Path, metavar="FILE", help="the checkpoint, a .safetensors file")
     convert.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="the folder, which is new")
@@ -37,9 +37,11 @@ def add(commands: Commands) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Options of what a checkpoint in one file lacks."""
     parser.add_argument(
-        "--base", default=BASE, metavar="NAME",
+        "--base",
+        default=BASE,
+        metavar="NAME",
         help="an SDXL folder or hub id, for the configs and tokenizers that a file lacks; default: %(default)s",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--vae", default="", metavar="PATH", help="a VAE's folder or file, in place of the checkpoint's own"
     )

@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import closed_division, compare, drawing, scenes
-from cli.arguments import (
-    Commands,
-    UsageError,
-    add_model,
-    add_plan,
-    read_settings,
-)
+from cli.arguments import Commands, UsageError, add_command, add_model, add_plan, check_range, read_settings
 from cli.request import SHARED, add_request
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 from contract.precision import CHOICES
@@ -56,24 +50,24 @@ seed offset: fp32@1000000 is fp32 with other seeds, whose distance from fp32 gat
 
 
 def add(commands: Commands) -> None:
-    evaluate = commands.add_parser(
+    evaluate = add_command(
+        commands,
         "evaluate",
-        help="draw a prompt set and score it",
-        description="Draw every caption of a file with the engine, and score the pictures: FID, KID, CMMD, CLIP.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "draw a prompt set and score it",
+        "Draw every caption of a file with the engine, and score the pictures: FID, KID, CMMD, CLIP.",
+        _EXAMPLES,
     )
     add_arguments(evaluate)
     parts = evaluate.add_subparsers(metavar="compare, sweep, scenes, mlperf")
     compare.add(parts)
     scenes.add(parts)
     closed_division.add(parts, add_arguments)
-    sweep = parts.add_parser(
+    sweep = add_command(
+        parts,
         "sweep",
-        help="draw in several ways, then compare them",
-        description="Draw the same captions in several ways, a run for each in DIR, and hold them against the first.",
-        epilog=_VARIANTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "draw in several ways, then compare them",
+        "Draw the same captions in several ways, a run for each in DIR, and hold them against the first.",
+        _VARIANTS,
     )
     _add_drawing(sweep)
     compare.add_gate_arguments(sweep)
@@ -87,9 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of a run and its scores."""
     _add_drawing(parser)
     parser.add_argument(
-        "--against", type=Path, action="append", default=[], metavar="REF",
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REF",
         help="a folder of pictures, an .npz with mu and sigma, or another run; may be given more than once",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run, compile=None)
 
 
@@ -171,8 +169,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Eval
 
     if options.prompts is None or options.out is None:
         raise UsageError(f"{'--prompts' if options.prompts is None else '--out'}: must be given")
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    check_range(options, "limit", 1)
     # Everything that can be rejected without a model is rejected before one is loaded.
     try:
         wanted = captions.read(options.prompts, options.limit)

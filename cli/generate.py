@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from cli.arguments import (
     Commands,
     UsageError,
+    add_command,
     add_model,
     add_out,
     add_plan,
     add_settings,
+    check_range,
     make_cache,
     model_errors,
     open_runtime,
@@ -60,12 +62,12 @@ exit codes: 0 all is drawn; 1 some pictures failed; 2 the input cannot be used, 
 
 
 def add(commands: Commands) -> None:
-    generate = commands.add_parser(
+    generate = add_command(
+        commands,
         "generate",
-        help="draw pictures",
-        description="Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "draw pictures",
+        "Draw a picture for each prompt. stdout gets the path of a single picture, or one line of summary.",
+        _EXAMPLES,
     )
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; quote each one")
     generate.add_argument(
@@ -104,8 +106,7 @@ def _generate(options: argparse.Namespace) -> int:
     # Everything that can be rejected without a model is rejected before one is loaded.
     prompts = _prompts(options)
     size_of(options)
-    if not 1 <= options.count <= 10_000:
-        raise UsageError(f"--count: must be between 1 and 10000, not {options.count}")
+    check_range(options, "count", 1, 10_000)
     given = read_request(options) | read_upscaling(options) | read_refining(options)
     given |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
     given.setdefault("seed", secrets.randbelow(2**32))
@@ -179,8 +180,7 @@ def _samplers(options: argparse.Namespace) -> Sequence[str]:
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
     from pipeline.text.prompts import Prompt, PromptsError, read
 
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    check_range(options, "limit", 1)
     if options.limit is not None and options.file is None:
         raise UsageError("--limit: counts prompts of a file, and there is no --prompts")
     typed = [Prompt(text, row, "") for row, text in enumerate(options.prompts, 1)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from cli.arguments import CommandFailed, Commands, UsageError, read_settings, wrong_option
+from cli.arguments import CommandFailed, Commands, UsageError, add_command, read_settings, wrong_option
 
 if TYPE_CHECKING:
     from core.config import Settings
@@ -27,10 +27,7 @@ exit codes: 0 done; 1 Redis does not answer, or there is no such key; 2 the inpu
 
 
 def add(commands: Commands) -> None:
-    keys = commands.add_parser(
-        "keys", help="who may use the service", description="API keys: made, listed, revoked.", epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    keys = add_command(commands, "keys", "who may use the service", "API keys: made, listed, revoked.", _ABOUT)
     verbs = keys.add_subparsers(required=True, metavar="VERB")
     new = verbs.add_parser("add", help="make a key", description="Make a key, and print it this once.")
     new.add_argument("name", metavar="NAME", help="whose it is")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli import drawing
-from cli.arguments import CommandFailed, Commands, UsageError, add_model, model_errors, read_settings
+from cli.arguments import CommandFailed, Commands, UsageError, add_command, add_model, model_errors, read_settings
+from cli.request import SHARED, destination
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ exit codes: 0 VALID, or accuracy scored; 1 INVALID, or pictures failed; 2 the in
 
 
 def add(commands: Commands) -> None:
-    mlperf = commands.add_parser(
+    mlperf = add_command(
+        commands,
         "mlperf",
-        help="be measured by MLPerf's LoadGen",
-        description="LoadGen asks for pictures in one of MLPerf's scenarios, and says whether the run is VALID.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "be measured by MLPerf's LoadGen",
+        "LoadGen asks for pictures in one of MLPerf's scenarios, and says whether the run is VALID.",
+        _ABOUT,
     )
     add_arguments(mlperf)
 
@@ -78,10 +79,13 @@ def add_arguments(mlperf: argparse.ArgumentParser) -> None:
         "--against", type=Path, action="append", default=[], metavar="REF", help="of accuracy; as `evaluate` has it"
     )
     mlperf.set_defaults(
-        run=run, compile=None, steps=None, guidance=None, negative=None, scheduler=None, size=None,
-        deterministic=False, protocol="mlperf", guidance_interval=None, guided_steps=None, schedule_type=None,
-        timesteps=None, sigmas=None, eta=None, vae=None, plan=None,
-    )  # fmt: skip
+        run=run,
+        compile=None,
+        size=None,
+        protocol="mlperf",
+        plan=None,
+        **dict.fromkeys(map(destination, SHARED)) | {"deterministic": False},
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -145,7 +149,7 @@ def _driven(
     drawn = [source.take(future.result()) for future in warm]
     with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
         result = loadgen.run(test, ImageTask(source, drafts), options.out, partial(_warn, console))
-    return result, draft, dict(generate.printed(drawn[0].png))
+    return result, draft, dict(generate.read_fingerprint(drawn[0].png))
 
 
 def _written(

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from cli import quantize
-from cli.arguments import CommandFailed, Commands, StartupProgress, UsageError, model_errors, read_settings
+from cli.arguments import (
+    CommandFailed,
+    Commands,
+    StartupProgress,
+    UsageError,
+    add_command,
+    check_range,
+    model_errors,
+    read_settings,
+)
 from cli.convert import add_checkpoint, checkpoint_options
 from contract.precision import SCHEMES
 from contract.printable import printable
@@ -34,12 +43,12 @@ def add(commands: Commands) -> None:
     models.add_argument("--url", metavar="URL", help="of the service; default: the one that `diptych serve` has here")
     models.set_defaults(run=_models)
     verbs = models.add_subparsers(metavar="VERB")
-    new = verbs.add_parser(
+    new = add_command(
+        verbs,
         "add",
-        help="add a model, found by its name from then on",
-        description="Put a model into DIPTYCH_MODELS_DIR, converted and quantized as asked.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "add a model, found by its name from then on",
+        "Put a model into DIPTYCH_MODELS_DIR, converted and quantized as asked.",
+        _ABOUT,
     )
     new.add_argument("source", metavar="SOURCE", help="a .safetensors file, its https address, a folder or a hub id")
     new.add_argument("--name", default="", metavar="N", help="of the model; default: the file's or folder's own")
@@ -90,18 +99,24 @@ def _add(options: argparse.Namespace) -> int:
     settings = read_settings(argparse.Namespace(threads=options.threads))
     if not 0 < options.max_gib < 1024:
         raise UsageError(f"--max-gib: must be more than 0 and less than 1024, not {options.max_gib:g}")
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
+    check_range(options, "limit", 1)
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from pipeline.checkpoints import model_store
 
         added = model_store.add(
-            options.source, settings.models_dir,
+            options.source,
+            settings.models_dir,
             model_store.AddOptions(
-                checkpoint_options(options), int(options.max_gib * _GIB), options.name, options.sha256, options.variant,
-                lambda name: (EMBEDDED_MODEL.parent / name).exists(), starting.say, starting.count,
+                checkpoint_options(options),
+                int(options.max_gib * _GIB),
+                options.name,
+                options.sha256,
+                options.variant,
+                lambda name: (EMBEDDED_MODEL.parent / name).exists(),
+                starting.say,
+                starting.count,
             ),
-        )  # fmt: skip
+        )
     print(added.folder, flush=True)
     if added.sha256:
         print(f"sha256 {added.sha256}", flush=True)

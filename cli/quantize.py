@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Commands, StartupProgress, UsageError, add_settings, model_errors, read_settings
+from cli.arguments import (
+    Commands,
+    StartupProgress,
+    UsageError,
+    add_command,
+    add_settings,
+    check_range,
+    model_errors,
+    read_settings,
+)
 from contract.precision import SCHEMES, is_calibrated
 
 if TYPE_CHECKING:
@@ -28,12 +37,12 @@ _OWN = (*_CALIBRATION, "scales_only", "keep")  # of a variant that is looked for
 
 
 def add(commands: Commands) -> None:
-    quantize = commands.add_parser(
+    quantize = add_command(
+        commands,
         "quantize",
-        help="make a model's variant in 8 bits",
-        description="Watch a model draw prompts, then write its layers in 8 bits.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "make a model's variant in 8 bits",
+        "Watch a model draw prompts, then write its layers in 8 bits.",
+        _ABOUT,
     )
     quantize.add_argument(
         "--model", metavar="NAME", help="a folder in diffusers' format or a hub id; default: the embedded model"
@@ -42,9 +51,10 @@ def add(commands: Commands) -> None:
         "--text-model", metavar="NAME", help="a language model instead: DIR then gets its model-int8 (model-fp8)"
     )
     quantize.add_argument(
-        "--control", metavar="NAME",
+        "--control",
+        metavar="NAME",
         help="a control network of the folder instead, of this model: NAME-int8 (NAME-fp8) is written beside it",
-    )  # fmt: skip
+    )
     add_settings(quantize, "variant", "threads", "control_dir")
     quantize.add_argument("--scheme", choices=SCHEMES, default="int8", help="default: %(default)s")
     quantize.add_argument(
@@ -80,10 +90,8 @@ def add(commands: Commands) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    if options.limit is not None and options.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, not {options.limit}")
-    if options.alpha is not None and not 0 <= options.alpha <= 1:
-        raise UsageError(f"--alpha: must be between 0 and 1, not {options.alpha:g}")
+    check_range(options, "limit", 1)
+    check_range(options, "alpha", 0, 1)
     given = _given(options, _CALIBRATION)
     if given and not is_calibrated(options.scheme):
         raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")

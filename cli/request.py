@@ -62,7 +62,7 @@ def add_request(parser: argparse.ArgumentParser, fields: Sequence[str] = FIELDS)
         kind, _, text, _ = declarations(ImageParameters)[name]
         if name == "prompt_weighting":
             kind = Literal["compel", "a1111"]
-        _add(parser, _flag(name), kind, text, name, dest=_destination(name))
+        _add(parser, _flag(name), kind, text, name, dest=destination(name))
     if "prompt_weighting" in fields:
         parser.add_argument(
             "--weighting", dest="syntax", action="store_const", const=True, help="the same as --syntax compel"
@@ -84,7 +84,8 @@ def _flag(name: str) -> str:
     return FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
-def _destination(name: str) -> str:
+def destination(name: str) -> str:
+    """The attribute of the parsed options that has this field."""
     return _DESTINATIONS.get(name) or _flag(name).removeprefix("--").replace("-", "_")
 
 
@@ -92,7 +93,7 @@ def read_request(options: argparse.Namespace, fields: Sequence[str] = FIELDS) ->
     """The fields that are given, by name; `steps` where lists of steps are. Raises `UsageError` for a malformed one."""
     from contract.schedule import schedule_of
 
-    given = {name: getattr(options, _destination(name)) for name in fields}
+    given = {name: getattr(options, destination(name)) for name in fields}
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     for name in _LISTS.keys() & given.keys():
         given[name] = _numbers(name, given[name])

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cli.arguments import Commands, UsageError
+from cli.arguments import Commands, UsageError, check_range
 from cli.scoring import scoring_errors
 
 _PARTS = ("subject", "colour", "count", "place", "all", "clip_prefers_caption")
@@ -40,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from evaluation.run import EvaluationRun, write_json
     from evaluation.scenes.judge import SceneJudge
 
-    if options.count is not None and options.count < 1:
-        raise UsageError(f"--count: must be at least 1, not {options.count}")
+    check_range(options, "count", 1)
     if options.threads:
         torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import CommandFailed, UsageError
+from cli.arguments import CommandFailed, UsageError, check_range
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,8 +42,7 @@ def open_lens(
     from evaluation.judges import open_judge
     from evaluation.lpips import Lpips
 
-    if options.resamples < 2:
-        raise UsageError(f"--resamples: must be at least 2, not {options.resamples}")
+    check_range(options, "resamples", 2)
     folders = _judges(options.judge)
     networks = _networks(options, settings, run)
     lpips = None if options.lpips is None else Lpips(options.lpips)
@@ -136,7 +135,7 @@ def score(run: EvaluationRun, options: argparse.Namespace, lens: ScoringNetworks
         look = looking(progress)
         kept = run.folder / "references"
         held = [references.look(path, lens, kept, partial(look, f"looking at {path.name}")) for path in options.against]
-        found = scores.of_run(run, lens, held, resamples=options.resamples, look=look)
+        found = scores.score_run(run, lens, held, resamples=options.resamples, look=look)
     speed = run.speed()
     whole = {
         "lens": lens.name, "pictures": len(run.captions), "side": min(pixels.read(run.files()[0]).shape[:2]), **found,

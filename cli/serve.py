@@ -17,6 +17,7 @@ from cli.arguments import (
     CommandFailed,
     Commands,
     UsageError,
+    add_command,
     add_model,
     add_plan,
     add_settings,
@@ -42,12 +43,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
 def add(commands: Commands) -> None:
-    serve = commands.add_parser(
+    serve = add_command(
+        commands,
         "serve",
-        help="serve pictures over HTTP",
-        description="Redis, the API and a worker, started and kept alive by this one command.",
-        epilog=_PARTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "serve pictures over HTTP",
+        "Redis, the API and a worker, started and kept alive by this one command.",
+        _PARTS,
     )
     add_settings(serve, "host", "port")
     serve.add_argument(
@@ -62,23 +63,13 @@ def add(commands: Commands) -> None:
     add_plan(serve)
     serve.set_defaults(run=_serve)
 
-    api = commands.add_parser(
-        "api",
-        help="the API alone",
-        description="Answers HTTP. Needs DIPTYCH_REDIS_URL.",
-        epilog=_PARTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    api = add_command(commands, "api", "the API alone", "Answers HTTP. Needs DIPTYCH_REDIS_URL.", _PARTS)
     add_settings(api, "host", "port")
     api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a listening socket inherited from `serve`
     api.set_defaults(run=_api)
 
-    worker = commands.add_parser(
-        "worker",
-        help="a worker alone",
-        description="Draws what is queued, on one device. Needs DIPTYCH_REDIS_URL.",
-        epilog=_PARTS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    worker = add_command(
+        commands, "worker", "a worker alone", "Draws what is queued, on one device. Needs DIPTYCH_REDIS_URL.", _PARTS
     )
     worker.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     add_model(worker)

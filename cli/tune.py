@@ -16,7 +16,9 @@ from cli.arguments import (
     CommandFailed,
     Commands,
     UsageError,
+    add_command,
     add_model,
+    check_range,
     make_cache,
     model_errors,
     open_runtime,
@@ -61,12 +63,12 @@ _MEASURE_S = 60.0  # at most, until the costs of all kinds of steps are known
 
 
 def add(commands: Commands) -> None:
-    tune = commands.add_parser(
+    tune = add_command(
+        commands,
         "tune",
-        help="find the fastest ways to draw with a model at little loss",
-        description="Draw prompts by many plans, and name the fastest that lose little.",
-        epilog=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "find the fastest ways to draw with a model at little loss",
+        "Draw prompts by many plans, and name the fastest that lose little.",
+        _ABOUT,
     )
     tune.add_argument("--prompts", type=Path, metavar="FILE", required=True, help="one a line, or a .tsv/.csv")
     tune.add_argument("-o", "--out", type=Path, metavar="DIR", required=True, help="for pictures and the report")
@@ -90,8 +92,7 @@ def _tune(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     # Everything that can be rejected without a model is rejected before one is loaded.
     gates = read_gates(options)
-    if options.limit < 2:
-        raise UsageError(f"--limit: must be at least 2, not {options.limit}")
+    check_range(options, "limit", 2)
     try:
         texts = tuning.shuffled(captions.read(options.prompts), options.limit)
     except captions.PromptsError as error:

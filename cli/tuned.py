@@ -71,8 +71,8 @@ def store(
     from pipeline import plans
 
     full, *others = judged
-    names = tuning.named(others, full, gates)
-    told = {one.candidate.name: one for one in (*tuning.best_front(others, full), *names.values(), full)}
+    names = tuning.name_plans(others, full, gates)
+    told = {one.candidate.name: one for one in (*tuning.best_pareto_front(others, full), *names.values(), full)}
     shown = sorted(told.values(), key=lambda one: -one.images_per_s)
     found = {
         "plans": {name: one.candidate.fields() for name, one in names.items()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 INVALID_VALUE = "invalid_value"
 INVALID_REQUEST = "invalid_request"  # code of a job that failed because its request was invalid
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for prompts and answers beyond the model's context
@@ -23,7 +25,7 @@ class Invalid(ValueError):
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
 
-    def to_dict(self) -> dict[str, str | None]:
+    def to_dict(self) -> dict[str, Any]:
         """The form stored in a job's record. Older versions store only code and message."""
         about = {"field": self.field, "reason": self.code, "detail": self.message}
         return {"code": INVALID_REQUEST, "message": str(self), **about}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from contract import control, plan, prompts
+from contract import control, loras, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds, declarations
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
@@ -224,6 +224,44 @@ class ImageParameters:
         }
         return {name: _json(value) for name, value in told.items()}
 
+    def check(self, offer: ImageOffer) -> None:
+        """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
+        self.check_unread(offer)
+        edit, (width, height) = self.edit, self.size
+        if self.refiner is not None:
+            self.refiner.check(offer.refiners, soft=edit is not None and edit.soft_mask)
+        if edit is not None:
+            check_strength(edit.strength, self.steps)
+        self.guidance.check(self.made)
+        if self.deepcache is not None:
+            if not isinstance(self.deepcache, DeepCache):
+                raise Invalid(plan.FIELD, "must be a DeepCache plan or null")
+            if (wrong := self.deepcache.error_for(self.made)) is not None:
+                raise wrong
+        if edit is not None:
+            _check_pixels("image", edit.image, 3 * width * height)
+            if edit.mask is not None:
+                _check_pixels("mask", edit.mask, width * height)
+        check_inputs(self.control, self.image_prompts, offer)
+        for prompt in self.image_prompts:
+            prompt.check_pixels()
+        for one in self.control:
+            _check_pixels("control.image", one.image, 3 * width * height)
+
+    def check_unread(self, offer: ImageOffer) -> None:
+        """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the
+        steps that are made.
+        """
+        prompts.check(self.values(prompts.CHECKED), offer)
+        check_bounds(ImageParameters, self.values(_BOUNDED), limits(offer))
+        offer.check_scheduler(self.scheduler)
+        self.schedule.check(self.steps)
+        offer.check_loras(self.lora)
+        offer.check_vae(self.vae)
+        if self.upscale is not None:
+            self.upscale.check(offer.upscalers)
+        offer.check_size(self.width, self.height)
+
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> ImageParameters:
         """Parse what `to_record` wrote, ignoring unknown fields. Raises `Invalid`; `check` validates values."""
@@ -262,47 +300,6 @@ def limits(offer: ImageOffer) -> dict[str, float]:
         "n": offer.max_images, "seed": offer.max_seed, "steps": offer.max_steps, "guidance_scale": offer.max_guidance,
         "preview_every": MAX_STEPS,
     }  # fmt: skip
-
-
-def check(parameters: ImageParameters, offer: ImageOffer) -> None:
-    """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
-    check_unread(parameters, offer)
-    edit, (width, height) = parameters.edit, parameters.size
-    if parameters.refiner is not None:
-        parameters.refiner.check(offer.refiners, soft=edit is not None and edit.soft_mask)
-    if edit is not None:
-        check_strength(edit.strength, parameters.steps)
-    parameters.guidance.check(parameters.made)
-    if parameters.deepcache is not None:
-        if not isinstance(parameters.deepcache, DeepCache):
-            raise Invalid(plan.FIELD, "must be a DeepCache plan or null")
-        wrong = parameters.deepcache.error_for(parameters.made)
-        if wrong is not None:
-            raise wrong
-    if edit is not None:
-        _check_pixels("image", edit.image, 3 * width * height)
-        if edit.mask is not None:
-            _check_pixels("mask", edit.mask, width * height)
-    check_inputs(parameters.control, parameters.image_prompts, offer)
-    for prompt in parameters.image_prompts:
-        prompt.check_pixels()
-    for one in parameters.control:
-        _check_pixels("control.image", one.image, 3 * width * height)
-
-
-def check_unread(parameters: ImageParameters, offer: ImageOffer) -> None:
-    """Raise `Invalid` as `check`, but neither for pictures, which need not be read, nor for what depends on the steps
-    that are made.
-    """
-    prompts.check(parameters.values(prompts.CHECKED), offer)
-    check_bounds(ImageParameters, parameters.values(_BOUNDED), limits(offer))
-    offer.check_scheduler(parameters.scheduler)
-    parameters.schedule.check(parameters.steps)
-    offer.check_loras(parameters.lora)
-    offer.check_vae(parameters.vae)
-    if parameters.upscale is not None:
-        parameters.upscale.check(offer.upscalers)
-    offer.check_size(parameters.width, parameters.height)
 
 
 def check_inputs(controls: Sequence[Control], image_prompts: Sequence[ImagePrompt], offer: ImageOffer) -> None:
@@ -354,6 +351,14 @@ class ImageJob:
             raise Invalid("n", "is missing")
         beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
         return cls(ImageParameters.read(told), told["n"], **beside)
+
+    def files(self) -> set[str]:
+        """The worker's files that it names, each as its field and its name. Raises `Invalid`."""
+        try:
+            named = loras.read(self.picture.lora)
+        except ValueError as error:
+            raise Invalid("lora", str(error)) from error
+        return {f"lora {one.name}" for one in named} | {f"{one.FIELD} {one.model}" for one in self.picture.pictures}
 
     def redraw(self, model: str, deepcache: Any) -> dict[str, Any] | None:
         """Fields for `POST /v1/jobs` that leave nothing to chance or to defaults; None for a job that reads pictures.

@@ -25,7 +25,6 @@ from contract.image import (
     ImageParameters,
     check_inputs,
     check_strength,
-    check_unread,
     limits,
 )
 from contract.image_prompt import ImagePrompt
@@ -125,7 +124,7 @@ class ImageRequest(StrictModel):
             prompts.check_expandable(asked)
         given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edit is None else edit.strength)))
         job = _job(ImageParameters(**{name: given[name] for name in FIELDS if name in given}), asked, given)
-        check_unread(job.picture, offer)
+        job.picture.check_unread(offer)
         return job
 
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from contract.bodies import InBody, check_bounds
 from contract.errors import Invalid
-from contract.loras import is_name
+from contract.offered import check_offered
 from contract.strict import MAX_NAME, StrictModel
 
 MAX_STRENGTH = 10.0
@@ -118,8 +118,7 @@ class PictureInput:
 
     def check(self) -> None:
         """Raise `Invalid` for a value outside its bounds."""
-        if not isinstance(self.model, str) or not is_name(self.model):
-            raise Invalid(f"{self.FIELD}.model", "must be a name: letters, digits, _, . and -")
+        check_offered(f"{self.FIELD}.model", self.model, None)
         check_bounds(type(self), {one.name: getattr(self, one.name) for one in fields(self)}, prefix=f"{self.FIELD}.")
         if self.end <= self.start:
             raise Invalid(f"{self.FIELD}.end", "must be greater than start")
@@ -145,6 +144,4 @@ def check_all(kind: type[PictureInput], given: Sequence[PictureInput], offered: 
         raise Invalid(kind.FIELD, f"must be at most {kind.MOST}, not {len(given)}")
     for one in given:
         one.check()
-        if offered is not None and one.model not in offered:
-            known = f"there is no {one.model}; it has {', '.join(sorted(offered))}" if offered else "it has none"
-            raise Invalid(f"{kind.FIELD}.model", f"is not offered by this model: {known}")
+        check_offered(f"{kind.FIELD}.model", one.model, offered)

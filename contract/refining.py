@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pydantic import ConfigDict, Field
 
 from contract.errors import Invalid
-from contract.loras import is_name
+from contract.offered import check_offered
 from contract.strict import MAX_NAME, Nested
 
 FIELD = "refiner"
@@ -33,10 +33,5 @@ class Refining(Nested):
         """
         if soft:
             raise Invalid(FIELD, "is not supported together with soft_mask")
-        if offered is not None and self.model in offered:
-            return  # whatever its folder is called
-        if not is_name(self.model):
-            raise Invalid(f"{FIELD}.model", "must be a name: letters, digits, _, . and -")
-        if offered is not None:
-            known = f"there is no {self.model}; it has {', '.join(offered)}" if offered else "it has none"
-            raise Invalid(f"{FIELD}.model", f"is not offered by this model: {known}")
+        if self.model not in (offered or ()):  # else whatever its folder is called
+            check_offered(f"{FIELD}.model", self.model, offered)

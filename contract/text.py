@@ -37,6 +37,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default, for completions only
 _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
+_Ignored = Annotated[str | None, Field(max_length=MAX_IGNORED, description=_IGNORED)]
 
 
 def _kind(value: Any) -> str:
@@ -102,6 +103,10 @@ class TextJob:
         """Parse what `told` wrote; values are checked where tokens are counted."""
         return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
 
+    def files(self) -> set[str]:
+        """The worker's files that it names, as of images: none."""
+        return set()
+
     @property
     def count(self) -> int:
         """The number of answers over all prompts."""
@@ -114,6 +119,15 @@ class TextJob:
             return sum(len(message["content"]) for message in self.messages) / _TOKEN_CHARACTERS
         texts = self.prompts or []
         return sum(len(text) / (_TOKEN_CHARACTERS if isinstance(text, str) else 1) for text in texts)
+
+    def check(self, offer: TextOffer) -> None:
+        """Raise `Invalid` for the first field that the model does not offer."""
+        if self.count > offer.max_choices:
+            raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
+        if self.max_tokens is not None and offer.context and self.max_tokens >= offer.context:
+            raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
+        if len(self.logit_bias or ()) > offer.max_logit_bias:
+            raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")
 
 
 @with_fields_of(TextJob)
@@ -184,8 +198,8 @@ class Message(StrictModel):
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)],
         Discriminator(_kind),
     ]
-    name: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    refusal: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    name: _Ignored = None
+    refusal: _Ignored = None
 
     @property
     def text(self) -> str:
@@ -194,7 +208,7 @@ class Message(StrictModel):
 
 class JsonSchema(StrictModel):
     name: str = Field(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
-    description: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    description: _Ignored = None
     strict: bool | None = Field(default=None, description="accepted and ignored: answers always fit the schema")
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema", max_length=MAX_KEYWORDS)
 
@@ -216,10 +230,10 @@ class ChatFields(TextFields):
     response_format: ResponseFormat | None = None
     metadata: Metadata | None = Field(default=None, description=_IGNORED)
     store: bool | None = Field(default=None, description=_IGNORED)
-    service_tier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    reasoning_effort: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    verbosity: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
-    safety_identifier: str | None = Field(default=None, max_length=MAX_IGNORED, description=_IGNORED)
+    service_tier: _Ignored = None
+    reasoning_effort: _Ignored = None
+    verbosity: _Ignored = None
+    safety_identifier: _Ignored = None
     prompt_cache_key: str | None = Field(
         default=None, max_length=MAX_IGNORED, description="accepted and ignored: equal beginnings are found"
     )
@@ -312,13 +326,3 @@ class CompletionFields(TextFields):
 
 def _tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def check(job: TextJob, offer: TextOffer) -> None:
-    """Raise `Invalid` for the first field that the model does not offer."""
-    if job.count > offer.max_choices:
-        raise Invalid("n", f"n times the number of prompts must be at most {offer.max_choices}")
-    if job.max_tokens is not None and offer.context and job.max_tokens >= offer.context:
-        raise Invalid("max_tokens", f"must be less than the model's context of {offer.context} tokens")
-    if len(job.logit_bias or ()) > offer.max_logit_bias:
-        raise Invalid("logit_bias", "is not known to the worker of this model, which is of an older version")

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pydantic import ConfigDict, Field
 
 from contract.errors import Invalid
-from contract.loras import is_name
+from contract.offered import check_offered
 from contract.strict import MAX_NAME, Nested
 
 FIELD = "upscale"
@@ -37,11 +37,7 @@ class Upscale(Nested):
 
     def check(self, offered: Collection[str] | None) -> None:
         """Raise `Invalid` for a network that is not offered; None: only the syntax is checked."""
-        if not is_name(self.model):
-            raise Invalid(f"{FIELD}.model", "must be a name: letters, digits, _, . and -")
-        if offered is not None and self.model not in offered:
-            known = f"there is no {self.model}; GET /v1/models lists those there are" if offered else "it has none"
-            raise Invalid(f"{FIELD}.model", f"is not offered by this model: {known}")
+        check_offered(f"{FIELD}.model", self.model, offered, listed=False)
 
     def check_factor(self, width: int, height: int, factor: int) -> None:
         """Raise `Invalid` for a scale beyond the network's factor, and for an image that would become too large."""

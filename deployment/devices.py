@@ -26,7 +26,7 @@ class NoDevices(ValueError):
     """An error: there is no GPU to start a worker for."""
 
 
-def visible(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
+def visible_gpus(environment: Mapping[str, str], probe: Callable[[], str] | None = None) -> list[str]:
     """The GPUs that a process here may use, as CUDA_VISIBLE_DEVICES names them. Raises `NoDevices`.
 
     `probe` is what `nvidia-smi -L` prints, one line per GPU.
@@ -52,7 +52,7 @@ def expects_gpu(device: str, environment: Mapping[str, str]) -> bool:
     try:
         if metadata.version("torch").endswith("+cpu"):
             return False
-        return bool(visible(environment))
+        return bool(visible_gpus(environment))
     except (metadata.PackageNotFoundError, NoDevices):
         return False
 
@@ -75,7 +75,7 @@ def serve_each(
     A worker that ends is restarted, as by `diptych serve`; one whose input can never work (exit code 2) ends all.
     `command` runs one worker, which gets its device in CUDA_VISIBLE_DEVICES.
     """
-    devices = visible(os.environ) if devices is None else devices
+    devices = visible_gpus(os.environ) if devices is None else devices
     command = command or [sys.executable, "-P", "-m", "cli", "worker"]
     logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # private, under an unpredictable name
     with StopSignals() as stop, StatusDisplay() as screen:

@@ -79,6 +79,6 @@ def share(right: int, count: int) -> Interval:
     return Interval(value, max(0.0, min(value, middle - reach)), min(1.0, max(value, middle + reach)))
 
 
-def said(figure: Estimate) -> dict[str, float]:
+def interval_fields(figure: Estimate) -> dict[str, float]:
     """A figure as JSON."""
     return dict(figure.interval._asdict())

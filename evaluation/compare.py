@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from evaluation import bootstrap, paired, references, scores
-from evaluation.bootstrap import Estimate, Interval, said
+from evaluation.bootstrap import Estimate, Interval, interval_fields
 from evaluation.features import Look
 from evaluation.references import Features, ReferenceImages
 from evaluation.run import SAME, EvaluationRun, RunError
@@ -76,7 +76,7 @@ def runs(
             "settings": item.run.settings,
             "drawn_by": item.run.drawn_by,
             "pictures_per_second": item.run.speed(),
-            "scores": {name: said(figure) for name, figure in item.figures.items()},
+            "scores": {name: interval_fields(figure) for name, figure in item.figures.items()},
         }
         if item is not base:
             ratios = {
@@ -84,7 +84,7 @@ def runs(
                 for name, figure in item.figures.items()
                 if name != networks.kid and base.figures[name].value != 0  # KID may be below 0
             }
-            entry["ratios"] = {name: said(ratio) for name, ratio in ratios.items()}
+            entry["ratios"] = {name: interval_fields(ratio) for name, ratio in ratios.items()}
             entry |= _beside(item, base, networks, counts, notes, look)
             if item.run.name in siblings:
                 entry["gates"] = []
@@ -235,9 +235,9 @@ def _see(
     counts: Tensor,
     look: Look,
 ) -> _ScoredRun:
-    features = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
+    features = references.run_features(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     log: Look = lambda label, done, total: look(f"{run.name}: {label}", done, total)  # noqa: E731
-    captions = {name: values[indices] for name, values in scores.of_captions(run, networks, features).items()}
+    captions = {name: values[indices] for name, values in scores.score_captions(run, networks, features).items()}
     figures = {name: bootstrap.mean(values, counts) for name, values in captions.items()}
     features = features.of(indices)
     if real is not None:

@@ -53,7 +53,7 @@ class Unscorable(ValueError):
     """An image and a caption that a network cannot read."""
 
 
-def of_pictures(
+def picture_features(
     files: Sequence[Path], digest: str, extractor: Extractor, store: Path, tick: Tick = lambda done, total: None
 ) -> Tensor:
     """Features [N, D] of the images, in order, as a view of the file `store`.npy.
@@ -68,7 +68,7 @@ def of_pictures(
     return _kept(len(files), extractor.width, f"{digest} {extractor.name} {extractor.digest}", take, store, tick)
 
 
-def of_captions(
+def caption_features(
     captions: Sequence[str], reader: Callable[[Sequence[str]], Tensor], width: int, digest: str, store: Path
 ) -> Tensor:
     """Features [N, D] of captions, in order, cached as those of images."""
@@ -83,7 +83,7 @@ def of_captions(
     )
 
 
-def of_pairs(
+def pair_scores(
     files: Sequence[Path], captions: Sequence[str], digest: str, scorer: PairScorer, store: Path, tick: Tick
 ) -> Tensor:
     """Scores [N, 1] of images with their captions, in order, cached as features are. Raises `pixels.PictureError`."""

@@ -101,7 +101,7 @@ def draw_jobs(
         image: SourceImage = source.take(future.result())
         for warning in image.warnings:
             _say(console, f"{caption.id}: {warning}", "yellow")
-        notes |= dict.fromkeys(writer.confirm(printed(image.png)))
+        notes |= dict.fromkeys(writer.confirm(read_fingerprint(image.png)))
         writer.add(
             caption, parameters.seed, file_name(parameters, f"{caption.index:05d}"), image.png,
             session=session, seconds=time.monotonic() - started,
@@ -146,7 +146,7 @@ class ProgressLog:
         _say(self._console, f"{done} of {total} {self._what}, {rate:.2f}/s, {left}", "")
 
 
-def printed(png: bytes) -> Mapping[str, Any]:
+def read_fingerprint(png: bytes) -> Mapping[str, Any]:
     """The fingerprint in one of our PNGs; empty if there is none."""
     from PIL import Image
 

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     layers: float | None  # without a CLIP for them
 
 
-def unpaired(run: EvaluationRun, other: EvaluationRun) -> str | None:
+def unpaired_reason(run: EvaluationRun, other: EvaluationRun) -> str | None:
     """Return why images of two runs cannot be paired; None if they can."""
     if [(c.id, c.text) for c in run.captions] != [(c.id, c.text) for c in other.captions]:
         return "since its captions are others"
@@ -88,7 +88,7 @@ def distances(
     for name, values in figures.items():
         cases = values if name in _MORE_IS_BETTER else -values
         worst = [{"id": ids[k], "value": float(values[k])} for k in _lowest(cases)]
-        entry[name] = bootstrap.said(bootstrap.mean(values, counts)) | {"worst": worst}
+        entry[name] = bootstrap.interval_fields(bootstrap.mean(values, counts)) | {"worst": worst}
     return entry
 
 
@@ -105,7 +105,7 @@ def changes(
             {"id": ids[k], "value": float(moved[k]), "run": float(values[k]), "base": float(base_scores[name][k])}
             for k in _lowest(moved)
         ]
-        entry[name] = bootstrap.said(bootstrap.mean(moved, counts)) | {"worst": worst}
+        entry[name] = bootstrap.interval_fields(bootstrap.mean(moved, counts)) | {"worst": worst}
     return entry
 
 

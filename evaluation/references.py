@@ -73,7 +73,7 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
         return ReferenceImages(name, identity, statistics=fid.read(path, networks.distance.width))
     if identity == "run":
         run = EvaluationRun.read(path)
-        return ReferenceImages(name, identity, of_run(run, networks, tick), run=run)
+        return ReferenceImages(name, identity, run_features(run, networks, tick), run=run)
     files = pixels.listing(path)
     if len(files) < 2:
         raise UnusableReference(f"{path}: holds one picture; a distribution needs at least 2")
@@ -81,21 +81,21 @@ def look(path: Path, networks: ScoringNetworks, store: Path, tick: Tick) -> Refe
 
     def taken(extractor: Extractor) -> Tensor:
         cache = store / f"{name}-{digest[:12]}-{extractor.name}"
-        return features.of_pictures(files, digest, extractor, cache, tick)
+        return features.picture_features(files, digest, extractor, cache, tick)
 
     return ReferenceImages(name, identity, _all(networks, taken))
 
 
-def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:
+def run_features(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Features:
     """A run's features, cached in its folder."""
     files, digest = run.files(), run.digest()
 
     def taken(extractor: Extractor) -> Tensor:
-        return features.of_pictures(files, digest, extractor, run.folder / "features" / extractor.name, tick)
+        return features.picture_features(files, digest, extractor, run.folder / "features" / extractor.name, tick)
 
     run_features, texts = _all(networks, taken), [caption.text for caption in run.captions]
     scores = {
-        judge.figure: features.of_pairs(
+        judge.figure: features.pair_scores(
             files, texts, digest, judge.scorer, run.folder / "features" / judge.scorer.name, tick
         )
         for judge in networks.judges
@@ -104,11 +104,11 @@ def of_run(run: EvaluationRun, networks: ScoringNetworks, tick: Tick) -> Feature
     return run_features._replace(judged={**run_features.judged, **scores})
 
 
-def captions_of(run: EvaluationRun, clip: Clip) -> Tensor:
+def run_caption_features(run: EvaluationRun, clip: Clip) -> Tensor:
     """Features [N, D] of a run's captions, cached in its folder."""
     texts: Sequence[str] = [caption.text for caption in run.captions]
     cache = run.folder / "features" / f"{clip.name}-captions"
-    return features.of_captions(texts, clip.read, clip.width, clip.digest, cache)
+    return features.caption_features(texts, clip.read, clip.width, clip.digest, cache)
 
 
 def _all(networks: ScoringNetworks, extract: Callable[[Extractor], Tensor]) -> Features:

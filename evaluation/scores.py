@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evaluation import bootstrap, mmd, paired, references
-from evaluation.bootstrap import Estimate, said
+from evaluation.bootstrap import Estimate, interval_fields
 from evaluation.features import Look
 from evaluation.fid import FrechetDistance, Gaussian
 from evaluation.judges import Kind
@@ -18,7 +18,7 @@ from evaluation.run import EvaluationRun, RunError
 from evaluation.scoring_networks import ScoringNetworks
 
 
-def of_run(
+def score_run(
     run: EvaluationRun,
     networks: ScoringNetworks,
     held_against: Sequence[ReferenceImages],
@@ -32,12 +32,12 @@ def of_run(
     """
     if len(run.captions) < 2:
         raise RunError(f"{run.folder}: one picture is no distribution; scores need at least 2")
-    seen = references.of_run(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
+    seen = references.run_features(run, networks, lambda done, total: look(f"looking at {run.name}", done, total))
     counts = bootstrap.resamples(len(run.captions), resamples)
     notes = few(run.name, len(run.captions), networks)
-    each = of_captions(run, networks, seen)
+    each = score_captions(run, networks, seen)
     scores: dict[str, Any] = {
-        "scores": {name: said(bootstrap.mean(values, counts)) for name, values in each.items()},
+        "scores": {name: interval_fields(bootstrap.mean(values, counts)) for name, values in each.items()},
         "against": {},
     }
     for reference in held_against:
@@ -48,10 +48,10 @@ def of_run(
         entries: dict[str, Any] = {
             "kind": reference.kind,
             "pictures": reference.count,
-            "scores": {n: said(f) for n, f in far.items()},
+            "scores": {n: interval_fields(f) for n, f in far.items()},
         }
         if reference.run is not None:
-            reason = paired.unpaired(run, reference.run)
+            reason = paired.unpaired_reason(run, reference.run)
             if reason:
                 notes.append(f"{reference.name}: no PSNR and SSIM, {reason}")
             else:
@@ -59,20 +59,20 @@ def of_run(
                 ids = [caption.id for caption in run.captions]
                 every = paired.images(run, reference.run, networks, look, range(len(ids)))
                 entries["scores"] |= paired.distances(every, seen, reference.features, networks, ids, counts)
-                reference_scores = of_captions(reference.run, networks, reference.features)
+                reference_scores = score_captions(reference.run, networks, reference.features)
                 entries["changes"] = paired.changes(each, reference_scores, ids, counts)
         scores["against"][reference.name] = entries
     return scores | {"resamples": resamples, "notes": notes}
 
 
-def of_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -> dict[str, Tensor]:
+def score_captions(run: EvaluationRun, networks: ScoringNetworks, seen: Features) -> dict[str, Tensor]:
     """The scores of each caption's image by figure, [N] fp64: 100 × cosine, not clamped at 0 (as in MLPerf), and
     rewards.
     """
-    scores = {networks.score: 100 * _cosines(seen.clip, references.captions_of(run, networks.clip))}
+    scores = {networks.score: 100 * _cosines(seen.clip, references.run_caption_features(run, networks.clip))}
     for judge in networks.judges:
         if judge.kind is Kind.REWARD:
-            texts = references.captions_of(run, judge.clip)
+            texts = references.run_caption_features(run, judge.clip)
             scores[judge.figure] = judge.scale * _cosines(seen.judged[judge.figure], texts)
         elif judge.kind is Kind.PAIR:
             scores[judge.figure] = judge.scale * seen.judged[judge.figure][:, 0].double()

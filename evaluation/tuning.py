@@ -151,7 +151,7 @@ class Rated(NamedTuple):
     psnr: float
 
 
-def front(rated: Iterable[Rated]) -> list[Rated]:
+def pareto_front(rated: Iterable[Rated]) -> list[Rated]:
     """The plans that no other beats in both, the fastest first."""
     frontier: list[Rated] = []
     for entry in sorted(rated, key=lambda entry: (entry.seconds, -entry.psnr, entry.candidate.name)):
@@ -164,7 +164,7 @@ def keep(rated: Sequence[Rated], count: int) -> list[Rated]:
     """The best `count` in order: front by front, and of a front that does not fit those spread evenly over it."""
     left, selected = list(rated), list[Rated]()
     while left and len(selected) < count:
-        first, room = front(left), count - len(selected)
+        first, room = pareto_front(left), count - len(selected)
         if len(first) > room:
             selected += [first[k * (len(first) - 1) // max(1, room - 1)] for k in range(room)]
             break
@@ -344,7 +344,7 @@ def judge(
     return [Judged(finalists[0], entries[0]["pictures_per_second"], (1.0, 1.0, 1.0), MOST_DB, full), *rows]
 
 
-def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> dict[str, Judged]:
+def name_plans(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> dict[str, Judged]:
     """The fastest plan that passes each gate; the full one where none does."""
     names = {}
     for name, gate in gates.items():
@@ -353,8 +353,8 @@ def named(judged: Sequence[Judged], full: Judged, gates: Mapping[str, Gate]) -> 
     return names
 
 
-def best_front(judged: Sequence[Judged], full: Judged) -> list[Judged]:
+def best_pareto_front(judged: Sequence[Judged], full: Judged) -> list[Judged]:
     """The finalists and the full plan that no other beats in measured speed and PSNR, the fastest first."""
     by_name = {entry.candidate.name: entry for entry in (*judged, full)}
     rated = [Rated(entry.candidate, 1 / entry.images_per_s, entry.psnr) for entry in by_name.values()]
-    return [by_name[entry.candidate.name] for entry in front(rated)]
+    return [by_name[entry.candidate.name] for entry in pareto_front(rated)]

@@ -68,7 +68,7 @@ def paged_attention(query: Tensor, paged: PagedContext, layer: int, scale: float
     kv_heads = cache.kv_heads
     packed = query.unflatten(1, (kv_heads, -1))  # [T, kv_heads, g, d]
     out = torch.empty_like(packed)
-    if query.is_cuda and len(paged.singles) and decode_kernel.lacks(cache) is None:
+    if query.is_cuda and len(paged.singles) and decode_kernel.unsupported_reason(cache) is None:
         key_scales = None if cache.key_scales is None else cache.key_scales[layer]
         value_scales = None if cache.value_scales is None else cache.value_scales[layer]
         attended = decode_kernel.decode(

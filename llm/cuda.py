@@ -24,7 +24,7 @@ class CudaDecoder:
     def __init__(self, network: Any, cache: KVCache) -> None:
         """Raises ValueError for a model or a cache that the kernels do not support."""
         family.check(network)
-        if (reason := decode_kernel.lacks(cache)) is not None:
+        if (reason := decode_kernel.unsupported_reason(cache)) is not None:
             raise ValueError(reason)
         if cache.keys.dtype == torch.float8_e4m3fn and torch.cuda.is_available() and _capability() < (8, 9):
             raise ValueError("keys and values in E4M3 want compute capability 8.9")

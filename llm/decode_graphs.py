@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from core.cuda_graphs import CAPTURE_LOCK
-from core.kernels.cuda.decode_kernel import PARTS, reach
+from core.kernels.cuda.decode_kernel import PARTS, part_count
 from core.ops.cuda_tokens import FusedBatch
 from llm.cuda import CudaDecoder
 from llm.sample import likeliest
@@ -49,7 +49,7 @@ class DecodeGraphs:
         """Set up graphs for at most so many sequences, of at most `context` tokens."""
         self._model = model
         self._most = bucket(sequences) or BUCKETS[-1]
-        self.rungs = [size for size in REACHES if size <= rung(reach(context))]
+        self.rungs = [size for size in REACHES if size <= rung(part_count(context))]
         width = max(4, self._most)  # 16-byte alignment, which kernels are compiled for
         self._inputs = torch.zeros(3, width, dtype=torch.int32, device=device)
         self._given = torch.zeros(3, width, dtype=torch.int32)
@@ -75,7 +75,7 @@ class DecodeGraphs:
         size = bucket(rows)
         if size is None or size > self._most:
             return None
-        parts = rung(reach(int(columns[1].max()) + 1))
+        parts = rung(part_count(int(columns[1].max()) + 1))
         graph = self._graph(size, parts)
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still be in progress

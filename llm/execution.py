@@ -70,7 +70,7 @@ class TextExecution:
         if self._fused is None:
             return TORCH
         in_8_bits = is_quantized(self.model.precision)  # only its products may be Hopper's
-        return HOPPER if in_8_bits and driver.lacks(self.model.device) is None else TRITON
+        return HOPPER if in_8_bits and driver.unsupported_reason(self.model.device) is None else TRITON
 
     @property
     def kind(self) -> str:
@@ -192,7 +192,7 @@ class FusedTextExecution:
             if count > 1
         ]
         cut = np.array(tiles(runs, self.model.group), np.int32).reshape(-1, 3)
-        parts = rung(decode_kernel.reach(int(columns[1, singles].max()) + 1)) if len(singles) else 1
+        parts = rung(decode_kernel.part_count(int(columns[1, singles].max()) + 1)) if len(singles) else 1
         arrays = [part.astype(np.int32) for part in (*columns, output_rows, singles, cut.ravel())]
         # Each 16-byte aligned: kernels would be recompiled for other alignments.
         padded = [np.pad(part, (0, -len(part) % 4)) for part in arrays]

@@ -12,7 +12,7 @@ import torch
 
 from contract.card import ImageOffer
 from contract.errors import Invalid
-from contract.image import ImageParameters, check
+from contract.image import ImageParameters
 from core.batching.request import Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.failures import translate_device_errors
@@ -110,7 +110,7 @@ class ImageRunner:
         edit = wanted.edit
         masked, soft = edit is not None and edit.mask is not None, edit is not None and edit.soft_mask
         offer.check_source(edited=edit is not None, masked=masked, soft=soft)
-        check(wanted, offer)
+        wanted.check(offer)
         self._check_schedule(wanted)
         found = self._read(wanted)
         if wanted.lora:

@@ -1,9 +1,8 @@
-"""Tests that the docs match the tree (files, modules, settings, endpoints, commands) and use the field's words."""
+"""Tests that the docs match the tree (files, modules, settings, endpoints, commands, figures)."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -89,10 +88,10 @@ def test_every_room_has_its_floor_in_the_picture() -> None:
     _, picture, _ = PAGES["architecture.md"].split("```", 2)
     floor, told = 0, {}
     for line in picture.splitlines():
-        left = re.match(r"(-?\d) {2}", line)
+        left = re.match(r" ?(\d+) +", line)
         floor = int(left[1]) if left else floor
         # Names stand before the gap that sets apart what is said of them.
-        names = re.match(r"(?:-?\d)? +((?:[a-z_.]+ {2,})+)", line)
+        names = re.match(r" *\d* +((?:[a-z_.]+ {2,})+)", line)
         told |= dict.fromkeys(names[1].split() if names else (), floor)
     assert told == {room: floor for room, floor in FLOORS.items() if room != "core"}
 
@@ -192,70 +191,6 @@ def test_an_unmarked_figure_is_found(text: str, found: list[str]) -> None:
 
 def test_limits_are_listed_one_by_one() -> None:
     assert limits("a <!-- limits: 15 s; 2%;\n 1 MiB --> b") == {"15 s", "2%", "1 MiB"}
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
-
-# Words that a newcomer would have to learn, and the field's own. `True`: docstrings are free of it, too.
-WORDS = {
-    r"panels?": ("modality, text model, image model", True),
-    r"rooms?": ("package", False),
-    r"stations?": ("worker", True),
-    r"companions?": ("other rows, other requests", True),
-    r"guess(?:es|ed)": ("draft tokens, estimates", False),
-    r"whoever": ("clients that, any process that", True),
-    r"(?:is|are|be) told": ("is notified, receives, returns", True),
-    r"knows? (?:nothing|no|neither|only|what|how|where|which)": ("does, imports, depends on", True),
-    r"doorways?": ("middleware, endpoint", True),
-    r"hinged": ("shared", True),
-    r"riddles?": ("errors", True),
-    r"whose business": ("handles", True),
-    r"for who": ("for callers that", True),
-}
-PROSE = {**PAGES, **{name: (ROOT / name).read_text("utf-8") for name in ("CHANGELOG.md", "SECURITY.md")}}
-
-
-def house_words(text: str, *, docstring: bool = False) -> list[str]:
-    """The words of `WORDS` in a text outside code, links and generated parts, each with its replacement."""
-    prose = re.sub(r"\]\([^)]*\)", "]", CODE.sub("", MARKED.sub("", text)))
-    return [
-        f"{found.group()} → {instead}"
-        for word, (instead, everywhere) in WORDS.items()
-        if everywhere or not docstring
-        for found in re.finditer(rf"(?<![\w/]){word}(?!\w|\.md)", prose, re.IGNORECASE)
-    ]
-
-
-@pytest.mark.parametrize("name", PROSE)
-def test_pages_use_the_fields_words(name: str) -> None:
-    assert house_words(PROSE[name]) == []
-
-
-def test_docstrings_use_the_fields_words() -> None:
-    found = {}
-    for path in sorted(path for top in ROOMS.split("|") if top != "tests" for path in (ROOT / top).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                for word in house_words(ast.get_docstring(node) or "", docstring=True):
-                    found[f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"] = word
-    assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "docstring", "found"),
-    [
-        ("Each panel\nhas a room; see [rooms.md](rooms.md) and `--panel`.", False, ["panel", "room"]),
-        (
-            "Knows rows, knows nothing of pages; the panel is told of a guess.",
-            True,
-            ["panel", "is told", "knows nothing"],
-        ),
-        ("The doorway, for who calls it; there is room.", True, ["doorway", "for who"]),
-        ("The caller whose key it is; it forecasts.", False, []),
-    ],
-)
-def test_a_house_word_is_found(text: str, docstring: bool, found: list[str]) -> None:
-    assert [one.partition(" →")[0] for one in house_words(text, docstring=docstring)] == found
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def join(on_gpu: bool) -> tuple[int, int]:
     return distributed.get_rank(), world
 
 
-def agree(*values: float) -> list[float]:
+def values_of_first(*values: float) -> list[float]:
     """Return the first process's values: clocks differ, and learning rates must not."""
     local = torch.tensor(values, dtype=torch.float64)
     distributed.broadcast(local, 0)

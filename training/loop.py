@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from training import checkpoint
-from training.group import agree, average_
+from training.group import average_, values_of_first
 from training.muon import Muon
 from training.run import TrainingRun
 
@@ -167,7 +167,7 @@ class _Trainer:
         """Return whether the budget and the command's end allow another step, by the first process's clock."""
         now = time.time()
         if self.run.world > 1:
-            self.seconds, now = agree(self.seconds, now)
+            self.seconds, now = values_of_first(self.seconds, now)
         return self._progress() < 1 and (self.run.until is None or now < self.run.until)
 
     def _step(self) -> dict[str, float] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evaluation.scenes import emoji, subjects
 from evaluation.scenes.emoji import PictureRow
-from evaluation.scenes.grammar import NUMBERS, say
+from evaluation.scenes.grammar import NUMBERS, render_caption
 from evaluation.scenes.subjects import Subject
 from evaluation.scenes.truth import Truth
 from training.phrases import BACKDROPS, SYSTEM, Chat
@@ -76,13 +76,13 @@ class SceneExpander:
             truth = replace(truth, background=(self._background(truth, draw),))
         named = {item.subject: self._named(self.composer.by_noun[item.subject], draw) for item in truth.items}
         wording = draw.getrandbits(32)  # one for both: the answer says it as the prompt does
-        prompt = say(requested, named, random.Random(wording))
+        prompt = render_caption(requested, named, random.Random(wording))
         if draw.random() < _BARE:
             prompt = _bare(prompt, draw)
         prompt = draw.choice(_ASKS).format(prompt)
         if draw.random() < _CAPITAL:
             prompt = prompt[0].upper() + prompt[1:]
-        answer = say(truth, self.composer.by_noun, random.Random(wording))
+        answer = render_caption(truth, self.composer.by_noun, random.Random(wording))
         return SceneChat(Chat(prompt, answer, SYSTEM if draw.random() < 0.1 else ""), requested)
 
     def _named(self, subject: Subject, draw: random.Random) -> Subject:

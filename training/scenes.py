@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 
-from evaluation.scenes.grammar import CaptionParser, Foils, say
+from evaluation.scenes.grammar import CaptionParser, Foils, render_caption
 from evaluation.scenes.subjects import Subject
 from evaluation.scenes.truth import SceneItem, Truth
 from training import captions, layout
@@ -89,7 +89,7 @@ class ScenePrompt:
     scene: Scene
 
 
-def held(family: Family) -> bool:
+def is_held_out(family: Family) -> bool:
     """Return whether training never sees this family."""
     digest = hashlib.blake2b("|".join(family).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < HELD_SHARES[family[0]] * 2**64
@@ -132,13 +132,13 @@ class Composer:
         if chance < _CROPPED:
             scene = self._cropped(truth, draw, size) or scene
         enlarged = _CROPPED <= chance < _CROPPED + _ENLARGED
-        return replace(scene, foil=say(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
+        return replace(scene, foil=render_caption(foil, self.by_noun, draw) if foil else None, enlarged=enlarged)
 
     def draw_truth(self, draw: random.Random, size: tuple[int, int] = (128, 128), *, held_out: bool = False) -> Truth:
         """Draw the truth of a scene of no held-out family, or (`held_out`) of at least one."""
         while True:
             truth = self._truth(draw, size)
-            if any(map(held, self.families(truth))) is held_out:
+            if any(map(is_held_out, self.families(truth))) is held_out:
                 return truth
 
     def backgrounds(self, truth: Truth) -> list[str]:
@@ -182,7 +182,7 @@ class Composer:
         layers = tuple(
             Layer(self.by_noun[item.subject].row, square, item.colour) for item, squares in order for square in squares
         )
-        caption = say(truth, self.by_noun, draw)
+        caption = render_caption(truth, self.by_noun, draw)
         return Scene(caption, layers, self._backdrop(truth, draw), size, truth, sticker=truth.sticker)
 
     def prompts(
@@ -199,7 +199,7 @@ class Composer:
         families = self._every(kind)
         draw.shuffle(families)
         for family in families:
-            if held(family) == seen:
+            if is_held_out(family) == seen:
                 continue
             if kind == "colour":
                 truth = Truth((SceneItem(family[1], colour=family[2]),))
@@ -294,12 +294,12 @@ class Composer:
         """The truth with one thing wrong, of no held-out family either: judges would learn that these are wrong."""
         for _ in range(8):
             wrong = self.foils.wrong(truth, draw)
-            if wrong != truth and not any(map(held, self.families(wrong))):
+            if wrong != truth and not any(map(is_held_out, self.families(wrong))):
                 return wrong
         return None
 
 
-def single(row: int, subject: str, colour: str, draw: random.Random, size: tuple[int, int]) -> Scene:
+def single_emoji(row: int, subject: str, colour: str, draw: random.Random, size: tuple[int, int]) -> Scene:
     """One emoji in its own words on a plain background; half of the time as its picture is, else smaller and aside."""
     width, height = size
     side = float(min(size))

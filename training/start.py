@@ -34,7 +34,7 @@ def convert(run: TrainingRun, *, denoiser: bool = False) -> None:
     pieces = tokens.clip_tokenizer(run)
     for name in [name for name in ("text", "text_2", "clip") if name in parts]:
         for key in [key for key in parts[name] if key.endswith(_EMBEDDINGS)]:
-            parts[name][key] = moved(parts[name][key], old, pieces)
+            parts[name][key] = remap_embeddings(parts[name][key], old, pieces)
     folder = run.work / "start"
     if denoiser:
         state = {"scaling_factor": parts["scaling_factor"], "vae": parts["vae"]}
@@ -81,11 +81,11 @@ def read(run: TrainingRun, *, clip: bool = True) -> dict[str, Any]:
     return tensors | {"scaling_factor": float(models["vae"].config.scaling_factor)}
 
 
-def keep(run: TrainingRun, folder: Path) -> list[str]:
+def save_averages(run: TrainingRun, folder: Path) -> list[str]:
     """Write `STAGE/state.pt` of each stage that has one, with the averaged weights alone in float16, and the latents'
     scale; returns the stages' names.
     """
-    rows = []
+    stages = []
     for name in ("vae", "clip", "unet", "tiny_vae"):
         state = checkpoint.load(run.work / name / "state.pt")
         if state is not None:
@@ -94,14 +94,14 @@ def keep(run: TrainingRun, folder: Path) -> list[str]:
                 for module, weights in state["averaged"].items()
             }
             checkpoint.save(folder / name / "state.pt", {"averaged": averaged})
-            rows.append(name)
+            stages.append(name)
     scale = checkpoint.load(run.work / "latents" / "latents.pt")
     if scale is not None:
         checkpoint.save(folder / "latents" / "latents.pt", scale)
-    return rows
+    return stages
 
 
-def moved(embeddings: Tensor, old: dict[str, int], tokenizer: Any) -> Tensor:
+def remap_embeddings(embeddings: Tensor, old: dict[str, int], tokenizer: Any) -> Tensor:
     """Rows [V, W] for `tokenizer`'s tokens: known to `old` they stay, a new one is the mean of its pieces'."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     table = torch.empty(len(vocabulary), embeddings.shape[1])
@@ -132,7 +132,7 @@ def main() -> None:
     arguments = options.parse_args()
     run = from_options(arguments)
     if arguments.keep:
-        print(f"{arguments.keep}: {', '.join(keep(run, arguments.keep)) or 'nothing is trained'}")
+        print(f"{arguments.keep}: {', '.join(save_averages(run, arguments.keep)) or 'nothing is trained'}")
     elif arguments.text:
         convert_text(run)
     else:

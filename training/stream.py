@@ -70,7 +70,7 @@ class World:
             return self.composer.compose(index, size), -1
         row = draw.choices(range(len(self.rows)), cum_weights=self.odds)[0]
         colour = draw.choice(captions.COLOUR_NAMES) if draw.random() < 0.5 else ""
-        return scenes.single(row, draw.choice(self.wordings[row]), colour, draw, size), row
+        return scenes.single_emoji(row, draw.choice(self.wordings[row]), colour, draw, size), row
 
 
 def buckets(run: TrainingRun) -> dict[tuple[int, int], float]:

@@ -59,10 +59,10 @@ def build(run: TrainingRun) -> ZImageModules:
 
 def sigmas(run: TrainingRun) -> torch.Tensor:
     """The noise levels [8] at which `ZImagePipeline` calls the transformer, from 1 downwards."""
-    return shifted(torch.linspace(1, 1 / STEPS, STEPS), run.zimage.shift)
+    return shift_sigmas(torch.linspace(1, 1 / STEPS, STEPS), run.zimage.shift)
 
 
-def shifted(sigma: torch.Tensor, shift: float) -> torch.Tensor:
+def shift_sigmas(sigma: torch.Tensor, shift: float) -> torch.Tensor:
     """`FlowMatchEulerDiscreteScheduler`'s static shift of noise levels."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
@@ -135,7 +135,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
         # One level out of each of `batch` equal intervals: less variance than independent draws.
         even = (torch.randperm(batch, **factory) + torch.rand(batch, **factory)) / batch
         exact = levels[(even * STEPS).long().clamp(max=STEPS - 1)]
-        sigma = torch.where(torch.rand(batch, **factory) < SAMPLED, exact, shifted(even, shift))
+        sigma = torch.where(torch.rand(batch, **factory) < SAMPLED, exact, shift_sigmas(even, shift))
         noise = torch.randn(clean.shape, **factory)
         share = sigma[:, None, None, None]
         noisy = (1 - share) * clean + share * noise

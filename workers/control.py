@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from core.jobs.record import fence
 from core.jobs.registry import Registry
 from core.threads import VitalThread
 from workers.store_retry import StoreRetry
@@ -56,15 +57,10 @@ class ControlListener:
             for id, message in messages or ():
                 after = id
                 if "cancel" in message:
-                    self._cancel(message["cancel"], _fence(message))
+                    # A version that sends only the job's id means any attempt.
+                    of = message.get("of")
+                    self._cancel(message["cancel"], fence(message["attempt"], of) if of else None)
         except Exception:  # whatever a message contains, later ones must still be read
             log.exception("the control stream could not be read")
             return None
         return after if messages is not None else None
-
-
-def _fence(message: Mapping[str, str]) -> str | None:
-    """None in a message of a version that sent only the job's id."""
-    if not message.get("of"):
-        return None
-    return f"{message['attempt']}@{message['of']}"

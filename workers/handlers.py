@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from contract import loras
 from contract import plan as plans
 from contract.card import ImageCard, ModelCard
 from contract.errors import Invalid
@@ -68,12 +67,8 @@ class JobHandler(Protocol):
         """Whether jobs may name files that are read for them."""
         ...
 
-    def files(self, job: Any) -> Iterable[str]:
-        """The files that a job names, each by its kind and name. Raises `Invalid`."""
-        ...
-
     def held_files(self) -> Iterable[str]:
-        """Those that are in memory."""
+        """The files in memory, each as jobs name it (`files`)."""
         ...
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
@@ -139,9 +134,6 @@ class ImageJobHandler:
     def reads_files(self) -> bool:
         return self._runner.reads_files
 
-    def files(self, job: ImageJob) -> Iterable[str]:
-        return files_of(job)
-
     def held_files(self) -> Iterable[str]:
         return self._runner.held_files()
 
@@ -161,15 +153,6 @@ class ImageJobHandler:
         form = ImageFormat(job.output_format, job.output_compression)
         images = [_kept(picture, form, artifact_writer, self._metadata) for picture in made]
         return {"images": images, "deepcache": plans.to_field(made[0].parameters.deepcache)}
-
-
-def files_of(job: ImageJob) -> set[str]:
-    """The files that a job names, as `ImageRunner.held_files` names them. Raises `Invalid`."""
-    try:
-        named = {f"lora {one.name}" for one in loras.read(job.picture.lora)}
-    except ValueError as error:
-        raise Invalid("lora", str(error)) from error
-    return named | {f"{one.FIELD} {one.model}" for one in job.picture.pictures}
 
 
 def pictures(

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from core import threads
 from core.batching.engine import Engine
 from core.jobs.cards import WorkerCard
+from core.jobs.leases import JobLeases
 from core.jobs.registry import Registry
-from core.jobs.store import JobStore
 from workers.active_jobs import ActiveJobs
 from workers.store_retry import StoreRetry
 
@@ -79,7 +79,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: JobStore,
+        leases: JobLeases,
         registry: Registry,
         store_retry: StoreRetry,
         active_jobs: ActiveJobs,
@@ -92,7 +92,7 @@ class Heartbeat:
         end: Callable[[str], None] = end_process,
     ) -> None:
         """`paused` is called at each beat with the paused queues."""
-        self._store = store
+        self._leases = leases
         self._registry = registry
         self._store_retry = store_retry
         self._active_jobs = active_jobs
@@ -148,7 +148,7 @@ class Heartbeat:
     def _beat(self) -> bool:
         """Whether Redis has accepted it."""
         held = self._active_jobs.leases()
-        lost = self._store_retry.once(lambda: self._store.renew(self._worker, held), None)
+        lost = self._store_retry.once(lambda: self._leases.renew(self._worker, held), None)
         for id in lost or ():
             if self._active_jobs.abandon(id, held[id]):
                 log.info("this worker lost the lease of job %s", id)

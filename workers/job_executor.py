@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import Invalid
@@ -23,77 +24,58 @@ if TYPE_CHECKING:
     from workers.handlers import JobHandler, JobProgress
 
 
+@dataclass(frozen=True, slots=True)
 class JobExecutor:
-    """Writes nothing to the job's record but its progress. Thread-safe. `handlers` are by modality."""
+    """Writes nothing to a job's record but its progress. Thread-safe. `handlers` are by modality."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        handlers: Mapping[str, JobHandler],
-        publisher: ProgressPublisher,
-        artifact_writer: Callable[[], ArtifactWriter],
-        warm_claims: WarmClaims | None = None,
-    ) -> None:
-        self._engine = engine
-        self._handlers = handlers
-        self._publisher = publisher
-        self._artifact_writer = artifact_writer
-        self._warm_claims = warm_claims
+    engine: Engine
+    handlers: Mapping[str, JobHandler]
+    publisher: ProgressPublisher
+    artifact_writer: Callable[[], ArtifactWriter]
+    warm_claims: WarmClaims | None = None
 
-    def run(self, work: ActiveJob) -> dict[str, Any] | Exception:
-        """The job's result, or the reason for its failure."""
+    def run(self, work: ActiveJob) -> dict[str, Any]:
+        """The job's result. Raises whatever is the reason for its failure."""
         claim = work.claim
-        try:
-            handler = self._handlers[claim.modality]
-            if claim.model != handler.name:
-                raise Aborted("the job names another model")
-            job = handler.read(claim.parameters)
-            with nullcontext() if self._warm_claims is None else self._warm_claims.reading(job, handler):
-                return self._make(work, handler, job)
-        except Exception as error:
-            return error
-
-    def _make(self, work: ActiveJob, handler: JobHandler, job: Any) -> dict[str, Any]:
-        claim = work.claim
-        wanted = handler.requests(job)
-        artifact_writer = self._artifact_writer()
-        deadline = self._deadline(claim)
-        started = time.monotonic()
+        handler = self.handlers[claim.modality]
+        if claim.model != handler.name:
+            raise Aborted("the job names another model")
+        job = handler.read(claim.parameters)
+        left_s = math.inf if claim.deadline_left_s is None else claim.deadline_left_s
+        with nullcontext() if self.warm_claims is None else self.warm_claims.reading(job, handler):
+            parameters = handler.requests(job)
+            started, deadline = time.monotonic(), self.engine.clock() + left_s
+            if job.expand_prompt:
+                parameters = self._expanded(work, parameters, deadline)
+            with traces.span("engine", requests=len(parameters)):
+                outputs = work.make(self._requests(claim, parameters, handler.tally(parameters), deadline))
+            engine_s = time.monotonic() - started
+            if work.dropped:
+                raise Aborted("the job was cancelled, handed back or claimed again")
+            artifact_writer = self.artifact_writer()
+            result = handler.build_result(job, outputs, artifact_writer)
         if job.expand_prompt:
-            wanted = self._expanded(work, wanted, deadline)
-        with traces.span("engine", requests=len(wanted)):
-            made = work.make(self._requests(claim, wanted, handler.tally(wanted), deadline))
-        engine_s = time.monotonic() - started
-        if work.dropped:
-            raise Aborted("the job was cancelled, handed back or claimed again")
-        result = handler.build_result(job, made, artifact_writer)
-        if job.expand_prompt:
-            result = expand.add_prompts(result, wanted)
+            result = expand.add_prompts(result, parameters)
         work.artifacts = artifact_writer.keys
         return {**result, "engine_s": round(engine_s, 6)}
-
-    def _deadline(self, claim: Claim) -> float:
-        """The deadline on the engine's clock."""
-        left_s = claim.deadline_left_s
-        return math.inf if left_s is None else self._engine.clock() + left_s
 
     def _expanded(self, work: ActiveJob, pictures: list[Any], deadline: float) -> list[Any]:
         """The image parameters with prompts expanded by the text model. Raises as `ActiveJob.make`."""
         claim = work.claim
         requests = [
             Request(
-                f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", wanted,
+                f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", parameters,
                 priority=claim.priority, deadline=deadline, tenant=claim.owner,
             )
-            for index, wanted in enumerate(expand.expansion_requests(pictures, self._handlers.get("text")))
+            for index, parameters in enumerate(expand.expansion_requests(pictures, self.handlers.get("text")))
         ]  # fmt: skip
         try:
             texts = work.make(requests)
         except Invalid as error:
             raise error.of(expand.FIELD) from error
-        return expand.expanded(pictures, [made.text for made in texts])
+        return expand.expanded(pictures, [answer.text for answer in texts])
 
-    def _requests(self, claim: Claim, wanted: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
+    def _requests(self, claim: Claim, parameters: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
         if tally.written is not None:
             tally.written.followed = claim.followed is True
             tally.written.cumulative = not claim.incarnation
@@ -102,7 +84,7 @@ class JobExecutor:
             def hear(_: Request, outcome: Outcome) -> None:
                 data = tally.take(index, outcome)
                 if data is not None:
-                    self._publisher.say(claim.id, claim.fence, data, outcome.preview, tally.written)
+                    self.publisher.say(claim.id, claim.fence, data, outcome.preview, tally.written)
 
             return hear
 
@@ -110,11 +92,11 @@ class JobExecutor:
             Request(
                 f"{claim.id}/{claim.attempt}/{index}/{claim.incarnation}",
                 claim.modality,
-                parameters,
+                own,
                 priority=claim.priority,
                 deadline=deadline,
                 listener=listener(index),
                 tenant=claim.owner,
             )
-            for index, parameters in enumerate(wanted)
+            for index, own in enumerate(parameters)
         ]

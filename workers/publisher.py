@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from core.jobs.leases import JobLeases
 from core.jobs.record import ProgressReport
-from core.jobs.store import JobStore
 from core.threads import VitalThread
 from workers.formats import preview
 from workers.store_retry import StoreRetry
@@ -31,12 +31,12 @@ class ProgressPublisher:
     """`say` never blocks. Progress that Redis does not accept is dropped: the next report supersedes it."""
 
     def __init__(
-        self, store: JobStore, store_retry: StoreRetry, ticks: Callable[[], int], stale: Callable[[str, Any], object]
+        self, leases: JobLeases, store_retry: StoreRetry, ticks: Callable[[], int], stale: Callable[[str, Any], object]
     ) -> None:
         """`ticks` counts the engine's ticks. `stale` is called with id and fencing token of attempts this worker has
         lost.
         """
-        self._store = store
+        self._leases = leases
         self._store_retry = store_retry
         self._ticks = ticks
         self._stale = stale
@@ -102,7 +102,7 @@ class ProgressPublisher:
                 report = replace(report, data={**report.data, **written.so_far()})
             reports.append(report)
         try:
-            told = self._store_retry.once(lambda: self._store.notify(reports), None)
+            told = self._store_retry.once(lambda: self._leases.report(reports), None)
         except Exception:  # a failed write must not end the thread
             log.exception("progress could not be published")
             return

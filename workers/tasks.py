@@ -19,7 +19,7 @@ from core.artifacts import ArtifactError, Artifacts
 from core.batching.engine import Aborted, Closed, Engine, Expired
 from core.batching.runner import OutOfMemory
 from core.jobs.broker import Envelope
-from core.jobs.record import Claim, JobState
+from core.jobs.record import Claim
 from core.jobs.store import JobStore
 from core.logs import job_context, request_context
 from workers.active_jobs import ActiveJob, ActiveJobs
@@ -61,7 +61,7 @@ class WorkerTasks:
         """Without `warm_claims` jobs are claimed whatever files they name."""
         self._worker = worker
         self._warm_claims = warm_claims
-        self._store = store
+        self._leases = store.leases
         self._store_retry = store_retry
         self._shared_lock = shared_lock
         self._active_jobs = active_jobs
@@ -69,7 +69,7 @@ class WorkerTasks:
         self._engine = engine
         self._handlers = handlers
         self._send = send
-        keep = lambda key: self._patiently(lambda: store.keep(key))  # noqa: E731
+        keep = lambda key: store_retry.patiently(lambda: store.upkeep.keep(key))  # noqa: E731
         self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims)
         self._delayed_requeue = DelayedRequeue(self._post)
         self._draining = False
@@ -113,7 +113,7 @@ class WorkerTasks:
 
     def _serve(self, envelope: Envelope) -> None:
         id = envelope.id
-        look = lambda: self._store.glance(id)  # noqa: E731
+        look = lambda: self._leases.glance(id)  # noqa: E731
         waits, alone, model = self._store_retry.patiently(look, unless=lambda: self._draining)
         handler = self._handlers.get(envelope.queue)
         if waits and handler is not None and model != handler.name:
@@ -143,21 +143,20 @@ class WorkerTasks:
             if self._draining:
                 self._post(replace(envelope, to=""))
                 return None
-            claim = self._store_retry.once(lambda: (self._store.claim(envelope.id, self._worker),), None)
+            claim = self._store_retry.once(lambda: (self._leases.claim(envelope.id, self._worker),), None)
             if claim is not None:
                 break
             unsure = True  # it may have succeeded, with only the reply lost
-            self._store_retry.patiently(lambda: self._store.suspect(envelope.id), unless=lambda: self._draining)
+            self._store_retry.patiently(lambda: self._leases.glance(envelope.id), unless=lambda: self._draining)
         if claim[0] is None and unsure:
             self._disown(envelope.id)
         return claim[0]
 
     def _disown(self, id: str) -> None:
         """Hand back a job that was claimed for this worker by a call whose reply was lost."""
-        job = self._patiently(lambda: self._store.get(id))
-        ours = job is not None and job.state is JobState.RUNNING and job.worker == self._worker
-        if job is not None and ours and id not in self._active_jobs:
-            envelope = self._patiently(lambda: self._store.hand_back(id, job.fence))
+        fence = self._store_retry.patiently(lambda: self._leases.fence_of(id, self._worker))
+        if fence is not None and id not in self._active_jobs:
+            envelope = self._store_retry.patiently(lambda: self._leases.hand_back(id, fence))
             if envelope is not None:
                 self._post(envelope)
 
@@ -173,7 +172,11 @@ class WorkerTasks:
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
                 model=claim.model, worker=self._worker, **asked,
             ) as span:  # fmt: skip
-                outcome = self._end(work, self._executor.run(work))
+                try:
+                    made: dict[str, Any] | Exception = self._executor.run(work)
+                except Exception as error:
+                    made = error
+                outcome = self._end(work, made)
                 span.note(outcome=outcome)
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
@@ -186,17 +189,17 @@ class WorkerTasks:
 
         Every write is refused if the job is no longer this worker's.
         """
-        claim, store = work.claim, self._store
-        id, attempt = claim.id, claim.fence
+        claim, leases, patiently = work.claim, self._leases, self._store_retry.patiently
+        id, fence = claim.id, claim.fence
         if work.dropped:
             return "dropped"
         match made:
             case dict():
                 self._publisher.flush()
-                self._patiently(lambda: store.succeed(id, attempt, made, work.artifacts))
+                patiently(lambda: leases.succeed(id, fence, made, work.artifacts))
                 return "succeeded"
             case Expired():
-                self._patiently(lambda: store.expire(id, attempt))
+                patiently(lambda: leases.expire(id, fence))
                 return "expired"
             case Aborted():
                 self._return(claim)
@@ -209,18 +212,18 @@ class WorkerTasks:
                 return "lost"
             case Invalid():
                 log.warning("job %s was rejected: %s", id, printable_message(str(made), _MOST_LOGGED))
-                self._patiently(lambda: store.refuse(id, attempt, made))
+                patiently(lambda: leases.fail(id, fence, **made.to_dict()))
                 return "failed"
             case _:
                 code, message = _told(made)
                 reason = printable_message(str(made), _MOST_LOGGED)
                 log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, reason)
-                self._patiently(lambda: store.fail(id, attempt, code, message))
+                patiently(lambda: leases.fail(id, fence, code, message))
                 return "failed"
 
     def _return(self, claim: Claim, unless: Callable[[], bool] = lambda: False) -> None:
         """Hand back a claimed job and send its message again."""
-        envelope = self._store_retry.patiently(lambda: self._store.hand_back(claim.id, claim.fence), unless=unless)
+        envelope = self._store_retry.patiently(lambda: self._leases.hand_back(claim.id, claim.fence), unless=unless)
         if envelope is not None:
             log.info("job %s is handed back", claim.id)
             self._post(envelope)
@@ -230,9 +233,6 @@ class WorkerTasks:
             self._send(envelope)
         except Exception as error:  # of kombu or redis: the sweep resends it
             log.info("message of job %s could not be sent; a sweep resends it (%s)", envelope.id, type(error).__name__)
-
-    def _patiently(self, call: Callable[[], Any]) -> Any:
-        return self._store_retry.patiently(call)
 
 
 def _told(error: Exception) -> tuple[str, str]:

@@ -67,9 +67,6 @@ class TextJobHandler:
     def read(self, parameters: Mapping[str, Any]) -> TextJob:
         return TextJob.read(parameters)
 
-    def files(self, job: TextJob) -> tuple[str, ...]:
-        return ()
-
     def held_files(self) -> tuple[str, ...]:
         return ()
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.jobs.broker import Envelope
-from core.jobs.registry import Registry
-from core.jobs.store import JobStore
+from core.jobs.holders import FileHolders
+from core.jobs.leases import JobLeases
 from workers.metrics import METER
 from workers.store_retry import StoreRetry
 
@@ -34,8 +34,8 @@ class WarmClaims:
     def __init__(
         self,
         worker: str,
-        store: JobStore,
-        registry: Registry,
+        leases: JobLeases,
+        holders: FileHolders,
         store_retry: StoreRetry,
         message: Callable[[Envelope], str],
         handlers: Collection[JobHandler],
@@ -48,8 +48,8 @@ class WarmClaims:
         `message` writes one to a worker.
         """
         self._worker = worker
-        self._store = store
-        self._registry = registry
+        self._leases = leases
+        self._holders = holders
         self._store_retry = store_retry
         self._message = message
         self._handlers = handlers
@@ -68,7 +68,7 @@ class WarmClaims:
         if not self._wait_s or not handler.reads_files:
             return False
         unknown: tuple[dict[str, Any], bool] = {}, True
-        parameters, urgent = self._store_retry.once(lambda: self._store.asked(envelope.id), unknown)
+        parameters, urgent = self._store_retry.once(lambda: self._leases.asked(envelope.id), unknown)
         files = self._wanted(handler, parameters)
         if urgent or not files or files <= self._held():
             return False
@@ -81,7 +81,7 @@ class WarmClaims:
             return False
         while others and not stop() and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
-            if not self._store_retry.once(lambda: self._store.glance(envelope.id)[0], True):
+            if not self._store_retry.once(lambda: self._leases.glance(envelope.id)[0], True):
                 return True
             others = [*{*others} & {*self._others(files)}]
         return False
@@ -97,12 +97,12 @@ class WarmClaims:
     def _others(self, files: Collection[str]) -> list[str]:
         """Workers that have these files; none while Redis is down."""
         nobody: list[str] = []
-        holders = self._store_retry.once(lambda: self._registry.holders(files), nobody)
+        holders = self._store_retry.once(lambda: self._holders.holders(files), nobody)
         return [holder for holder in holders if holder != self._worker]
 
     def _offer(self, envelopes: list[Envelope]) -> bool:
         messages = {envelope: self._message(envelope) for envelope in envelopes}
-        return self._store_retry.once(lambda: self._store.offer(messages, self._wait_s), False)
+        return self._store_retry.once(lambda: self._leases.offer(messages, self._wait_s), False)
 
     @contextmanager
     def reading(self, job: Any, handler: JobHandler) -> Iterator[None]:
@@ -130,7 +130,7 @@ class WarmClaims:
             held = set() if none else self._held()
             with self._lock:
                 gone, self._announced = self._announced - held, held
-            self._registry.hold(self._worker, held, self._known_s, gone)
+            self._holders.hold(self._worker, held, self._known_s, gone)
 
     def _held(self) -> set[str]:
         """Those in memory, and those of this worker's jobs."""
@@ -141,4 +141,4 @@ class WarmClaims:
 
 def _files(handler: JobHandler, job: Any) -> set[str]:
     """Those that a job names."""
-    return {f"{handler.name}:{file}" for file in handler.files(job)}
+    return {f"{handler.name}:{file}" for file in job.files()}

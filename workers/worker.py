@@ -22,6 +22,7 @@ from core.config import Settings, SettingsError
 from core.jobs.broker import QUEUES, Envelope
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import RedisClient, StoreError
+from core.jobs.holders import FileHolders
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
@@ -73,6 +74,7 @@ class Worker:
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is not a Redis URL") from error
         self._store, self._registry = JobStore.of(settings, client), Registry(client)
+        self._holders = FileHolders(client)
         self._rights = RedisPermissions(client)
         try:
             # Twice as patient as an API: no client waits at a connection, and what is drawn would be lost.
@@ -86,12 +88,12 @@ class Worker:
         self._equipment: ServingRuntime | None = None
         self._publisher: ProgressPublisher | None = None
         self._heartbeat = Heartbeat(
-            self._store, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self._beaten,
+            self._store.leases, self._registry, self.store_retry, self.active_jobs, self.id, self.card, self._beaten,
             lease_s=settings.lease_s, stuck_s=settings.stuck_s,
         )  # fmt: skip
         self._warm_claims: WarmClaims | None = None
         self._control = ControlListener(self._registry, self.store_retry, self.id, self._cancelled)
-        self._reaper = Reaper(self._store, send)
+        self._reaper = Reaper(self._store.upkeep, send)
 
     def open(self) -> None:
         """Announce the card with state "starting", and start sweeping. Everything else needs an engine.
@@ -131,10 +133,11 @@ class Worker:
         engine, settings = equipment.engine, self.settings
         self._equipment = equipment
         self._publisher = ProgressPublisher(
-            self._store, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
+            self._store.leases, self.store_retry, lambda: engine.ticks, self.active_jobs.abandon
         )
         self._warm_claims = WarmClaims(
-            self.id, self._store, self._registry, self.store_retry, self._message_to, equipment.handlers.values(),
+            self.id, self._store.leases, self._holders, self.store_retry, self._message_to,
+            equipment.handlers.values(),
             wait_s=settings.warm_wait_s, known_s=settings.lease_s,
         )  # fmt: skip
         self.tasks = WorkerTasks(

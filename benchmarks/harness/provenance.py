@@ -115,12 +115,12 @@ def commit() -> str | None:
     return head.strip() + (DIRTY if any(is_source(line[3:].strip('"')) for line in changed) else "")
 
 
-def knows(commit: str) -> bool:
+def has_commit(commit: str) -> bool:
     """Return whether this repository has the commit."""
     return _is_repository() and _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
 
 
-def is_whole() -> bool:
+def has_full_history() -> bool:
     """Return whether this is a repository with all of its history."""
     return _is_repository() and (_git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from core.batching.aging import AgedRequests
 from core.batching.batcher import Batch
-from core.batching.elders import Elders
 from core.batching.request import Request, State
 from core.batching.runner import DeviceLost, NotYet, OutOfMemory, PreemptibleRunner, Runner
 from core.batching.shares import Shares
@@ -21,11 +21,11 @@ class Admission:
         self.shares = Shares(runners)
         self.waiting = {name: Waiting(self.shares, runner.resources) for name, runner in runners.items()}
         self.running: dict[str, dict[str, Request]] = {name: {} for name in runners}
-        self.elders = Elders(starvation_s, self._promote)
+        self.aged = AgedRequests(starvation_s, self._promote)
 
     def add(self, request: Request) -> None:
         """A new request waits."""
-        self.elders.add(request)
+        self.aged.add(request)
         self.shares.enter(request)
         self.waiting[request.modality].add(request)
 
@@ -33,7 +33,7 @@ class Admission:
         """Take these out of all that wait; the others are `left`."""
         for request in requests:
             self.shares.leave(request)
-            self.elders.remove(request)
+            self.aged.remove(request)
         for name, waiting in self.waiting.items():
             waiting.reset(request for request in left if request.modality == name)
 
@@ -46,7 +46,7 @@ class Admission:
         else:
             self.waiting[request.modality].count -= 1
         self.shares.leave(request)
-        self.elders.remove(request)
+        self.aged.remove(request)
 
     def admit(self, name: str, now: float) -> Request | None:
         """Admit by urgency until the runner says not yet: no request overtakes one that needs more room.

@@ -39,7 +39,7 @@ class Batcher:
         self._shares = shares
         self._depth = depth
         self.flying: dict[str, list[Batch]] = {}
-        self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an elder
+        self._yielded: set[str] = set()  # lanes whose last batch was a one-shot that went before an aged request
         self._held: set[str] = set()  # lanes whose last batch was one that the leader was held for
 
     def ready(self, running: Mapping[str, Mapping[str, Request]]) -> dict[str, dict[Key, list[Request]]]:

@@ -88,5 +88,5 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, float, int]:
-        """Sort key among one tenant's requests: elders first, the older before the younger, then by urgency."""
+        """Sort key among one tenant's requests: aged ones first, the older before the younger, then by urgency."""
         return (-1, 0.0, self.sequence) if self.aged else (self.priority, self.due, self.sequence)

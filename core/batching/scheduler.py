@@ -10,12 +10,12 @@ The policy, in the order in which it is applied:
 * Urgency. Priority first; within a priority the earliest deadline (given, or arrival plus the runner's
   patience). A tenant's oldest request of a modality, once it is older than `starvation_s`, goes before all others of
   its tenant's: one at a time, so that an overload does not wash priorities away, yet nothing waits for ever. Of two
-  modalities' elders on one lane the older goes first, whatever its priority.
+  modalities' aged requests on one lane the older goes first, whatever its priority.
 * Leader. On each lane the most urgent ready request leads, and its group runs.
 * One shot first. A group whose requests need one iteration only (a prompt to encode, a latent to decode) goes
   before the leader's group where that lowers the sum of waiting times (Smith's rule): it delays the n
   requests of the leader's batch by its own cost, and spares its k requests what the leader's group still has
-  to do. Never against a deadline that someone set in that batch, and never twice in a row before an elder.
+  to do. Never against a deadline that someone set in that batch, and never twice in a row before an aged request.
 * Cohorts. Where the requests of another group come into the leader's group by one iteration (DeepCache's shallow
   steps before a deep one), that group goes first if this lets enough of them share the leader's forward: the cost
   curves say what is saved. The leader is held for one iteration, never twice in a row, never for lesser priorities,
@@ -156,7 +156,7 @@ class Scheduler:
         while self.next_deadline() <= now:
             self._end(heapq.heappop(self._deadlines)[2], State.EXPIRED, now)
         admission, batcher = self._admission, self._batcher
-        admission.elders.age(now)
+        admission.aged.age(now)
         for name in self._runners:
             while (refused := admission.admit(name, now)) is not None:
                 self._end(refused, State.FAILED, now)

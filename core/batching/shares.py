@@ -7,7 +7,7 @@ charged the same: unused time is not saved up, and used time is not forgotten by
 
 A priority orders the requests of one tenant only, and never puts one before another tenant's. Requests of a higher
 number than the default (`PRIORITY`) are deferrable: their account comes after all accounts of the first class, until a
-request is its tenant's elder.
+request is its tenant's aged one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.batching.runner import PreemptibleRunner, Runner
 _BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
 
 Account = tuple[str, bool]
-"""A tenant, and whether its requests are deferrable: of a higher priority number than the default, and no elders."""
+"""A tenant, and whether its requests are deferrable: of a higher priority number than the default, and not aged."""
 Order = tuple[bool, float, tuple[int, float, int]]
 """Sort key: deferrable requests last, then the account that was charged the least, then the tenant's own order."""
 

@@ -37,7 +37,7 @@ class JobCreation:
 
 
 def argument(
-    draft: JobDraft,
+    draft: JobDraft[Any],
     max_queued: int,
     message: str = "",
     charges: Sequence[rates.RateLimitCost] = (),
@@ -64,7 +64,7 @@ def argument(
     ])  # fmt: skip
 
 
-def outcome(draft: JobDraft, charges: Sequence[rates.RateLimitCost], answer: Any) -> JobCreation:
+def outcome(draft: JobDraft[Any], charges: Sequence[rates.RateLimitCost], answer: Any) -> JobCreation:
     """Decode the answer of `lua/jobs/create.lua`."""
     said, fields = (answer, None) if isinstance(answer, str) else answer
     code, count, *numbers = map(int, said.split())
@@ -80,7 +80,7 @@ def outcome(draft: JobDraft, charges: Sequence[rates.RateLimitCost], answer: Any
     return JobCreation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
 
 
-def _queued(draft: JobDraft, created: int, deadline: int, incarnation: str) -> Job:
+def _queued(draft: JobDraft[Any], created: int, deadline: int, incarnation: str) -> Job:
     """The record created from a draft, equal to what reading it back would give."""
     return Job(
         id=draft.id, modality=draft.modality, model=draft.model, state=JobState.QUEUED, parameters=draft.parameters,

@@ -6,38 +6,30 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contract.errors import Invalid
 from core.jobs import keys
 from core.jobs.broker import Envelope, level, list_key, own_queue
-from core.jobs.connection import RedisClient, RedisStore
-from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, from_json, milliseconds, to_json
+from core.jobs.connection import RedisClient
+from core.jobs.limits import JobLimits
+from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, fence, from_json, milliseconds, to_json
 from core.jobs.unreadable import TALLY, UnreadableRecord, check_version
 
-MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
 
+class JobLeases:
+    """Job state for workers, which is written with a client whose errors are `StoreError`s.
 
-class JobLeases(RedisStore):
-    """Job state for workers. A worker's `attempt` is its claim's fencing token (`fence`); every write is checked
-    against it.
-
-    `lease_s`: a worker silent for this long loses its jobs. `retention_s`: how long an ended job is kept.
+    A worker's `attempt` is its claim's fencing token (`fence`); every write is checked against it.
     """
 
-    def __init__(self, redis: RedisClient | str, *, lease_s: float, retention_s: float) -> None:
-        RedisStore.__init__(self, redis)
-        self._lease_ms = milliseconds(lease_s)
-        self._retention_ms = milliseconds(retention_s)
-        self._offer = self._client.script("jobs/offer")
-        self._claim = self._client.script("jobs/claim")
-        self._renew = self._client.script("jobs/renew")
-        self._report = self._client.script("jobs/report")
-        self._finish = self._client.script("jobs/finish")
-        self._hand_back = self._client.script("jobs/hand_back")
-        self._keep = self._client.script("artifacts/keep")
-
-    def suspect(self, id: str) -> bool:
-        """Whether the job must run alone because a worker was lost while running it. False if unknown."""
-        return self._client.hget(keys.job(id), "suspect") == "1"
+    def __init__(self, client: RedisClient, limits: JobLimits) -> None:
+        self._client = client
+        self._lease_ms = milliseconds(limits.lease_s)
+        self._retention_ms = milliseconds(limits.retention_s)
+        self._offer = client.script("jobs/offer")
+        self._claim = client.script("jobs/claim")
+        self._renew = client.script("jobs/renew")
+        self._report = client.script("jobs/report")
+        self._finish = client.script("jobs/finish")
+        self._hand_back = client.script("jobs/hand_back")
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
         """Whether the job is queued, whether it must run alone, and the model that it names.
@@ -108,19 +100,19 @@ class JobLeases(RedisStore):
             owner=owner,
         )
 
+    def fence_of(self, id: str, worker: str) -> str | None:
+        """The fencing token by which this worker runs the job. None: it does not run it."""
+        found: Any = self._client.hmget(keys.job(id), "state", "worker", "attempt", "incarnation")
+        state, holder, attempt, incarnation = found
+        return fence(attempt, incarnation) if (state, holder) == (JobState.RUNNING, worker) else None
+
     def renew(self, worker: str, held: Mapping[str, int | str]) -> set[str]:
         """Renew the leases of jobs, given as id → attempt; returns the ids that this worker no longer holds."""
         if not held:
             return set()
         return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
 
-    def report(self, items: Sequence[ProgressReport]) -> set[str]:
-        """Report progress; returns the ids whose attempt is no longer the running one. For callers that do not need the
-        followers.
-        """
-        return self.notify(items).stale
-
-    def notify(self, items: Sequence[ProgressReport]) -> ReportOutcome:
+    def report(self, items: Sequence[ProgressReport]) -> ReportOutcome:
         """Report progress in one round trip; returns lost and followed ids."""
         if not items:
             return ReportOutcome(set(), set())
@@ -140,22 +132,12 @@ class JobLeases(RedisStore):
         """
         return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
 
-    def keep(self, artifact: str, for_s: float | None = None, *, hold: bool = False) -> bool:
-        """Announce the write of an artifact, so that no sweep deletes it. False: it is being deleted; ask again.
+    def fail(self, id: str, attempt: int | str, code: str, message: str, **about: str | None) -> bool:
+        """End a running job with an error that may be shown to the client. False: refused, as for `succeed`.
 
-        It is kept as long as a record that ends now, plus an hour; or for `for_s`, with `hold`, even if the job is
-        erased.
+        `about` are further fields of the error, as `Invalid.to_dict` has them.
         """
-        keep_ms = self._retention_ms + MARGIN_MS if for_s is None else milliseconds(for_s)
-        return bool(self._keep(keep_ms, artifact, "1" if hold else ""))
-
-    def fail(self, id: str, attempt: int | str, code: str, message: str) -> bool:
-        """End a running job with an error that may be shown to the client. False: refused, as for `succeed`."""
-        return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message}))
-
-    def refuse(self, id: str, attempt: int | str, error: Invalid) -> bool:
-        """End a running job whose request cannot be served. False: refused, as for `succeed`."""
-        return self._end(id, attempt, JobState.FAILED, "error", to_json(error.to_dict()))
+        return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message, **about}))
 
     def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as for `succeed`."""

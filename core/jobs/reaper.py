@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreError
-from core.jobs.store import JobStore
+from core.jobs.upkeep import JobUpkeep
 from core.threads import VitalThread
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ class Reaper:
 
     def __init__(
         self,
-        store: JobStore,
+        upkeep: JobUpkeep,
         send: Callable[[Envelope], None],
         every_s: float = 2.0,
         delete: Callable[[str], None] | None = None,
     ) -> None:
         """`delete` deletes an artifact that no record references; without it another process must."""
         self._delete = delete
-        self._store = store
+        self._upkeep = upkeep
         self._send = send
         self._every_s = every_s
         self._stop = threading.Event()
@@ -69,7 +69,7 @@ class Reaper:
     def _pass(self) -> bool:
         """Run one sweep. Returns whether more may be due at once."""
         try:
-            sweep = self._store.sweep(_LIMIT)
+            sweep = self._upkeep.sweep(_LIMIT)
         except StoreError as error:
             self._say("sweep", f"sweeps are paused: {error}")
             return False
@@ -96,13 +96,13 @@ class Reaper:
             return False
         gone: list[str] = []
         try:
-            due = self._store.due(_LIMIT)
+            due = self._upkeep.due(_LIMIT)
             for artifact in due:
                 if self._stop.is_set():
                     break
                 self._delete(artifact)
                 gone.append(artifact)
-            self._store.gone(gone)
+            self._upkeep.gone(gone)
         except Exception as error:  # of the store or the artifact storage: undeleted ones are listed again
             self._say("clear", f"unreferenced artifacts are not deleted for now: {error}")
             return False

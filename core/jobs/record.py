@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from contract.bounds import PRIORITY
 from core.jobs.broker import JOB_ID, PRIORITY_STEPS, QUEUES, Envelope
@@ -57,9 +57,20 @@ def pairs(flat: Sequence[str]) -> dict[str, str]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
+class JobRequest(Protocol):
+    """The typed request of a job, such as `contract.image.ImageJob`."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+R = TypeVar("R", bound=JobRequest | Mapping[str, Any])
+
+
 @dataclass(frozen=True, slots=True)
-class JobDraft:
+class JobDraft(Generic[R]):
     """A job to be created. `modality` is also the name of its queue.
+
+    `request` is what it asks for: typed, or the parameters of another record as they are.
 
     `priority` is Celery's: 0 is the most urgent, 9 the least. `deadline_s` counts seconds from creation; None: no
     deadline. `work_ms` estimates how long the job occupies one worker. `owner` is the id of a key; empty without keys.
@@ -74,7 +85,7 @@ class JobDraft:
     id: str
     modality: str
     model: str
-    parameters: dict[str, Any]
+    request: R
     priority: int = PRIORITY
     deadline_s: float | None = None
     work_ms: int = 0
@@ -102,6 +113,11 @@ class JobDraft:
             raise ValueError(f"keep_s: must be between 0 and {_LONGEST_S}")
         if not 0 <= self.work_ms <= _LONGEST_S * 1000:
             raise ValueError(f"work_ms: must be between 0 and {_LONGEST_S * 1000}")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The request as the record has it."""
+        return dict(self.request) if isinstance(self.request, Mapping) else self.request.to_dict()
 
     @property
     def envelope(self) -> Envelope:
@@ -149,7 +165,7 @@ class Job:
     @property
     def fence(self) -> str:
         """The fencing token of its current attempt."""
-        return _fence(self.attempt, self.incarnation)
+        return fence(self.attempt, self.incarnation)
 
     def same(self, other: Job | None) -> bool:
         """Whether the other record is this very job, and not another with the same id."""
@@ -203,7 +219,8 @@ def _flag(value: str | None) -> bool | None:
     return value == "1" if value else None
 
 
-def _fence(attempt: int, incarnation: str) -> str:
+def fence(attempt: int | str, incarnation: str | None) -> str:
+    """The fencing token of an attempt; its bare number in records of versions without incarnations."""
     return f"{attempt}@{incarnation}" if incarnation else str(attempt)
 
 
@@ -244,7 +261,7 @@ class Claim:
     @property
     def fence(self) -> str:
         """The fencing token that every write for this claim carries."""
-        return _fence(self.attempt, self.incarnation)
+        return fence(self.attempt, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,8 +31,6 @@ class Registry(RedisStore):
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
         self._announce = self._client.script("workers/announce")
-        self._hold = self._client.script("workers/hold")
-        self._holders = self._client.script("workers/holders")
 
     def announce(self, card: WorkerCard, ttl_s: float) -> frozenset[str]:
         """Record a worker's heartbeat, valid for `ttl_s` seconds; returns the paused queues.
@@ -43,15 +41,6 @@ class Registry(RedisStore):
         return frozenset(
             self._announce(card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
         )
-
-    def hold(self, worker_id: str, files: Collection[str], ttl_s: float, gone: Collection[str] = ()) -> None:
-        """Record that a worker has these files in memory, for `ttl_s` seconds, and those that are `gone` no more."""
-        if files or gone:
-            self._hold(worker_id, round(ttl_s * 1000), len(files), *sorted(files), *sorted(gone))
-
-    def holders(self, files: Collection[str]) -> list[str]:
-        """The workers that have all of these files in memory, as last recorded."""
-        return list(self._holders(*sorted(files))) if files else []
 
     def paused(self) -> set[str]:
         """The queues from which no worker takes jobs."""

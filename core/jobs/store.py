@@ -11,8 +11,9 @@ from typing import Any, Self
 from core.config import Settings
 from core.jobs import creation, keys, rates
 from core.jobs.broker import PRIORITY_STEPS
-from core.jobs.connection import RedisClient
-from core.jobs.leases import MARGIN_MS, JobLeases
+from core.jobs.connection import RedisClient, RedisStore
+from core.jobs.leases import JobLeases
+from core.jobs.limits import JobLimits
 from core.jobs.record import (
     Job,
     JobDraft,
@@ -20,11 +21,13 @@ from core.jobs.record import (
     JobState,
     QueueBacklog,
     QueuePosition,
+    milliseconds,
     pairs,
 )
 from core.jobs.unreadable import TALLY, UnreadableRecord
-from core.jobs.upkeep import JobUpkeep
+from core.jobs.upkeep import MARGIN_MS, JobUpkeep
 
+_USUAL = JobLimits()
 _LOOKS = 2000  # entries that one page of a list may scan
 
 
@@ -37,8 +40,8 @@ class QueueFull(RuntimeError):
         self.limit = limit
 
 
-class JobStore(JobLeases, JobUpkeep):
-    """The job records: create, read, list and end jobs for the API, and everything workers and sweeps do with them.
+class JobStore(RedisStore):
+    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`.
 
     On a full Redis only `create` and `report` are refused. A call whose reply was lost may be repeated with the same
     arguments: it takes effect once, and returns the same result (except `claim`, which then returns None until the
@@ -46,66 +49,38 @@ class JobStore(JobLeases, JobUpkeep):
 
     An id may be reused: where an `incarnation` may be given, a job of that id with another incarnation counts as
     unknown. A worker's `attempt` is its claim's `fence`; a bare number is equivalent where no id is reused.
-
-    `lease_s`: a worker silent for this long loses its jobs. `max_attempts`: a job fails after this many workers were
-    lost while running it. `max_queued`: waiting jobs per queue. `retention_s`: how long the record and the events of an
-    ended job are kept. `resend_s`: how long a message may be in transit before it counts as lost. `overtime_s`: how
-    long after its deadline a running job is left for its worker to expire.
     """
 
-    def __init__(
-        self,
-        redis: RedisClient | str,
-        *,
-        lease_s: float = 15.0,
-        max_attempts: int = 3,
-        max_queued: int = 1000,
-        retention_s: float = 86_400.0,
-        resend_s: float = 5.0,
-        overtime_s: float = 2.0,
-    ) -> None:
-        client = RedisClient.at(redis)
-        JobLeases.__init__(self, client, lease_s=lease_s, retention_s=retention_s)
-        JobUpkeep.__init__(
-            self, client, lease_s=lease_s, max_attempts=max_attempts, retention_s=retention_s, resend_s=resend_s,
-            overtime_s=overtime_s,
-        )  # fmt: skip
-        self._max_queued = max_queued
-        self._create = client.script("jobs/create", rates.LIMITS)
-        self._cancel = client.script("jobs/cancel")
-        self._follow = client.script("jobs/follow")
-        self._standing = client.script("jobs/standing")
-        self._list = client.script("jobs/list")
-        self._erase = client.script("jobs/erase")
-        self._empty = client.script("jobs/empty")
+    def __init__(self, redis: RedisClient | str, limits: JobLimits = _USUAL) -> None:
+        super().__init__(redis)
+        self.leases = JobLeases(self._client, limits)
+        self.upkeep = JobUpkeep(self._client, limits)
+        self._retention_ms = milliseconds(limits.retention_s)
+        self._max_queued = limits.max_queued
+        self._create = self._client.script("jobs/create", rates.LIMITS)
+        self._cancel = self._client.script("jobs/cancel")
+        self._follow = self._client.script("jobs/follow")
+        self._standing = self._client.script("jobs/standing")
+        self._list = self._client.script("jobs/list")
+        self._erase = self._client.script("jobs/erase")
+        self._empty = self._client.script("jobs/empty")
 
     @classmethod
     def of(cls, settings: Settings, redis: RedisClient | None = None) -> Self:
-        return cls(
-            redis or settings.redis_url,
-            lease_s=settings.lease_s,
-            max_attempts=settings.max_attempts,
-            max_queued=settings.max_queued,
-            retention_s=settings.retention_s,
-        )
+        return cls(redis or settings.redis_url, JobLimits.of(settings))
 
-    def create(self, draft: JobDraft) -> Job:
-        """Same as `make`, for callers whose id is new."""
-        return self.make(draft)[0]
-
-    def make(self, draft: JobDraft, message: str = "") -> tuple[Job, bool]:
+    def create(self, draft: JobDraft[Any], message: str = "") -> Job:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
         Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and
         `StoreFull` with nothing created. If the job exists it is returned unchanged; where clients choose ids, its
-        `owner` and `digest` tell whether it is the same. Also returns whether this call created it; a retried call
-        whose first reply was lost cannot tell.
+        `owner` and `digest` tell whether it is the same.
         """
         answer = self._create(creation.argument(draft, self._max_queued, message))
-        made = creation.outcome(draft, (), answer)
-        if made.job is None:
+        job = creation.outcome(draft, (), answer).job
+        if job is None:
             raise QueueFull(draft.modality, self._max_queued)
-        return made.job, made.made
+        return job
 
     def get(self, id: str) -> Job | None:
         """Read a record; None if it does not exist or has expired. Raises `UnreadableRecord`."""

@@ -20,10 +20,10 @@ from core.jobs.creation import JobCreation, argument, outcome
 from core.jobs.keys import PREFIX
 from core.jobs.rates import LIMITS, RateLimitCost
 from core.jobs.record import JobDraft, milliseconds
+from core.jobs.upkeep import MARGIN_MS
 
 log = logging.getLogger(__name__)
 
-_MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
 _AT_ONCE = 64  # per round trip: Redis serves nobody else meanwhile
 _DOUBTFUL = 10_000  # maximum of jobs to withdraw once Redis replies
 _AGAIN_S = 0.5  # between retries of withdrawals
@@ -65,7 +65,7 @@ class Submissions:
 
     async def make(
         self,
-        draft: JobDraft,
+        draft: JobDraft[Any],
         message: str = "",
         charges: Sequence[RateLimitCost] = (),
         always: int = 0,
@@ -106,7 +106,7 @@ class Submissions:
             ids = list(self._doubtful)[:_AT_ONCE]
             # First forbid its creation: a create call that Redis has not read yet could follow the erasure.
             commands: list[tuple[str | int, ...]] = [("EVAL", self._withdrawal.text, 0, PREFIX, id) for id in ids]
-            keep_ms = self._retention_ms + _MARGIN_MS
+            keep_ms = self._retention_ms + MARGIN_MS
             commands += [("EVAL", self._erasure.text, 0, PREFIX, id, self._retention_ms, keep_ms, "") for id in ids]
             try:
                 async with asyncio.timeout(TIMEOUT_S):

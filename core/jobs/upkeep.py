@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
-from core.jobs.connection import RedisClient, RedisStore
+from core.jobs.connection import RedisClient
 from core.jobs.crashes import alone_from
+from core.jobs.limits import JobLimits
 from core.jobs.record import milliseconds
 from core.jobs.unreadable import TALLY, UnreadableRecord
 
+MARGIN_MS = 3_600_000  # an artifact outlives the records that reference it by this
 _SILENCE_S = 5.0  # a longer gap between sweeps means that Redis was unreachable
 
 
@@ -26,29 +28,20 @@ class SweepResult:
     over: int = 0
 
 
-class JobUpkeep(RedisStore):
-    """Sweeps of jobs, and due artifacts. The limits are `JobStore`'s."""
+class JobUpkeep:
+    """Sweeps of jobs, and the artifacts that records reference."""
 
-    def __init__(
-        self,
-        redis: RedisClient | str,
-        *,
-        lease_s: float,
-        max_attempts: int,
-        retention_s: float,
-        resend_s: float,
-        overtime_s: float,
-    ) -> None:
-        RedisStore.__init__(self, redis)
-        self._max_attempts = max_attempts
-        self._lease_ms = milliseconds(lease_s)
-        self._retention_ms = milliseconds(retention_s)
-        self._resend_ms = milliseconds(resend_s)
-        self._overtime_ms = milliseconds(overtime_s)
-        self._silence_ms = milliseconds(max(_SILENCE_S, lease_s / 3))
-        self._sweep = self._client.script("jobs/sweep")
-        self._due = self._client.script("artifacts/due")
-        self._gone = self._client.script("artifacts/gone")
+    def __init__(self, client: RedisClient, limits: JobLimits) -> None:
+        self._max_attempts = limits.max_attempts
+        self._lease_ms = milliseconds(limits.lease_s)
+        self._retention_ms = milliseconds(limits.retention_s)
+        self._resend_ms = milliseconds(limits.resend_s)
+        self._overtime_ms = milliseconds(limits.overtime_s)
+        self._silence_ms = milliseconds(max(_SILENCE_S, limits.lease_s / 3))
+        self._sweep = client.script("jobs/sweep")
+        self._keep = client.script("artifacts/keep")
+        self._due = client.script("artifacts/due")
+        self._gone = client.script("artifacts/gone")
 
     def sweep(self, limit: int = 100) -> SweepResult:
         """Handle passed deadlines, expired leases and lost messages.
@@ -68,6 +61,15 @@ class JobUpkeep(RedisStore):
             Envelope(id, queue, int(level)) for id, queue, level in zip(send[::3], send[1::3], send[2::3], strict=True)
         ]
         return SweepResult(envelopes, expired, failed, ended)
+
+    def keep(self, artifact: str, for_s: float | None = None, *, hold: bool = False) -> bool:
+        """Announce the write of an artifact, so that no sweep deletes it. False: it is being deleted; ask again.
+
+        It is kept as long as a record that ends now, plus an hour; or for `for_s`, with `hold`, even if the job is
+        erased.
+        """
+        keep_ms = self._retention_ms + MARGIN_MS if for_s is None else milliseconds(for_s)
+        return bool(self._keep(keep_ms, artifact, "1" if hold else ""))
 
     def due(self, limit: int = 100) -> list[str]:
         """List artifacts that nothing references. The caller deletes them, then calls `gone`; else they are listed

@@ -31,7 +31,7 @@ def describe(device: torch.device, cache: Path) -> DeviceInfo:
         torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
         triton=triton_version(),
-        nvrtc_lacks=driver.nvrtc_lacks(),
+        nvrtc_lacks=driver.nvrtc_unsupported_reason(),
     )
 
 

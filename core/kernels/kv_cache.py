@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.kernels.cuda.quantize import to_levels, top
+from core.kernels.cuda.quantize import max_level, to_levels
 
 Kind = Literal["float", "int8", "fp8"]
 PAGE = 16  # tokens of a page: one channel of its keys fills one vector register of a CPU
@@ -39,7 +39,7 @@ class TokenBatch:
 
 def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """x [..., d] to int8 or E4M3 and an fp32 scale [...]: one for each token and head, by its largest magnitude."""
-    scale = x.float().abs().amax(-1) / top(dtype)
+    scale = x.float().abs().amax(-1) / max_level(dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return to_levels(x.float() / scale[..., None], dtype), scale
 
@@ -97,7 +97,7 @@ class KVCache:
     @property
     def top(self) -> float:
         """The largest level of keys and values that have scales; 0 without scales."""
-        return 0.0 if self.key_scales is None else top(self.keys.dtype)
+        return 0.0 if self.key_scales is None else max_level(self.keys.dtype)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """One layer's keys, values and their scales."""

@@ -35,7 +35,7 @@ class FusedBatch:
     output_rows: Tensor | None  # int32 [L]; None: all, in order
     singles: Tensor | None  # int32: rows alone of their sequence; None: all
     tiles: Tensor | None  # int32 [n, 3], see `core.kernels.cuda.chunk_kernel.tiles`; None: there are none
-    parts: int  # at least `decode_kernel.reach` of the longest sequence among the singles
+    parts: int  # at least `decode_kernel.part_count` of the longest sequence among the singles
 
 
 class TokenLinear(Linear):
@@ -59,7 +59,7 @@ class TokenLinear(Linear):
 
 def _tile(x: Tensor, columns: int) -> Tile | None:
     """The tile for the next power of two of rows: each distinct tile is another compiled kernel."""
-    if driver.lacks(x.device) is not None:
+    if driver.unsupported_reason(x.device) is not None:
         return None
     rows, depth = x.shape
     name, processors = torch.cuda.get_device_name(x.device), driver.multiprocessors(x.device.index)

@@ -22,7 +22,7 @@ from core.kernels.cuda import linear as linears
 from core.kernels.cuda import rms_norm as rms_norms
 from core.kernels.cuda.attention import attention
 from core.kernels.cuda.low_rank import BranchShares, Window
-from core.kernels.cuda.quantize import quantize, quantize_reference, to_levels, top
+from core.kernels.cuda.quantize import max_level, quantize, quantize_reference, to_levels
 from core.kernels.cuda.tiles import Tile
 from core.ops.ops import Activation, rms_eps
 from core.ops.reference import ACTIVATIONS, TorchOps
@@ -218,7 +218,7 @@ class UpConv(Conv):
         super().__init__(modules, base)
         if self.kind is not None:
             assert self.scale is not None
-            limit = top(self.kind)
+            limit = max_level(self.kind)
             sums = convs.upsample_weight(self.weight.float() * self.scale.view(-1, 1, 1, 1))  # [4, N, 2, 2, C]
             step = sums.flatten(2).abs().amax(dim=-1) / limit
             step = torch.where(step > 0, step, torch.ones_like(step))

@@ -40,7 +40,7 @@ _FADING = (
 )  # fmt: skip
 
 
-def say(truth: Truth, subjects: dict[str, Subject], draw: random.Random) -> str:
+def render_caption(truth: Truth, subjects: dict[str, Subject], draw: random.Random) -> str:
     """A caption of the truth."""
     parts = [_phrase(item, subjects[item.subject], draw) for item in truth.items]
     if truth.relation == "row":
@@ -155,7 +155,7 @@ class Foils:
     def captions(self, truth: Truth, count: int, draw: random.Random) -> list[str]:
         """Return at most `count` different captions with one thing wrong."""
         wrong = dict.fromkeys(self.wrong(truth, draw) for _ in range(count))
-        return [say(wrong_truth, self._by_noun, draw) for wrong_truth in wrong if wrong_truth != truth]
+        return [render_caption(wrong_truth, self._by_noun, draw) for wrong_truth in wrong if wrong_truth != truth]
 
     def wrong(self, truth: Truth, draw: random.Random) -> Truth:
         """The truth with one thing wrong, or as it is where the draw repeats what is there."""

@@ -82,7 +82,7 @@ def hue(rgb: Tensor) -> Tensor:
     return angle * 60
 
 
-def word(rgb: Tensor) -> Tensor:
+def hue_name(rgb: Tensor) -> Tensor:
     """Number in `WORDS` of the hue of RGB [..., 3] in 0..1."""
     return torch.bucketize(hue(rgb), _ENDS.to(rgb.device)) % len(WORDS)
 
@@ -96,4 +96,4 @@ def shares(rgb: Tensor, weight: Tensor) -> Tensor:
     total = clear.sum()
     if float(total) < 0.1 * float(weight.sum()) or float(total) == 0:
         return torch.zeros(len(WORDS))
-    return torch.zeros(len(WORDS)).scatter_add_(0, word(rgb).cpu(), (clear / total).cpu())
+    return torch.zeros(len(WORDS)).scatter_add_(0, hue_name(rgb).cpu(), (clear / total).cpu())

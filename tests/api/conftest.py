@@ -14,20 +14,23 @@ from playwright.sync_api import Browser, Error, sync_playwright
 
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import Api, Worker, settings_of
+from tests.api.world import CARD, Api, Worker, opened, settings_of
 from tests.servers import redis_server, redis_url
 
 __all__ = ["redis_server", "redis_url"]
 
 
 @pytest.fixture(scope="module")
-def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """One API with a ready worker, for tests of a module that leave each other alone. Never flushed."""
+def shared(
+    request: pytest.FixtureRequest, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Api]:
+    """One API with a ready worker, of the module's `OFFERED` or else `CARD`. Never flushed.
+
+    For tests of a module that leave each other alone.
+    """
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api:
-            yield api
+    with opened(settings, getattr(request.module, "OFFERED", CARD)) as (api, _):
+        yield api
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Easel:
             for id, _ in self.worker.messages():
                 if id not in taken:
                     taken.add(id)
-                    claim = self.worker.store.claim(id, self.worker.name)
+                    claim = self.worker.store.leases.claim(id, self.worker.name)
                     if claim is not None:
                         self._draw(claim)
 
@@ -64,10 +64,10 @@ class Easel:
             if p.get("preview_every") and step % p["preview_every"] == 0 and step < p["steps"]:
                 looks = {k: base64.b64encode(self._picture(claim, k, 8)).decode() for k in range(p["n"])}
                 data["previews"] = list(looks)
-            if self.worker.store.report([ProgressReport(claim.id, claim.attempt, data, looks)]):
+            if self.worker.store.leases.report([ProgressReport(claim.id, claim.attempt, data, looks)]).stale:
                 return  # cancelled
         if self.failing:
-            self.worker.store.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")
+            self.worker.store.leases.fail(claim.id, claim.attempt, "engine_error", "the engine failed at this job")
             return
         images = []
         for k in range(p["n"]):
@@ -77,7 +77,9 @@ class Easel:
                 "height": p["height"], "media_type": "image/png", "size_bytes": len(data_k), "warnings": [],
                 "fingerprint": {"model": "easel"},
             })  # fmt: skip
-        self.worker.store.succeed(claim.id, claim.attempt, {"images": images, "deepcache": p.get("deepcache", "off")})
+        self.worker.store.leases.succeed(
+            claim.id, claim.attempt, {"images": images, "deepcache": p.get("deepcache", "off")}
+        )
 
     @staticmethod
     def _picture(claim: Claim, k: int, side: int) -> bytes:

@@ -18,7 +18,7 @@ from api import cards
 from api.links import sign, signed
 from core.config import Settings, SettingsError, read
 from core.jobs.keyring import Keyring
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, check_error, eventually, opened, process, settings_of
 
 
 class Guarded:
@@ -146,7 +146,7 @@ def test_after_the_last_key_nobody_comes_in_until_someone_says_so(redis_url: str
     """Where `trust_network` lets anybody in before there is a key, as in containers; an old API and a fresh one."""
     settings = settings_of(redis_url, folder, trust_network=True)
     keyring = Keyring.of(settings)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         assert api.client.get("/v1/queues").status_code == 200, "there never was a key"
         key, _ = keyring.add("the only one")
@@ -190,7 +190,7 @@ def test_no_key_fills_the_queue(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, max_queued=8)
     keyring = Keyring.of(settings)
     keyring.add("the first")
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         doors = Guarded(api, keyring)
         greedy, modest, other = doors.key("images", "text"), doors.key(queued="1"), doors.key()
@@ -307,7 +307,7 @@ def picture_of(client: httpx2.Client, worker: Worker, id: str, prompt: str) -> t
     data = f"{id}: {prompt}, for {worker.job(id).owner}".encode()
     image = {"key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 8, "height": 8,
              "media_type": "image/png", "size_bytes": len(data)}  # fmt: skip
-    assert worker.store.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
+    assert worker.store.leases.succeed(id, claim.attempt, {"images": [image]}, [image["key"]])
     return path_of(client, id), data
 
 

@@ -21,7 +21,7 @@ from core.jobs.batches import BatchStore
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, kept, opened, settings_of
 
 URL = "/v1/images/generations"
 
@@ -284,7 +284,7 @@ def test_they_are_their_owners(redis_url: str, folder: Path) -> None:
     keyring = Keyring.of(settings)
     tokens = [keyring.add(name, ["images", "files"], quota="5/day")[1] for name in ("ann", "bob")]
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         ann, bob = (

@@ -18,7 +18,7 @@ from tests.api.easel import Easel
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_expand import TEXT, expand, served
 from tests.api.test_references import ZEROS, inline, uploaded
-from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 EDITS = "/v1/images/edits"
 
@@ -84,7 +84,7 @@ def test_a_batch_edits_line_by_line(world: tuple[Api, Worker]) -> None:
 def test_a_batch_of_edits_waits_for_room(redis_url: str, folder: Path) -> None:
     """Its lines are looked at again and again meanwhile, and each is a job once, with all that it begins with."""
     settings = settings_of(redis_url, folder, max_queued=2, batch_jobs=8)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         first = [api.order() for _ in range(2)]
@@ -104,7 +104,7 @@ def test_a_file_is_its_owners(redis_url: str, folder: Path) -> None:
     tokens = {name: keyring.add(name, scopes=scopes)[1] for name, scopes in
               (("ann", ["images", "files"]), ("bob", ["images", "files"]), ("root", ["admin"]))}  # fmt: skip
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
 

@@ -232,7 +232,7 @@ def test_a_job_that_is_asked_for_again_begins_with_the_same(shared: Api, worker:
         answer = pool.submit(shared.client.post, EDITS, data={"prompt": "x"}, files={"image": as_file(pixels())})
         (id,) = eventually(lambda: worker.ids() - known)
         claim = worker.take(id)
-        assert worker.store.fail(id, claim.attempt, "engine_error", "no")
+        assert worker.store.leases.fail(id, claim.attempt, "engine_error", "no")
         check_error(answer.result(PATIENCE_S), 500, code="engine_error")
     again = shared.client.post(f"/v1/jobs/{id}/requeue")
     assert again.status_code == 202, again.text
@@ -367,6 +367,6 @@ def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:
         answer = pool.submit(shared.client.post, EDITS, data={"prompt": "x"}, files={"image": PNG})
         (id,) = eventually(lambda: worker.ids() - known)
         claim = worker.take(id)
-        assert worker.store.fail(id, claim.attempt, "content_filter", "a picture was refused")
+        assert worker.store.leases.fail(id, claim.attempt, "content_filter", "a picture was refused")
         check_error(answer.result(PATIENCE_S), 400, code="content_filter")
     assert shared.job(id)["error"]["code"] == "content_filter"

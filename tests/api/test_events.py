@@ -107,9 +107,9 @@ def test_other_ends(shared: Api, worker: Worker, how: str) -> None:
         else:
             claim = worker.take(id)
             if how == "failed":
-                worker.store.fail(id, claim.attempt, "device_error", "the device went away")
+                worker.store.leases.fail(id, claim.attempt, "device_error", "the device went away")
             else:
-                worker.store.expire(id, claim.attempt)
+                worker.store.leases.expire(id, claim.attempt)
         last = list(events)[-1]
     assert last.type == how and last.data == shared.job(id) and last.data["status"] == how
 

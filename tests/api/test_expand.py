@@ -53,7 +53,7 @@ def expand(worker: Worker, known: set[str] = frozenset()) -> Job:  # type: ignor
             "width": 128, "height": 128, "media_type": "image/png", "size_bytes": len(prompt), "warnings": [],
             "revised_prompt": prompt,
         })  # fmt: skip
-    assert worker.store.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.5})
+    assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.5})
     return worker.job(id)
 
 
@@ -93,7 +93,7 @@ def test_jobs_and_their_repetitions_carry_it(world: tuple[Api, Worker]) -> None:
     api, worker = world
     first = api.order(expand_prompt=True, seed=1)
     claim = worker.take(first)
-    assert worker.store.fail(first, claim.attempt, "engine_error", "it failed")
+    assert worker.store.leases.fail(first, claim.attempt, "engine_error", "it failed")
     again = api.client.post(f"/v1/jobs/{first}/requeue").json()["id"]
     assert worker.job(again).parameters == claim.parameters
     expand(worker, {first})
@@ -152,7 +152,7 @@ def test_what_only_the_worker_can_tell_is_a_400(world: tuple[Api, Worker]) -> No
         asked = pool.submit(api.draw, expand_prompt=True)
         (id,) = eventually(worker.ids)
         said = Invalid("expand_prompt", "the prompt is too long", "context_length_exceeded")
-        assert worker.store.refuse(id, worker.take(id).attempt, said)
+        assert worker.store.leases.fail(id, worker.take(id).attempt, **said.to_dict())
         check_error(asked.result(PATIENCE_S), 400, "expand_prompt", "context_length_exceeded")
     check_error(api.post(URL, prompt="a cat", expand_prompt="yes"), 400, "expand_prompt", "invalid_type")
 

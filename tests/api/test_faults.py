@@ -13,16 +13,14 @@ import pytest
 from api import cards, job_follower
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 
 @pytest.fixture
 def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
     settings = settings_of(redis_url, folder, max_queued=3)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api:
-            yield api, worker
+    with opened(settings, CARD) as (api, worker):
+        yield api, worker
 
 
 def test_a_full_queue(world: tuple[Api, Worker]) -> None:
@@ -117,7 +115,7 @@ def test_starts_without_redis(redis_url: str, redis_server: RedisServer, folder:
     settings = settings_of(redis_url, folder)
     redis_server.stop()
     try:
-        with Worker(settings) as worker, Api(settings) as api:
+        with opened(settings) as (api, worker):
             assert api.client.get("/healthz").status_code == 200
             assert api.client.get("/readyz").json()["error"]["message"] == "Redis does not answer."
             check_error(api.draw(), 503, code="store_down")
@@ -150,7 +148,7 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
 
 def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
-    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)  # a message that is late is lost sooner
+    monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)  # a message that is late is lost sooner
     worker.redis.set("image:3", "no list")  # so that nothing can be pushed onto it
     id = api.order()
     assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
@@ -161,7 +159,7 @@ def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], mo
 
 def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
-    monkeypatch.setattr(api.server._service.store, "_resend_ms", 500)
+    monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)
     ids = [api.order() for _ in range(3)]
     assert worker.messages() == [(id, 3) for id in ids]
     worker.redis.lrem("image:3", 1, worker.redis.lindex("image:3", 1))  # the second's

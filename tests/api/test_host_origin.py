@@ -9,7 +9,7 @@ import pytest
 
 from api.host_origin import HostOriginMiddleware
 from api.service import Service
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Api, Worker, check_error, eventually, opened, settings_of
 
 JOB = {"type": "image", "prompt": "a cat"}
 
@@ -46,7 +46,7 @@ def test_a_page_of_another_origin_makes_nothing(shared: Api, origin: str) -> Non
 
 def test_pages_that_are_named_may_call(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, cors_origins="https://studio.example, https://other.example")
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         named = {"Origin": "https://studio.example"}
@@ -79,7 +79,7 @@ def test_other_machines(tmp_path: Path, peer: str, trusted: bool, served: bool) 
 
 def test_any_page_may_call_where_that_is_said_and_what_is_no_page_may_not(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, cors_origins="*")
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         for origin in ("https://studio.example", "http://other.example:8080"):

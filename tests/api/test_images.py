@@ -16,7 +16,7 @@ import pytest
 
 from api.app import Server
 from core.jobs.record import JobState
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_job_that_failed(shared: Api, worker: Worker, pool: ThreadPoolExecutor
     known = worker.ids()
     answer = pool.submit(shared.draw)
     claim = worker.take(new_job(worker, known))
-    worker.store.fail(claim.id, claim.attempt, "out_of_memory", "one picture needs more memory than there is")
+    worker.store.leases.fail(claim.id, claim.attempt, "out_of_memory", "one picture needs more memory than there is")
     failed = answer.result(PATIENCE_S)
     error = check_error(failed, 500, code="out_of_memory")
     assert error["message"] == "one picture needs more memory than there is"
@@ -114,7 +114,7 @@ def test_a_picture_that_is_gone(shared: Api, worker: Worker, pool: ThreadPoolExe
     answer = pool.submit(shared.draw)
     claim = worker.take(new_job(worker, known))
     key = f"sha256/{'0' * 2}/{'0' * 62}.png"
-    worker.store.succeed(
+    worker.store.leases.succeed(
         claim.id,
         claim.attempt,
         {"images": [{"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png"}]},
@@ -166,7 +166,7 @@ def test_who_leaves_cancels_and_nobody_else_is_touched(shared: Api, worker: Work
 
 def test_a_server_that_stops_lets_those_who_wait_go(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api, ThreadPoolExecutor(4) as pool:
+    with opened(settings) as (api, worker), ThreadPoolExecutor(4) as pool:
         worker.announce()
         ordered = api.order()
         follows = pool.submit(api.all_events, ordered)

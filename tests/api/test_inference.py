@@ -22,7 +22,7 @@ from core.jobs.record import JobState
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, handed_on, pixels
 from tests.api.test_picture_decoder import service_of
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ def test_keys_hold(redis_url: str, folder: Path) -> None:
     keyring = Keyring.of(settings)
     drawing, writing = (keyring.add(name, [name])[1] for name in ("images", "text"))
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api, Easel(worker):
+    with opened(settings) as (api, worker), Easel(worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         client = InferenceClient(base_url=api.url, api_key=drawing, timeout=PATIENCE_S)

@@ -31,7 +31,7 @@ def finish(worker: Worker, id: str, pictures: list[bytes]) -> None:
          "media_type": "image/png", "warnings": []}
         for k, data in enumerate(pictures)
     ]  # fmt: skip
-    assert worker.store.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.1})
+    assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.1})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -62,7 +62,7 @@ def test_a_damaged_picture_is_an_error_before_the_first_byte(shared: Api, worker
         (shared.settings.data_dir / "artifacts" / key).write_bytes(data[:-1] + b"!")
         claim = worker.take(id)
         image = {"key": key, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "warnings": []}
-        assert worker.store.succeed(claim.id, claim.attempt, {"images": [image]})
+        assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": [image]})
         check_error(answer.result(PATIENCE_S), 500, code="artifact_unreadable")
 
 

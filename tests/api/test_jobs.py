@@ -80,7 +80,7 @@ def test_pictures_that_are_not_there(shared: Api, worker: Worker, k: str) -> Non
 def test_a_job_that_ended_without_pictures(shared: Api, worker: Worker) -> None:
     failed, cancelled = shared.order(), shared.order()
     claim = worker.take(failed)
-    worker.store.fail(failed, claim.attempt, "crashed", "three workers were lost")
+    worker.store.leases.fail(failed, claim.attempt, "crashed", "three workers were lost")
     shared.client.post(f"/v1/jobs/{cancelled}/cancel")
     told = shared.job(failed)
     assert told["status"] == "failed" and told["error"] == {"code": "crashed", "message": "three workers were lost"}
@@ -100,8 +100,10 @@ def test_cancel_reaches_exactly_its_job(shared: Api, worker: Worker) -> None:
     ]  # fmt: skip
     told = {message["cancel"] for _, message in worker.registry.control(worker.name, "0", 0.01)}
     assert ids[1] in told and not told & {ids[0], ids[2], ids[3], ids[4], ids[5]}
-    assert not worker.store.succeed(ids[1], claims[1].attempt, {"images": []}), "the worker's result comes too late"
-    assert worker.store.claim(ids[4], worker.name) is None
+    assert not worker.store.leases.succeed(ids[1], claims[1].attempt, {"images": []}), (
+        "the worker's result comes too late"
+    )
+    assert worker.store.leases.claim(ids[4], worker.name) is None
     assert worker.finish(claims[0])
 
 
@@ -132,7 +134,7 @@ def test_a_job_says_what_draws_it_again(shared: Api, worker: Worker) -> None:
         for k in range(2)
     ]  # fmt: skip
     cached = {"interval": 3, "depth": "resnet"}
-    assert worker.store.succeed(id, claim.attempt, {"images": images, "deepcache": cached})
+    assert worker.store.leases.succeed(id, claim.attempt, {"images": images, "deepcache": cached})
     done = shared.job(id)
     assert [image["fingerprint"] for image in done["images"]] == [{"weights": "ab"}] * 2
     asked = done["request"]

@@ -57,7 +57,7 @@ def failed(worker: Worker, owner: httpx2.Client, modality: str) -> str:
     """The id of an owner's job that failed."""
     id = f"failed-{modality}-{key_id(owner)}"
     worker.store.create(JobDraft(id, modality, "emoji-xl", {"n": 1, "width": 64, "height": 64}, owner=key_id(owner)))
-    assert worker.store.fail(id, worker.take(id).attempt, "engine_error", "it broke")
+    assert worker.store.leases.fail(id, worker.take(id).attempt, "engine_error", "it broke")
     return id
 
 
@@ -79,7 +79,7 @@ def test_a_job_that_an_admin_tries_again_stays_its_owners(guarded: tuple[Guarded
     doors, worker = guarded
     owner, admin = doors.key(rate="9/hour"), doors.key("admin", rate="9/hour")
     id = owner.post("/v1/jobs", json=JOB).json()["id"]
-    assert worker.store.fail(id, worker.take(id).attempt, "engine_error", "it broke")
+    assert worker.store.leases.fail(id, worker.take(id).attempt, "engine_error", "it broke")
     again = admin.post(f"/v1/jobs/{id}/requeue")
     assert again.status_code == 202 and again.headers["x-ratelimit-remaining-requests"] == "8"
     assert worker.job(again.json()["id"]).owner == key_id(owner)

@@ -8,7 +8,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.jobs.keyring import Keyring
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Api, check_error, eventually, opened, settings_of
 
 
 def figures(client: httpx2.Client) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -27,7 +27,7 @@ def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str,
 
 def test_queues_workers_and_requests(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         ids = [api.order() for _ in range(3)]

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 from api.schemas import EditJobFields, JobFields
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 
 def test_before_any_worker_and_while_one_starts(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         assert api.client.get("/healthz").json() == {"status": "ok"}
         assert api.client.get("/v1/models").json() == {"object": "list", "data": []}
         not_ready = api.client.get("/readyz")

@@ -11,7 +11,7 @@ from contract import students
 from core.jobs.keyring import Keyring
 from tests.api.easel import Easel
 from tests.api.test_playground import PATIENCE_MS, ask
-from tests.api.world import CARD, TEXT, Api, Worker, eventually, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
 
 
 def visit(browser: Browser, api: Api) -> Page:
@@ -28,7 +28,7 @@ def test_a_key_is_asked_for_and_kept(browser: Browser, redis_url: str, folder: P
     keyring = Keyring.of(settings)
     _, token = keyring.add("me")
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api, Easel(worker):
+    with opened(settings) as (api, worker), Easel(worker):
         worker.announce()
         page = visit(browser, api)
         expect(page.locator("#key-dialog")).to_be_visible()
@@ -59,7 +59,7 @@ def test_a_text_model_brings_the_chat(browser: Browser, redis_url: str, folder: 
 
 def test_loras_can_be_named_where_there_are_any(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
+    with opened(settings) as (api, worker), Easel(worker) as easel:
         worker.announce(card=dataclasses.replace(CARD, loras=("ink", "oil")))
         page = visit(browser, api)
         expect(page.locator("#state")).to_have_attribute("data-is", "ready")
@@ -84,7 +84,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
     student = students.of_lora("sdxl_lightning_4step_lora")
     assert student is not None
     card = dataclasses.replace(CARD, defaults=student, loras=("lcm-lora",))
-    with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
+    with opened(settings) as (api, worker), Easel(worker) as easel:
         worker.announce(card=card)
         page = visit(browser, api)
         page.click("#more summary")
@@ -117,7 +117,7 @@ def test_a_students_form_is_set_to_its_own_steps_and_guidance(browser: Browser, 
 def test_a_tuned_plan_can_be_chosen(browser: Browser, redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
     card = dataclasses.replace(CARD, plans={"fast": {"steps": 7, "guidance_interval": [0.0, 0.5], "deepcache": "off"}})
-    with Worker(settings) as worker, Api(settings) as api, Easel(worker) as easel:
+    with opened(settings) as (api, worker), Easel(worker) as easel:
         worker.announce(card=card)
         page = visit(browser, api)
         page.click("#more summary")

@@ -17,7 +17,7 @@ from core.jobs.keyring import Keyring
 from deployment.redis import RedisServer
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Api, check_error, eventually, opened, settings_of
 from tests.faults.payloads import CARD_OF_NINE, nine_times
 
 EDITS = "/v1/images/edits"
@@ -26,11 +26,8 @@ EDITS = "/v1/images/edits"
 @pytest.fixture(scope="module")
 def drawn(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     settings = settings_of(redis_server.url, tmp_path_factory.mktemp("data"), max_queued=1_000_000)
-    with Worker(settings) as worker:
-        worker.announce(card=CARD_OF_NINE)
-        with Api(settings) as api:
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
-            yield api
+    with opened(settings, CARD_OF_NINE) as (api, _):
+        yield api
 
 
 def service_of(api: Api) -> Service:
@@ -106,7 +103,7 @@ def test_the_quota_comes_before_decoding_and_counts_no_refused_picture(redis_url
     keyring = Keyring.of(settings)
     rate, quota = (keyring.add(name, ["images"], **{name: "1/day"})[1] for name in ("rate", "quota"))
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
 

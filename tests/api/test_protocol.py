@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from core.jobs.record import JobDraft
-from tests.api.world import SERVE, Api, Worker, eventually, process, settings_of
+from tests.api.world import SERVE, Api, Worker, eventually, opened, process, settings_of
 
 CLIENT_S = 1.0
 MUCH_S = 30.0  # what must have come by then, on a machine that may stall
@@ -113,7 +113,7 @@ def test_who_does_not_read_is_closed_and_who_reads_slowly_is_not(api: Api) -> No
             "key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 64, "height": 64,
             "media_type": "image/png", "size_bytes": len(data),
         }  # fmt: skip
-        assert worker.store.succeed("large", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        assert worker.store.leases.succeed("large", claim.attempt, {"images": [picture], "engine_s": 0.1})
     ask = b"GET /v1/jobs/large/images/0 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with connected(api, small=True) as stalled, connected(api, small=True) as slow:
         for client in (stalled, slow):
@@ -159,7 +159,7 @@ def test_idle_connections_make_way(redis_url: str, folder: Path) -> None:
 
 def test_where_all_are_busy_a_new_one_is_told(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder, connections=3)
-    with Worker(settings) as worker, Api(settings) as api, contextlib.ExitStack() as streams:
+    with opened(settings) as (api, worker), contextlib.ExitStack() as streams:
         worker.store.create(JobDraft("told", "image", "emoji-xl", {"n": 1}))
         for _ in range(3):
             client = streams.enter_context(connected(api))

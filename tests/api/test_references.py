@@ -63,7 +63,7 @@ def test_a_job_needs_the_file_no_longer_once_it_is_made(shared: Api, worker: Wor
     assert shared.client.delete(f"/v1/files/{image['file_id']}").json()["deleted"] is True
     claim = worker.take(id)
     assert np.array_equal(handed_on(worker, claim)[0], pixels(seed=4))
-    assert worker.store.fail(id, claim.attempt, "engine_error", "no")
+    assert worker.store.leases.fail(id, claim.attempt, "engine_error", "no")
     again = shared.client.post(f"/v1/jobs/{id}/requeue").json()["id"]
     assert worker.job(again).inputs == worker.job(id).inputs
     worker.work(again)

@@ -116,10 +116,10 @@ def test_spans_of_the_api_and_of_the_worker_have_it(redis_server: RedisServer, t
 def test_a_job_of_a_version_without_ids_is_still_done(redis_url: str) -> None:
     store = JobStore(redis_url)
     id = new_id()
-    store.create(JobDraft(id=id, modality="text", model="m", parameters={}, request_id="mine"))
+    store.create(JobDraft(id=id, modality="text", model="m", request={}, request_id="mine"))
     with redis.Redis.from_url(redis_url) as client:
         assert client.hdel(f"diptych:job:{id}", "request_id", "trace") == 2
-    claim = store.claim(id, "w")
+    claim = store.leases.claim(id, "w")
     assert claim is not None and (claim.request_id, claim.trace) == ("", "")
     store.close()
 

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 from core.artifacts import ArtifactError, Artifacts, NoArtifact
 from core.config import Settings
 from core.jobs.keyring import Keyring
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, check_error, eventually, opened, settings_of
 
 BUCKET = "pictures"
 PNG = b"\x89PNG of a cat"
@@ -91,7 +91,7 @@ def test_a_picture_is_fetched_by_its_link_and_deleted_with_its_job(bucket: Bucke
     keyring = Keyring.of(settings)
     _, token = keyring.add("me")
     keyring.close()
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         with httpx2.Client(base_url=api.url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {token}"}) as mine:
             eventually(lambda: mine.get("/v1/models").status_code == 200)

@@ -18,7 +18,7 @@ from core.artifacts import ArtifactError, Artifacts, ArtifactUnwritable, Storage
 from core.config import Settings
 from core.jobs.files import FileStore
 from core.jobs.record import JobDraft, JobState
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import Api, Worker, check_error, eventually, opened, settings_of
 from tests.disks import small_disk
 from tests.http_server import Handler, LocalServer
 
@@ -70,12 +70,12 @@ def test_every_call_ends_in_time(hung: list[socket.socket]) -> None:
 
 
 def test_nothing_else_waits_for_it(hung: list[socket.socket], settings: Settings) -> None:
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         worker.store.create(JobDraft("drawn", "image", "emoji-xl", {"n": 1, "width": 64, "height": 64}))
         claim = worker.take("drawn")
         picture = {"key": KEY, "seed": 1, "width": 64, "height": 64, "media_type": "image/png", "size_bytes": 1}
-        assert worker.store.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
+        assert worker.store.leases.succeed("drawn", claim.attempt, {"images": [picture], "engine_s": 0.1})
         worker.redis.zadd("diptych:kept", {KEY: 1})  # its time is over: each API's sweep has it to delete
         eventually(lambda: len(hung) >= 1, "nobody deletes it")
         with httpx2.Client(base_url=api.url, timeout=MUCH_S) as client, ThreadPoolExecutor(CROWD) as crowd:
@@ -130,7 +130,7 @@ def test_nothing_else_waits_while_files_are_read_part_by_part(
     half_hung: list[bytes], redis_url: str, folder: Path
 ) -> None:
     settings = settings_of(redis_url, folder, artifacts_url="s3://bucket/pictures", storage_s=8 * MUCH_S)
-    with Worker(settings) as worker, Api(settings) as api, contextlib.ExitStack() as open_ones:
+    with opened(settings) as (api, worker), contextlib.ExitStack() as open_ones:
         worker.announce()
         files = FileStore(redis_url)
         file = files.add("", "large.jsonl", "batch", 4 * 2**20, KEY.replace("png", "jsonl"))
@@ -210,7 +210,7 @@ def test_why_an_object_store_does_not_write(
 def test_a_full_disk_is_told_until_there_is_room(redis_url: str, folder: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         settings = settings_of(redis_url, folder, artifacts_url=disk.as_uri())
-        with Worker(settings) as worker, Api(settings) as api:
+        with opened(settings) as (api, worker):
             worker.announce()
             data = {"purpose": "batch"}
             full = api.client.post("/v1/files", files={"file": ("a.jsonl", b"0" * 2**21)}, data=data)
@@ -225,7 +225,7 @@ def test_a_store_that_refuses_to_write_is_not_blamed_on_a_picture(
 ) -> None:
     with refusing(monkeypatch, status=403, said=b"AccessDenied"):
         settings = settings_of(redis_url, folder, artifacts_url="s3://bucket", storage_s=WITHIN_S)
-        with Worker(settings) as worker, Api(settings) as api:
+        with opened(settings) as (api, worker):
             worker.announce()
             form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
             refused = api.client.post("/v1/files", **form)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deployment.redis import RedisServer
-from tests.api.world import Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 from tests.core import refusals
 from tests.disks import small_disk
 
@@ -16,11 +16,8 @@ from tests.disks import small_disk
 @pytest.fixture
 def world(redis_url: str, folder: Path) -> Iterator[tuple[Api, Worker]]:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker:
-        worker.announce()
-        with Api(settings) as api:
-            eventually(lambda: api.client.get("/readyz").status_code == 200)
-            yield api, worker
+    with opened(settings, CARD) as (api, worker):
+        yield api, worker
 
 
 @pytest.mark.parametrize("way", refusals.WAYS)

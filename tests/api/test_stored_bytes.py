@@ -55,7 +55,7 @@ def drawn(worker: Worker, name: str, data: bytes) -> str:
             "key": worker.artifacts.put(data, "image/png"), "seed": 1, "width": 64, "height": 64,
             "media_type": "image/png", "size_bytes": len(data), "warnings": [],
         }  # fmt: skip
-        assert worker.store.succeed(name, claim.attempt, {"images": [picture], "engine_s": 0.1})
+        assert worker.store.leases.succeed(name, claim.attempt, {"images": [picture], "engine_s": 0.1})
     return f"/v1/jobs/{name}/images/0"
 
 

@@ -29,7 +29,7 @@ def taken(worker: Worker, known: set[str]) -> Claim:
 def look(worker: Worker, claim: Claim, done: int, image: int, png: bytes) -> None:
     data = {"steps_done": done, "steps": 20, "image": image, "images_done": 0, "previews": [image]}
     report = ProgressReport(claim.id, claim.attempt, data, {image: base64.b64encode(png).decode()})
-    assert worker.store.report([report]) == set()
+    assert worker.store.leases.report([report]).stale == set()
 
 
 def test_previews_and_then_the_picture(shared: Api, worker: Worker, client: openai.OpenAI) -> None:
@@ -81,11 +81,11 @@ def test_an_end_without_success(shared: Api, worker: Worker, client: openai.Open
         reads = pool.submit(lambda: list(client.images.generate(prompt="a cat", stream=True)))
         claim = taken(worker, known)
         if end == "fail":
-            worker.store.fail(claim.id, 1, "engine_error", "the engine failed")
+            worker.store.leases.fail(claim.id, 1, "engine_error", "the engine failed")
         elif end == "cancel":
             worker.store.cancel(claim.id)
         else:
-            worker.store.expire(claim.id, 1)
+            worker.store.leases.expire(claim.id, 1)
         with pytest.raises(openai.APIError) as caught:
             reads.result(PATIENCE_S)
     expected = {"fail": "the engine failed", "cancel": "The job was cancelled.", "expire": "The deadline passed"}

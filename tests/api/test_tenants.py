@@ -31,7 +31,7 @@ from tests.api.test_batches import ended, told
 from tests.api.test_text_batches import lines
 from tests.api.test_text_feeder import CARDS, Desk, Scribe, ask, client_of, content
 from tests.api.test_webhooks import Receiver
-from tests.api.world import PATIENCE_S, SERVE, Api, Worker, eventually, process, settings_of
+from tests.api.world import PATIENCE_S, SERVE, Api, Worker, eventually, opened, process, settings_of
 
 URL = test_batches.URL
 
@@ -140,7 +140,7 @@ def test_an_answer_that_nobody_expected_ends_its_line_alone(redis_url: str, fold
         worst = begun(ann, handed_in(ann, lines(CHAT, *ask("a", "b"))))
         eventually(lambda: len(scribe.texts()) == 2)
         claim = scribe.take(scribe.next())
-        assert scribe.store.succeed(claim.id, claim.attempt, {})
+        assert scribe.store.leases.succeed(claim.id, claim.attempt, {})
         best = begun(bob, handed_in(bob, lines(CHAT, *ask("x"))))
         with writing(scribe):
             assert ended(bob, best).request_counts.completed == 1
@@ -206,7 +206,7 @@ def test_the_pictures_of_a_batch_are_never_all_in_memory(redis_url: str, folder:
                 claim = worker.take(eventually(worker.messages_left)[0][0])
                 if k == count - 1:
                     before = rivals.peak_mib(child.pid)
-                assert worker.store.succeed(claim.id, claim.attempt, {"images": [{**image, "seed": k}]})
+                assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": [{**image, "seed": k}]})
             done = ended(client, batch)
             grown = rivals.peak_mib(child.pid) - before
             assert done.request_counts.completed == count
@@ -317,9 +317,9 @@ def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> No
     with Drawing(settings) as worker, tenants(settings) as (_, ann, bob, _):
         id = ann.post("/jobs", body={"type": "image", "prompt": "a cat"}, cast_to=dict)["id"]  # type: ignore[index]
         claim = worker.take(id)
-        picture = worker.artifacts.put_kept(stream.getvalue(), "image/png", worker.store.keep)
+        picture = worker.artifacts.put_kept(stream.getvalue(), "image/png", worker.store.upkeep.keep)
         image = {"key": picture, "seed": 1, "width": 8, "height": 8, "media_type": "image/png", "size_bytes": 1}
-        assert worker.store.succeed(claim.id, claim.attempt, {"images": [image]}, [picture])
+        assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": [image]}, [picture])
         file = bob.files.create(file=("a.png", stream.getvalue()), purpose="vision")
         before = worker.redis.zscore("diptych:kept", picture)
         ann.delete(f"/jobs/{id}", cast_to=object)
@@ -330,7 +330,7 @@ def test_erasing_a_job_shortens_nobodys_file(redis_url: str, folder: Path) -> No
 
 def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         data = lines(CHAT, *ask("a"))
@@ -338,7 +338,7 @@ def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path
             file = handed_in(client, data)
             (key,) = worker.redis.zrange("diptych:kept", 0, -1)
             claim = worker.take(api.order())
-            assert worker.store.succeed(claim.id, claim.attempt, {"images": []}, [key])
+            assert worker.store.leases.succeed(claim.id, claim.attempt, {"images": []}, [key])
             client.files.delete(file)
         assert worker.redis.zscore("diptych:kept", key) > worker.redis.time()[0] * 1000 + settings.retention_s * 1000
         assert worker.artifacts.get(key) == data

@@ -291,8 +291,8 @@ def constrained(schema: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_large_body_is_validated_on_a_thread_of_its_own(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    real = text_drafts.READ[CHAT]
-    monkeypatch.setitem(text_drafts.READ, CHAT, lambda given: threads.append(threading.get_ident()) or real(given))
+    real = text_drafts.read
+    monkeypatch.setattr(text_drafts, "read", lambda *given: threads.append(threading.get_ident()) or real(*given))
     large = constrained({"type": "boolean", "description": "x" * 40_000})
     for fields in (ASK, ASK, large):
         assert api.post(CHAT, **fields).status_code == 200
@@ -306,7 +306,7 @@ def test_a_schema_beyond_a_bound_is_refused_before_there_is_a_job(kind: str) -> 
         "pattern": {"properties": {"a": {"pattern": "a{1001}"}}},
     }[kind]  # fmt: skip
     with pytest.raises(ApiError, match="at most") as caught:
-        text_drafts.chat(constrained(schema))
+        text_drafts.read(CHAT, constrained(schema))
     assert caught.value.status == 400 and caught.value.param == "json_schema"
 
 

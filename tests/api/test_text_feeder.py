@@ -64,7 +64,7 @@ class Scribe(Worker):
         said = claim.parameters["messages"][-1]["content"] * length
         choice = {"text": said, "finish_reason": "stop", "tokens": 1, "logprobs": []}
         result = {"choices": [choice], "prompt_tokens": [3], "cached_tokens": 0}
-        assert self.store.succeed(claim.id, claim.attempt, result)
+        assert self.store.leases.succeed(claim.id, claim.attempt, result)
 
     def answer(self, id: str) -> None:
         self.write(self.take(id))
@@ -187,11 +187,11 @@ def test_apis_and_workers_that_are_killed_lose_nothing(redis_url: str, folder: P
             done = ended(client, batch.id)
             assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 40, 0)
             assert [content(line) for line in told(client, done.output_file_id)] == texts
-        assert not any(scribe.store.succeed(claim.id, claim.attempt, {}) for claim in lost)
+        assert not any(scribe.store.leases.succeed(claim.id, claim.attempt, {}) for claim in lost)
 
 
 def _draft() -> Any:
-    return text_drafts.draft(text_drafts.chat(ask("alone")[0]), CARDS[1], "")
+    return text_drafts.draft(text_drafts.read(text_drafts.CHAT, ask("alone")[0]), CARDS[1], "")
 
 
 def test_scopes_and_quotas(redis_url: str, folder: Path, scribe: Scribe) -> None:
@@ -360,9 +360,9 @@ def _end(scribe: Scribe, claim: Claim, way: str) -> None:
         assert scribe.store.erase(claim.id)
     elif way == "invalid":
         said = Invalid("messages", "they are too long", "context_length_exceeded")
-        assert scribe.store.refuse(claim.id, claim.attempt, said)
+        assert scribe.store.leases.fail(claim.id, claim.attempt, **said.to_dict())
     else:
-        assert scribe.store.fail(claim.id, claim.attempt, "engine_error", "no")
+        assert scribe.store.leases.fail(claim.id, claim.attempt, "engine_error", "no")
 
 
 def test_who_comes_late_begins_nothing_of_a_batch_that_has_ended(redis_url: str, folder: Path, scribe: Scribe) -> None:

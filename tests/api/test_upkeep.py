@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.jobs.record import JobState, new_id
-from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
 JOB = {"type": "image", "prompt": "a cat"}
 
@@ -79,7 +79,7 @@ def test_waiting_for_the_end(shared: Api, worker: Worker) -> None:
 
 def test_places_and_estimates(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         ids = [api.order(steps=20, priority=priority) for priority in (5, 5, 0)]
@@ -103,7 +103,7 @@ def test_places_and_estimates(redis_url: str, folder: Path) -> None:
 
 def test_lists(redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         empty = api.client.get("/v1/jobs").json()
@@ -112,7 +112,7 @@ def test_lists(redis_url: str, folder: Path) -> None:
         for _ in range(5):
             ids.append(api.order())
             time.sleep(0.002)  # by Redis's clock one after the other
-        worker.store.fail(worker.take(ids[1]).id, 1, "engine_error", "it broke")
+        worker.store.leases.fail(worker.take(ids[1]).id, 1, "engine_error", "it broke")
         newest = ids[::-1]
         first = api.client.get("/v1/jobs?limit=2").json()
         assert [job["id"] for job in first["data"]] == newest[:2] and first["has_more"]
@@ -128,7 +128,7 @@ def test_lists(redis_url: str, folder: Path) -> None:
 def test_what_failed_is_tried_again(shared: Api, worker: Worker) -> None:
     id = shared.order(seed=7, n=2)
     check_error(shared.client.post(f"/v1/jobs/{id}/requeue"), 409, code="job_not_failed")
-    worker.store.fail(worker.take(id).id, 1, "engine_error", "it broke")
+    worker.store.leases.fail(worker.take(id).id, 1, "engine_error", "it broke")
     again = shared.client.post(f"/v1/jobs/{id}/requeue")
     assert again.status_code == 202
     new = worker.job(again.json()["id"])
@@ -158,7 +158,7 @@ def test_previews_and_formats(shared: Api, worker: Worker) -> None:
         "preview_every": 2, "output_format": "webp", "output_compression": 80,
     }  # fmt: skip
     assert shared.client.get(f"/v1/jobs/{id}/preview").status_code == 204
-    worker.store.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
+    worker.store.leases.report([ProgressReport(id, 1, {"steps_done": 2, "steps": 8, "previews": [0]}, {0: "UE5H"})])
     look = shared.client.get(f"/v1/jobs/{id}/preview")
     assert look.content == b"PNG" and look.headers["content-type"] == "image/png"
     assert shared.client.get(f"/v1/jobs/{id}/preview?image=1").status_code == 204
@@ -181,7 +181,7 @@ def test_pausing_is_told_to_workers(shared: Api, worker: Worker) -> None:
 def test_one_call_empties_a_queue(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.queues._PORTION", 3)
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
         waiting = [api.order(priority=priority) for priority in (0, 5, 9, 5, 2, 7, 5)]

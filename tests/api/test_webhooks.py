@@ -88,7 +88,9 @@ def test_every_end_is_told_once(world: tuple[Api, Worker], end: str) -> None:
             api.client.post(f"/v1/jobs/{id}/cancel")
         else:
             claim = worker.take(id)
-            worker.store.fail(id, claim.attempt, "a", "b") if end == "fail" else worker.store.expire(id, claim.attempt)
+            worker.store.leases.fail(id, claim.attempt, "a", "b") if end == "fail" else worker.store.leases.expire(
+                id, claim.attempt
+            )
         eventually(lambda: receiver.heard and not left(worker))
     expected = {"fail": "job.failed", "cancel": "job.cancelled", "expire": "job.expired"}[end]
     assert [json.loads(body)["type"] for _, _, body in receiver.heard] == [expected]

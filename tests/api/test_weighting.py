@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG
-from tests.api.world import CARD, Api, Worker, check_error, eventually, settings_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 MARKED = "a (red)1.3 fox--, ((very)) big"
@@ -114,7 +114,7 @@ def test_a_syntax_and_texts_of_each_encoder_reach_the_worker_at_every_door(
 )
 def test_a_model_that_does_not_read_a_field_says_so(fields: dict[str, Any], redis_url: str, folder: Path) -> None:
     settings = settings_of(redis_url, folder)
-    with Worker(settings) as worker, Api(settings) as api:
+    with opened(settings) as (api, worker):
         worker.announce(card=replace(CARD, name="plain-texts", prompt_fields=(), embeddings=("ink",)))
         (name,) = fields
         check_error(api.post(DRAW, prompt="a fox", model="plain-texts", **fields), 400, name, "invalid_value")

@@ -196,6 +196,18 @@ def parsed(lines: Iterator[str]) -> Iterator[Sent]:
             fields[name] = value.removeprefix(" ")
 
 
+@contextmanager
+def opened(settings: Settings, card: ModelCard | None = None) -> Iterator[tuple[Api, Worker]]:
+    """An API and a worker; with a card the worker has announced it, and the API knows it."""
+    with Worker(settings) as worker:
+        if card is not None:
+            worker.announce(card=card)
+        with Api(settings) as api:
+            if card is not None:
+                eventually(lambda: api.client.get("/readyz").status_code == 200)
+            yield api, worker
+
+
 class Worker:
     """A worker without an engine: takes, reports and ends what it is told to."""
 
@@ -240,14 +252,14 @@ class Worker:
         return [(id, step) for id, step in self.messages() if self.is_(id, JobState.QUEUED)]
 
     def take(self, id: str) -> Claim:
-        claim = self.store.claim(id, self.name)
+        claim = self.store.leases.claim(id, self.name)
         assert claim is not None
         return claim
 
     def report(self, claim: Claim, done: int) -> None:
         n, steps = claim.parameters["n"], claim.parameters["steps"]
         data = {"steps_done": done, "steps": n * steps, "image": 0, "images_done": 0}
-        assert self.store.report([ProgressReport(claim.id, claim.attempt, data)]) == set()
+        assert self.store.leases.report([ProgressReport(claim.id, claim.attempt, data)]).stale == set()
 
     def finish(self, claim: Claim) -> list[bytes]:
         """End it well; returns its pictures."""
@@ -264,7 +276,7 @@ class Worker:
             }
             for k, picture in enumerate(pictures)
         ]
-        assert self.store.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.5})
+        assert self.store.leases.succeed(claim.id, claim.attempt, {"images": images, "engine_s": 0.5})
         return pictures
 
     def work(self, id: str) -> list[bytes]:

@@ -40,7 +40,9 @@ class TextWorker:
         self._store, self._registry = JobStore.of(settings), Registry.of(settings)
         self._redis: redis.Redis = redis.Redis.from_url(settings.redis_url, decode_responses=True)
         store_retry, active_jobs = StoreRetry(), ActiveJobs()
-        self._publisher = ProgressPublisher(self._store, store_retry, lambda: self.engine.ticks, active_jobs.abandon)
+        self._publisher = ProgressPublisher(
+            self._store.leases, store_retry, lambda: self.engine.ticks, active_jobs.abandon
+        )
         self._control = ControlListener(self._registry, store_retry, NAME, active_jobs.abandon)
         self._tasks = WorkerTasks(
             NAME, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,

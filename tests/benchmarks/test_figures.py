@@ -36,9 +36,6 @@ def about(name: str) -> dict[str, Any]:
     return dict(found["provenance"])
 
 
-# -- pages and files ---------------------------------------------------------------------------------------------------
-
-
 def test_pages_say_what_their_files_say() -> None:
     differing = [path.name for path, text in figures.written() if path.read_text("utf-8") != text]
     assert not differing, (
@@ -75,9 +72,9 @@ def test_figures_are_of_a_commit(name: str) -> None:
     commit, rooms = about(name)["commit"], about(name)["rooms"]
     clean = bool(commit) and not commit.endswith(provenance.DIRTY) and bool(rooms)
     assert clean, f"{name}: measured at {commit}: no commit holds what was measured; measure it again"
-    if not provenance.is_whole():
+    if not provenance.has_full_history():
         pytest.skip("no history here to hold the digests against")
-    assert provenance.knows(commit), f"{name}: there is no commit {commit}; was it rewritten?"
+    assert provenance.has_commit(commit), f"{name}: there is no commit {commit}; was it rewritten?"
     assert provenance.differing(commit, rooms) == [], f"{name}: what was measured is not what {commit} holds"
 
 
@@ -102,9 +99,6 @@ def test_every_command_can_be_given(name: str) -> None:
 def test_cost_tables_that_are_cited_are_shipped() -> None:
     used = {room for name in stored() for room in about(name)["rooms"] if room.startswith("benchmarks/costs/")}
     assert {Path(room).stem for room in used} <= {path.stem for path in SHIPPED.glob("*.json")}
-
-
-# -- the marks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

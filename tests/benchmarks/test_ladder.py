@@ -106,9 +106,6 @@ def test_no_rung_at_all_is_an_error(settings: Settings, tmp_path: Path, monkeypa
         ladder.run(settings, steps=1, pictures=2, results=tmp_path, rungs=("stairs",))
 
 
-# -- with fixed rates --------------------------------------------------------------------------------------------------
-
-
 class Fixed:
     """A contender whose turns have these rates, after a warm-up."""
 
@@ -168,9 +165,6 @@ def test_the_stock_pipeline_is_measured_at_its_best(
     variant, count = search.find()
     assert count == expected and len(search.trials) == 7
     assert variant == Variant(4, 1 if count > 1 else cores(), channels_last=False, bf16=True, compile=True)
-
-
-# -- instruction sets --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

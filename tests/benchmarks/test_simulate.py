@@ -17,7 +17,7 @@ from benchmarks import simulate
 from benchmarks.harness import record
 from benchmarks.simulation import costs, measure
 from benchmarks.simulation.runner import Device
-from benchmarks.simulation.traffic import Bursts, Mix, WeightedChoice, always
+from benchmarks.simulation.traffic import Mix, WeightedChoice, always
 from contract.plan import AUTO, DeepCache
 from core.config import Settings
 from tests.benchmarks.simulation.tables import OTHER, SIZE, WIDTHS, affine
@@ -177,18 +177,6 @@ def test_schedules_and_memory_are_checked_against_the_pictures() -> None:
     narrow = costs.Costs("narrow.json", {("deep", SIZE): {1: 1.0}, ("vae", SIZE): {1: 0.5}})
     with pytest.raises(record.BenchError, match=r"narrow\.json: deep.64x64: was measured to 1 row"):
         simulate.check(narrow, simulate.Plan(Mix(size=always(SIZE))))
-
-
-def test_memory_and_bursts_make_waits_longer() -> None:
-    def p99(bursts: Bursts | None = None, memory: int | None = None) -> float:
-        plan = simulate.Plan(
-            Mix(size=always(SIZE)), loads=(0.7,), pictures=600, bursts=bursts, device=Device(memory_bytes=memory)
-        )
-        (point,) = (point for point, _ in simulate.points(affine(0.1), plan) if point)
-        found: float = point["policies"]["step_level"]["p99_s"]
-        return found
-
-    assert p99() < p99(Bursts(5, 15)) and p99() < p99(memory=21)
 
 
 def test_an_engine_is_measured_and_simulated(

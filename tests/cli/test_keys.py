@@ -83,7 +83,7 @@ def test_what_a_revoked_key_asked_for_ends_or_goes_on(
     for owner in (mine.id, other.id):
         for k in range(120):
             store.create(JobDraft(f"{owner}-{k}", "image", "m", {}, owner=owner))
-        assert store.claim(f"{owner}-7", "worker") is not None
+        assert store.leases.claim(f"{owner}-7", "worker") is not None
     file = files.add(mine.id, "lines", "batch", 10, "key")
     batch = batches.add(mine.id, "/v1/images/generations", file, 3, "http://x/", None, [])
     words = ["--cancel-jobs"] if cancelled else []

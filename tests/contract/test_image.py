@@ -15,7 +15,7 @@ from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
 from contract.control import Control
 from contract.errors import Invalid
-from contract.image import Edit, ImageJob, ImageParameters, check
+from contract.image import Edit, ImageJob, ImageParameters
 from contract.image_prompt import ImagePrompt
 from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
@@ -34,7 +34,7 @@ def short(value: object) -> str:
 
 def refusal(**fields: Any) -> str:
     with pytest.raises(Invalid) as caught:
-        check(dataclasses.replace(GOOD, **fields), OFFER)
+        dataclasses.replace(GOOD, **fields).check(OFFER)
     return str(caught.value)
 
 
@@ -60,7 +60,7 @@ def refusal(**fields: Any) -> str:
     ids=str,
 )
 def test_what_is_offered_is_taken(fields: dict[str, Any]) -> None:
-    check(dataclasses.replace(GOOD, **fields), OFFER)
+    dataclasses.replace(GOOD, **fields).check(OFFER)
 
 
 NOT_NUMBERS = [None, "7", "", True, False, float("nan"), float("inf"), 1j, [], {}]
@@ -109,7 +109,7 @@ def test_a_prompt_is_taken_exactly_if_it_can_be_read_and_printed(text: str) -> N
     if bad or not text.strip():
         assert refusal(prompt=text).startswith("prompt: ")
     else:
-        check(dataclasses.replace(GOOD, prompt=text), OFFER)
+        dataclasses.replace(GOOD, prompt=text).check(OFFER)
         text.encode()
     if bad:
         assert refusal(negative_prompt=text).startswith("negative_prompt: ")
@@ -202,7 +202,7 @@ def test_what_is_asked_for_is_what_is_drawn(steps: int, edited: tuple[int, int] 
     offer = dataclasses.replace(OFFER, native=(64, 64))
     job = ImageRequest(prompt="a fox", steps=steps).complete(offer, edited, masked=masked)
     for picture in job.pictures():
-        check(dataclasses.replace(picture, edit=None), offer)
+        dataclasses.replace(picture, edit=None).check(offer)
     assert (job.picture.edit is not None) == (edited is not None)
     assert job.picture.made == (steps if edited is None or masked else max(1, int(steps * 0.8)))
 
@@ -218,7 +218,7 @@ def test_an_interval_counts_the_steps_that_run(steps: int, strength: float, inte
     asked = EditRequest(prompt="x", steps=steps, strength=strength, guidance_interval=[*interval], size="64x64")
     found = []
     for each in (
-        lambda: check(picture, OFFER),
+        lambda: picture.check(OFFER),
         lambda: asked.complete(OFFER, (width, height)),
     ):
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from contract.card import TextOffer
 from contract.errors import Invalid
-from contract.text import ChatFields, CompletionFields, TextJob, check
+from contract.text import ChatFields, CompletionFields, TextJob
 from llm.parameters import TextParameters
 
 CHAT: dict[str, Any] = {"messages": [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]}
@@ -49,12 +49,12 @@ def test_a_record_carries_every_field() -> None:
 )
 def test_what_is_not_offered_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
-        check(CompletionFields(**fields).job(), OFFER)
+        CompletionFields(**fields).job().check(OFFER)
     assert caught.value.field == field
 
 
 def test_a_model_that_knows_no_bias_takes_none() -> None:
     job = CompletionFields(prompt="a", logit_bias={"7": 1.0}).job()
-    check(job, OFFER)
+    job.check(OFFER)
     with pytest.raises(Invalid, match=r"^logit_bias: "):
-        check(job, TextOffer(256))
+        job.check(TextOffer(256))

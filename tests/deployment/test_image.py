@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployment.devices import NoDevices, visible
+from deployment.devices import NoDevices, visible_gpus
 from tests.deployment.served import ROOT, environment, wait_until
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
@@ -109,9 +109,9 @@ def test_the_compose_file_is_for_old_and_new() -> None:
 def test_the_gpus_that_may_be_used(variables: dict[str, str], listed: str, found: list[str] | None) -> None:
     if found is None:
         with pytest.raises(NoDevices):
-            visible(variables, lambda: listed)
+            visible_gpus(variables, lambda: listed)
     else:
-        assert visible(variables, lambda: listed) == found
+        assert visible_gpus(variables, lambda: listed) == found
 
 
 WORKERS = """

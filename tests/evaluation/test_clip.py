@@ -52,8 +52,8 @@ def test_the_score_is_torchmetrics(emoji: Path) -> None:
 
 def test_mixed_up_captions_score_lower(emoji: Path) -> None:
     run, lens = EvaluationRun.read(emoji), embedded(CLIP)
-    clip = references.of_run(run, lens, lambda done, total: None).clip
-    captions = references.captions_of(run, lens.clip)
+    clip = references.run_features(run, lens, lambda done, total: None).clip
+    captions = references.run_caption_features(run, lens.clip)
     counts = bootstrap.resamples(len(run.captions))
     right = bootstrap.mean(100 * (clip * captions).sum(1), counts).interval
     wrong = bootstrap.mean(100 * (clip * captions.roll(1, 0)).sum(1), counts).interval
@@ -108,4 +108,6 @@ def test_what_is_no_clip_is_refused(tmp_path: Path) -> None:
 def test_a_score_is_not_clamped() -> None:
     """torchmetrics counts a picture below 0 as 0; MLPerf does not."""
     assert bootstrap.mean(torch.tensor([-50.0, 10.0]), bootstrap.resamples(2)).value == -20
-    assert bootstrap.said(bootstrap.mean(torch.tensor([-50.0, -50.0]), bootstrap.resamples(2)))["value"] == -50
+    assert (
+        bootstrap.interval_fields(bootstrap.mean(torch.tensor([-50.0, -50.0]), bootstrap.resamples(2)))["value"] == -50
+    )

@@ -43,32 +43,32 @@ def files(tmp_path: Path) -> list[Path]:
 def test_they_are_kept_and_taken_on(files: list[Path], tmp_path: Path) -> None:
     expected = torch.stack([torch.tensor(pixels.read(path)).float().mean((0, 1)) for path in files])
     with pytest.raises(KeyboardInterrupt):
-        features.of_pictures(files, "p", Mean(stop=400), tmp_path / "f")
+        features.picture_features(files, "p", Mean(stop=400), tmp_path / "f")
     on = Mean()
-    found = features.of_pictures(files, "p", on, tmp_path / "f")
+    found = features.picture_features(files, "p", on, tmp_path / "f")
     assert torch.equal(found, expected) and on.seen == 600 - 256  # written down every 8 groups of 32
     again = Mean(stop=0)
-    assert torch.equal(features.of_pictures(files, "p", again, tmp_path / "f"), expected)
+    assert torch.equal(features.picture_features(files, "p", again, tmp_path / "f"), expected)
     assert (tmp_path / "f.npy").stat().st_size < 600 * 3 * 4 + 200
 
 
 @pytest.mark.parametrize("change", ["pictures", "extractor", "damage", "fewer"])
 def test_they_are_taken_anew_where_anything_is_another(change: str, files: list[Path], tmp_path: Path) -> None:
-    features.of_pictures(files, "p", Mean(), tmp_path / "f")
+    features.picture_features(files, "p", Mean(), tmp_path / "f")
     now = Mean("e" if change == "extractor" else "d")
     if change == "damage":
         (tmp_path / "f.npy").write_bytes(b"\x93NUMPY")
     given = files[:10] if change == "fewer" else files
-    features.of_pictures(given, "q" if change == "pictures" else "p", now, tmp_path / "f")
+    features.picture_features(given, "q" if change == "pictures" else "p", now, tmp_path / "f")
     assert now.seen == len(given)
 
 
 def test_what_is_overwritten_is_not_vouched_for(files: list[Path], tmp_path: Path) -> None:
-    features.of_pictures(files, "p", Mean(), tmp_path / "f")
+    features.picture_features(files, "p", Mean(), tmp_path / "f")
     with pytest.raises(KeyboardInterrupt):
-        features.of_pictures(files, "q", Mean(stop=40), tmp_path / "f")
+        features.picture_features(files, "q", Mean(stop=40), tmp_path / "f")
     back = Mean()
-    features.of_pictures(files, "p", back, tmp_path / "f")
+    features.picture_features(files, "p", back, tmp_path / "f")
     assert back.seen == 600
 
 

@@ -108,7 +108,7 @@ def test_what_drew_otherwise_is_told(tmp_path: Path, console: Console) -> None:
 def test_a_png_without_a_fingerprint_has_none() -> None:
     stream = io.BytesIO()
     Image.new("RGB", (2, 2)).save(stream, "PNG")
-    assert generate.printed(stream.getvalue()) == {}
+    assert generate.read_fingerprint(stream.getvalue()) == {}
 
 
 def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,8 @@ RATED = st.builds(
 
 @given(st.lists(RATED, unique_by=lambda one: one.candidate.name))
 def test_the_front_is_what_no_other_beats(rated: list[Rated]) -> None:
-    found = tuning.front(rated)
-    assert bool(found) == bool(rated) and found == tuning.front(reversed(rated))
+    found = tuning.pareto_front(rated)
+    assert bool(found) == bool(rated) and found == tuning.pareto_front(reversed(rated))
     assert [one.seconds for one in found] == sorted({one.seconds for one in found})
     for one in rated:
         better = [
@@ -86,7 +86,7 @@ def test_the_front_is_what_no_other_beats(rated: list[Rated]) -> None:
 
 @given(st.lists(RATED, unique_by=lambda one: one.candidate.name), st.integers(1, 12))
 def test_as_many_stay_as_there_is_room_for_and_the_front_first(rated: list[Rated], count: int) -> None:
-    kept, first = tuning.keep(rated, count), tuning.front(rated)
+    kept, first = tuning.keep(rated, count), tuning.pareto_front(rated)
     assert len({one.candidate.name for one in kept}) == len(kept) == min(count, len(rated))
     if len(first) <= count:
         assert set(first) <= set(kept)
@@ -102,16 +102,16 @@ def judged(name: str, speed: float, score: float, psnr: float, **others: float) 
 def test_names_go_to_the_fastest_that_pass_and_else_to_the_full_plan() -> None:
     full = judged(FULL, 10, 1.0, tuning.MOST_DB)
     others = [judged("a", 30, 0.97, 20), judged("b", 25, 0.996, 25), judged("c", 20, 1.001, 31), judged("d", 9, 1, 50)]
-    found = tuning.named(
+    found = tuning.name_plans(
         others, full, {"best": Gate(0.2, 30), "balanced": Gate(0.5, 24), "fast": Gate(5, 10), "own": Gate(0.01, 45)}
     )
     assert {name: one.candidate.name for name, one in found.items()} == {
         "best": "c", "balanced": "b", "fast": "a", "own": FULL,
     }  # fmt: skip
-    assert [one.candidate.name for one in tuning.best_front(others, full)] == ["a", "b", "c", FULL]
-    assert tuning.named([], full, tuning.GATES) == dict.fromkeys(tuning.GATES, full)
+    assert [one.candidate.name for one in tuning.best_pareto_front(others, full)] == ["a", "b", "c", FULL]
+    assert tuning.name_plans([], full, tuning.GATES) == dict.fromkeys(tuning.GATES, full)
     # A score that rises is no better than one that falls: the pictures are others.
-    assert tuning.named([judged("a", 30, 1.01, 40)], full, {"best": Gate(0.2, 30)}) == {"best": full}
+    assert tuning.name_plans([judged("a", 30, 1.01, 40)], full, {"best": Gate(0.2, 30)}) == {"best": full}
 
 
 @pytest.mark.parametrize(

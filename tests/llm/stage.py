@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from core.batching.engine import Engine
 from core.batching.request import Request
@@ -21,38 +22,11 @@ from tests.core.quant.stage import ROOT
 from tests.core.quant.stage import kernels as kernels
 
 LM, DRAFT = ROOT / "models" / "emoji-lm", ROOT / "models" / "emoji-lm-draft"
-WORDS = [
-    "cat",
-    "dog",
-    "house",
-    "tree",
-    "red",
-    "blue",
-    "happy",
-    "sad",
-    "flag",
-    "moon",
-    "star",
-    "car",
-    "train",
-    "fish",
-    "bird",
-    "flower",
-    "rain",
-    "sun",
-    "pizza",
-    "heart",
-    "ball",
-    "robot",
-    "wizard",
-    "crown",
-    "ghost",
-    "bread",
-    "guitar",
-    "rocket",
-    "turtle",
-    "key",
-]
+WORDS = (
+    "cat", "dog", "house", "tree", "red", "blue", "happy", "sad", "flag", "moon", "star", "car", "train", "fish",
+    "bird", "flower", "rain", "sun", "pizza", "heart", "ball", "robot", "wizard", "crown", "ghost", "bread",
+    "guitar", "rocket", "turtle", "key",
+)  # fmt: skip
 BEGINNINGS = (
     "A man riding a", "Two dogs play with", "A plate of food", "A woman holding an umbrella", "A large white airplane",
     "Several boats are tied", "A train is pulling into the", "Three zebras graze", "The kitchen has", "A vase filled",
@@ -107,24 +81,38 @@ def prompts(model: TextModel, count: int) -> list[tuple[int, ...]]:
     return made
 
 
-@torch.inference_mode()
-def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
-    """What transformers' `generate` answers greedily, up to and with the end token."""
-    answers: dict[int, tuple[int, ...]] = {}
+@contextmanager
+def by_transformers(model: TextModel) -> Iterator[Any]:
+    """The network with transformers' own attention."""
     model.network.set_attn_implementation("sdpa")
     try:
+        with torch.inference_mode():
+            yield model.network
+    finally:
+        model.network.set_attn_implementation("diptych")
+
+
+def logits(model: TextModel, tokens: Sequence[int]) -> Tensor:
+    """What transformers computes after each of these tokens, [T, V]."""
+    with by_transformers(model) as network:
+        found: Tensor = network(torch.tensor([[*tokens]], device=model.device), use_cache=False).logits[0].float()
+    return found
+
+
+def generated(model: TextModel, given: Sequence[tuple[int, ...]], most: int, **options: Any) -> list[tuple[int, ...]]:
+    """What transformers' `generate` answers greedily, up to and with the end token."""
+    answers: dict[int, tuple[int, ...]] = {}
+    with by_transformers(model) as network:
         for length in {len(prompt) for prompt in given}:  # of one length each time: nothing has to be padded
             group = [i for i, prompt in enumerate(given) if len(prompt) == length]
             ids = torch.tensor([given[i] for i in group])
-            made = model.network.generate(
+            made = network.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
-                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id,
+                eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id, **options,
             )  # fmt: skip
             for i, row in zip(group, made[:, length:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
                 answers[i] = tuple(row[:end])
-    finally:
-        model.network.set_attn_implementation("diptych")
     return [answers[i] for i in range(len(given))]
 
 

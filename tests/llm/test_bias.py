@@ -8,29 +8,10 @@ import pytest
 import torch
 
 from contract.errors import Invalid
-from llm import sample
 from llm.choose import SampleRequest, choose
 from llm.parameters import TextParameters
 from llm.sequence import SequenceState
 from tests.llm import stage
-
-
-@torch.inference_mode()
-def by_transformers(prompt: tuple[int, ...], bias: dict[int, float], most: int) -> tuple[int, ...]:
-    model = stage.small()
-    model.network.set_attn_implementation("sdpa")
-    try:
-        ids = torch.tensor([prompt])
-        made = model.network.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False,
-            eos_token_id=sorted(model.ends), pad_token_id=model.tokenizer.pad_token_id,
-            sequence_bias=[[[token], float(value)] for token, value in bias.items()],
-        )  # fmt: skip
-    finally:
-        model.network.set_attn_implementation("diptych")
-    row = made[0, len(prompt) :].tolist()
-    end = next((n for n, token in enumerate(row, 1) if token in model.ends), len(row))
-    return tuple(row[:end])
 
 
 def test_greedy_answers_are_transformers_own() -> None:
@@ -43,7 +24,8 @@ def test_greedy_answers_are_transformers_own() -> None:
             bias = {plain[0]: -3.0, plain[-1]: -0.5, (plain[0] + 7) % model.vocabulary: 2.5, 70: 1.0}
             wanted = stage.greedy(prompt, 20, logit_bias=tuple(bias.items()))
             (text,) = stage.answers(engine, [wanted])
-            assert text.tokens == by_transformers(prompt, bias, 20)
+            sequence_bias = [[[token], float(value)] for token, value in bias.items()]
+            assert [text.tokens] == stage.generated(model, [prompt], 20, sequence_bias=sequence_bias)
             differ += text.tokens != plain
     assert differ > 4, "the biases do something"
 
@@ -105,17 +87,6 @@ def test_one_that_leaves_nothing_costs_nobody_else() -> None:
         )
         assert isinstance(nothing, Invalid) and str(nothing).startswith("logit_bias: ")
         assert not isinstance(free, Invalid) and free.tokens == [int(logits[1].argmax())]
-
-
-def test_between_it_is_a_sum() -> None:
-    row = torch.randn(64, generator=torch.Generator().manual_seed(3))
-    bias = sample.LogitBias(torch.tensor([3, 60]), torch.tensor([99.5, -99.5]))
-    added = row.clone()
-    sample.bias_(added, bias)
-    expected = row.clone()
-    expected[3] += 99.5
-    expected[60] -= 99.5
-    torch.testing.assert_close(added, expected)
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,6 @@ def test_int8_pages_on_torch_and_on_kernels_agree() -> None:
     assert (ours - plain).abs().mean() < 0.25 * (plain - exact).abs().mean()
 
 
-def test_rows_keep_their_bits_in_any_step() -> None:
-    """On our kernels, whatever the chunks and the companions."""
-    model = stage.emoji()
-    ids = torch.randint(6, 4096, (3, 40), generator=torch.Generator().manual_seed(4))
-    size: dict[str, Any] = {"pages": 12, "sequences": 3, "context": 256, "kernels": stage.kernels()}
-    whole = logits(TextExecution(model, **size), ids, [40])
-    assert torch.equal(logits(TextExecution(model, **size), ids, [1] * 40), whole)
-    assert torch.equal(logits(TextExecution(model, **size), ids[1:2], [7, 33])[0], whole[1])
-
-
 def test_weights_are_held_once_if_wished() -> None:
     """Packed weights do without the model's own, also in programs that are written later, and where ends are tied."""
     model = load(str(stage.LM))

@@ -111,12 +111,6 @@ def test_idle_pages_are_found_until_their_place_is_needed() -> None:
     assert len(found["old"].pages) == 1 and len(found["new"].pages) == 2
 
 
-def test_too_few_pages_take_nothing() -> None:
-    pages, holding = PageAllocator(2), SequencePages()
-    assert not pages.extend(holding, 3 * PAGE)
-    assert holding.pages == [] and pages.free == 2
-
-
 def test_books_that_do_not_balance_are_told() -> None:
     pages, holding = PageAllocator(2), SequencePages()
     assert pages.extend(holding, PAGE)

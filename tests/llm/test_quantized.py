@@ -20,9 +20,46 @@ from llm.load import TextModel, TextModelError, load, variant
 from llm.quantized import calibrate, make, quantize
 from llm.recipe import llama
 from llm.runner import TextRunner
-from tests.core.quant.test_text import CAPTIONS, READ
 from tests.llm import stage
 
+CAPTIONS = """
+A man riding a brown horse along the beach at sunset.|A group of people standing around a kitchen table.
+A black cat is sleeping on top of a wooden chair.|Two dogs play with a red ball in the park.
+A plate of food with rice, meat and green vegetables.|A woman holding an umbrella walks down a wet street.
+A large white airplane sitting on the runway.|Several boats are tied to a dock near the shore.
+A little boy in a blue shirt is eating a slice of pizza.|A bathroom with a white sink, a toilet and a mirror.
+A train is pulling into the station on a cloudy day.|Three zebras graze in a field of tall grass.
+A skateboarder jumps over a set of stairs.|A vase filled with yellow flowers on a table.
+A city bus drives past a tall brick building.|A person on skis goes down a snowy hill.
+A laptop computer and a cup of coffee on a desk.|An elephant walks through the water with its baby.
+A tennis player swings her racket at the ball.|A bedroom with a large bed and two small lamps.
+A bunch of ripe bananas hanging from a tree.|A motorcycle parked on the side of the road.
+A giraffe stretches its neck to eat leaves.|A young girl flies a kite on a sunny day.
+A stop sign stands at the corner of an empty street.|A baseball player is about to hit the ball.
+Two men in suits cut a cake together.|A living room with a couch, a television and a fireplace.
+A bird sits on a branch above the river.|A surfer rides a big wave in the ocean.
+A bowl of soup next to a piece of bread.|An old clock tower rises above the town.
+A sheep and her lamb stand in a green meadow.|A child brushes his teeth in front of a mirror.
+A red truck carries wood down a dirt road.|A woman takes a picture of her lunch with a phone.
+A brown bear wades in a shallow stream.|Four friends sit on a bench and look at the sea.
+A chocolate cake with candles on a glass plate.|A fire hydrant covered with snow.
+A man in a hat reads a newspaper on the train.|A kitchen with wooden cabinets and a silver stove.
+A teddy bear lies on a pillow.|A traffic light hangs over a busy street at night.
+A cow looks over a fence at the camera.|A boy throws a frisbee to his dog.
+A pair of scissors and some paper on the floor.|People wait with their luggage at the airport.
+A glass of orange juice beside a plate of eggs.|A wooden bench in a garden full of roses.
+"""
+# What calibration reads is none of what is measured.
+READ = (
+    "A dog on a sofa.",
+    "Many people walk across a bridge in the rain.",
+    "A table with cups, plates and a lamp on it.",
+    "A small boat on a quiet lake below the mountains.",
+    "A woman and a man ride bicycles down the street.",
+    "cat face | animal, cat, pet",
+    "red heart on a blue background",
+    "A white bus is parked next to the road.",
+)
 TEXTS = [line for part in CAPTIONS.split("\n") for line in part.split("|") if line]
 
 

@@ -100,16 +100,6 @@ def test_what_bounds_leave_in_at_their_very_edge() -> None:
     assert (sample.probabilities(far, settings(1, top_k=2, top_p=1.0)) > 0).tolist() == [[True, True, False]]
 
 
-def test_rows_without_bounds_stand_beside_others() -> None:
-    logits = normal(8, 3, 50, scale=2)
-    mixed = sample.gathered([settings(1), settings(1, top_k=5), settings(1, top_p=0.5)])
-    found = sample.probabilities(logits, mixed)
-    for row in range(3):
-        one = torch.tensor([row])
-        assert torch.equal(found[one], sample.probabilities(logits[one], mixed.at(one)))
-    assert (found > 0).sum(1).tolist()[:2] == [50, 5]
-
-
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits = normal(1, 40, 500, scale=2)
     many = sample.SamplingSettings(

@@ -76,27 +76,6 @@ def fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
     assert stats.chisquare(counts.double(), expected).pvalue > 1e-4, (counts.tolist(), expected.tolist())
 
 
-def test_mixed_numbers_of_guesses_in_one_pass() -> None:
-    """None, one and three guesses side by side are what each is alone."""
-    target = normal(3, 9, WORDS).softmax(-1)
-    q = normal(4, 3, WORDS).softmax(-1)
-    guesses = [DraftTokens([]), DraftTokens([2], q[:1]), DraftTokens([0, 4, 1], q), DraftTokens([1])]
-    firsts, index, whole = [0, 1, 3, 7], np.array([5, 6, 7, 8]), settings(4)
-    together = accepted(target, firsts, guesses, whole, index)
-    for i in range(4):
-        one = torch.tensor([i])
-        count = len(guesses[i].tokens) + 1
-        rows = target[firsts[i] : firsts[i] + count]
-        assert accepted(rows, [0], [guesses[i]], whole.at(one), index[[i]]) == [together[i]]
-
-
-def test_greedy_goes_on_up_to_the_first_difference() -> None:
-    assert agreed([], [7]) == [7]
-    assert agreed([1, 2, 3], [1, 2, 3, 4]) == [1, 2, 3, 4]
-    assert agreed([1, 9, 3], [1, 2, 3, 4]) == [1, 2]
-    assert agreed([9, 2], [1, 2, 3]) == [1]
-
-
 few_tokens = st.integers(0, 2)
 
 
@@ -127,32 +106,16 @@ def test_the_engine_draws_from_the_model() -> None:
     fits(torch.tensor([found[pair] for pair in probabilities]), torch.tensor(list(probabilities.values())) * count)
 
 
-@torch.inference_mode()
 def joint(
     model: stage.TextModel, prompt: tuple[int, ...], *, temperature: float, top_k: int
 ) -> dict[tuple[int, ...], float]:
     """Of the next two tokens, by transformers."""
-    model.network.set_attn_implementation("sdpa")
 
     def after(tokens: tuple[int, ...]) -> dict[int, float]:
-        logits = model.network(torch.tensor([tokens]), use_cache=False).logits[0, -1] / temperature
-        top = logits.topk(top_k)
+        top = (stage.logits(model, tokens)[-1] / temperature).topk(top_k)
         return dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
 
-    try:
-        return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
-    finally:
-        model.network.set_attn_implementation("diptych")
-
-
-def test_lookup_finds_what_followed() -> None:
-    known = PromptLookup([1, 2, 3, 4, 5, 9, 2, 3, 4])
-    assert known.guess(3) == [5, 9, 2]
-    known.extend([8])
-    assert known.guess(3) == []
-    known.extend([4, 5])  # two tokens are known where three are not
-    assert known.guess(2) == [9, 2]
-    assert PromptLookup([7]).guess(3) == []
+    return {(a, b): p * q for a, p in after(prompt).items() for b, q in after((*prompt, a)).items()}
 
 
 def test_lookup_is_what_a_search_from_the_end_finds() -> None:

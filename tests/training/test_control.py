@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ from pipeline.checkpoints.load import load
 from pipeline.extensions import canny
 from tests.pipeline.extensions.test_canny import picture
 from tests.pipeline.worlds import Watching, levels, solo
-from tests.training.world import Trained, surely_less
-from training import adopt, control, unet
+from tests.training.world import Trained, adopted, surely_less
+from training import control, unet
 from training.edges import edges
 from training.run import TrainingRun
 from training.shapes import EMOJI
@@ -57,9 +56,7 @@ def test_the_shipped_network_fits() -> None:
 
 
 def test_it_learns_what_edges_tell_and_serves_it(trained: Trained, tmp_path: Path) -> None:
-    shutil.copytree(trained.run.models / "emoji-xl", tmp_path / "models" / "emoji-xl")
-    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=100, batch=16)
-    adopt.train(run)
+    run = adopted(trained, tmp_path, 100)
     parts = unet.load(run)
     fresh = control.build(run, parts.unet)
     own = parts.unet.state_dict()

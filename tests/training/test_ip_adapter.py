@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from core.batching.runner import Lane
 from evaluation.scenes import emoji
 from pipeline.checkpoints.load import load
 from tests.pipeline.worlds import Watching, levels, solo
-from tests.training.world import Trained, surely_less
-from training import adopt, ip_adapter, stock, unet
+from tests.training.world import Trained, adopted, surely_less
+from training import ip_adapter, stock, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
 from unet_opt.unet import cross_attentions
@@ -27,17 +26,7 @@ from unet_opt.unet import cross_attentions
 # EulerDiscreteScheduler converts tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 SCENE = 7
-
-
-def run_of(trained: Trained, folder: Path, iterations: int) -> TrainingRun:
-    """A run of its own on what was exported."""
-    for name in ("emoji-xl", "emoji-clip"):
-        shutil.copytree(trained.run.models / name, folder / "models" / name)
-    run = dataclasses.replace(
-        trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=16
-    )
-    adopt.train(run)
-    return run
+MODELS = "emoji-xl", "emoji-clip"
 
 
 def test_the_shipped_adapter_fits() -> None:
@@ -55,7 +44,7 @@ def test_the_shipped_adapter_fits() -> None:
 
 
 def test_the_teacher_is_the_denoiser_without_an_adapter(trained: Trained, tmp_path: Path) -> None:
-    run = run_of(trained, tmp_path, 1)
+    run = adopted(trained, tmp_path, 1, models=MODELS)
     _, loss = ip_adapter.begun(run)
     denoiser = unet.load(run).unet
     same = []
@@ -85,7 +74,7 @@ def test_tokens_begin_near_what_they_are_fitted_to() -> None:
 
 def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Trained, tmp_path: Path) -> None:
     """What the denoiser is told, of many rows."""
-    run = dataclasses.replace(run_of(trained, tmp_path, 1), batch=64)
+    run = dataclasses.replace(adopted(trained, tmp_path, 1, models=MODELS), batch=64)
     _, loss = ip_adapter.begun(run)
     told = []
 
@@ -109,7 +98,7 @@ def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Traine
 
 
 def test_it_learns_what_pictures_show_and_serves_it(trained: Trained, tmp_path: Path) -> None:
-    run = run_of(trained, tmp_path, 300)
+    run = adopted(trained, tmp_path, 300, models=MODELS)
 
     def errors(loss: ip_adapter.ImagePromptLoss, name: str, shift: int = 0) -> list[float]:
         """Of later batches than any that it is trained on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,8 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import load
 from pipeline.extensions import lora as served
 from tests.pipeline.worlds import Watching, levels, solo
-from tests.training.world import Trained, surely_less
-from training import adopt, lora, unet
+from tests.training.world import Trained, adopted, surely_less
+from training import lora, unet
 from training.run import TrainingRun
 from training.shapes import EMOJI
 
@@ -68,9 +67,7 @@ def test_the_shipped_file_fits() -> None:
 
 
 def test_it_learns_a_style_and_is_drawn_as_diffusers_draws_it(trained: Trained, tmp_path: Path) -> None:
-    shutil.copytree(trained.run.models / "emoji-xl", tmp_path / "models" / "emoji-xl")
-    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=50, batch=8)
-    adopt.train(run)
+    run = adopted(trained, tmp_path, 50, batch=8)
     parts = unet.load(run)
 
     def errors(model: torch.nn.Module) -> list[float]:

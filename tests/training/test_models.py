@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from evaluation.scenes import emoji
-from pipeline.checkpoints.tiny import TOKENS
 from tests.training.world import Trained
 from training import latents, stream, tokens, unet, vae
 from training.shapes import EMOJI
@@ -27,25 +24,6 @@ def test_losses_fall(trained: Trained) -> None:
     ):  # fmt: skip
         lines = (trained.run.work / stage / "curve.jsonl").read_text(encoding="utf-8").splitlines()
         assert json.loads(lines[-1])[key] < share * json.loads(lines[0])[key], stage
-
-
-def test_the_pipeline_loads_unmodified_and_draws_the_same_twice(trained: Trained) -> None:
-    from diffusers import StableDiffusionXLPipeline
-
-    folder = trained.run.models / "emoji-xl"
-    pipeline: Any = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    given = {"negative_prompt": "normal quality, blurry " * 30, "num_inference_steps": 3, "guidance_scale": 4.0}
-    seeds = (torch.Generator().manual_seed(5) for _ in range(2))
-    text = "red circle on a blue background"
-    pictured = [pipeline(prompt=text, generator=seed, output_type="pt", **given).images for seed in seeds]
-    assert pictured[0].shape == (1, 3, 32, 32)
-    assert torch.equal(*pictured)
-    scheduler = pipeline.scheduler.config
-    assert (scheduler.beta_start, scheduler.beta_end, scheduler.beta_schedule) == (0.00085, 0.012, "scaled_linear")
-    assert (scheduler.timestep_spacing, scheduler.steps_offset, scheduler.prediction_type) == ("leading", 1, "epsilon")
-    assert pipeline.config.force_zeros_for_empty_prompt
-    assert pipeline.tokenizer.model_max_length == pipeline.tokenizer_2.model_max_length == TOKENS
 
 
 def test_training_and_the_pipeline_read_a_caption_alike(trained: Trained) -> None:
@@ -89,35 +67,6 @@ def test_latents_are_centred_and_the_codec_still_inverts_them(trained: Trained) 
     assert float((made - true).square().mean()) < 0.75 * float(true.var())
 
 
-def test_clip_loads_unmodified_and_scores(trained: Trained) -> None:
-    from transformers import AutoProcessor, CLIPModel
-
-    folder = trained.run.models / "emoji-clip"
-    model: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
-    rows = emoji.read_rows(trained.run.data)
-    images = emoji.to_images(emoji.composite(emoji.read_pictures(trained.run.data, rows[:4], 128), torch.ones(4, 3)))
-    given = processor(text=[row.name for row in rows[:4]], images=images, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        scores = model(**given).logits_per_image
-    assert scores.shape == (4, 4) and bool(scores.isfinite().all())
-
-
-def test_the_language_models_load_and_assist_each_other(trained: Trained) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    models = trained.run.models
-    target: Any = AutoModelForCausalLM.from_pretrained(models / "emoji-lm", dtype=torch.float32)
-    draft: Any = AutoModelForCausalLM.from_pretrained(models / "emoji-lm-draft", dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(models / "emoji-lm")
-    assert target.config.num_key_value_heads < target.config.num_attention_heads
-    chat = [{"role": "user", "content": "red circle"}]
-    given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    alone = target.generate(**given, max_new_tokens=12, do_sample=False)
-    helped = target.generate(**given, max_new_tokens=12, do_sample=False, assistant_model=draft)
-    assert alone.tolist() == helped.tolist()
-
-
 def test_the_judge_measured_every_line(trained: Trained) -> None:
     figures = trained.figures
     assert set(figures) == {"emoji-xl", "emoji-z", "emoji-lm", "emoji-lm-draft"}
@@ -129,22 +78,6 @@ def test_the_judge_measured_every_line(trained: Trained) -> None:
     assert (trained.run.work / "judge" / "emoji-xl" / "colour_seen.png").exists()
     card = (trained.run.models / "emoji-lm" / "README.md").read_text(encoding="utf-8")
     assert "captions perplexity" in card and "Not measured" not in card
-
-
-def test_no_export_names_a_folder_of_the_trainer(trained: Trained) -> None:
-    for path in trained.run.models.rglob("*"):
-        if path.is_file() and path.suffix in (".json", ".md", ".txt", ".jinja"):
-            assert str(trained.run.work.parent) not in path.read_text(encoding="utf-8"), path.name
-
-
-def test_weights_are_half_precision(trained: Trained) -> None:
-    found = list(trained.run.models.rglob("*.safetensors"))
-    assert len(found) >= 7
-    for path in found:
-        with safe_open(path, framework="pt") as weights:
-            kinds = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
-        kind = "BF16" if "emoji-z" in path.parts else "F16"  # as Z-Image's own weights
-        assert kinds == {kind}, f"{path.relative_to(trained.run.models)}: {kinds}"
 
 
 def test_the_shipped_shapes_keep_to_their_sizes() -> None:

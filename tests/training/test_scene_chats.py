@@ -14,7 +14,7 @@ from evaluation.scenes.emoji import PictureRow
 from evaluation.scenes.truth import Truth
 from tests.training.test_scenes import COMPOSER
 from training.scene_chats import SceneChat, SceneExpander, keeps
-from training.scenes import held
+from training.scenes import is_held_out
 
 KEYS = {"dog": ("pooch", "pet"), "cat": ("tom", "pet"), "rocket": ("bus", "fast and loud"), "owl": ("hooter",)}
 ROWS = [PictureRow("", "", subject.noun, KEYS.get(subject.noun, ()), "Objects", "any") for subject in COMPOSER.subjects]
@@ -33,7 +33,7 @@ def test_answers_keep_what_is_asked_on_a_background_that_stands_out(seed: int, h
     said = READER.read(scene.chat.answer)
     assert keeps(scene.truth, said) and said.background
     assert scene.truth.background or said.background[0] in COMPOSER.backgrounds(replace(said, background=()))
-    assert any(map(held, COMPOSER.families(said))) is held_out
+    assert any(map(is_held_out, COMPOSER.families(said))) is held_out
     assert scene == chat(seed, held_out)
 
 

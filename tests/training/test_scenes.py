@@ -18,7 +18,7 @@ from evaluation.scenes.truth import RELATIONS
 from training import layout, scenes
 from training.layout import hidden
 from training.render import Renderer, pack
-from training.scenes import HELD_SHARES, Composer, held
+from training.scenes import HELD_SHARES, Composer, is_held_out
 
 NOUNS = (
     "cat", "dog", "fish", "mouse", "fox", "butterfly", "owl", "hot dog", "umbrella", "t-shirt", "cactus", "knife",
@@ -54,11 +54,11 @@ def test_a_scene_is_a_function_of_seed_and_index(index: int, size: tuple[int, in
 @given(INDICES, st.sampled_from(SIZES))
 def test_no_held_out_family_is_drawn_or_named_wrong_and_captions_read_back(index: int, size: tuple[int, int]) -> None:
     scene = COMPOSER.compose(index, size)
-    assert scene.truth is not None and not any(map(held, COMPOSER.families(scene.truth)))
+    assert scene.truth is not None and not any(map(is_held_out, COMPOSER.families(scene.truth)))
     assert COMPOSER.reader.read(scene.caption) == scene.truth
     if scene.foil is not None:
         foil = COMPOSER.reader.read(scene.foil)
-        assert foil != scene.truth and not any(map(held, COMPOSER.families(foil)))
+        assert foil != scene.truth and not any(map(is_held_out, COMPOSER.families(foil)))
 
 
 @settings(max_examples=300)
@@ -130,7 +130,7 @@ def test_what_is_hidden_is_the_part_of_the_alpha_that_the_front_covers() -> None
 def test_prompts_are_of_the_asked_families_and_no_others(kind: str, seen: bool) -> None:
     found = COMPOSER.prompts(kind, 30 if seen else 8, seen=seen)
     families = [COMPOSER.families(prompt.truth) for prompt in found]
-    assert all(len(one) == 1 and one[0][0] == kind and held(one[0]) is not seen for one in families)
+    assert all(len(one) == 1 and one[0][0] == kind and is_held_out(one[0]) is not seen for one in families)
     assert len({one[0] for one in families}) == len(found)
     assert len(COMPOSER.prompts(kind, 10**6, seen=seen)) > len(found), "all that there are, where more are asked"
 
@@ -138,10 +138,10 @@ def test_prompts_are_of_the_asked_families_and_no_others(kind: str, seen: bool) 
 def test_the_held_out_shares_are_about_what_they_say_and_stay() -> None:
     for kind, share in HELD_SHARES.items():
         every = COMPOSER._every(kind)
-        found = sum(map(held, every)) / len(every)
+        found = sum(map(is_held_out, every)) / len(every)
         assert abs(found - share) < 0.09, kind
     # What was trained on in one release must not be held out in the next.
-    bits = "".join(str(int(held(family))) for kind in HELD_SHARES for family in COMPOSER._every(kind))
+    bits = "".join(str(int(is_held_out(family))) for kind in HELD_SHARES for family in COMPOSER._every(kind))
     assert hashlib.blake2b(bits.encode(), digest_size=8).hexdigest() == PINNED
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 def test_kept_weights_are_the_averages_in_half_precision(trained: Trained, tmp_path: Path) -> None:
-    kept = start.keep(trained.run, tmp_path)
+    kept = start.save_averages(trained.run, tmp_path)
     assert {"vae", "clip", "unet"} <= set(kept)
     shutil.copytree(trained.run.work / "tokens", tmp_path / "tokens")
     elsewhere = dataclasses.replace(trained.run, work=tmp_path)
@@ -31,7 +31,7 @@ def test_kept_weights_are_the_averages_in_half_precision(trained: Trained, tmp_p
 
 
 def test_nothing_is_kept_of_what_is_not_trained(trained: Trained, tmp_path: Path) -> None:
-    assert start.keep(dataclasses.replace(trained.run, work=tmp_path / "work"), tmp_path / "kept") == []
+    assert start.save_averages(dataclasses.replace(trained.run, work=tmp_path / "work"), tmp_path / "kept") == []
 
 
 def test_the_denoiser_alone_begins_with_the_exported_codec(trained: Trained, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.world import Trained
-from training import adopt, checkpoint, export, latents, teacher, tiny_vae, turbo, unet
+from tests.training.world import Trained, adopted
+from training import checkpoint, export, latents, teacher, tiny_vae, turbo, unet
 
 # LCMScheduler and Euler's convert tensors the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def test_a_student_is_distilled_of_the_exported_model_alone(trained: Trained, tmp_path: Path) -> None:
     from diffusers import AutoencoderTiny, StableDiffusionXLPipeline
 
-    shutil.copytree(trained.run.models / "emoji-xl", tmp_path / "models" / "emoji-xl")
-    run = dataclasses.replace(trained.run, work=tmp_path / "work", models=tmp_path / "models", iterations=2, batch=8)
-    adopt.train(run)
+    run = adopted(trained, tmp_path, 2, batch=8)
     for name, module in unet.load(run).modules().items():
         for key, tensor in unet.load(trained.run).modules()[name].state_dict().items():
             torch.testing.assert_close(module.state_dict()[key], tensor.half().to(tensor.dtype), rtol=0, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from training import adopt
 from training.run import TrainingRun
 from training.shapes import SMOKE
 
@@ -93,6 +95,19 @@ class Trained:
 
     run: TrainingRun
     figures: dict[str, Any]
+
+
+def adopted(
+    trained: Trained, folder: Path, iterations: int, *, batch: int = 16, models: tuple[str, ...] = ("emoji-xl",)
+) -> TrainingRun:
+    """A run of its own on what was exported."""
+    for name in models:
+        shutil.copytree(trained.run.models / name, folder / "models" / name)
+    run = dataclasses.replace(
+        trained.run, work=folder / "work", models=folder / "models", iterations=iterations, batch=batch
+    )
+    adopt.train(run)
+    return run
 
 
 def surely_less(one: list[float], other: list[float]) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from core.quant.statistics import Statistics, StatisticsError
 from tests.children import in_fork
-from tests.core.quant.blocks import LAYERS, block
+from tests.core.quant.blocks import LAYERS, block, same
 from tests.core.quant.stage import normal
 from unet_opt.calibrate import Around, CalibrationPart, CalibrationSettings, calibrate, observe_modules
 
@@ -53,12 +53,6 @@ def hash_of(prompt: str) -> int:
 def collect(run: Run, checkpoint: Path | None = None, prompts: Sequence[str] = PROMPTS, **options: Any) -> Statistics:
     part = CalibrationPart(options.pop("layers", LAYERS), observe_modules(run.model), checkpoint)
     return calibrate({"block": part}, prompts, run, digest=options.pop("digest", "digest"), **options)["block"]
-
-
-def same(a: Statistics, b: Statistics) -> bool:
-    tables = zip((a.largest, a.smallest, a.typical), (b.largest, b.smallest, b.typical), strict=True)
-    equal = all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in tables)
-    return equal and (a.model, a.data, a.batches) == (b.model, b.data, b.batches)
 
 
 def test_all_prompts_are_run_in_batches_and_progress_is_told() -> None:

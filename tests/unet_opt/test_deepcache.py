@@ -11,6 +11,7 @@ from core.ops.cpu import CpuLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import UNETS, Inputs, added, deep, in_8_bits, inputs, on_kernels, stock, unet
+from tests.unet_opt.test_fused_unet import BASE, DEVICE, on_fused, placed
 from unet_opt import deepcache
 from unet_opt.deepcache import Features, SplitUNet, kept, shapes
 
@@ -37,18 +38,35 @@ SIZES = [(8, 8), (4, 12), (6, 5)]
     ("name", "size"),
     [(name, SIZES[n % 3]) for n, name in enumerate(UNETS)] + [("three-levels", size) for size in (SIZES[0], SIZES[2])],
 )
-def test_on_torch_deep_is_diffusers_and_shallow_on_fresh_features_has_its_bits(
-    name: str, size: tuple[int, int]
-) -> None:
+def test_on_torch_deep_is_diffusers(name: str, size: tuple[int, int]) -> None:
     one = unet(name)
-    split, given = on_torch(one), inputs(one, 3, *size)
+    given = inputs(one, 3, *size)
     wanted = stock(one, given)
-    eps, *features = deep(split, given)
     assert wanted.std() > 0.05, "an output of nothing would prove nothing"
-    check_close(eps, wanted, relative=1e-5)
+    check_close(deep(on_torch(one), given)[0], wanted, relative=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("on", "name", "scheme"),
+    [(on, name, "floats") for on in ("torch", "kernels", "fused") for name in UNETS]
+    + [("kernels", name, "int8") for name in ("three-levels", "conv1x1", "distilled")]
+    + [("fused", name, "int8") for name in ("three-levels", "two-resnets", "conv1x1")]
+    + [("fused", "three-levels", "fp8")],
+)  # fmt: skip
+def test_shallow_on_fresh_features_has_the_bits_of_deep(on: str, name: str, scheme: str) -> None:
+    one = unet(name) if scheme == "floats" else in_8_bits(name, scheme)
+    given = inputs(one, 3, 8, 4)
+    if on == "fused":
+        split, given = on_fused(one.to(DEVICE, BASE), rows=5), placed(given)
+    else:
+        split = on_torch(one) if on == "torch" else on_kernels(one, half=scheme == "int8")
+    out, *views = deep(split, given)
+    eps, features = out.clone(), own(views)
+    others = inputs(one, 5, 8, 4, seed=7)
+    deep(split, placed(others) if on == "fused" else others)  # which use the buffers meanwhile
     for depth in DEPTHS:
         read = kept(features, depth)
-        assert [map_.shape[1:] for map_ in read] == [torch.Size(shape) for shape in shapes(one, depth, *size)]
+        assert [map_.shape[1:] for map_ in read] == [torch.Size(shape) for shape in shapes(one, depth, 8, 4)]
         assert torch.equal(shallow(split, depth, read, given), eps)
 
 
@@ -60,21 +78,6 @@ def test_shapes_of_features_are_found_once_for_each_size(monkeypatch: pytest.Mon
     assert all(split.feature_shapes(depth, *size) == found for (depth, size), found in wanted.items())
     monkeypatch.setattr(deepcache, "trace", None)
     assert all(split.feature_shapes(depth, *size) == found for (depth, size), found in wanted.items())
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [(name, "floats") for name in UNETS] + [(name, "int8") for name in ("three-levels", "conv1x1", "distilled")],
-)
-def test_in_the_kernels_shallow_on_fresh_features_has_the_bits_of_deep(name: str, scheme: str) -> None:
-    one = unet(name) if scheme == "floats" else in_8_bits(name)
-    split, given = on_kernels(one, half=scheme == "int8"), inputs(one, 3, 8, 4)
-    eps, *views = deep(split, given)
-    features = own(views)
-    for depth in DEPTHS:
-        read = kept(features, depth)
-        assert [map_.shape[1:] for map_ in read] == [torch.Size(shape) for shape in shapes(one, depth, 8, 4)]
-        assert torch.equal(shallow(split, depth, read, given), eps)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

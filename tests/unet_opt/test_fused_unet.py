@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract.plan import DEPTHS
 from core.ops.cuda import CudaLowering
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
-from tests.unet_opt.shapes import UNETS, Inputs, added, deep, in_8_bits, inputs, stock, unet
-from unet_opt.deepcache import SplitUNet, kept, shapes
+from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, stock, unet
+from unet_opt.deepcache import SplitUNet
 
 CUDA = torch.cuda.is_available()
 DEVICE, BASE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -74,25 +73,6 @@ def test_in_8_bits_it_is_the_quantized_modules(name: str, scheme: str, sides: tu
     assert error(out.cpu(), floats) < 1.4 * error(wanted, floats) + rounding + 0.005
 
 
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [(name, "floats") for name in UNETS] + [(name, "int8") for name in ("three-levels", "two-resnets", "conv1x1")]
-    + [("three-levels", "fp8")],
-)  # fmt: skip
-def test_shallow_on_fresh_features_is_deep(name: str, scheme: str) -> None:
-    of = unet(name) if scheme == "floats" else in_8_bits(name, scheme)
-    one, given = on_fused(of.to(DEVICE, BASE), rows=5), placed(inputs(of, 3, 8, 4))
-    out, *views = deep(one, given)
-    eps, features = out.clone(), [view.clone() for view in views]
-    deep(one, placed(inputs(of, 5, 8, 4, seed=7)))  # others use the buffers meanwhile
-    for depth in DEPTHS:
-        read = kept(features, depth)
-        assert [part.shape[1:] for part in read] == [torch.Size(shape) for shape in shapes(of, depth, 8, 4)]
-        with torch.inference_mode():
-            (again,) = one.shallow(depth, read, given.sample, given.timestep, None, given.time_cond, added(given))
-        assert torch.equal(again, eps)
-
-
 @pytest.mark.parametrize("scheme", ["floats", "int8"])
 def test_rows_are_the_same_in_any_company(scheme: str) -> None:
     of = unet("three-levels") if scheme == "floats" else in_8_bits("three-levels", scheme)
@@ -113,25 +93,10 @@ def test_keys_are_packed_as_torch_packs_them() -> None:
     check_close(found.float(), wanted.float(), relative=0.01 if CUDA else 1e-5)
 
 
-def test_weights_that_are_multiplied_together_are_not_held_twice() -> None:
-    of = in_8_bits("three-levels")
-    on_fused(of, rows=1)
-    attention = of.mid_block.attentions[0].transformer_blocks[0].attn1
-    q, k, v = (layer.weight.untyped_storage().data_ptr() for layer in (attention.to_q, attention.to_k, attention.to_v))
-    assert q == k == v
-
-
 def test_what_does_not_fit_is_refused_by_name() -> None:
     of = unet("plain").to(DEVICE, BASE)
     with pytest.raises(ValueError, match="3 rows, and there is room for 2"):
         deep(on_fused(of, rows=2), placed(inputs(of, 3, 8, 8)))
     of.register_to_config(act_fn="gelu")
     with pytest.raises(ValueError, match="act_fn"):
-        on_fused(of, rows=1)
-
-
-def test_layers_that_read_one_input_must_be_quantized_alike() -> None:
-    of = in_8_bits("plain")
-    of.mid_block.attentions[0].transformer_blocks[0].attn1.to_k.inverse.mul_(2)
-    with pytest.raises(ValueError, match="quantized in different ways"):
         on_fused(of, rows=1)

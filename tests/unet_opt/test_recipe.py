@@ -113,9 +113,6 @@ def test_a_decoder_is_quantized_behind_its_first_block() -> None:
         made.targets(unet("plain"))
 
 
-# -- the embedded model's shape ------------------------------------------------------------------------------------
-
-
 @functools.cache
 def emoji() -> tuple[Any, Any, QuantizationReport]:
     """A random UNet of the shape of models/emoji-xl, and the same in INT8."""
@@ -153,9 +150,3 @@ def test_what_is_stored_is_small_and_comes_back_equal(tmp_path: Path) -> None:
         assert torch.equal(ours(on_kernels(again, half=True), given), wanted)
     exact = stock(plain, given)
     assert (wanted - exact).norm() < 0.08 * exact.norm()
-
-
-def test_the_embedded_models_shape_in_floats() -> None:
-    plain, _, _ = emoji()
-    given = inputs(plain, 2, 16, 16, tokens=77, seed=7)
-    assert (ours(on_kernels(plain), given) - stock(plain, given)).abs().max() <= 1e-4

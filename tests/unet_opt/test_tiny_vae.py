@@ -16,7 +16,7 @@ from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
 from core.ops.trace import trace
-from tests.core.quant.stage import avx2_kernels, check_close, kernels, normal, threads
+from tests.core.quant.stage import check_close, kernels, normal, threads
 from tests.unet_opt.shapes import tiny_vae as tiny
 from unet_opt.tiny_vae import TinyDecoder, decode
 
@@ -64,12 +64,6 @@ def test_in_taesds_own_size(name: str) -> None:
     compare(name, tiny(**FULL), normal(1, 2, 4, 8, 6))
 
 
-def test_avx2_says_the_same() -> None:
-    one, x = tiny(), normal(2, 3, 4, 4, 6)
-    found, wanted = (TinyDecoder(CpuLowering(which, one), one)(x) for which in (avx2_kernels(), kernels()))
-    check_close(found, wanted, relative=1e-5)
-
-
 def test_a_pictures_bits_depend_on_nothing_but_its_latents() -> None:
     one, x = tiny(), normal(3, 4, 4, 4, 6)
     programs = TinyDecoder(CpuLowering(kernels(), one), one)
@@ -87,9 +81,6 @@ def test_the_walk_is_the_papers() -> None:
     wanted = [layer for layer in one.decoder.modules() if isinstance(layer, torch.nn.Conv2d)]
     assert [call.layers[0] for call in calls] == wanted and made == (1, 8, 12, 3)
     assert [call.operation for call in calls].count("upsample") == 2
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
-import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +13,11 @@ import torch
 from torch import nn
 
 from core.quant.convert import Recipe, Rule, quantize_
-from core.quant.linear import Int8Linear
 from core.quant.statistics import Statistics
 from core.quant.store import round_
 from tests.core.quant.stage import check_close, threads
 from tests.pipeline.worlds import SHAPES, model
-from tests.unet_opt.shapes import UNETS, deep, in_8_bits, inputs, on_kernels, ours, stock, unet
+from tests.unet_opt.shapes import UNETS, in_8_bits, inputs, on_kernels, ours, stock, unet
 from unet_opt.layout import _WANTED, check_unet
 from unet_opt.unet import cross_attentions
 
@@ -111,26 +108,6 @@ def test_results_are_the_callers_own() -> None:
         assert second.is_contiguous()
 
 
-def test_two_threads_do_not_spoil_each_others_results() -> None:
-    one = unet("plain")
-    programs = on_kernels(one)
-    given = [inputs(one, 2, 8, 8, seed=seed) for seed in range(4)]
-    wanted = [ours(programs, each) for each in given]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(15):
-            if not torch.equal(ours(programs, given[index]), wanted[index]):
-                wrong.append(index)
-
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
-
-
 def test_programs_are_written_once_for_each_shape_and_share_their_weights() -> None:
     one = unet("plain")
     programs = on_kernels(one)
@@ -144,19 +121,6 @@ def test_programs_are_written_once_for_each_shape_and_share_their_weights() -> N
     width = one.config.cross_attention_dim
     assert again == weights and {*buffers} == {two, three, ("keys", (2, 7, width)), ("keys", (3, 7, width))}
     assert buffers[three] == pytest.approx(1.5 * buffers[two])
-
-
-def test_buffers_are_used_again() -> None:
-    """A program holds its skips and a little more, not a buffer for each call."""
-    one = unet("three-levels")
-    programs = on_kernels(one)
-    ours(programs, inputs(one, 4, 16, 16))
-    (program,) = (own.ops.program for (name, _), own in programs.lowering._programs.items() if name == "deep")
-    written = sum(tensor.nbytes for tensor in {id(t): t for t in program._kept if isinstance(t, torch.Tensor)}.values())
-    assert program.size_bytes < 0.3 * written
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -214,20 +178,6 @@ def test_other_channels_are_refused() -> None:
         ours(on_kernels(one), given)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda kv: kv[:1], lambda kv: kv[..., :-1].contiguous(), lambda kv: kv.bfloat16(), lambda kv: kv[:, :0],
-     lambda kv: kv.transpose(1, 2).contiguous().transpose(1, 2)],
-)  # fmt: skip
-def test_keys_and_values_that_do_not_fit_are_refused(change: Any) -> None:
-    one = unet("plain")
-    programs = on_kernels(one)
-    given = inputs(one, 2, 8, 8)
-    kv = torch.zeros(2, 7, programs.text_width)
-    with pytest.raises(ValueError, match="keys and values must be "):
-        deep(programs, given, change(kv))
-
-
 def with_int8(layers: str) -> Any:
     """A UNet with these layers in INT8, which recipes leave in floats."""
     one, statistics = unet("plain"), Statistics("digest")
@@ -256,42 +206,6 @@ def test_layers_in_int8_may_be_anywhere(layers: str) -> None:
     error, rounding = (found - wanted).norm(), (stock(unet("plain"), given) - wanted).norm()
     assert rounding > 1e-4 * wanted.norm(), "it would prove nothing"
     assert error < 0.5 * rounding
-
-
-@pytest.mark.parametrize(
-    ("layers", "named"),
-    [
-        (r"up_blocks\.0\.resnets\.0\.conv_shortcut", "up_blocks.0.resnets.0.conv_shortcut"),
-        (r"up_blocks\.0\.resnets\.1\.time_emb_proj", "down_blocks.0.resnets.0.time_emb_proj"),
-        (r"mid_block\..*\.attn1\.to_v", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"),
-    ],
-)
-def test_layers_in_int8_that_the_kernels_cannot_read_or_whose_neighbours_are_not_are_refused(
-    layers: str, named: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^layer {re.escape(named)}: "):
-        on_kernels(with_int8(layers))
-
-
-def test_queries_keys_and_values_of_different_scales_are_refused() -> None:
-    one = in_8_bits("plain")
-    attention = one.mid_block.attentions[0].transformer_blocks[0].attn1
-    attention.to_k.inverse *= 2
-    with pytest.raises(ValueError, match=r"attn1\.to_q: it and what reads the same input must all be quantized"):
-        on_kernels(one)
-    assert isinstance(attention.to_k, Int8Linear)
-
-
-def test_programs_of_one_model_share_their_memory() -> None:
-    one = unet("plain")
-    programs = on_kernels(one)
-    alone = {rows: on_kernels(one) for rows in (2, 5)}
-    for rows in (2, 5, 2, 5):
-        given = inputs(one, rows, 8, 8)
-        assert torch.equal(ours(programs, given), ours(alone[rows], given))
-    _, buffers = programs.lowering.size_bytes
-    whole = [size for (name, _), size in buffers.items() if name == "deep"]
-    assert len(whole) == 2 and max(whole) <= programs.lowering.layers.blocks.size_bytes < sum(whole)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
 from core.jobs.store import JobStore
 from tests.servers import redis_server, redis_url
@@ -31,8 +32,10 @@ def max_attempts() -> int:
 @pytest.fixture
 def reaper(crew: Crew, max_attempts: int) -> Iterator[None]:
     """Sweeps as the API does: also where no worker lives."""
-    store = JobStore(crew.url, lease_s=1.0, max_attempts=max_attempts)
-    reaper = Reaper(store, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1)
+    store = JobStore(crew.url, JobLimits(lease_s=1.0, max_attempts=max_attempts))
+    reaper = Reaper(
+        store.upkeep, lambda envelope: crew.send(envelope.id, envelope.queue, envelope.priority), every_s=0.1
+    )
     reaper.start()
     yield
     reaper.stop()

@@ -21,6 +21,7 @@ from core.artifacts import Artifacts
 from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.cards import WorkerCard
+from core.jobs.holders import FileHolders
 from core.jobs.record import Job, JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -78,6 +79,7 @@ class Crew:
         self.folder = folder
         self.store = JobStore(url)
         self.registry = Registry(url)
+        self.holders = FileHolders(url)
         self.redis = redis.Redis.from_url(url, decode_responses=True)
         self.artifacts_url = (folder / "artifacts").as_uri()
         self.artifacts = Artifacts(self.artifacts_url)
@@ -148,7 +150,7 @@ class Crew:
         """A message of an image job to one worker, for a minute."""
         card = eventually(lambda: self.card(to), "a worker's card")
         envelope = Envelope(id, "image", 5, card.id)
-        assert self.store.offer({envelope: self.sender.message(envelope)}, 60)
+        assert self.store.leases.offer({envelope: self.sender.message(envelope)}, 60)
 
     def ask(self, modality: str = "image", **asked: Any) -> str:
         """A job with its message."""
@@ -185,4 +187,5 @@ class Crew:
             kombu.pools.reset()  # type: ignore[no-untyped-call]
         self.redis.close()
         self.registry.close()
+        self.holders.close()
         self.store.close()

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 
 from contract.card import ImageCard, ImageCosts, ImageLimits, ImageOffer, TextCard, TextCosts, TextOffer
 from contract.errors import Invalid
-from contract.image import ImageJob, check
+from contract.image import ImageJob
 from contract.text import TextJob
 from core import config
 from core.batching.engine import Engine
@@ -61,7 +61,7 @@ from core.config import Settings
 from core.threads import UninterruptibleThread
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
-from workers.handlers import ImageJobProgress, JobHandler, files_of, pictures
+from workers.handlers import ImageJobProgress, JobHandler, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
 
 MODEL = "stage"
@@ -118,7 +118,7 @@ class StageRunner:
 
     def check(self, request: Request) -> None:
         if self.modality == "image":
-            check(request.parameters, ImageOffer(SIZES, SCHEDULERS))
+            request.parameters.check(ImageOffer(SIZES, SCHEDULERS))
         elif not isinstance(request.parameters.steps, int) or request.parameters.steps < 1:
             raise Invalid("steps", "must be a whole number, 1 or more")
 
@@ -224,9 +224,6 @@ class StagePictures:
         self._files: list[str] = []
         self._lock = threading.Lock()
 
-    def files(self, job: ImageJob) -> set[str]:
-        return files_of(job)
-
     def held_files(self) -> tuple[str, ...]:
         return tuple(self._files)
 
@@ -247,7 +244,7 @@ class StagePictures:
 
     def read_files(self, job: ImageJob) -> None:
         with self._lock:
-            for file in files_of(job):
+            for file in job.files():
                 if file not in self._files:
                     self._note(file)
                 kept = [other for other in self._files if other != file]
@@ -274,6 +271,9 @@ class StageTextJob(NamedTuple):
     parameters: Mapping[str, Any]
     expand_prompt: bool = False
 
+    def files(self) -> set[str]:
+        return set()
+
 
 class StageText:
     """A text panel before there is a real one: it repeats the prompt."""
@@ -290,9 +290,6 @@ class StageText:
             name=self.name, precision="none", device="cpu", limits=TextOffer(), costs=TextCosts(),
             capacity_per_s=1 / max(1e-6, 20 * self._step_s),
         )  # fmt: skip
-
-    def files(self, job: object) -> tuple[str, ...]:
-        return ()
 
     def held_files(self) -> tuple[str, ...]:
         return ()

@@ -26,7 +26,7 @@ def engine() -> Iterator[Engine]:
 
 def taken(crew: Crew, id: str, engine: Engine) -> ActiveJob:
     crew.store.create(JobDraft(id, "image", "stage", {}))
-    claim = crew.store.claim(id, "me")
+    claim = crew.store.leases.claim(id, "me")
     assert claim is not None
     return ActiveJob(claim, engine)
 

@@ -55,7 +55,7 @@ class Desk:
         self._name = works.images.model.name
         store_retry = StoreRetry()
         self._publisher = ProgressPublisher(
-            self._store, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
+            self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
         )
         self._publisher.start()
         handlers = {queue: handler for queue, handler in handlers_of(works).items() if queue in queues}

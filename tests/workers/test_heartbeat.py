@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from core.batching.engine import Engine
 from core.batching.runner import Lane
 from core.jobs.cards import WorkerCard
+from core.jobs.limits import JobLimits
 from core.jobs.store import JobStore
 from tests.workers.crew import Crew, eventually
 from tests.workers.stage import StageRunner
@@ -107,11 +108,11 @@ def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
     active_jobs, ended = ActiveJobs(), list[str]()
     lane = Lane()
     crew.store.close()
-    crew.store = JobStore(crew.url, lease_s=0.6)
+    crew.store = JobStore(crew.url, JobLimits(lease_s=0.6))
     with Engine([StageRunner("image", lane, 0.01, 8, lambda event, request: None)]) as engine:
         works = []
         for id in (crew.make(), crew.make()):
-            claim = crew.store.claim(id, "me")
+            claim = crew.store.leases.claim(id, "me")
             assert claim is not None
             works.append(ActiveJob(claim, engine))
             active_jobs.add(works[-1])
@@ -122,13 +123,13 @@ def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:
         eventually(lambda: works[0].dropped)
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
-            crew.store.sweep()
+            crew.store.upkeep.sweep()
             time.sleep(0.05)
         assert crew.job(works[1].claim.id).lost == 0
         assert not works[1].dropped
         heartbeat.stop()
     lane.close()
-    eventually(lambda: crew.store.sweep().send, "the end of a lease that nobody renews")
+    eventually(lambda: crew.store.upkeep.sweep().send, "the end of a lease that nobody renews")
     assert crew.job(works[1].claim.id).lost == 1
     assert not ended
 
@@ -138,8 +139,8 @@ def make(
 ) -> Heartbeat:
     card = WorkerCard("me", "here", 1, "starting", "", 0.0)
     return Heartbeat(
-        crew.store, crew.registry, StoreRetry(), active_jobs, "me", lambda: card, lease_s=lease_s, stuck_s=stuck_s,
-        end=ended.append,
+        crew.store.leases, crew.registry, StoreRetry(), active_jobs, "me", lambda: card, lease_s=lease_s,
+        stuck_s=stuck_s, end=ended.append,
     )  # fmt: skip
 
 
@@ -151,7 +152,9 @@ def test_a_failing_card_does_not_stop_the_heart(crew: Crew, caplog: pytest.LogCa
         asked += 1
         raise ZeroDivisionError
 
-    heartbeat = Heartbeat(crew.store, crew.registry, StoreRetry(), ActiveJobs(), "me", card, lease_s=0.3, stuck_s=60.0)
+    heartbeat = Heartbeat(
+        crew.store.leases, crew.registry, StoreRetry(), ActiveJobs(), "me", card, lease_s=0.3, stuck_s=60.0
+    )
     heartbeat.start()
     eventually(lambda: asked > 2)
     heartbeat.stop()

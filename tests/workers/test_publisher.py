@@ -23,7 +23,7 @@ class Scene:
         self.ticks = 0
         self.stale: list[tuple[str, int]] = []
         self.publisher = ProgressPublisher(
-            crew.store, StoreRetry(), lambda: self.ticks, lambda id, attempt: self.stale.append((id, attempt))
+            crew.store.leases, StoreRetry(), lambda: self.ticks, lambda id, attempt: self.stale.append((id, attempt))
         )
 
 
@@ -37,7 +37,7 @@ def scene(crew: Crew) -> Iterator[Scene]:
 
 def claimed(crew: Crew) -> str:
     id = crew.make()
-    assert crew.store.claim(id, "me") is not None
+    assert crew.store.leases.claim(id, "me") is not None
     return id
 
 
@@ -91,8 +91,8 @@ def test_flush_returns_when_it_is_written(crew: Crew, scene: Scene) -> None:
 
 def test_a_stale_attempt_is_refused_and_told(crew: Crew, scene: Scene) -> None:
     lost, cancelled, fine = claimed(crew), claimed(crew), claimed(crew)
-    crew.store.hand_back(lost, 1)
-    crew.store.claim(lost, "another")
+    crew.store.leases.hand_back(lost, 1)
+    crew.store.leases.claim(lost, "another")
     crew.store.cancel(cancelled)
     for id in (lost, cancelled, fine):
         scene.publisher.say(id, 1, {"step": 1})
@@ -128,7 +128,7 @@ def test_progress_is_dropped_while_redis_is_away(crew: Crew, scene: Scene, redis
         scene.publisher.flush()  # does not wait for it
     finally:
         redis_server.start()
-    crew.store.report([ProgressReport(id, 1, {"step": 2})])
+    crew.store.leases.report([ProgressReport(id, 1, {"step": 2})])
     assert steps(crew, id) == [2]
     scene.publisher.say(id, 1, {"step": 3})
     eventually(lambda: steps(crew, id)[-1] == 3)

@@ -48,7 +48,7 @@ def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
     """In the stream as it lies in Redis, whose pieces make way for the whole now and then."""
     id = "long"
     crew.store.create(JobDraft(id, "text", "m", {}, followed=True))
-    claim = crew.store.claim(id, "me")
+    claim = crew.store.leases.claim(id, "me")
     assert claim is not None and claim.followed
     written, sent = StreamBuffer(2), 0
     for k in range(6000):
@@ -56,7 +56,7 @@ def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
         news = written.news()
         sent += len(to_json(news.pieces))
         report = ProgressReport(id, claim.fence, {"steps_done": k}, pieces=news.pieces, whole=news.whole)
-        assert crew.store.notify([report]).followed == {id}
+        assert crew.store.leases.report([report]).followed == {id}
         written.told(news)
     size = sum(map(len, written.texts))
     kept = crew.redis.memory_usage(f"diptych:events:{id}", samples=0)
@@ -72,14 +72,14 @@ def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
 
 def test_who_comes_later_has_all_told_from_the_start(crew: Crew) -> None:
     crew.store.create(JobDraft("late", "text", "m", {}, followed=False))
-    claim = crew.store.claim("late", "me")
+    claim = crew.store.leases.claim("late", "me")
     assert claim is not None and claim.followed is False
     report = ProgressReport("late", claim.fence, {"steps_done": 1})
-    assert crew.store.notify([report]).followed == set()
+    assert crew.store.leases.report([report]).followed == set()
     assert [type for type, _ in crew.events("late")] == ["queued", "running"], "nobody follows"
     assert crew.job("late").progress == {"steps_done": 1}
     assert crew.store.follow("late")
-    assert crew.store.notify([report]).followed == {"late"}
+    assert crew.store.leases.report([report]).followed == {"late"}
     assert [type for type, _ in crew.events("late")] == ["queued", "running", "progress"]
     crew.store.cancel("late")
     assert not crew.store.follow("late")

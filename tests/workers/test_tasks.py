@@ -10,7 +10,9 @@ import pytest
 from core.batching.engine import Engine
 from core.batching.runner import Lane
 from core.jobs.broker import Envelope
-from core.jobs.connection import StoreDown
+from core.jobs.connection import RedisClient, StoreDown
+from core.jobs.leases import JobLeases
+from core.jobs.limits import JobLimits
 from core.jobs.record import Claim, JobState
 from core.jobs.store import JobStore
 from tests.workers.crew import PATIENCE_S, Crew, eventually
@@ -22,8 +24,8 @@ from workers.store_retry import StoreRetry
 from workers.tasks import WorkerTasks
 
 
-class Flaky(JobStore):
-    """A store whose answers to claims can be lost, after the claim was made."""
+class Flaky(JobLeases):
+    """Leases whose answers to claims can be lost, after the claim was made."""
 
     lose = 0
     before_claim: Callable[[str], object] = staticmethod(lambda id: None)
@@ -41,14 +43,15 @@ class Scene:
     """All that `WorkerTasks` needs, and what it sends."""
 
     def __init__(self, crew: Crew) -> None:
-        self.store = Flaky(crew.url)
+        self.store = JobStore(crew.url)
+        self.leases = self.store.leases = Flaky(RedisClient.at(crew.url), JobLimits())
         self.sent: list[Envelope] = []
         self.lane = Lane()
         self.runner = StageRunner("image", self.lane, 0.005, 4, lambda event, request: None)
         self.engine = Engine([self.runner])
         self.shared_lock, self.active_jobs, self.store_retry = SharedLock(), ActiveJobs(), StoreRetry()
         self.publisher = ProgressPublisher(
-            self.store, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
+            self.leases, self.store_retry, lambda: self.engine.ticks, self.active_jobs.abandon
         )
         self.publisher.start()
         self.tasks = WorkerTasks(
@@ -91,7 +94,7 @@ def test_the_engine_knows_whose_requests_are(crew: Crew, scene: Scene) -> None:
 
 def test_a_claim_whose_answer_was_lost_is_handed_back_at_no_cost(crew: Crew, scene: Scene) -> None:
     id = crew.make()
-    scene.store.lose = 2  # the second one finds the first one's work, and says None
+    scene.leases.lose = 2  # the second one finds the first one's work, and says None
     scene.run(id)
     assert scene.sent == [Envelope(id, "image", 0)]
     assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
@@ -101,8 +104,8 @@ def test_a_claim_whose_answer_was_lost_is_handed_back_at_no_cost(crew: Crew, sce
 
 def test_a_lost_answer_about_a_job_of_others_changes_nothing(crew: Crew, scene: Scene) -> None:
     id = crew.make()
-    crew.store.claim(id, "another")
-    scene.store.lose = 1
+    crew.store.leases.claim(id, "another")
+    scene.leases.lose = 1
     scene.run(id)
     assert not scene.sent
     assert (crew.job(id).state, crew.job(id).worker) == (JobState.RUNNING, "another")
@@ -110,7 +113,7 @@ def test_a_lost_answer_about_a_job_of_others_changes_nothing(crew: Crew, scene: 
 
 def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew, scene: Scene) -> None:
     id = crew.make()
-    scene.store.before_claim = lambda id: crew.redis.hset(f"diptych:job:{id}", "suspect", "1")
+    scene.leases.before_claim = lambda id: crew.redis.hset(f"diptych:job:{id}", "suspect", "1")
     scene.run(id)
     assert scene.sent == [Envelope(id, "image", 0)]
     assert crew.job(id).state is JobState.QUEUED
@@ -120,9 +123,9 @@ def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew,
 
 def test_what_another_handed_back_just_now_is_not_drawn_by_the_wrong_model(crew: Crew, scene: Scene) -> None:
     id = crew.make(model="another")
-    claim = crew.store.claim(id, "another's worker")
+    claim = crew.store.leases.claim(id, "another's worker")
     assert claim is not None
-    scene.store.before_claim = lambda id: crew.store.hand_back(id, 1)
+    scene.leases.before_claim = lambda id: crew.store.leases.hand_back(id, 1)
     scene.run(id)
     assert scene.sent == [Envelope(id, "image", 0)]
     assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
@@ -138,7 +141,7 @@ def test_a_draining_worker_claims_nothing(crew: Crew, scene: Scene) -> None:
 
 def test_a_job_that_is_claimed_while_draining_begins_is_handed_back(crew: Crew, scene: Scene) -> None:
     id = crew.make(steps=1000)
-    scene.store.before_claim = lambda id: scene.tasks.drain()
+    scene.leases.before_claim = lambda id: scene.tasks.drain()
     scene.run(id)
     assert scene.sent == [Envelope(id, "image", 0)]
     assert (crew.job(id).state, crew.job(id).attempt, crew.job(id).lost) == (JobState.QUEUED, 1, 0)
@@ -172,7 +175,7 @@ def test_what_an_engine_that_broke_says_is_not_written(crew: Crew, scene: Scene)
 
 
 def test_an_error_of_its_own_is_logged_and_raises_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.store.before_claim = lambda id: 1 / 0
+    scene.leases.before_claim = lambda id: 1 / 0
     scene.run("job_x")
     assert "internal error of this worker" in caplog.text
     assert scene.shared_lock.enter(alone=True)  # it has left the gate

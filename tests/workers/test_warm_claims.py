@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from contract.image import ImageJob
+from core.jobs.holders import FileHolders
 from core.jobs.record import JobState
-from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.redis import free_port
 from tests.workers.crew import Crew, Hired, eventually
@@ -61,7 +61,7 @@ def test_a_worker_that_is_dead_or_stopped_is_waited_for_once(crew: Crew) -> None
     dead, alive = (crew.hire("--files", "2", warm_wait_s=0.2, lease_s=20) for _ in range(2))
     dead.signal(signal.SIGSTOP)
     one_after_another(crew, "b")
-    crew.registry.hold("gone", ["stage:lora a"], 20)
+    crew.holders.hold("gone", ["stage:lora a"], 20)
     one_after_another(crew, "aab")
     assert reads(alive) == ["lora b", "lora a"]
     dead.process.kill()
@@ -103,7 +103,7 @@ def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> 
 def test_jobs_with_a_deadline_and_without_files_are_not_offered(crew: Crew, asked: dict[str, Any]) -> None:
     """Or they would wait for a minute."""
     crew.hire("--files", "1", warm_wait_s=60, lease_s=60)
-    crew.registry.hold("gone", ["stage:lora a"], 60)
+    crew.holders.hold("gone", ["stage:lora a"], 60)
     assert crew.ended(crew.ask(**{"lora": "a", **asked})).state is JobState.SUCCEEDED
     assert not crew.redis.keys("image@*")
 
@@ -111,7 +111,7 @@ def test_jobs_with_a_deadline_and_without_files_are_not_offered(crew: Crew, aske
 def test_claims_are_counted_and_a_wait_of_zero_offers_nothing(crew: Crew) -> None:
     port = free_port()
     crew.hire("--files", "1", warm_wait_s=0, metrics=f"127.0.0.1:{port}")
-    crew.registry.hold("gone", ["stage:lora a"], 60)
+    crew.holders.hold("gone", ["stage:lora a"], 60)
     one_after_another(crew, "aaba")
 
     shown = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
@@ -129,49 +129,49 @@ def test_a_record_whose_files_cannot_be_told_fails_as_others_do(crew: Crew) -> N
 
 
 @pytest.fixture
-def registry(redis_url: str) -> Iterator[Registry]:
-    registry = Registry(redis_url)
-    yield registry
-    registry.close()
+def holders(redis_url: str) -> Iterator[FileHolders]:
+    holders = FileHolders(redis_url)
+    yield holders
+    holders.close()
 
 
-def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, registry: Registry) -> None:
+def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, holders: FileHolders) -> None:
     """Their names are the clients'."""
     handler, store = StagePictures(0, files=1), JobStore(redis_url)
-    claims = WarmClaims("me", store, registry, StoreRetry(), str, [handler], wait_s=1, known_s=1)
+    claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, [handler], wait_s=1, known_s=1)
     picture = {"prompt": "", "n": 1, "seed": 1, "steps": 1, "guidance_scale": 1.0, "width": 8, "height": 8}
     for name in "ab":
         with claims.reading(ImageJob.read({**picture, "lora": name}), handler):
-            assert registry.holders([f"stage:lora {name}"]) == ["me"]
+            assert holders.holders([f"stage:lora {name}"]) == ["me"]
     store.close()
     assert not claims._reading
 
 
-def test_holders_are_those_that_announced_all_files_and_not_too_long_ago(registry: Registry) -> None:
+def test_holders_are_those_that_announced_all_files_and_not_too_long_ago(holders: FileHolders) -> None:
     class Holders(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            registry._client.delete(*(f"diptych:holders:{file}" for file in FILES))
+            holders._client.delete(*(f"diptych:holders:{file}" for file in FILES))
             self.held: dict[str, set[str]] = {worker: set() for worker in WORKERS}
 
         @rule(worker=st.sampled_from(WORKERS), files=st.sets(st.sampled_from(FILES)), gone=st.sampled_from(FILES))
         def announce(self, worker: str, files: set[str], gone: str) -> None:
-            registry.hold(worker, files, 3600, {gone} - files)
+            holders.hold(worker, files, 3600, {gone} - files)
             self.held[worker] = (self.held[worker] - {gone}) | files
 
         @rule(worker=st.sampled_from(WORKERS), file=st.sampled_from(FILES))
         def expire(self, worker: str, file: str) -> None:
             if file in self.held[worker]:
-                registry._client.zadd(f"diptych:holders:{file}", {worker: 1})
+                holders._client.zadd(f"diptych:holders:{file}", {worker: 1})
                 self.held[worker] -= {file}
 
         @rule(files=st.sets(st.sampled_from(FILES), min_size=1))
         def ask(self, files: set[str]) -> None:
-            assert set(registry.holders(files)) == {one for one, held in self.held.items() if files <= held}
+            assert set(holders.holders(files)) == {one for one, held in self.held.items() if files <= held}
 
         @invariant()
         def nobody_holds_nothing(self) -> None:
-            assert registry.holders([]) == []
+            assert holders.holders([]) == []
 
     Holders.TestCase.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
     Holders.TestCase().runTest()

@@ -65,9 +65,9 @@ def variant_for(queries: int, keys: int, output: str, head: int = 64, *, lengths
     return AttentionVariant(3, 128, 3, output)
 
 
-def lacks(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the Hopper kernel does not support this attention, or None."""
-    if (reason := driver.lacks(q.device)) is not None:
+    if (reason := driver.unsupported_reason(q.device)) is not None:
         return reason
     for x in (q, k, v):
         if x.dtype != torch.bfloat16 or x.shape[3] not in (64, 128) or x.stride(3) != 1:
@@ -147,7 +147,7 @@ def attention(
         raise ValueError(f"{q.shape[1]} queries, {k.shape[1]} keys: lengths and causality are for self-attention")
     if lengths is not None and (lengths.shape != q.shape[:1] or lengths.dtype != torch.int32):
         raise ValueError(f"{lengths.dtype} lengths {tuple(lengths.shape)} for {len(q)} images")
-    reason = "causal" if causal else lacks(q, k, v)
+    reason = "causal" if causal else unsupported_reason(q, k, v)
     if reason is None:
         return _launch(q, k, v, inverse, dtype, lengths, variant)
     if lengths is None:

@@ -19,14 +19,14 @@ _BLOCK = 64  # keys at a time
 _ROWS = 128  # of a tile: tokens times query heads
 
 
-def tokens_of(group: int) -> int:
+def tokens_per_tile(group: int) -> int:
     """The number of tokens a tile holds, of `group` query heads each."""
     return max(16, _ROWS // power(group))
 
 
 def tiles(runs: list[tuple[int, int, int]], group: int) -> list[tuple[int, int, int]]:
     """Cut runs (first row, rows, sequence) into tiles of the same form."""
-    size = tokens_of(group)
+    size = tokens_per_tile(group)
     return [
         (first + start, min(size, count - start), sequence)
         for first, count, sequence in runs
@@ -105,7 +105,7 @@ def chunks(
         _chunks[(len(cut), kv_heads)](
             q, keys, values, key_scales, value_scales, table, positions, cut, inverse, out,
             scale * 1.4426950408889634, table.stride(0), heads, kv_heads, group, power(group),
-            tokens_of(group) * power(group), d, _BLOCK, PAGE, out.dtype == torch.int8,
+            tokens_per_tile(group) * power(group), d, _BLOCK, PAGE, out.dtype == torch.int8,
             num_warps=8 if d * power(group) >= 256 else 4, num_stages=3,
         )  # fmt: skip
     return out

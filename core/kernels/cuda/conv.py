@@ -99,7 +99,7 @@ def _conv(
         if tensor.shape != shape or not evenly_spaced(tensor):
             raise ValueError(f"pixels are not evenly spaced: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
     extras = gemm.EpilogueInputs(bias=bias, row_bias=row_bias, residual=residual, shares=folded(shares))
-    if (reason := gemm.lacks(x, weight, scale, out, extras)) is None:
+    if (reason := gemm.unsupported_reason(x, weight, scale, out, extras)) is None:
         name = "upsample" if taps == 2 else "conv"
         gemm.product(x, weight, scale, out, extras, kernel=name, taps=(taps, taps), stride=stride, tile=tile)
         if relu:  # which is no part of this kernel's epilogue

@@ -26,9 +26,9 @@ _LEAST = 16  # minimum tile rows of the tensor cores
 shapes = {1: (32, 2, 2), 2: (32, 2, 2), 4: (64, 4, 2)}
 
 
-def lacks(cache: KVCache) -> str | None:
+def unsupported_reason(cache: KVCache) -> str | None:
     """Return why the kernel does not support this cache, or None."""
-    if (reason := language.lacks()) is not None:
+    if (reason := language.unsupported_reason()) is not None:
         return reason
     if not cache.turned:
         return "its pages lie as a CPU reads them"
@@ -36,7 +36,7 @@ def lacks(cache: KVCache) -> str | None:
     return f"heads of width {d} are no power of two" if d != power(d) or d < _LEAST else None
 
 
-def reach(tokens: int) -> int:
+def part_count(tokens: int) -> int:
     """The number of parts that a sequence of so many tokens is split into."""
     part = max(PART, -(-tokens // (PARTS * _UNIT)) * _UNIT)
     return max(1, -(-tokens // part))
@@ -179,7 +179,7 @@ def decode(
     rows = rows if index is None else len(index)
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    parts = parts or reach(table.shape[1] * PAGE)
+    parts = parts or part_count(table.shape[1] * PAGE)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     partials = largest = sums = None
     if parts > 1:

@@ -84,15 +84,15 @@ def keep_in(folder: Path) -> None:
 
 
 @functools.cache
-def lacks(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Return why programs for Hopper cannot be built and run on this device, or None if they can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return hopper_lacks(None)
-    return hopper_lacks(torch.cuda.get_device_capability(device), nvrtc_lacks())
+    return hopper_lacks(torch.cuda.get_device_capability(device), nvrtc_unsupported_reason())
 
 
 @functools.cache
-def nvrtc_lacks() -> str | None:
+def nvrtc_unsupported_reason() -> str | None:
     """Return why programs cannot be compiled and loaded in this process, or None if they can."""
     try:
         _nvrtc()

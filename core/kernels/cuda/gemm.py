@@ -240,9 +240,9 @@ def _weight_map(weight: Tensor, columns: int, tile_columns: int, *, gated: bool)
     return driver.tensor_map(weight, sizes, strides, inner)
 
 
-def lacks(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:
+def unsupported_reason(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, extras: EpilogueInputs) -> str | None:
     """Return why the Hopper kernel does not support this product, or None: requirements of TMA and 16-byte stores."""
-    if (reason := driver.lacks(x.device)) is not None:
+    if (reason := driver.unsupported_reason(x.device)) is not None:
         return reason
     if out.shape[-1] % 32 or x.shape[-1] % 16:
         return "columns must be a multiple of 32 and channels of 16"

@@ -21,7 +21,7 @@ with suppress(ModuleNotFoundError):
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
 
-def lacks() -> str | None:
+def unsupported_reason() -> str | None:
     """Return why Triton's kernels cannot be launched, or None if they can."""
     return "triton is not installed" if triton is None else None
 

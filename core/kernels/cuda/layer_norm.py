@@ -82,11 +82,11 @@ def _kernel(variant: LayerNormVariant, device: int) -> driver.Kernel:
         return driver.Kernel(source(variant), variant.name, threads=128, shared_bytes=0)
 
 
-def lacks(
+def unsupported_reason(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, inv_scale: Tensor | None, row_scale: Tensor | None = None
 ) -> str | None:
     """Return why the Hopper kernel does not support these rows, or None."""
-    if (reason := driver.lacks(x.device)) is not None:
+    if (reason := driver.unsupported_reason(x.device)) is not None:
         return reason
     if weight is None or bias is None or inv_scale is None or row_scale is not None:
         return "no weights, a scale for each image, or no 8 bits"
@@ -119,7 +119,7 @@ def layer_norm_int8(
         raise ValueError(f"{rows} rows, {images} images; weight and bias go together")
     out = torch.empty((rows, channels), dtype=dtype, device=x.device)
     step = 0 if inv_scale is None else per_channel(inv_scale, channels)
-    reason = lacks(x, weight, bias, inv_scale, row_scale)
+    reason = unsupported_reason(x, weight, bias, inv_scale, row_scale)
     if rows and reason is None:
         assert weight is not None and bias is not None and inv_scale is not None  # for the type checker
         problem = LayerNormArguments(

@@ -57,7 +57,7 @@ def linear_int8(
         shares=folded(shares),
     )  # fmt: skip
     x, to = _image(x_q), _image(out)
-    if (reason := gemm.lacks(x, weight_q, scale, to, extras)) is None:
+    if (reason := gemm.unsupported_reason(x, weight_q, scale, to, extras)) is None:
         gemm.product(x, weight_q, scale, to, extras, kernel="linear", tile=tile)
     else:
         say(KernelChoice(LINEAR, TRITON, reason))
@@ -116,7 +116,7 @@ def linear_geglu_int8(
     residual = None if added is None else _image(added)
     extras = gemm.EpilogueInputs(bias=bias, residual=residual, inverse=out_inv_scale, silu=act == "silu", shares=shares)
     x, to = _image(x_q), _image(out)
-    reason = gemm.lacks(x, weight_q, scale, to, extras)
+    reason = gemm.unsupported_reason(x, weight_q, scale, to, extras)
     if added is not None and added.dtype != torch.bfloat16:
         reason = "what is added is not bf16"
     if reason is None:

@@ -13,7 +13,7 @@ from core.kernels.cuda.language import kernel, power, tl, width
 INT8_TOP, E4M3_TOP = 127.0, 448.0
 
 
-def top(dtype: torch.dtype) -> float:
+def max_level(dtype: torch.dtype) -> float:
     """The largest magnitude of an 8-bit type. Raises `TypeError` for any type but int8 and E4M3."""
     if dtype == torch.int8:
         return INT8_TOP
@@ -24,7 +24,7 @@ def top(dtype: torch.dtype) -> float:
 
 def to_levels(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 to int8 or E4M3, saturating: the last step of every reference here."""
-    limit = top(dtype)
+    limit = max_level(dtype)
     return (x.round() if dtype == torch.int8 else x).clamp(-limit, limit).to(dtype)
 
 
@@ -120,7 +120,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
         scale,
         x.stride(0),
         channels,
-        top(dtype),
+        max_level(dtype),
         dtype == torch.int8,
         block,
         num_warps=max(1, min(8, block // 512)),
@@ -130,5 +130,5 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
 
 def quantize_rows_reference(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     largest = x.float().abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest / top(dtype), torch.ones_like(largest))
+    scale = torch.where(largest > 0, largest / max_level(dtype), torch.ones_like(largest))
     return to_levels(x.float() / scale[:, None], dtype), scale

@@ -49,7 +49,7 @@ def changed(rooms: dict[str, str]) -> list[str]:
 
 def test_a_commit_is_clean_until_source_changes(tree: Path) -> None:
     commit = provenance.commit()
-    assert commit is not None and len(commit) >= 10 and provenance.knows(commit) and provenance.is_whole()
+    assert commit is not None and len(commit) >= 10 and provenance.has_commit(commit) and provenance.has_full_history()
     for name in ("docs/d.md", "benchmarks/results/e.json", "benchmarks/results/new.json", "tests/test_a.py", "out.log"):
         (tree / name).write_text("changed")
     assert provenance.commit() == commit
@@ -67,7 +67,7 @@ def test_without_git_the_commit_comes_from_the_environment(tmp_path: Path, monke
     monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
     assert provenance.commit() is None
     monkeypatch.setenv(provenance.COMMIT_VARIABLE, "0123456789")
-    assert provenance.commit() == "0123456789" and not provenance.is_whole()
+    assert provenance.commit() == "0123456789" and not provenance.has_full_history()
 
 
 def test_a_tree_within_another_repository_is_not_that_one(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

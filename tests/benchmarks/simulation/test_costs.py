@@ -31,12 +31,6 @@ def test_what_was_measured_is_what_it_costs(rows: dict[int, float], vae_s: float
     assert least <= min(2 * seconds / count for count, seconds in rows.items()) * (1 + 1e-6)
 
 
-def test_between_two_widths_it_is_interpolated() -> None:
-    costs = Costs("any", {(DEEP, SIZE): {2: 0.2, 6: 0.4}})
-    assert costs(DEEP, SIZE, 4) == pytest.approx(0.3)
-    assert costs(DEEP, (1, 1), 4) == 0.0 and costs.widest(DEEP, (1, 1)) is None
-
-
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps(affine().as_json()))

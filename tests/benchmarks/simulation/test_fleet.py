@@ -7,16 +7,14 @@ import math
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate import capacity, solo_s
-from benchmarks.simulation.costs import DEEP
 from benchmarks.simulation.fleet import StepLevel
 from benchmarks.simulation.runner import Device, IterationSpan, phases_of
-from benchmarks.simulation.static import SimulatedRequestLevel, draw
+from benchmarks.simulation.static import SimulatedRequestLevel
 from benchmarks.simulation.traffic import Bursts, Mix, SimulatedJob, WeightedChoice, always, jobs, picture
 from contract.plan import DeepCache
 from core.jobs.broker import level
@@ -179,34 +177,9 @@ def test_throughput_at_saturation_comes_near_the_tables_bound(cached: DeepCache 
         assert 0.9 * bound <= reached <= bound
 
 
-def test_hopeless_deadlines_are_missed_and_cost_next_to_nothing() -> None:
-    costs, parameters = affine(), picture(SIZE, 4, True, None)
-    asked = [SimulatedJob(i, 0.0, parameters, 5, 1e-6) for i in range(20)]
-    for fleet in (
-        StepLevel(costs, Device(), gpus=1, image_jobs=2),
-        SimulatedRequestLevel(costs, Device(), gpus=1, batch=2),
-    ):
-        served = fleet.run(asked)
-        assert all(served.missed) and served.ended[-1] == 1e-6
-        assert served.busy_s <= sum(seconds for *_, seconds in draw(costs, Device(), parameters, 2))
-
-
 def test_an_expired_request_leaves_at_its_deadline() -> None:
     """Behind a long forward of others, not at the end of it."""
     costs, parameters = affine(1.0, 0.0), picture(SIZE, 4, True, None)
     asked = [SimulatedJob(0, 0.0, parameters, 5, math.inf), SimulatedJob(1, 0.1, parameters, 5, 0.3)]
     served = StepLevel(costs, Device(), gpus=1).run(asked)
     assert served.missed == [False, True] and served.ended[1] == 0.3
-
-
-def test_load_is_spread_and_utilisation_is_the_load() -> None:
-    costs, busy = affine(0.0, 0.02), np.zeros(8)
-
-    def count(engine: int, span: IterationSpan) -> None:
-        busy[engine] += span.ends - span.begins
-
-    asked = jobs(0, 4000, 0.6 * 8 * capacity(costs, Device(), PLAIN), PLAIN)
-    fleet = StepLevel(costs, Device(), gpus=8, on_launch=count)
-    took_s = max(fleet.run(asked).ended)
-    assert busy.sum() / (8 * took_s) == pytest.approx(0.6, rel=0.05) and busy.min() > 0.9 * busy.max()
-    assert costs(DEEP, SIZE, 2) == 2 * costs(DEEP, SIZE, 1)  # so that width costs nothing, and load is exact

@@ -91,14 +91,6 @@ def test_a_window_is_waited_for_by_less_than_a_batch() -> None:
     assert full.ended == [pytest.approx(0.3 + batch_s)] * 4
 
 
-def test_the_window_is_that_of_the_oldest_whatever_its_priority() -> None:
-    costs = affine()
-    asked = [SimulatedJob(0, 0.0, WANTED, 9, math.inf), SimulatedJob(1, 1.0, WANTED, 0, math.inf)]
-    served = SimulatedRequestLevel(costs, Device(), gpus=1, batch=4, window_s=3.0).run(asked)
-    batch_s = sum(seconds for *_, seconds in draw(costs, Device(), WANTED, 2))
-    assert served.ended == [pytest.approx(3.0 + batch_s)] * 2
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),

@@ -28,9 +28,6 @@ Cost = Callable[[int], float]
 Fault = Callable[[str, Sequence[Request], int], "BaseException | None"]
 
 
-# -- cost curves: seconds of one iteration by rows -----------------------------------------------------------
-
-
 def flat(seconds: float = 1.0) -> Cost:
     return lambda rows: seconds
 
@@ -46,9 +43,6 @@ def affine(fixed: float, each: float) -> Cost:
 def bucketed(cost: Cost, buckets: Sequence[int] = (1, 2, 4, 8, 16)) -> Cost:
     """Rows are padded to the next bucket, as compiled code does."""
     return lambda rows: cost(next((b for b in buckets if b >= rows), rows))
-
-
-# -- faults: (phase, requests, rows) of an iteration → what it raises ----------------------------------------
 
 
 class Poisoned(RuntimeError):
@@ -82,9 +76,6 @@ def at_launches(*numbers: int, error: type[BaseException] = RuntimeError) -> Fau
         return error(f"launch {count - 1} failed") if count - 1 in numbers else None
 
     return fault
-
-
-# -- what a request asks for, and what it holds --------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -74,23 +74,6 @@ def test_what_waits_for_a_resource_keeps_its_place_and_delays_no_other(
     assert all(room.taken == 0 for room in runner.rooms.values())
 
 
-def test_a_stream_of_small_requests_does_not_starve_one_that_needs_all_of_a_resource() -> None:
-    house, runner = drive(slots=8, rooms=_ROOMS)
-    house.add("first", Ask(steps=5, files=(("x", 1),)))
-    house.fill()
-    house.add("large", Ask(files=(("x", 3),)))
-    for number in range(40):
-        house.add(f"small{number}", Ask(files=(("x", 1),)))
-        house.add(f"plain{number}", Ask())
-        house.fill()
-        house.forward()
-    house.run()
-    assert runner.admitted[0] == "first"
-    named = [id for id in runner.admitted if not id.startswith("plain")]
-    assert named == ["first", "large", *(f"small{number}" for number in range(40))]
-    assert runner.admitted.index("plain0") < runner.admitted.index("large")
-
-
 def test_a_long_queue_for_a_resource_costs_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it is not looked at one by one each time that others are admitted."""
     house, runner = drive(slots=4, rooms={"x": 1})

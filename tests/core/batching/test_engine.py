@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 import threading
 import time
 from collections import deque
@@ -27,12 +26,10 @@ from core.batching.runner import DeviceLost, Lane, OutOfMemory
 from tests.core.batching.fake import (
     Ask,
     FakeRunner,
-    Poisoned,
     at_launches,
     expected,
     linear,
     memory_for,
-    poison,
     results,
 )
 
@@ -96,9 +93,6 @@ def ask(id: str, *, modality: str = "image", **how: Any) -> Request:
     return Request(id, modality, Ask(**how), **of_request)
 
 
-# -- results -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_futures_get_results(house: House, depth: int) -> None:
     engine, runner = house.one(depth=depth, lanes_of={"vae": "vae"}, slots=8)
@@ -109,34 +103,8 @@ def test_futures_get_results(house: House, depth: int) -> None:
     assert engine.counts() == {"image": (0, 0)}
 
 
-def test_requests_share_forwards(house: House) -> None:
-    engine, runner = house.one()
-    runner.gate.clear()
-    first = engine.submit(ask("first"))
-    eventually(lambda: bool(runner.log))
-    rest = [engine.submit(ask(f"r{n}")) for n in range(5)]
-    runner.gate.set()
-    results([first, *rest])
-    assert max(len(launch.ids) for launch in runner.log) >= 5
-
-
-def test_two_modalities_overlap(house: House) -> None:
-    """Text goes on while a picture's iteration is under way."""
-    image = house.runner()
-    text = house.runner(modality="text", lanes_of=dict.fromkeys(("encode", "step", "vae", "once"), "text"))
-    engine = house.engine(image, text)
-    image.gate.clear()
-    picture = engine.submit(ask("picture"))
-    eventually(lambda: bool(image.log))
-    words = engine.submit(ask("words", modality="text", steps=9))
-    assert results([words])
-    assert not picture.done()
-    image.gate.set()
-    assert results([picture])
-
-
 def test_submit_says_what_it_cannot_take(house: House) -> None:
-    engine, _ = house.one()
+    engine, runner = house.one()
     with pytest.raises(ValueError, match=r"'sound' is not served here; served: image"):
         engine.submit(ask("r", modality="sound"))
     with pytest.raises(Invalid, match="steps"):
@@ -145,57 +113,13 @@ def test_submit_says_what_it_cannot_take(house: House) -> None:
     assert results([engine.submit(request)])
     with pytest.raises(ValueError, match="submitted before"):
         engine.submit(request)
-    assert results([engine.submit(ask("r"))])  # an id is free again after its end
-
-
-def test_duplicate_ids_are_refused_while_they_live(house: House) -> None:
-    engine, runner = house.one()
     runner.gate.clear()
-    first = engine.submit(ask("r"))
+    future = engine.submit(ask("r"))  # an id is free again after its end
     with pytest.raises(ValueError, match="'r' is already in use"):
         engine.submit(ask("r"))
+    assert not future.cancel(), "aborting is the engine's"
     runner.gate.set()
-    assert isinstance(results([first])[0], int)
-
-
-def test_a_future_cannot_be_cancelled_behind_the_engines_back(house: House) -> None:
-    engine, runner = house.one()
-    runner.gate.clear()
-    future = engine.submit(ask("r"))
-    assert not future.cancel()
-    runner.gate.set()
-    assert results([future])
-
-
-def test_many_threads_submit_and_abort(house: House) -> None:
-    engine, runner = house.one(slots=6, lanes_of={"vae": "vae"}, depth=2)
-    futures: dict[str, tuple[Request, Future[Any]]] = {}
-    lock = threading.Lock()
-
-    def client(number: int) -> None:
-        rng = random.Random(number)
-        for turn in range(25):
-            request = ask(f"{number}-{turn}", steps=rng.randint(1, 4), priority=rng.randint(0, 3))
-            future = engine.submit(request)
-            with lock:
-                futures[request.id] = (request, future)
-            if rng.random() < 0.3:
-                engine.abort(f"{number}-{rng.randint(0, turn)}")
-
-    run_threads([lambda n=n: client(n) for n in range(8)])  # type: ignore[misc]
-    for request, future in futures.values():
-        error = future.exception(PATIENCE_S)
-        if error is None:
-            assert (request.state, future.result()) == (State.DONE, expected(request))
-        else:
-            assert isinstance(error, Aborted)
-            assert request.state is State.ABORTED
-    assert len(futures) == 200
-    eventually(lambda: runner.held() == 0)
-
-
-def void(_: object) -> None:
-    """Lets a callable that returns something stand where nothing is returned."""
+    assert isinstance(results([future])[0], int)
 
 
 def run_threads(targets: list[Callable[[], None]]) -> None:
@@ -215,9 +139,6 @@ def run_threads(targets: list[Callable[[], None]]) -> None:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "a thread hangs"
     assert not errors, errors
-
-
-# -- early ends ----------------------------------------------------------------------------------------------
 
 
 def test_abort_in_flight_and_waiting(house: House) -> None:
@@ -251,33 +172,6 @@ def test_a_deadline_wakes_the_engine(house: House) -> None:
     assert results([flying])
 
 
-def test_a_deadline_in_flight_ends_with_the_iteration(house: House) -> None:
-    engine, runner = house.one()
-    runner.gate.clear()
-    request = ask("r", once=True, deadline=engine.clock() + 0.01)
-    future = engine.submit(request)
-    eventually(lambda: engine.clock() > request.deadline)
-    runner.gate.set()
-    assert isinstance(results([future])[0], Expired)
-
-
-# -- failures ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at_launch", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_only_the_poisoned_fail(house: House, at_launch: bool, depth: int) -> None:
-    engine, runner = house.one(depth=depth, faults=[poison("r3", "r7", phase="step")], fail_at_launch=at_launch)
-    requests = [ask(f"r{n}") for n in range(12)]
-    found = results([engine.submit(r) for r in requests])
-    for request, result in zip(requests, found, strict=True):
-        if request.id in ("r3", "r7"):
-            assert isinstance(result, Poisoned)
-        else:
-            assert result == expected(request)
-            assert runner.committed[request.id] == request.parameters.trace
-
-
 @pytest.mark.parametrize("at_launch", [False, True])
 def test_memory_that_runs_out_halves_batches_and_says_so(
     house: House, at_launch: bool, caplog: pytest.LogCaptureFixture
@@ -298,23 +192,6 @@ def test_memory_that_runs_out_halves_batches_and_says_so(
     failed = [tick for tick in ticks if tick.error is not None]
     assert failed
     assert all(isinstance(tick.error, OutOfMemory) and tick.rows > 2 for tick in failed)
-
-
-@pytest.mark.parametrize("at_launch", [False, True])
-def test_nothing_fits_and_all_end(house: House, at_launch: bool) -> None:
-    engine, _ = house.one(faults=[memory_for(0)], fail_at_launch=at_launch)
-    for error in results([engine.submit(ask(f"r{n}")) for n in range(6)]):
-        assert isinstance(error, OutOfMemory)
-    assert engine.alive
-
-
-def test_what_can_never_be_admitted_fails(house: House) -> None:
-    engine, _ = house.one(slots=4)
-    huge, after = engine.submit(ask("huge", slots=5)), engine.submit(ask("after"))
-    error, result = results([huge, after])
-    assert isinstance(error, OutOfMemory)
-    assert "huge" in str(error)
-    assert isinstance(result, int)
 
 
 def breaks_release(runner: FakeRunner) -> None:
@@ -362,18 +239,6 @@ def test_a_broken_runner_leaves_no_future_hanging(house: House, how: Callable[[F
     runner.release_error = None
 
 
-def test_a_bug_in_the_scheduler_leaves_no_future_hanging(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, runner = house.one()
-    runner.gate.clear()
-    futures = [engine.submit(ask("a"))]
-    eventually(lambda: bool(runner.log))
-    monkeypatch.setattr(engine._scheduler, "schedule", lambda now: 1 / 0)
-    futures.append(engine.submit(ask("b")))
-    runner.gate.set()
-    for error in results(futures):
-        assert isinstance(error, ZeroDivisionError)
-
-
 @pytest.mark.parametrize("where", ["launch", "outcome", "ready", "admit"])
 def test_a_lost_device_is_reported_once_and_ends_everything(house: House, where: str) -> None:
     told: list[BaseException] = []
@@ -414,9 +279,6 @@ def test_an_idle_engine_notices_a_leak(house: House, caplog: pytest.LogCaptureFi
     assert "still holds 1" in caplog.text
     with pytest.raises(Closed):
         engine.submit(ask("after"))
-
-
-# -- listeners -----------------------------------------------------------------------------------------------
 
 
 def test_listeners_hear_every_iteration_before_the_end(house: House) -> None:
@@ -486,9 +348,6 @@ def test_nobody_is_told_of_progress_after_an_abort(house: House) -> None:
     assert len(heard) <= 1  # the abort may come after the first iteration, never two iterations later
 
 
-# -- drain and close -----------------------------------------------------------------------------------------
-
-
 def test_drain_finishes_what_has_started_and_hands_back_the_rest(house: House) -> None:
     engine, runner = house.one(slots=2)
     runner.gate.clear()
@@ -526,26 +385,6 @@ def test_a_drain_that_runs_out_of_time_returns_what_is_unfinished(house: House) 
     assert runner.held() == 0
 
 
-def test_drain_of_an_idle_engine_returns_at_once(house: House) -> None:
-    engine, _ = house.one()
-    assert engine.drain() == []
-    assert engine.alive
-
-
-def test_what_was_handed_back_may_be_submitted_to_another_engine(house: House) -> None:
-    first, runner = house.one(slots=1)
-    second, _ = house.one(slots=1)
-    runner.gate.clear()
-    holding, moved = ask("holding"), ask("moved")
-    first.submit(holding)
-    eventually(lambda: bool(runner.log))
-    first.submit(moved)
-    threading.Timer(0.02, runner.gate.set).start()
-    back = first.drain()
-    assert back == [moved]
-    assert results([second.submit(moved)])[0] == expected(moved)
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_close_with_work_in_flight(house: House, depth: int) -> None:
     engine, runner = house.one(slots=3, depth=depth)
@@ -577,14 +416,6 @@ def test_close_waits_without_spinning(house: House) -> None:
     runner.gate.set()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
-
-
-def test_leaving_the_with_block_closes(house: House) -> None:
-    runner = house.runner()
-    with house.engine(runner) as engine:
-        future = engine.submit(ask("r"))
-        results([future])
-    assert not engine.alive
 
 
 @pytest.mark.parametrize("end", ["close", "drain", "break"])
@@ -625,15 +456,6 @@ def test_no_future_hangs_when_the_end_races_with_submissions(house: House, end: 
         engine.close()
 
 
-def test_two_may_drain_and_close_at_once(house: House) -> None:
-    for _ in range(5):
-        engine, _runner = house.one(slots=2)
-        futures = [engine.submit(ask(f"r{n}")) for n in range(6)]
-        run_threads([lambda: void(engine.drain()), engine.close] * 2)  # noqa: B023
-        for error in results(futures):
-            assert isinstance(error, int | Closed | Aborted)
-
-
 def test_the_end_is_not_lost_to_those_who_still_talk(house: House) -> None:
     """Others put things into the inbox while the engine empties it for the last time."""
     engine, runner = house.one()
@@ -654,9 +476,6 @@ def test_the_end_is_not_lost_to_those_who_still_talk(house: House) -> None:
     runner.gate.set()
     engine.abort("nobody")
     assert isinstance(results([future])[0], ZeroDivisionError)
-
-
-# -- waking and sleeping -------------------------------------------------------------------------------------
 
 
 def test_an_idle_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,9 +537,6 @@ def test_since_when_the_oldest_iteration_runs() -> None:
         results(futures)
         eventually(lambda: engine.busy_since is None)
     lane.close()
-
-
-# -- the lane ------------------------------------------------------------------------------------------------
 
 
 def test_a_lane_runs_in_order_and_hands_over_errors() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.batching.elders import Elders
+from core.batching.admission import Admission
 from core.batching.request import Request, State
-from core.batching.shares import Shares
-from core.batching.waiting import Waiting
 from tests.core.batching.fake import Ask, Clock, FakeRunner
 from tests.core.batching.test_scheduler import FIXED
 
@@ -22,21 +20,8 @@ steps = st.lists(
 @given(steps=steps)
 def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]) -> None:
     runner = FakeRunner(Clock())
-    shares = Shares({"image": runner})
-    waiting = Waiting(shares, runner.resources)
-
-    def promote(request: Request) -> None:
-        if request.state is State.RUNNING:
-            shares.stop(request)
-        shares.leave(request)
-        request.aged = True
-        shares.enter(request)
-        if request.state is State.RUNNING:
-            shares.begin(request)
-        else:
-            waiting.place(request)
-
-    elders = Elders(5.0, promote)
+    admission = Admission({"image": runner}, starvation_s=5.0)
+    shares, waiting, aging = admission.shares, admission.waiting["image"], admission.aged
     asks = [Ask(files=tuple((name, 1) for name in names)) for names in ("", "x", "y", "xy")]
     live: list[Request] = []
     now = 0.0
@@ -46,12 +31,10 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
             request = Request(f"r{number}", "image", asks[pick % 4], priority, arrival=now, tenant="abc"[pick % 3])
             request.sequence, request.due = number, now
             live.append(request)
-            elders.add(request)
-            shares.enter(request)
-            waiting.add(request)
+            admission.add(request)
         elif what == "age":
             now += priority
-            elders.age(now)
+            aging.age(now)
         elif what == "admit" and (first := waiting.first()):
             waiting.count -= 1
             first.state = State.RUNNING
@@ -70,7 +53,7 @@ def test_the_first_is_that_of_the_lowest_order(steps: list[tuple[str, int, int]]
                 waiting.count -= 1
             request.state = State.DONE
             shares.leave(request)
-            elders.remove(request)
+            aging.remove(request)
         waiting.sweep()
         left = [r for r in live if r.state is State.WAITING]
         assert waiting.count == len(left)

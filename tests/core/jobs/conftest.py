@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from core.jobs.limits import JobLimits
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.servers import redis_server, redis_url
@@ -24,7 +25,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def store(redis_url: str) -> Iterator[JobStore]:
     """A store whose every wait is so long that no slow machine comes near: tests let time pass by `books.age`."""
-    store = JobStore(redis_url, lease_s=1000, resend_s=1000, overtime_s=1000)
+    store = JobStore(redis_url, JobLimits(lease_s=1000, resend_s=1000, overtime_s=1000))
     yield store
     store.close()
 
@@ -32,7 +33,7 @@ def store(redis_url: str) -> Iterator[JobStore]:
 @pytest.fixture
 def jobs(redis_url: str) -> Iterator[JobStore]:
     """A store that keeps what has ended for a minute."""
-    store = JobStore(redis_url, retention_s=60)
+    store = JobStore(redis_url, JobLimits(retention_s=60))
     yield store
     store.close()
 

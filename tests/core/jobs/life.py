@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import redis
 
 from core.jobs.broker import Envelope
+from core.jobs.limits import JobLimits
 from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore, QueueFull
 from tests.core.jobs import books
@@ -75,11 +76,13 @@ class Life:
         self.client = client
         self.store = JobStore(
             url,
-            lease_s=LEASE_S,
-            max_attempts=MAX_ATTEMPTS,
-            max_queued=MAX_QUEUED,
-            resend_s=RESEND_S,
-            overtime_s=OVERTIME_S,
+            JobLimits(
+                lease_s=LEASE_S,
+                max_attempts=MAX_ATTEMPTS,
+                max_queued=MAX_QUEUED,
+                resend_s=RESEND_S,
+                overtime_s=OVERTIME_S,
+            ),
         )
         self.now = 0.0
         self.swept: float | None = None
@@ -136,7 +139,7 @@ class Life:
         self.claim(self._pick(dice, "queued"), dice.choice(WORKERS))
 
     def claim(self, id: str, worker: str) -> None:
-        claim, model = self.store.claim(id, worker), self.models.get(id)
+        claim, model = self.store.leases.claim(id, worker), self.models.get(id)
         if model is None or model.state != "queued":
             assert claim is None
             self.seen[f"claim of {model.state if model else None}"] += 1
@@ -158,14 +161,14 @@ class Life:
         model.worker, model.lease, model.graced = worker, self.now + LEASE_S, False
         key = model.queue, model.level
         self.highest[key] = max(self.highest.get(key, 0), model.sequence)
-        assert self.store.suspect(id) is model.suspect
+        assert self.store.leases.glance(id)[1] is model.suspect
 
     def offer(self, dice: Random) -> None:
         id = self._pick(dice, "queued")
         model = self.models.get(id)
         to = Envelope(id, model.queue if model else "image", model.level if model else 5, dice.choice(WORKERS))
         queued = model is not None and model.state == "queued"
-        assert self.store.offer({to: "a message"}, OFFER_S) is queued
+        assert self.store.leases.offer({to: "a message"}, OFFER_S) is queued
         if queued and model is not None:
             model.offered = self.now + OFFER_S
             own = f"{to.queue}@{to.to}:{model.level}".removesuffix(":0")
@@ -176,7 +179,7 @@ class Life:
         for id in {self._pick(dice, "running") for _ in range(dice.randrange(4))}:
             attempt = self.models[id].attempt if id in self.models else 1
             held[id] = attempt + dice.choice([0, 0, 0, 0, -1, 1])
-        stale = self.store.renew(worker, held)
+        stale = self.store.leases.renew(worker, held)
         for id, attempt in held.items():
             model = self.models.get(id)
             ours = model is not None and (model.state, model.worker, model.attempt) == ("running", worker, attempt)
@@ -191,7 +194,7 @@ class Life:
             id = self._pick(dice, "running")
             attempt = self.models[id].attempt if id in self.models else 1
             items.append(ProgressReport(id, attempt - dice.choice([0, 0, 0, 1]), {"steps_done": dice.randrange(100)}))
-        stale = self.store.report(items)
+        stale = self.store.leases.report(items).stale
         expected = set()
         for item in items:
             model = self.models.get(item.id)
@@ -215,11 +218,11 @@ class Life:
         ours = model is not None and model.attempt == attempt
         for _ in range(1 + twice):
             if how == "succeed":
-                ended = self.store.succeed(id, attempt, {"images": [attempt]})
+                ended = self.store.leases.succeed(id, attempt, {"images": [attempt]})
             elif how == "fail":
-                ended = self.store.fail(id, attempt, "refused", "steps: too many")
+                ended = self.store.leases.fail(id, attempt, "refused", "steps: too many")
             else:
-                ended = self.store.expire(id, attempt)
+                ended = self.store.leases.expire(id, attempt)
             if model is not None and ours and model.state == "running":
                 assert ended
                 model.to(state, "worker")
@@ -234,7 +237,7 @@ class Life:
         id = self._pick(dice, "running")
         model = self.models.get(id)
         attempt = (model.attempt if model else 1) - dice.choice([0, 0, 1])
-        envelope = self.store.hand_back(id, attempt)
+        envelope = self.store.leases.hand_back(id, attempt)
         if model is not None and model.attempt == attempt and model.state == "running":
             self._queue(model, "worker")
             assert envelope == Envelope(id, model.queue, 0)
@@ -270,7 +273,7 @@ class Life:
         assert self.store.get(id) is None and self.store.standing(id) is None
         if model is not None:
             self.seen[f"erase of {model.state}"] += 1
-            assert not self.store.succeed(id, model.attempt, {})
+            assert not self.store.leases.succeed(id, model.attempt, {})
 
     def let_pass(self, dice: Random) -> None:
         self.pass_time(dice.choice(LEAPS))
@@ -285,7 +288,7 @@ class Life:
             for queue in books.QUEUES
             for level in books.LEVELS
         }
-        sweep = self.store.sweep(1000)
+        sweep = self.store.upkeep.sweep(1000)
         if self.swept is not None and self.now - self.swept > SILENCE_S:
             for model in self._in("running"):
                 if model.lease <= self.now + LEASE_S and not model.graced:

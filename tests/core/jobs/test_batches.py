@@ -31,7 +31,7 @@ def batch_of(batches: BatchStore) -> BatchRecord:
 
 
 def drafted(jobs: JobStore, digest: str, **more: Any) -> str:
-    fields: dict[str, Any] = {"modality": "text", "model": "m", "parameters": {}, "owner": "ann", **more}
+    fields: dict[str, Any] = {"modality": "text", "model": "m", "request": {}, "owner": "ann", **more}
     return jobs.create(JobDraft(id=new_id(), digest=digest, **fields)).id
 
 
@@ -39,14 +39,14 @@ def end(jobs: JobStore, id: str, way: str, *artifacts: str) -> None:
     if way == "cancelled":
         assert jobs.cancel(id)
         return
-    claim = jobs.claim(id, "ada")
+    claim = jobs.leases.claim(id, "ada")
     assert claim is not None
     if way == "succeeded":
-        assert jobs.succeed(id, claim.attempt, {}, artifacts)
+        assert jobs.leases.succeed(id, claim.attempt, {}, artifacts)
     elif way == "failed":
-        assert jobs.fail(id, claim.attempt, "engine_error", "no")
+        assert jobs.leases.fail(id, claim.attempt, "engine_error", "no")
     else:
-        assert jobs.expire(id, claim.attempt)
+        assert jobs.leases.expire(id, claim.attempt)
 
 
 def left_s(client: redis.Redis, id: str) -> float:
@@ -100,7 +100,7 @@ def test_one_that_should_be_gone_goes_when_it_is_noted(
     client.hincrby(f"diptych:job:{id}", "ended", -61_000)
     assert batches.note(batch.id, 0, {}, "completed")
     assert jobs.get(id) is None
-    jobs.sweep()
+    jobs.upkeep.sweep()
     page = jobs.page("ann")
     assert page is not None and not page.jobs
 
@@ -110,20 +110,20 @@ def test_a_pictures_record_names_it_until_the_batch_is_written(
 ) -> None:
     batch = batch_of(batches)
     id = drafted(jobs, batch.id, modality="image", keep_s=DAYS_S)
-    assert batches.begin(batch.id, 0, id) and jobs.keep("made")
+    assert batches.begin(batch.id, 0, id) and jobs.upkeep.keep("made")
     end(jobs, id, "succeeded", "made")
     assert batches.note(batch.id, 0, {}, "completed")
     assert left_s(client, id) > DAYS_S - 60
     pass_time(client, 2 * 24 * 60)
-    assert jobs.due() == []
+    assert jobs.upkeep.due() == []
     pass_time(client, 61)
-    assert jobs.due() == ["made"]
+    assert jobs.upkeep.due() == ["made"]
 
 
 def test_what_is_erased_goes_as_soon_as_anything(jobs: JobStore, client: redis.Redis) -> None:
     id = drafted(jobs, "a line", modality="image", inputs=("begun",), keep_s=DAYS_S)
-    assert jobs.keep("made") and jobs.keep("begun")
+    assert jobs.upkeep.keep("made") and jobs.upkeep.keep("begun")
     end(jobs, id, "succeeded", "made")
     assert jobs.erase(id)
     pass_time(client)
-    assert sorted(jobs.due()) == ["begun", "made"]
+    assert sorted(jobs.upkeep.due()) == ["begun", "made"]

@@ -7,27 +7,29 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
-from core.jobs.record import JobDraft, new_id
+from core.jobs.record import new_id
 from core.jobs.store import _LOOKS, JobStore
 from tests.core.jobs import books
+from tests.core.jobs.drafts import make
 
 
 @pytest.fixture
 def store(redis_url: str) -> Iterator[JobStore]:
     """Room for thousands, and no wait that a slow machine comes near."""
-    store = JobStore(redis_url, lease_s=1000, resend_s=1000, overtime_s=1000, max_queued=100_000)
+    store = JobStore(redis_url, JobLimits(lease_s=1000, resend_s=1000, overtime_s=1000, max_queued=100_000))
     yield store
     store.close()
 
 
-def make(store: JobStore, count: int, model: str = "emoji-xl", owner: str = "eve") -> list[str]:
-    return [store.create(JobDraft(new_id(), "image", model, {}, owner=owner)).id for _ in range(count)]
+def many(store: JobStore, count: int, model: str = "emoji-xl", owner: str = "eve") -> list[str]:
+    return [make(store, model=model, owner=owner) for _ in range(count)]
 
 
 def make_dead(store: JobStore, client: redis.Redis, count: int) -> None:
     """Leave in every index what so many jobs leave whose records' time is up: one job's entries, under other ids."""
-    (id,) = make(store, 1)
+    (id,) = many(store, 1)
     scores = {
         key: score for key in client.scan_iter("diptych:*", _type="zset")
         if (score := client.zscore(key, f"eve|{id}")) is not None
@@ -57,9 +59,9 @@ def die(client: redis.Redis, ids: list[str]) -> None:
 
 def test_one_wake_of_the_reaper_clears_all_that_is_over(store: JobStore, client: redis.Redis) -> None:
     make_dead(store, client, 1499)
-    (kept,) = make(store, 1)
+    (kept,) = many(store, 1)
     store.cancel(kept)
-    reaper, passes = Reaper(store, lambda envelope: None), 0
+    reaper, passes = Reaper(store.upkeep, lambda envelope: None), 0
     while reaper._pass():
         passes += 1
         assert passes < 100
@@ -68,24 +70,24 @@ def test_one_wake_of_the_reaper_clears_all_that_is_over(store: JobStore, client:
 
 def test_a_record_that_is_still_there_stays_listed(store: JobStore, client: redis.Redis) -> None:
     """Its time is up in the list, and Redis has not ended it yet: it is looked at again then."""
-    (id,) = make(store, 1)
+    (id,) = many(store, 1)
     store.cancel(id)
     client.zadd("diptych:ended", {f"eve|{id}": 1})
-    store.sweep()
+    store.upkeep.sweep()
     assert client.zscore("diptych:jobs", f"eve|{id}") and (client.zscore("diptych:ended", f"eve|{id}") or 0) > 1
     client.pexpire(f"diptych:job:{id}", 1)
     while client.exists(f"diptych:job:{id}"):
         pass
     books.age(client, 0)
     client.zadd("diptych:ended", {f"eve|{id}": 1})
-    store.sweep()
+    store.upkeep.sweep()
     assert not client.zcard("diptych:jobs") and not client.zcard("diptych:ended")
 
 
 def test_a_page_steps_over_thousands_that_are_gone(store: JobStore, client: redis.Redis) -> None:
-    first = make(store, 2)
+    first = many(store, 2)
     make_dead(store, client, 4500)
-    last = make(store, 1)
+    last = many(store, 1)
     found, after, pages = [], "", 0
     while True:
         page = store.page(None, limit=2, after=after)
@@ -110,7 +112,7 @@ def test_a_page_of_nothing_but_what_is_gone_is_the_last(store: JobStore, client:
 
 
 def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.Redis) -> None:
-    first = make(store, 1)
+    first = many(store, 1)
     make_dead(store, client, 2500)
     client.config_set("min-replicas-to-write", 1)
     try:
@@ -122,23 +124,23 @@ def test_a_list_of_a_redis_that_takes_no_writes(store: JobStore, client: redis.R
 
 def test_a_lost_message_does_not_make_a_job_more_urgent(store: JobStore, client: redis.Redis) -> None:
     """As where its model is served by nobody: it comes round for ever, and is sent again each time."""
-    id = store.create(JobDraft(new_id(), "image", "of another", {}, priority=9)).id
+    id = make(store, model="of another", priority=9)
     for _ in range(4):
         books.age(client, 1100)
-        assert [(envelope.id, envelope.priority) for envelope in store.sweep().send] == [(id, 9)]
-    urgent = store.create(JobDraft(new_id(), "image", "emoji-xl", {}, priority=5)).id
+        assert [(envelope.id, envelope.priority) for envelope in store.upkeep.sweep().send] == [(id, 9)]
+    urgent = make(store, priority=5)
     standing = store.standing(urgent)
     assert standing is not None and standing.ahead == 0
 
 
 def test_a_clock_that_is_set_back_delays_no_lease(store: JobStore, client: redis.Redis) -> None:
-    running, waiting = make(store, 2)
-    assert store.claim(running, "ada") is not None
-    store.sweep()
+    running, waiting = many(store, 2)
+    assert store.leases.claim(running, "ada") is not None
+    store.upkeep.sweep()
     books.age(client, -100_000)  # all that is noted lies a day ahead now
-    store.sweep()
+    store.upkeep.sweep()
     books.age(client, 1100)  # a lease later
-    store.sweep()  # nobody swept meanwhile, which gives each lease its time once more
+    store.upkeep.sweep()  # nobody swept meanwhile, which gives each lease its time once more
     books.age(client, 1100)
-    assert running in {envelope.id for envelope in store.sweep().send}
+    assert running in {envelope.id for envelope in store.upkeep.sweep().send}
     assert waiting not in client.zrange("diptych:leases", 0, -1)

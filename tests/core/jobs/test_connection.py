@@ -16,10 +16,10 @@ from core.jobs.connection import (
     StoreFull,
     translate_redis_errors,
 )
-from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core import refusals
+from tests.core.jobs.drafts import draft
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,19 @@ def test_real_troubles(redis_url: str, redis_server: RedisServer) -> None:
 def test_every_refusal_of_a_real_redis_passes(client: redis.Redis, store: JobStore, way: str) -> None:
     """It is no result: who tries again later succeeds."""
     hinder, reason = refusals.WAYS[way]
-    job = store.create(JobDraft(new_id(), "image", "emoji-xl", {}))
-    claim = store.claim(job.id, "ada")
+    job = store.create(draft())
+    claim = store.leases.claim(job.id, "ada")
     assert claim is not None
     with hinder(client):
         for call in (
-            lambda: store.create(JobDraft(new_id(), "image", "emoji-xl", {})),
-            lambda: store.succeed(job.id, claim.attempt, {}),
-            lambda: store.renew("ada", {job.id: claim.attempt}),
-            lambda: store.sweep(),
+            lambda: store.create(draft()),
+            lambda: store.leases.succeed(job.id, claim.attempt, {}),
+            lambda: store.leases.renew("ada", {job.id: claim.attempt}),
+            lambda: store.upkeep.sweep(),
         ):
             with pytest.raises(StoreDown, match=reason):
                 call()
-    assert store.succeed(job.id, claim.attempt, {})
+    assert store.leases.succeed(job.id, claim.attempt, {})
 
 
 def test_full_redis_in_a_script_and_outside(redis_url: str) -> None:

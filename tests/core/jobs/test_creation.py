@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from core.jobs.limits import JobLimits
 from core.jobs.record import JobDraft, JobState, ProgressReport
 from core.jobs.store import JobStore
 from core.jobs.webhooks import WebhookQueue
@@ -19,7 +20,7 @@ from tests.core.jobs.test_events import collect, reading
 @pytest.fixture
 def brief(redis_url: str) -> Iterator[JobStore]:
     """A store whose records go a moment after their end."""
-    store = JobStore(redis_url, retention_s=0.05)
+    store = JobStore(redis_url, JobLimits(retention_s=0.05))
     yield store
     store.close()
 
@@ -36,44 +37,47 @@ def forgotten(client: redis.Redis) -> None:
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_new_job_begins_with_nothing(store: JobStore, client: redis.Redis, lives: bool) -> None:
     store.create(draft("ann"))
-    old = store.claim("logo", "ada")
+    old = store.leases.claim("logo", "ada")
     assert old is not None
-    assert store.report([ProgressReport("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]) == set()
+    assert store.leases.report([ProgressReport("logo", old.fence, {"step": 1}, previews={0: "UE5H"})]).stale == set()
     if not lives:
-        store.fail("logo", old.fence, "refused", "no")
+        store.leases.fail("logo", old.fence, "refused", "no")
     assert store.erase("logo")
     job = store.create(draft("bob"))
     assert job == store.get("logo") and job.attempt == 0
     assert [fields["type"] for _, fields in client.xrange("diptych:events:logo")] == ["queued"]
     assert client.pttl("diptych:events:logo") == -1, "its events stay for as long as it lives"
     assert store.preview("logo", 0) is None
-    new = store.claim("logo", "bob")
+    new = store.leases.claim("logo", "bob")
     assert new is not None and new.attempt == 1
     Books.of(client).check()
     for write in (
-        lambda: store.succeed("logo", old.fence, {}),
-        lambda: store.fail("logo", old.fence, "a", "b"),
-        lambda: store.expire("logo", old.fence),
-        lambda: store.hand_back("logo", old.fence) is not None,
-        lambda: store.report([ProgressReport("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]) != {"logo"},
-        lambda: store.renew("bob", {"logo": old.fence}) != {"logo"},
+        lambda: store.leases.succeed("logo", old.fence, {}),
+        lambda: store.leases.fail("logo", old.fence, "a", "b"),
+        lambda: store.leases.expire("logo", old.fence),
+        lambda: store.leases.hand_back("logo", old.fence) is not None,
+        lambda: (
+            store.leases.report([ProgressReport("logo", old.fence, {"step": 2}, previews={0: "UE5H"})]).stale
+            != {"logo"}
+        ),
+        lambda: store.leases.renew("bob", {"logo": old.fence}) != {"logo"},
     ):
         assert not write(), "the worker that is still at the old one cannot write to the new one"
     assert store.preview("logo", 0) is None
-    assert store.succeed("logo", new.fence, {})
+    assert store.leases.succeed("logo", new.fence, {})
 
 
 def test_attempts_of_a_record_that_went_by_itself_are_others(brief: JobStore, client: redis.Redis) -> None:
     """A retention of a moment, and a worker that sleeps through all of it."""
     brief.create(draft())
-    old = brief.claim("logo", "ada")
+    old = brief.leases.claim("logo", "ada")
     assert old is not None
     brief.cancel("logo")
     forgotten(client)
     brief.create(draft())
-    new = brief.claim("logo", "bob")
+    new = brief.leases.claim("logo", "bob")
     assert new is not None and (old.attempt, new.attempt) == (1, 1)
-    assert not brief.succeed("logo", old.fence, {"images": ["of the old one"]})
+    assert not brief.leases.succeed("logo", old.fence, {"images": ["of the old one"]})
     job = brief.get("logo")
     assert job is not None and job.state is JobState.RUNNING
 
@@ -89,7 +93,7 @@ def test_who_has_the_id_next_is_in_no_list_of_the_last_one(brief: JobStore, clie
         page = brief.page(None)
         assert page is not None and [job.owner for job in page.jobs] == ["bob"]
         while client.exists("diptych:ended"):
-            brief.sweep()
+            brief.upkeep.sweep()
     assert client.zrange("diptych:jobs", 0, -1) == ["bob|logo"] and not client.exists("diptych:jobs:ann")
 
 
@@ -141,8 +145,8 @@ def test_followers_are_of_one_job(store: JobStore, redis_url: str) -> None:
             late = asyncio.create_task(collect_of(reader, old.incarnation))
             assert await late == []
             await followed(reader)
-            await asyncio.to_thread(store.claim, "logo", "ada")
-            await asyncio.to_thread(store.succeed, "logo", 1, {})
+            await asyncio.to_thread(store.leases.claim, "logo", "ada")
+            await asyncio.to_thread(store.leases.succeed, "logo", 1, {})
             assert await task == ["queued", "running", "succeeded"]
             assert await collect_of(reader, old.incarnation) == []
             assert [event.type for event in await collect(reader, "logo")] == ["queued", "running", "succeeded"]

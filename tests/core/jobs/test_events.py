@@ -18,6 +18,7 @@ from core.jobs.events import Event, EventReader
 from core.jobs.record import JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
+from tests.core.jobs.drafts import make
 from tests.core.jobs.loops import PATIENCE_S, followed, run
 
 
@@ -35,22 +36,20 @@ async def collect(reader: EventReader, job_id: str, after: str = "0") -> list[Ev
     return [event async for event in reader.subscribe(job_id, after)]
 
 
-def make(store: JobStore) -> str:
-    return store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
-
-
 def live_through(store: JobStore, id: str, reports: int, dice: random.Random) -> None:
     """A whole life: claimed, reported on in batches of any size, handed back and claimed again in the middle."""
     for attempt in (1, 2):
-        store.claim(id, "ada")
+        store.leases.claim(id, "ada")
         said = 0
         while said < reports:
             count = dice.randint(1, 5)
-            store.report([ProgressReport(id, attempt, {"attempt": attempt, "step": said + k}) for k in range(count)])
+            store.leases.report(
+                [ProgressReport(id, attempt, {"attempt": attempt, "step": said + k}) for k in range(count)]
+            )
             said += count
         if attempt == 1:
-            store.hand_back(id, 1)
-    store.succeed(id, 2, {})
+            store.leases.hand_back(id, 1)
+    store.leases.succeed(id, 2, {})
 
 
 def whole(client: redis.Redis, id: str) -> list[tuple[str, str]]:
@@ -97,8 +96,8 @@ def test_after_an_event_that_is_no_more(store: JobStore, redis_url: str) -> None
 
 def test_failures_are_told(store: JobStore, redis_url: str) -> None:
     id = make(store)
-    store.claim(id, "ada")
-    store.fail(id, 1, "refused", 'steps: "too" many')
+    store.leases.claim(id, "ada")
+    store.leases.fail(id, 1, "refused", 'steps: "too" many')
 
     async def work() -> None:
         async with reading(redis_url) as reader:
@@ -236,16 +235,16 @@ def test_every_newcomer_is_noticed(
 def test_newcomer_who_is_behind(store: JobStore, redis_url: str) -> None:
     """While it was busy with the past, others were given what it has not seen: the reader goes back for it."""
     id = make(store)
-    store.claim(id, "ada")
+    store.leases.claim(id, "ada")
 
     async def work() -> None:
         async with reading(redis_url) as reader:
             ahead, behind = reader.subscribe(id), reader.subscribe(id)
             assert [(await anext(ahead)).type for _ in range(2)] == ["queued", "running"]
             assert [(await anext(behind)).type for _ in range(2)] == ["queued", "running"]
-            store.report([ProgressReport(id, 1, {"step": 1})])
+            store.leases.report([ProgressReport(id, 1, {"step": 1})])
             assert (await anext(ahead)).data == {"step": 1}
-            store.report([ProgressReport(id, 1, {"step": 2})])
+            store.leases.report([ProgressReport(id, 1, {"step": 2})])
             assert (await anext(ahead)).data == {"step": 2}
             assert [(await anext(behind)).data for _ in range(2)] == [{"step": 1}, {"step": 2}]
             store.cancel(id)
@@ -272,11 +271,11 @@ def test_stream_that_does_not_exist_yet(store: JobStore, redis_url: str) -> None
 def test_redis_restarts_under_subscribers(store: JobStore, client: redis.Redis, mortal: RedisServer) -> None:
     ids = [make(store) for _ in range(3)]
     for id in ids:
-        store.claim(id, "ada")
+        store.leases.claim(id, "ada")
 
     def writes(first: int) -> None:
         for step in range(first, first + 20):
-            store.report([ProgressReport(id, 1, {"step": step}) for id in ids])
+            store.leases.report([ProgressReport(id, 1, {"step": step}) for id in ids])
 
     async def work() -> None:
         async with reading(mortal.url) as reader:
@@ -290,7 +289,7 @@ def test_redis_restarts_under_subscribers(store: JobStore, client: redis.Redis, 
                 await asyncio.to_thread(mortal.start)
             await asyncio.to_thread(writes, 60)
             for id in ids:
-                await asyncio.to_thread(store.succeed, id, 1, {})
+                await asyncio.to_thread(store.leases.succeed, id, 1, {})
             for id, events in zip(ids * 2, await asyncio.gather(*tasks), strict=True):
                 assert seen(events) == whole(client, id)
                 assert [e.data["step"] for e in events if e.type == "progress"] == list(range(80))
@@ -318,10 +317,10 @@ def test_slow_subscriber_misses_progress_alone(store: JobStore, redis_url: str, 
 
     def writes() -> None:
         for attempt in range(1, 5):
-            store.claim(id, "ada")
+            store.leases.claim(id, "ada")
             for step in range(40):
-                store.report([ProgressReport(id, attempt, {"step": 10 * step + k}) for k in range(10)])
-            store.hand_back(id, attempt)
+                store.leases.report([ProgressReport(id, attempt, {"step": 10 * step + k}) for k in range(10)])
+            store.leases.hand_back(id, attempt)
         store.cancel(id)
 
     async def work() -> None:
@@ -416,7 +415,7 @@ def test_an_event_costs_the_same_however_many_are_followed(
     """What one event makes the reader send to Redis: a few hundred bytes, and not the names of all that is followed."""
     monkeypatch.setattr(module, "_MISSED_S", 10 * PATIENCE_S, raising=False)
     ids = [make(store) for _ in range(1000)]
-    claims = [store.claim(id, "ada") for id in ids[:20]]
+    claims = [store.leases.claim(id, "ada") for id in ids[:20]]
 
     def sent() -> int:
         return int(client.info("stats")["total_net_input_bytes"])
@@ -434,7 +433,7 @@ def test_an_event_costs_the_same_however_many_are_followed(
             before = sent()
             for claim, arrives in zip(claims, coming, strict=False):
                 assert claim is not None
-                await asyncio.to_thread(store.report, [ProgressReport(claim.id, claim.attempt, {"step": 1})])
+                await asyncio.to_thread(store.leases.report, [ProgressReport(claim.id, claim.attempt, {"step": 1})])
                 assert (await arrives).data == {"step": 1}
             assert (sent() - before) / 20 < 5_000
             for task in coming[20:]:

@@ -9,8 +9,8 @@ import redis
 
 from core.jobs.batches import BatchStore
 from core.jobs.files import KEPT_S, File, FilesFull, FileStore, new_file_id
-from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
+from tests.core.jobs.drafts import make
 from tests.core.jobs.test_ledger import end
 
 ARTIFACT = "sha256/00/" + 62 * "0" + ".jsonl"
@@ -57,30 +57,30 @@ def test_the_last_holder_lets_it_go(files: FileStore, store: JobStore, redis_url
     batch = batches.add("ann", "/v1/chat/completions", one, 1, "http://x/", None, [])
     for file in (one, two):
         files.forget(file)
-        assert store.due() == []
+        assert store.upkeep.due() == []
     assert batches.turn(batch, "completed")
     batches.close()
-    assert store.due() == [ARTIFACT]
+    assert store.upkeep.due() == [ARTIFACT]
     assert not files.reserve(new_file_id(), ARTIFACT), "it is being deleted"
 
 
 def test_one_that_is_refused_holds_nothing(files: FileStore, store: JobStore) -> None:
     with pytest.raises(FilesFull):
         add(files, 2, quota=1)
-    assert store.due() == [ARTIFACT]
+    assert store.upkeep.due() == [ARTIFACT]
 
 
 def test_who_makes_the_same_meanwhile_finds_it(files: FileStore, store: JobStore) -> None:
     """A job that makes it, and names it only after the file is deleted."""
     file = add(files)
-    assert store.keep(ARTIFACT)
+    assert store.upkeep.keep(ARTIFACT)
     files.forget(file)
-    assert store.due() == []
+    assert store.upkeep.due() == []
 
 
 def test_jobs_and_files_of_one_artifact(files: FileStore, store: JobStore, client: redis.Redis) -> None:
     file = add(files)
-    job = store.create(JobDraft(new_id(), "image", "m", {}, owner="bob")).id
+    job = make(store, owner="bob")
     end(store, job, ARTIFACT)
     files.forget(file)
     seconds = client.time()[0]
@@ -98,4 +98,4 @@ def test_a_batch_of_a_file_that_holds_nothing_takes_nothing_away(
     batch = batches.add("ann", "/v1/chat/completions", file, 1, "http://x/", None, [])
     assert batches.turn(batch, "completed")
     batches.close()
-    assert store.due() == []
+    assert store.upkeep.due() == []

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.artifacts import Artifacts, NoArtifact
+from core.jobs.limits import JobLimits
 from core.jobs.reaper import Reaper
-from core.jobs.record import JobDraft, JobState, ProgressReport, new_id
+from core.jobs.record import JobState, ProgressReport
 from core.jobs.store import JobStore
 from tests.core.jobs.books import Books
+from tests.core.jobs.drafts import draft
 
 
 @pytest.fixture
@@ -24,16 +26,12 @@ def store(redis_url: str) -> Iterator[JobStore]:
     store.close()
 
 
-def draft(owner: str = "", **more: object) -> JobDraft:
-    return JobDraft(**{"id": new_id(), "modality": "image", "model": "m", "parameters": {}, "owner": owner, **more})  # type: ignore[arg-type]
-
-
 def end(store: JobStore, id: str, *artifacts: str) -> None:
-    claim = store.claim(id, "ada")
+    claim = store.leases.claim(id, "ada")
     assert claim is not None
     for artifact in artifacts:
-        assert store.keep(artifact)
-    assert store.succeed(id, claim.attempt, {"images": []}, artifacts)
+        assert store.upkeep.keep(artifact)
+    assert store.leases.succeed(id, claim.attempt, {"images": []}, artifacts)
 
 
 def test_a_place_in_the_queue(store: JobStore) -> None:
@@ -44,7 +42,7 @@ def test_a_place_in_the_queue(store: JobStore) -> None:
     assert [standing.ahead for job in jobs if (standing := standings[job.id])] == [2, 4, 0, 3, 1, 5]
     first = standings[jobs[0].id]
     assert first is not None and (first.backlog.queued, first.backlog.queued_ms) == (6, 6000)
-    store.claim(jobs[2].id, "ada")
+    store.leases.claim(jobs[2].id, "ada")
     assert store.standing(jobs[2].id) is None and store.standing("nobody") is None
     after = store.standing(jobs[5].id)
     assert after is not None and after.ahead == 4 and after.backlog.running_ms == 1000
@@ -58,7 +56,7 @@ def test_pages_hold_every_job_once_and_newest_first(redis_url: str, made: list[t
     store = JobStore(redis_url)
     ids = []
     for owner, cancelled in made:
-        ids.append((store.create(draft(owner)).id, owner, cancelled))
+        ids.append((store.create(draft(owner=owner)).id, owner, cancelled))
         if cancelled:
             store.cancel(ids[-1][0])
     for owner in (None, "ann", "bob", "", "eve"):
@@ -79,7 +77,7 @@ def test_pages_hold_every_job_once_and_newest_first(redis_url: str, made: list[t
 
 
 def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
-    mine, other = store.create(draft("ann")), store.create(draft("bob"))
+    mine, other = store.create(draft(owner="ann")), store.create(draft(owner="bob"))
     assert store.page("ann", after="nothing") is None
     assert store.page("ann", after=other.id) is None, "it is in another's list"
     page = store.page("ann", after=mine.id)
@@ -90,8 +88,8 @@ def test_what_a_page_goes_on_after_must_be_there(store: JobStore) -> None:
 
 def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        waits, runs, done = (store.create(draft("ann")).id for _ in range(3))
-        claim = store.claim(runs, "ada")
+        waits, runs, done = (store.create(draft(owner="ann")).id for _ in range(3))
+        claim = store.leases.claim(runs, "ada")
         assert claim is not None
         end(store, done, "a")
         for id in (waits, runs, done):
@@ -99,8 +97,8 @@ def test_erasing_ends_and_forgets(store: JobStore, redis_url: str) -> None:
             assert store.get(id) is None
         books = Books.of(client)
         books.check()
-        assert books.records == {} and not store.succeed(runs, claim.attempt, {})
-        assert store.report([ProgressReport(runs, claim.attempt, {})]) == {runs}
+        assert books.records == {} and not store.leases.succeed(runs, claim.attempt, {})
+        assert store.leases.report([ProgressReport(runs, claim.attempt, {})]).stale == {runs}
         told = client.xrange("diptych:control:ada")[0][1]
         assert told == {"cancel": runs, "attempt": "1", "of": claim.incarnation}
         assert [type for type, _ in _events(client, runs)][-1] == "cancelled", "who follows it is told"
@@ -114,14 +112,14 @@ def _events(client: redis.Redis, id: str) -> list[tuple[str, str]]:
 
 def test_a_worker_cannot_write_to_another_job_of_an_erased_id(store: JobStore) -> None:
     store.create(draft(id="mine"))
-    old = store.claim("mine", "ada")
+    old = store.leases.claim("mine", "ada")
     assert old is not None
     store.erase("mine")
     store.create(draft(id="mine"))
-    new = store.claim("mine", "bob")
+    new = store.leases.claim("mine", "bob")
     assert new is not None and new.attempt == old.attempt == 1 and new.fence != old.fence
-    assert not store.succeed("mine", old.fence, {"images": ["of the old one"]})
-    assert store.succeed("mine", new.fence, {"images": ["of the new one"]})
+    assert not store.leases.succeed("mine", old.fence, {"images": ["of the old one"]})
+    assert store.leases.succeed("mine", new.fence, {"images": ["of the new one"]})
 
 
 def test_artifacts_live_as_long_as_who_names_them(store: JobStore, redis_url: str) -> None:
@@ -131,31 +129,31 @@ def test_artifacts_live_as_long_as_who_names_them(store: JobStore, redis_url: st
         end(store, two, "b")
         pass_time(client)
         store.erase(one)
-        assert store.due() == ["a"], "b is named by the other"
-        assert store.due() == [], "it is being deleted"
-        assert not store.keep("a"), "and cannot be made at this moment"
-        store.gone(["a"])
-        assert store.keep("a")
+        assert store.upkeep.due() == ["a"], "b is named by the other"
+        assert store.upkeep.due() == [], "it is being deleted"
+        assert not store.upkeep.keep("a"), "and cannot be made at this moment"
+        store.upkeep.gone(["a"])
+        assert store.upkeep.keep("a")
         store.erase(two)
-        assert store.due() == ["b"]
+        assert store.upkeep.due() == ["b"]
 
 
 def test_one_who_dies_while_deleting_is_replaced(store: JobStore, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         client.zadd("diptych:kept", {"a": 1})
-        assert store.due() == ["a"] and store.due() == []
+        assert store.upkeep.due() == ["a"] and store.upkeep.due() == []
         client.zincrby("diptych:going", -61_000, "a")
-        assert store.due() == ["a"]
+        assert store.upkeep.due() == ["a"]
 
 
 def test_what_was_made_this_moment_is_not_taken_away(store: JobStore) -> None:
     """A job that makes the same picture as an erased one names it a moment later."""
     one, two = (store.create(draft()).id for _ in range(2))
     end(store, one, "same")
-    assert store.claim(two, "bob") is not None and store.keep("same")
+    assert store.leases.claim(two, "bob") is not None and store.upkeep.keep("same")
     store.erase(one)
-    assert store.due() == []
-    assert store.succeed(two, 1, {}, ["same"])
+    assert store.upkeep.due() == []
+    assert store.leases.succeed(two, 1, {}, ["same"])
 
 
 def pass_time(client: redis.Redis, minutes: int = 11) -> None:
@@ -166,14 +164,14 @@ def pass_time(client: redis.Redis, minutes: int = 11) -> None:
 
 
 def test_lists_forget_what_has_gone(redis_url: str) -> None:
-    store = JobStore(redis_url, retention_s=0.05)
+    store = JobStore(redis_url, JobLimits(retention_s=0.05))
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        id, lives = store.create(draft("ann")).id, store.create(draft("ann")).id
+        id, lives = store.create(draft(owner="ann")).id, store.create(draft(owner="ann")).id
         end(store, id)
         while client.exists(f"diptych:job:{id}"):
             pass
         while client.zcard("diptych:jobs") > 1:  # by Redis's clock a moment later
-            store.sweep()
+            store.upkeep.sweep()
         assert client.zrange("diptych:jobs:ann", 0, -1) == [f"ann|{lives}"] and not client.exists("diptych:ended")
     store.close()
 
@@ -184,7 +182,7 @@ def test_the_reaper_deletes_what_is_due(redis_url: str, tmp_path: Path) -> None:
         keys = [artifacts.put(f"picture {k}".encode(), "image/png") for k in range(3)]
         client.zadd("diptych:kept", {keys[0]: 1, keys[1]: 1, keys[2]: 9e15})
         artifacts.delete(keys[1])  # by hand, which is nobody's business
-        reaper = Reaper(store, lambda envelope: None, every_s=0.01, delete=artifacts.delete)
+        reaper = Reaper(store.upkeep, lambda envelope: None, every_s=0.01, delete=artifacts.delete)
         reaper.start()
         while client.zcard("diptych:kept") > 1 or client.exists("diptych:going"):
             pass
@@ -198,39 +196,39 @@ def test_the_reaper_deletes_what_is_due(redis_url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["succeeded", "failed", "cancelled", "expired", "erased"])
 def test_what_a_job_begins_with_is_kept_as_long_as_it_lives_and_then_as_its_record(redis_url: str, way: str) -> None:
-    store, key = JobStore(redis_url, retention_s=60), "sha256/00/" + 62 * "0" + ".png"
+    store, key = JobStore(redis_url, JobLimits(retention_s=60)), "sha256/00/" + 62 * "0" + ".png"
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        assert store.keep(key, 1)
+        assert store.upkeep.keep(key, 1)
         deadline_s = 3600.0 if way == "expired" else None
         job, other = (
-            store.create(draft("ann", inputs=(key,), deadline_s=deadline_s)),
+            store.create(draft(owner="ann", inputs=(key,), deadline_s=deadline_s)),
             store.create(draft(inputs=(key,))),
         )
         assert job.inputs == (key,) and store.get(job.id) == job
         for _ in range(3):  # however long it waits, it is not taken away
             pass_time(client, 100_000)
-            assert store.due() == []
-        claim = store.claim(job.id, "ada")
+            assert store.upkeep.due() == []
+        claim = store.leases.claim(job.id, "ada")
         assert claim is not None
         if way == "succeeded":
-            assert store.succeed(job.id, claim.attempt, {"images": []}, ["made"])
+            assert store.leases.succeed(job.id, claim.attempt, {"images": []}, ["made"])
         elif way == "failed":
-            assert store.fail(job.id, claim.attempt, "engine_error", "no")
+            assert store.leases.fail(job.id, claim.attempt, "engine_error", "no")
         elif way == "cancelled":
             assert store.cancel(job.id)
         elif way == "expired":
-            assert store.expire(job.id, claim.attempt)
+            assert store.leases.expire(job.id, claim.attempt)
         else:
             assert store.erase(job.id)
         pass_time(client, 100_000)
-        assert key not in store.due(), "another one needs it"
+        assert key not in store.upkeep.due(), "another one needs it"
         assert store.cancel(other.id)
         assert not client.exists("diptych:needed")
         pass_time(client, 50)
-        assert key not in store.due(), "its record has an hour and a minute"
+        assert key not in store.upkeep.due(), "its record has an hour and a minute"
         pass_time(client, 20)
-        assert key in store.due()
-        store.gone([key])
+        assert key in store.upkeep.due()
+        store.upkeep.gone([key])
     store.close()
 
 
@@ -240,11 +238,11 @@ def test_erasing_the_last_job_that_began_with_something_takes_that_along(redis_u
         first, second = (store.create(draft(inputs=(key,))).id for _ in range(2))
         assert store.erase(first)
         pass_time(client, 11)
-        assert store.due() == []
+        assert store.upkeep.due() == []
         assert store.erase(second)
-        assert store.due() == []
+        assert store.upkeep.due() == []
         pass_time(client, 11)
-        assert store.due() == [key]
+        assert store.upkeep.due() == [key]
     store.close()
 
 
@@ -255,13 +253,13 @@ def test_erasing_a_job_takes_nothing_that_others_keep(store: JobStore, redis_url
         id = store.create(draft()).id
         end(store, id, "same")
         pass_time(client, 20 * 60)  # it ended long ago
-        assert store.keep("same", for_s, hold=True)
+        assert store.upkeep.keep("same", for_s, hold=True)
         until = client.time()[0] + for_s
         store.erase(id)
-        assert store.due() == []
+        assert store.upkeep.due() == []
         assert client.zscore("diptych:kept", "same") / 1000 > until - 60, "it stays for as long as was said"
         pass_time(client, round(for_s / 60) + 1)
-        assert store.due() == ["same"]
+        assert store.upkeep.due() == ["same"]
         assert not client.exists("diptych:held")
 
 
@@ -275,16 +273,19 @@ def test_a_queue_is_emptied_though_a_record_is_gone(store: JobStore, redis_url: 
 
 def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:
     id = store.create(draft()).id
-    claim = store.claim(id, "ada")
+    claim = store.leases.claim(id, "ada")
     assert claim is not None and store.preview(id, 0) is None
-    assert store.report([ProgressReport(id, 1, {"previews": [1, 2]}, previews={1: "UE5H", 2: "Mg=="})]) == set()
+    assert (
+        store.leases.report([ProgressReport(id, 1, {"previews": [1, 2]}, previews={1: "UE5H", 2: "Mg=="})]).stale
+        == set()
+    )
     assert store.preview(id, 1) == b"PNG" and store.preview(id, 2) == b"2" and store.preview(id, 0) is None
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         assert 0 < client.pttl(f"diptych:preview:{id}") <= 60_000
         assert "UE5H" not in str(_events(client, id)), "the stream stays small"
-    assert store.report([ProgressReport(id, 0, {"previews": [0]}, previews={0: "UE5H"})]) == {id}, (
+    assert store.leases.report([ProgressReport(id, 0, {"previews": [0]}, previews={0: "UE5H"})]).stale == {id}, (
         "of an attempt that is over"
     )
     assert store.preview(id, 0) is None
-    store.succeed(id, 1, {})
+    store.leases.succeed(id, 1, {})
     assert store.preview(id, 1) is None

@@ -12,23 +12,20 @@ import redis
 
 from core.jobs.broker import Envelope
 from core.jobs.reaper import Reaper
-from core.jobs.record import JobDraft, JobState, new_id
+from core.jobs.record import JobState
 from core.jobs.store import JobStore
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
+from tests.core.jobs.drafts import make
 
 PATIENCE_S = 60.0  # no test is decided by it
-
-
-def make(store: JobStore, **given: float) -> str:
-    return store.create(JobDraft(new_id(), "image", "emoji-xl", {}, **given)).id  # type: ignore[arg-type]
 
 
 def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> None:
     id, sent = make(store), queue.Queue[Envelope]()
     books.age(client, 1100)
-    reaper = Reaper(store, sent.put, every_s=0.01)
+    reaper = Reaper(store.upkeep, sent.put, every_s=0.01)
     reaper.start()
     assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
     reaper.stop()
@@ -38,7 +35,7 @@ def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> Non
 def test_more_than_one_sweep_holds(store: JobStore, client: redis.Redis) -> None:
     ids, sent = {make(store) for _ in range(250)}, queue.Queue[Envelope]()
     books.age(client, 1100)
-    reaper = Reaper(store, sent.put, every_s=0.5)
+    reaper = Reaper(store.upkeep, sent.put, every_s=0.5)
     reaper.start()
     assert {sent.get(timeout=PATIENCE_S).id for _ in range(250)} == ids
     reaper.stop()
@@ -47,7 +44,7 @@ def test_more_than_one_sweep_holds(store: JobStore, client: redis.Redis) -> None
 
 def test_goes_on_at_once_while_there_is_more(store: JobStore, client: redis.Redis) -> None:
     sent: list[Envelope] = []
-    reaper = Reaper(store, sent.append)
+    reaper = Reaper(store.upkeep, sent.append)
     for _ in range(150):
         make(store)
     books.age(client, 1100)
@@ -64,7 +61,7 @@ def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.Lo
         if not works.is_set():
             raise OSError("the broker is away")
 
-    reaper = Reaper(store, send, every_s=0.01)
+    reaper = Reaper(store.upkeep, send, every_s=0.01)
     reaper.start()
     for _ in range(3):
         books.age(client, 1100)
@@ -80,7 +77,7 @@ def test_send_that_fails(store: JobStore, client: redis.Redis, caplog: pytest.Lo
 def test_deadline_passes_with_no_worker(store: JobStore, client: redis.Redis) -> None:
     id = make(store, deadline_s=500)
     books.age(client, 600)
-    reaper = Reaper(store, lambda envelope: None, every_s=0.01)
+    reaper = Reaper(store.upkeep, lambda envelope: None, every_s=0.01)
     reaper.start()
     until = time.monotonic() + PATIENCE_S
     while (job := store.get(id)) is None or job.state is not JobState.EXPIRED:
@@ -95,7 +92,7 @@ def test_redis_away(
     caplog.set_level(logging.INFO, "core.jobs.reaper")
     sent, failed = queue.Queue[Envelope](), queue.Queue[str]()
     id = make(store)
-    sweep = store.sweep
+    sweep = store.upkeep.sweep
 
     def watched(limit: int) -> SweepResult:
         try:
@@ -104,9 +101,9 @@ def test_redis_away(
             failed.put(type(error).__name__)
             raise
 
-    store.sweep = watched  # type: ignore[method-assign,assignment]
+    store.upkeep.sweep = watched  # type: ignore[method-assign,assignment]
     mortal.kill()
-    reaper = Reaper(store, sent.put, every_s=0.01)
+    reaper = Reaper(store.upkeep, sent.put, every_s=0.01)
     reaper.start()
     for _ in range(3):
         assert failed.get(timeout=PATIENCE_S) == "StoreDown"
@@ -119,10 +116,10 @@ def test_redis_away(
 
 
 def test_stops_while_it_waits(store: JobStore) -> None:
-    reaper = Reaper(store, lambda envelope: None, every_s=3600)
+    reaper = Reaper(store.upkeep, lambda envelope: None, every_s=3600)
     reaper.start()
     reaper.stop()  # returns, or the test would hang
-    Reaper(store, lambda envelope: None).stop()  # and so does one that never started
+    Reaper(store.upkeep, lambda envelope: None).stop()  # and so does one that never started
     assert not {"reaper", "clearer"} & {thread.name for thread in threading.enumerate()}
 
 
@@ -130,7 +127,7 @@ def test_many_reapers(store: JobStore, client: redis.Redis) -> None:
     """What one finds, no other sends at the same time."""
     ids, sent = [make(store) for _ in range(150)], queue.Queue[Envelope]()
     books.age(client, 1100)
-    reapers = [Reaper(store, sent.put, every_s=0.01) for _ in range(4)]
+    reapers = [Reaper(store.upkeep, sent.put, every_s=0.01) for _ in range(4)]
     for reaper in reapers:
         reaper.start()
     got = [sent.get(timeout=PATIENCE_S).id for _ in ids]

@@ -40,7 +40,7 @@ def test_ids() -> None:
     ],
 )
 def test_drafts_that_are_refused(field: str, value: Any) -> None:
-    given: dict[str, Any] = {"id": "job_1", "modality": "image", "model": "emoji-xl", "parameters": {}}
+    given: dict[str, Any] = {"id": "job_1", "modality": "image", "model": "emoji-xl", "request": {}}
     JobDraft(**given)
     with pytest.raises(ValueError, match=f"^{field}: ") as raised:
         JobDraft(**(given | {field: value}))

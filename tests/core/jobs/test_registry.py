@@ -14,11 +14,11 @@ import redis
 from contract.card import ImageCard, ImageCosts, ImageLimits, TextCard, TextCosts, TextOffer
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreDown
-from core.jobs.record import JobDraft, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from deployment.redis import RedisServer
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft, make
 
 MODEL = ImageCard(
     name="emoji-xl",
@@ -132,8 +132,8 @@ def test_control(registry: Registry, store: JobStore) -> None:
     assert registry.control("ada", "0", 0.05) == []
     ids = []
     for _ in range(2):
-        ids.append(store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id)
-        store.claim(ids[-1], "ada")
+        ids.append(make(store))
+        store.leases.claim(ids[-1], "ada")
         store.cancel(ids[-1])
     messages = registry.control("ada", "0", 60)
     assert [(message["cancel"], message["attempt"]) for _, message in messages] == [(id, "1") for id in ids]
@@ -143,8 +143,8 @@ def test_control(registry: Registry, store: JobStore) -> None:
 
 
 def test_control_waits(registry: Registry, store: JobStore, client: redis.Redis) -> None:
-    job = store.create(JobDraft(new_id(), "image", "emoji-xl", {}))
-    store.claim(job.id, "ada")
+    job = store.create(draft())
+    store.leases.claim(job.id, "ada")
     got: list[tuple[str, dict[str, str]]] = []
     thread = threading.Thread(target=lambda: got.extend(registry.control("ada", "0", 120)))
     thread.start()

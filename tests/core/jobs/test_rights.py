@@ -47,7 +47,7 @@ def test_it_serves_with_them(limited: str, tmp_path: Path, client: redis.Redis) 
         assert [one for one, _ in worker.messages()] == [id]
         worker.work(id)
         assert [event.type for event in api.all_events(id)] == ["queued", "running", "succeeded"]
-        worker.store.sweep()
+        worker.store.upkeep.sweep()
         queue = api.server._service.queue
         queue.send(Envelope("job_1", "image", 0))
         with queue._celery.connection_for_read() as connection, connection.SimpleQueue("image") as messages:

@@ -16,16 +16,14 @@ import redis
 from core.config import Settings
 from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown, StoreError, StoreFull
-from core.jobs.record import JobDraft, JobState, ProgressReport, QueueBacklog, new_id
+from core.jobs.limits import JobLimits
+from core.jobs.record import JobState, ProgressReport, QueueBacklog, new_id
 from core.jobs.store import JobStore, QueueFull
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft
 from tests.core.jobs.severed import Severed
-
-
-def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
 
 
 def check(client: redis.Redis) -> None:
@@ -41,9 +39,7 @@ def told(client: redis.Redis, worker: str) -> list[dict[str, str]]:
 
 
 def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
-    wanted = draft(
-        parameters={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25, work_ms=1234
-    )
+    wanted = draft(request={"prompt": "ein Fuchs 🦊\n", "seed": 2**63 - 1}, priority=7, deadline_s=500.25, work_ms=1234)
     job = store.create(wanted)
     assert job == store.get(job.id)
     assert (job.id, job.modality, job.model, job.parameters) == (wanted.id, "image", "emoji-xl", wanted.parameters)
@@ -62,7 +58,7 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     assert store.backlog("image") == QueueBacklog(1, 1234, 0, 0)
     assert store.backlog("text") == QueueBacklog(0, 0, 0, 0)
 
-    claim = store.claim(job.id, "ada")
+    claim = store.leases.claim(job.id, "ada")
     assert claim is not None
     assert (claim.id, claim.attempt, claim.modality, claim.model) == (job.id, 1, "image", "emoji-xl")
     assert (claim.parameters, claim.priority, claim.suspect) == (wanted.parameters, 7, False)
@@ -75,8 +71,8 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
     assert running.started >= job.created
     assert store.backlog("image") == QueueBacklog(0, 0, 1, 1234)
 
-    assert store.report([ProgressReport(job.id, 1, {"steps_done": 3, "steps": 20})]) == set()
-    assert store.succeed(job.id, 1, {"images": [{"key": "sha256/ab"}]})
+    assert store.leases.report([ProgressReport(job.id, 1, {"steps_done": 3, "steps": 20})]).stale == set()
+    assert store.leases.succeed(job.id, 1, {"images": [{"key": "sha256/ab"}]})
     ended = store.get(job.id)
     assert ended is not None
     assert (ended.state, ended.result, ended.error) == (JobState.SUCCEEDED, {"images": [{"key": "sha256/ab"}]}, None)
@@ -95,25 +91,25 @@ def test_record_tells_all(store: JobStore, client: redis.Redis) -> None:
 
 def test_unknown_jobs(store: JobStore) -> None:
     assert store.get("job_x") is None
-    assert store.claim("job_x", "ada") is None
+    assert store.leases.claim("job_x", "ada") is None
     assert store.cancel("job_x") is None
-    assert store.hand_back("job_x", 1) is None
-    assert not store.suspect("job_x")
-    assert not store.succeed("job_x", 1, {})
-    assert not store.fail("job_x", 1, "a", "b")
-    assert not store.expire("job_x", 1)
-    assert store.renew("ada", {"job_x": 1}) == {"job_x"}
-    assert store.report([ProgressReport("job_x", 1, {})]) == {"job_x"}
-    assert store.renew("ada", {}) == set()
-    assert store.report([]) == set()
-    assert store.sweep() == SweepResult([], [], [])
+    assert store.leases.hand_back("job_x", 1) is None
+    assert not store.leases.glance("job_x")[1]
+    assert not store.leases.succeed("job_x", 1, {})
+    assert not store.leases.fail("job_x", 1, "a", "b")
+    assert not store.leases.expire("job_x", 1)
+    assert store.leases.renew("ada", {"job_x": 1}) == {"job_x"}
+    assert store.leases.report([ProgressReport("job_x", 1, {})]).stale == {"job_x"}
+    assert store.leases.renew("ada", {}) == set()
+    assert store.leases.report([]).stale == set()
+    assert store.upkeep.sweep() == SweepResult([], [], [])
 
 
 def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis) -> None:
-    store = JobStore(redis_url, retention_s=5000)
+    store = JobStore(redis_url, JobLimits(retention_s=5000))
     job = store.create(draft(deadline_s=900))
     assert client.pttl(f"diptych:job:{job.id}") == -1
-    store.claim(job.id, "ada")
+    store.leases.claim(job.id, "ada")
     store.cancel(job.id)
     for key in (f"diptych:job:{job.id}", f"diptych:events:{job.id}"):
         assert 3_000_000 < client.pttl(key) <= (5_000_000 if "job:" in key else 3_600_000)
@@ -126,7 +122,7 @@ def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis)
 
 
 def test_full_queue(redis_url: str, client: redis.Redis) -> None:
-    store = JobStore(redis_url, max_queued=2)
+    store = JobStore(redis_url, JobLimits(max_queued=2))
     jobs = [store.create(draft()) for _ in range(2)]
     before = sorted(client.keys())
     with pytest.raises(QueueFull) as raised:
@@ -136,7 +132,7 @@ def test_full_queue(redis_url: str, client: redis.Redis) -> None:
     assert sorted(client.keys()) == before
     assert store.create(draft(id=jobs[0].id)) == jobs[0]  # it is there already
     store.create(draft(modality="text"))
-    store.claim(jobs[0].id, "ada")
+    store.leases.claim(jobs[0].id, "ada")
     store.create(draft())  # what runs does not count
     check(client)
     store.close()
@@ -145,11 +141,11 @@ def test_full_queue(redis_url: str, client: redis.Redis) -> None:
 def test_hands_back_at_no_cost(store: JobStore, client: redis.Redis) -> None:
     job = store.create(draft(priority=8))
     for attempt in range(1, 6):  # more than max_attempts
-        claim = store.claim(job.id, "ada")
+        claim = store.leases.claim(job.id, "ada")
         assert claim is not None
         assert claim.attempt == attempt
-        store.report([ProgressReport(job.id, attempt, {"steps_done": 1})])
-        assert store.hand_back(job.id, attempt) == Envelope(job.id, "image", 0)
+        store.leases.report([ProgressReport(job.id, attempt, {"steps_done": 1})])
+        assert store.leases.hand_back(job.id, attempt) == Envelope(job.id, "image", 0)
         again = store.get(job.id)
         assert again is not None
         assert (again.state, again.lost, again.suspect, again.worker) == (JobState.QUEUED, 0, False, "")
@@ -159,26 +155,26 @@ def test_hands_back_at_no_cost(store: JobStore, client: redis.Redis) -> None:
 
 
 def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
-    store = JobStore(redis_url, lease_s=1000, max_attempts=3)
+    store = JobStore(redis_url, JobLimits(lease_s=1000, max_attempts=3))
     job = store.create(draft(priority=9))
     for lost in (1, 2, 3):
-        claim = store.claim(job.id, f"worker {lost}")
+        claim = store.leases.claim(job.id, f"worker {lost}")
         assert claim is not None
         assert claim.suspect is (lost > 2)  # after a first crash it runs beside others
-        assert store.suspect(job.id) is claim.suspect
-        store.sweep()
+        assert store.leases.glance(job.id)[1] is claim.suspect
+        store.upkeep.sweep()
         books.age(client, 300)  # within the lease, and within what counts as silence
-        assert store.sweep() == SweepResult([], [], [])
+        assert store.upkeep.sweep() == SweepResult([], [], [])
         books.age(client, 300)
-        store.sweep()
+        store.upkeep.sweep()
         books.age(client, 300)
-        store.sweep()
+        store.upkeep.sweep()
         books.age(client, 300)
-        sweep = store.sweep()
+        sweep = store.upkeep.sweep()
         if lost < 3:
             assert sweep == SweepResult([Envelope(job.id, "image", 0)], [], [])
             assert ("queued", {"reason": "worker_lost"}) in books.Books.of(client).streams[job.id]
-            assert not store.succeed(job.id, lost, {})  # the worker was only slow, and is too late
+            assert not store.leases.succeed(job.id, lost, {})  # the worker was only slow, and is too late
         else:
             assert sweep == SweepResult([], [], [job.id])
     failed = store.get(job.id)
@@ -190,11 +186,11 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
 
 
 def test_one_attempt(redis_url: str, client: redis.Redis) -> None:
-    store = JobStore(redis_url, lease_s=1000, max_attempts=1)
+    store = JobStore(redis_url, JobLimits(lease_s=1000, max_attempts=1))
     job = store.create(draft())
-    store.claim(job.id, "ada")
+    store.leases.claim(job.id, "ada")
     books.age(client, 1100)
-    assert store.sweep().failed == [job.id]
+    assert store.upkeep.sweep().failed == [job.id]
     failed = store.get(job.id)
     assert failed is not None
     assert failed.error == {"code": "crashed", "message": "a worker stopped answering while it ran this job"}
@@ -204,40 +200,40 @@ def test_one_attempt(redis_url: str, client: redis.Redis) -> None:
 def test_outage_costs_no_job(store: JobStore, client: redis.Redis) -> None:
     """Nobody swept for long: Redis was away, and so nobody could renew."""
     job = store.create(draft())
-    store.claim(job.id, "ada")
-    store.sweep()
+    store.leases.claim(job.id, "ada")
+    store.upkeep.sweep()
     books.age(client, 5000)
-    assert store.sweep() == SweepResult([], [], [])
-    assert store.renew("ada", {job.id: 1}) == set()
+    assert store.upkeep.sweep() == SweepResult([], [], [])
+    assert store.leases.renew("ada", {job.id: 1}) == set()
     books.age(client, 5000)
-    assert store.sweep() == SweepResult([], [], [])  # it renewed, so it has the same right again
+    assert store.upkeep.sweep() == SweepResult([], [], [])  # it renewed, so it has the same right again
     books.age(client, 5000)
-    assert store.sweep().send == [Envelope(job.id, "image", 0)]  # it did not: no job waits for ever
-    store.claim(job.id, "bob")
+    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 0)]  # it did not: no job waits for ever
+    store.leases.claim(job.id, "bob")
     books.age(client, 5000)
-    assert store.sweep() == SweepResult([], [], [])  # nor is its next worker to blame for the outage
+    assert store.upkeep.sweep() == SweepResult([], [], [])  # nor is its next worker to blame for the outage
     check(client)
 
 
 def test_deadlines(store: JobStore, client: redis.Redis) -> None:
     queued, running, claimed, in_time = (store.create(draft(deadline_s=s)) for s in (500, 500, 500, 9000))
-    store.claim(running.id, "ada")
+    store.leases.claim(running.id, "ada")
     books.age(client, 600)
-    assert store.claim(claimed.id, "ada") is None
+    assert store.leases.claim(claimed.id, "ada") is None
     late = store.get(claimed.id)
     assert late is not None
     assert late.state is JobState.EXPIRED
-    assert store.sweep() == SweepResult([], [queued.id], [])  # the one that runs is left to its worker for now
-    store.renew("ada", {running.id: 1})
+    assert store.upkeep.sweep() == SweepResult([], [queued.id], [])  # the one that runs is left to its worker for now
+    store.leases.renew("ada", {running.id: 1})
     books.age(client, 700)  # 800 s over
-    assert store.sweep().expired == []
+    assert store.upkeep.sweep().expired == []
     books.age(client, 300)
-    assert store.sweep().expired == [running.id]
+    assert store.upkeep.sweep().expired == [running.id]
     over = store.get(running.id)
     assert over is not None
     assert over.state is JobState.EXPIRED
     assert over.error == {"code": "expired", "message": "the deadline passed before the job was done"}
-    assert store.renew("ada", {running.id: 1}) == {running.id}
+    assert store.leases.renew("ada", {running.id: 1}) == {running.id}
     assert told(client, "ada") == [{"cancel": running.id, "attempt": "1", "of": running.incarnation}]
     waiting = store.get(in_time.id)
     assert waiting is not None
@@ -247,18 +243,18 @@ def test_deadlines(store: JobStore, client: redis.Redis) -> None:
 
 def test_cancel_tells_the_worker(store: JobStore, client: redis.Redis) -> None:
     waiting, running = store.create(draft()), store.create(draft())
-    store.claim(running.id, "ada")
+    store.leases.claim(running.id, "ada")
     for job in (waiting, running):
         cancelled = store.cancel(job.id)
         assert cancelled is not None
         assert (cancelled.state, cancelled.error) == (JobState.CANCELLED, None)
         assert store.cancel(job.id) == cancelled
     assert told(client, "ada") == [{"cancel": running.id, "attempt": "1", "of": running.incarnation}]
-    assert store.renew("ada", {running.id: 1}) == {running.id}
-    assert store.report([ProgressReport(running.id, 1, {})]) == {running.id}
-    assert not store.succeed(running.id, 1, {})
-    assert store.hand_back(running.id, 1) is None
-    assert store.claim(waiting.id, "ada") is None
+    assert store.leases.renew("ada", {running.id: 1}) == {running.id}
+    assert store.leases.report([ProgressReport(running.id, 1, {})]).stale == {running.id}
+    assert not store.leases.succeed(running.id, 1, {})
+    assert store.leases.hand_back(running.id, 1) is None
+    assert store.leases.claim(waiting.id, "ada") is None
     check(client)
 
 
@@ -269,15 +265,15 @@ def test_never_sent(store: JobStore, client: redis.Redis) -> None:
     """The API died between create and send."""
     job = store.create(draft(priority=7))
     books.age(client, 900)
-    assert store.sweep().send == []
+    assert store.upkeep.sweep().send == []
     books.age(client, 200)
-    assert store.sweep().send == [Envelope(job.id, "image", 6)]  # it stays as urgent as it was
-    assert store.sweep().send == []  # it is on its way
+    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 6)]  # it stays as urgent as it was
+    assert store.upkeep.sweep().send == []  # it is on its way
     books.age(client, 1100)
-    assert store.sweep().send == [Envelope(job.id, "image", 6)]
+    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 6)]
     books.push(client, "image", 6, job.id)
     books.age(client, 9000)
-    assert store.sweep().send == []  # it waits in its list
+    assert store.upkeep.sweep().send == []  # it waits in its list
     check(client)
 
 
@@ -290,17 +286,17 @@ def test_message_overtaken_by_a_later_one(store: JobStore, client: redis.Redis, 
     for job in jobs[:3]:
         assert books.pop(client, "image") == job.id
     lost = jobs.pop(1)
-    store.sweep()
+    store.upkeep.sweep()
     for index in order:  # as threads do that took them at the same time
-        assert store.claim(jobs[index].id, "ada") is not None
+        assert store.leases.claim(jobs[index].id, "ada") is not None
     found = []
     for turn in range(8):
-        for envelope in store.sweep().send:
+        for envelope in store.upkeep.sweep().send:
             found.append(envelope)
             books.push(client, envelope.queue, envelope.priority, envelope.id)
         if turn % 2:
             books.age(client, 600)
-            store.renew("ada", {jobs[0].id: 1, jobs[1].id: 1})
+            store.leases.renew("ada", {jobs[0].id: 1, jobs[1].id: 1})
     assert found == [Envelope(lost.id, "image", 3)]  # and none of those that wait behind
     check(client)
 
@@ -310,18 +306,18 @@ def test_message_in_hand_is_not_lost(store: JobStore, client: redis.Redis) -> No
     first, second, behind = (store.create(draft()) for _ in range(3))
     books.push(client, "image", 3, behind.id)
     books.age(client, 5000)
-    assert store.claim(second.id, "ada") is not None
-    assert store.sweep().send == []
+    assert store.leases.claim(second.id, "ada") is not None
+    assert store.upkeep.sweep().send == []
     books.age(client, 900)
-    assert store.sweep().send == []
-    assert store.claim(first.id, "ada") is not None
+    assert store.upkeep.sweep().send == []
+    assert store.leases.claim(first.id, "ada") is not None
 
 
 def test_sweep_is_bounded(store: JobStore, client: redis.Redis) -> None:
     jobs = [store.create(draft(priority=index)) for index in range(7)]  # in several lists
     jobs += [store.create(draft(deadline_s=10)) for _ in range(7)]
     books.age(client, 1100)
-    first, second, third = (store.sweep(4) for _ in range(3))
+    first, second, third = (store.upkeep.sweep(4) for _ in range(3))
     assert [len(sweep.expired) for sweep in (first, second, third)] == [4, 3, 0]
     assert sorted(e.id for sweep in (first, second, third) for e in sweep.send) == sorted(job.id for job in jobs[:7])
     assert max(len(sweep.send) for sweep in (first, second, third)) == 4
@@ -330,10 +326,10 @@ def test_sweep_is_bounded(store: JobStore, client: redis.Redis) -> None:
 
 def test_records_deleted_by_hand_are_swept_away(store: JobStore, client: redis.Redis) -> None:
     jobs = [store.create(draft(deadline_s=10)) for _ in range(2)]
-    store.claim(jobs[0].id, "ada")
+    store.leases.claim(jobs[0].id, "ada")
     client.delete(*(f"diptych:job:{job.id}" for job in jobs))
     books.age(client, 9000)
-    assert store.sweep() == SweepResult([], [], [])
+    assert store.upkeep.sweep() == SweepResult([], [], [])
     assert not client.exists("diptych:leases", "diptych:deadlines", "diptych:sent:image:3")
 
 
@@ -357,7 +353,7 @@ def test_each_job_is_claimed_once(store: JobStore, client: redis.Redis) -> None:
 
     def work(index: int) -> list[str]:
         mine = random.Random(index).sample(ids, len(ids))
-        return [id for id in mine if store.claim(id, f"worker {index}") is not None]
+        return [id for id in mine if store.leases.claim(id, f"worker {index}") is not None]
 
     claimed = Counter(id for some in at_once(8, work) for id in some)
     assert claimed == Counter(ids)
@@ -371,26 +367,26 @@ def test_everybody_does_everything_at_once(redis_url: str, client: redis.Redis) 
     ends: list[tuple[str, int]] = []
 
     def work(index: int) -> None:
-        store, dice = JobStore(redis_url, lease_s=1000, max_attempts=2), random.Random(index)
+        store, dice = JobStore(redis_url, JobLimits(lease_s=1000, max_attempts=2)), random.Random(index)
         for _ in range(120):
             id = dice.choice(ids)
             store.create(draft(id=id, work_ms=7, deadline_s=dice.choice([None, 0.01, 500])))
-            claim = store.claim(id, f"worker {index}")
+            claim = store.leases.claim(id, f"worker {index}")
             attempt = claim.attempt if claim else dice.randint(1, 3)
             match dice.randrange(9):
                 case 0:
                     store.cancel(id)
                 case 1 | 2:
-                    if store.succeed(id, attempt, {"by": index}) and claim:
+                    if store.leases.succeed(id, attempt, {"by": index}) and claim:
                         ends.append((id, attempt))
                 case 3:
-                    store.fail(id, attempt, "code", "message")
+                    store.leases.fail(id, attempt, "code", "message")
                 case 4 | 5:
-                    store.hand_back(id, attempt)
+                    store.leases.hand_back(id, attempt)
                 case 6:
-                    store.sweep()
+                    store.upkeep.sweep()
                 case 7:
-                    store.report([ProgressReport(id, attempt, {"by": index})])
+                    store.leases.report([ProgressReport(id, attempt, {"by": index})])
                 case 8:
                     client.zadd("diptych:leases", {id: 1}, xx=True)  # its lease has run out
         store.close()
@@ -417,7 +413,7 @@ def test_many_threads_share_a_few_connections(store: JobStore, client: redis.Red
 def test_full_redis_creates_nothing_and_ends_all(store: JobStore, full: redis.Redis) -> None:
     jobs = [store.create(draft(deadline_s=500 if index == 8 else None)) for index in range(11)]
     for job in jobs[:6]:
-        store.claim(job.id, "ada")
+        store.leases.claim(job.id, "ada")
     before = sorted(full.keys())
     full.config_set("maxmemory", 1)
     with pytest.raises(StoreFull):
@@ -425,20 +421,20 @@ def test_full_redis_creates_nothing_and_ends_all(store: JobStore, full: redis.Re
     assert sorted(full.keys()) == before
     check(full)
     with pytest.raises(StoreFull):
-        store.report([ProgressReport(jobs[0].id, 1, {"steps_done": 1})])
+        store.leases.report([ProgressReport(jobs[0].id, 1, {"steps_done": 1})])
     # Whatever keeps jobs going or ends them goes on.
-    assert store.renew("ada", {job.id: 1 for job in jobs[:7]}) == {jobs[6].id}
-    assert store.succeed(jobs[0].id, 1, {"images": ["x" * 10_000]})
-    assert store.fail(jobs[1].id, 1, "code", "message")
-    assert store.expire(jobs[2].id, 1)
-    assert store.hand_back(jobs[3].id, 1) is not None
+    assert store.leases.renew("ada", {job.id: 1 for job in jobs[:7]}) == {jobs[6].id}
+    assert store.leases.succeed(jobs[0].id, 1, {"images": ["x" * 10_000]})
+    assert store.leases.fail(jobs[1].id, 1, "code", "message")
+    assert store.leases.expire(jobs[2].id, 1)
+    assert store.leases.hand_back(jobs[3].id, 1) is not None
     assert store.cancel(jobs[4].id) is not None
     assert store.cancel(jobs[6].id) is not None
-    assert store.claim(jobs[7].id, "bob") is not None
+    assert store.leases.claim(jobs[7].id, "bob") is not None
     full.config_set("maxmemory", 0)
     books.age(full, 1100)
     full.config_set("maxmemory", 1)
-    sweep = store.sweep()
+    sweep = store.upkeep.sweep()
     assert sweep.expired == [jobs[8].id]
     assert {envelope.id for envelope in sweep.send} == {
         job.id for job in (jobs[3], jobs[5], jobs[7], jobs[9], jobs[10])
@@ -463,10 +459,10 @@ def test_kill_loses_nothing_that_was_acknowledged(store: JobStore, client: redis
             id = store.create(draft(deadline_s=5000)).id
             kept[id] = JobState.QUEUED
             if index % 4 > 0:
-                assert store.claim(id, "ada") is not None
+                assert store.leases.claim(id, "ada") is not None
                 kept[id] = JobState.RUNNING
             if index % 4 > 1:
-                assert store.succeed(id, 1, {"round": round})
+                assert store.leases.succeed(id, 1, {"round": round})
                 kept[id] = JobState.SUCCEEDED
         before = books.Books.of(client)
         mortal.kill()
@@ -486,9 +482,9 @@ def test_kill_in_the_middle_of_writing(store: JobStore, client: redis.Redis, mor
                 while True:
                     id = store.create(draft(deadline_s=500)).id
                     said[id] = "queued"
-                    store.claim(id, f"worker {index}")
+                    store.leases.claim(id, f"worker {index}")
                     said[id] = "running"
-                    store.succeed(id, 1, {"images": []})
+                    store.leases.succeed(id, 1, {"images": []})
                     said[id] = "succeeded"
             except StoreDown:
                 return
@@ -511,29 +507,29 @@ def test_kill_in_the_middle_of_writing(store: JobStore, client: redis.Redis, mor
 
 def test_redis_away(store: JobStore, mortal: RedisServer) -> None:
     job = store.create(draft())
-    claim = store.claim(job.id, "ada")
+    claim = store.leases.claim(job.id, "ada")
     assert claim is not None
     mortal.kill()
     calls: list[Callable[[], Any]] = [
         lambda: store.create(draft()),
         lambda: store.get(job.id),
-        lambda: store.suspect(job.id),
-        lambda: store.claim(job.id, "ada"),
-        lambda: store.renew("ada", {job.id: 1}),
-        lambda: store.report([ProgressReport(job.id, 1, {})]),
-        lambda: store.succeed(job.id, 1, {}),
-        lambda: store.fail(job.id, 1, "a", "b"),
-        lambda: store.expire(job.id, 1),
-        lambda: store.hand_back(job.id, 1),
+        lambda: store.leases.glance(job.id)[1],
+        lambda: store.leases.claim(job.id, "ada"),
+        lambda: store.leases.renew("ada", {job.id: 1}),
+        lambda: store.leases.report([ProgressReport(job.id, 1, {})]).stale,
+        lambda: store.leases.succeed(job.id, 1, {}),
+        lambda: store.leases.fail(job.id, 1, "a", "b"),
+        lambda: store.leases.expire(job.id, 1),
+        lambda: store.leases.hand_back(job.id, 1),
         lambda: store.cancel(job.id),
-        lambda: store.sweep(),
+        lambda: store.upkeep.sweep(),
         lambda: store.backlog("image"),
     ]
     for call in calls:
         with pytest.raises(StoreDown):
             call()
     mortal.start()  # which has forgotten every script
-    assert store.succeed(job.id, 1, {"images": []})
+    assert store.leases.succeed(job.id, 1, {"images": []})
     for call in calls:
         call()
 
@@ -541,13 +537,13 @@ def test_redis_away(store: JobStore, mortal: RedisServer) -> None:
 def test_answers_that_get_lost(redis_url: str, client: redis.Redis) -> None:
     """Each command takes effect, and the connection breaks before its answer: it is repeated, and has effect once."""
     severed = Severed(redis_url)
-    store = JobStore(severed.url, lease_s=1000, resend_s=1000)
+    store = JobStore(severed.url, JobLimits(lease_s=1000, resend_s=1000))
     # Load the scripts: from then on each call is one command.
     store.cancel(store.create(draft()).id)
-    store.claim("x", "y")
-    store.renew("y", {"x": 1})
-    store.succeed("x", 1, {})
-    store.hand_back("x", 1)
+    store.leases.claim("x", "y")
+    store.leases.renew("y", {"x": 1})
+    store.leases.succeed("x", 1, {})
+    store.leases.hand_back("x", 1)
 
     def lost(call: Callable[[], Any], marker: str) -> Any:
         cuts = severed.cuts
@@ -559,15 +555,15 @@ def test_answers_that_get_lost(redis_url: str, client: redis.Redis) -> None:
     wanted = draft(work_ms=5)
     job = lost(lambda: store.create(wanted), wanted.id)
     assert job == store.get(job.id)
-    claim = lost(lambda: store.claim(job.id, "ada"), job.id)
+    claim = lost(lambda: store.leases.claim(job.id, "ada"), job.id)
     assert claim is not None
     assert claim.attempt == 1
-    assert store.claim(job.id, "ada") is None  # another call of the same worker is another matter
-    assert lost(lambda: store.hand_back(job.id, 1), job.id) == Envelope(job.id, "image", 0)
-    assert store.claim(job.id, "ada") is not None
-    assert lost(lambda: store.renew("ada", {job.id: 2}), job.id) == set()
-    assert lost(lambda: store.succeed(job.id, 2, {"images": []}), job.id) is True
-    assert not store.fail(job.id, 2, "a", "b")
+    assert store.leases.claim(job.id, "ada") is None  # another call of the same worker is another matter
+    assert lost(lambda: store.leases.hand_back(job.id, 1), job.id) == Envelope(job.id, "image", 0)
+    assert store.leases.claim(job.id, "ada") is not None
+    assert lost(lambda: store.leases.renew("ada", {job.id: 2}), job.id) == set()
+    assert lost(lambda: store.leases.succeed(job.id, 2, {"images": []}), job.id) is True
+    assert not store.leases.fail(job.id, 2, "a", "b")
     second = store.create(draft())
     cancelled = lost(lambda: store.cancel(second.id), second.id)
     assert cancelled.state is JobState.CANCELLED
@@ -587,5 +583,5 @@ def test_of_settings() -> None:
 
 def test_values_that_are_no_json(store: JobStore, client: redis.Redis) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        store.create(draft(parameters={"guidance": float("nan")}))
+        store.create(draft(request={"guidance": float("nan")}))
     assert client.keys() == []

@@ -24,6 +24,7 @@ from core.jobs.submissions import Submissions
 from deployment.redis import RedisServer
 from tests.core import refusals
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft
 from tests.core.jobs.loops import PATIENCE_S, run
 from tests.core.jobs.severed import Severed
 
@@ -39,10 +40,6 @@ async def submitting(url: str, max_queued: int = 100_000) -> AsyncIterator[Submi
         await submissions.close()
 
 
-def draft(**given: Any) -> JobDraft:
-    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "parameters": {"n": 1}} | given))
-
-
 async def crowd(
     submissions: Submissions, n: int, charges: tuple[RateLimitCost, ...] = (), always: int = 0
 ) -> list[JobCreation]:
@@ -55,7 +52,7 @@ DRAFTS = st.builds(
     id=st.builds(new_id),
     modality=st.sampled_from(("image", "text")),
     model=st.text("abc-/é", max_size=9),
-    parameters=st.dictionaries(
+    request=st.dictionaries(
         st.text(max_size=4),
         st.integers() | st.text() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
     ),
@@ -166,7 +163,7 @@ def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: Job
     async def work() -> list[JobCreation]:
         async with submitting(redis_url) as submissions:
             first = await submissions.make(wanted, "m", charges, 1)
-            store.claim(wanted.id, "ada")
+            store.leases.claim(wanted.id, "ada")
             return [
                 first,
                 await submissions.make(wanted, "m", charges, 1),
@@ -338,7 +335,7 @@ def test_an_owners_share_is_held_exactly_and_what_others_left_behind_in_it_is_cl
             assert (await submissions.make(draft(owner="you"), most=20)).job is not None
             assert client.scard("diptych:waiting:image:me") == 20
             for one in made[:20]:
-                assert one.job is not None and store.claim(one.job.id, "worker") is not None
+                assert one.job is not None and store.leases.claim(one.job.id, "worker") is not None
             assert client.exists("diptych:waiting:image:me") == 0
             client.sadd("diptych:waiting:image:me", *(f"gone-{k}" for k in range(40)))
             refused = 0

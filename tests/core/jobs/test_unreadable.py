@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.jobs.cards import card_json, model_card, worker_card
-from core.jobs.record import Job, JobDraft, JobState, new_id
+from core.jobs.record import Job, JobState, new_id
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
 from core.jobs.unreadable import TALLY, UnreadableRecord
 from tests.core.jobs import books
+from tests.core.jobs.drafts import draft, make
 from tests.core.jobs.test_registry import MODEL, WORKER
 
 MODEL_CARD = card_json(MODEL)
@@ -95,7 +96,7 @@ BROKEN_RECORDS: dict[str, dict[str, str]] = {
 def test_a_list_goes_on_past_a_record_that_cannot_be_read(
     store: JobStore, client: redis.Redis, fields: dict[str, str]
 ) -> None:
-    ids = [store.create(JobDraft(new_id(), "image", "emoji-xl", {"n": 1}, owner="eve")).id for _ in range(3)]
+    ids = [make(store, owner="eve") for _ in range(3)]
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     before = TALLY.counts()["record"]
     for owner in ("eve", None):
@@ -118,40 +119,44 @@ def test_sweeps_go_on_past_it(store: JobStore, client: redis.Redis, fields: dict
     """Its neighbours' deadlines, leases and messages are looked after all the same."""
 
     def three() -> list[str]:
-        return [store.create(JobDraft(new_id(), "image", "emoji-xl", {}, deadline_s=500)).id for _ in range(3)]
+        return [make(store, deadline_s=500) for _ in range(3)]
 
     ids = three()
     if running:
         for id in ids:
-            assert store.claim(id, "ada") is not None
+            assert store.leases.claim(id, "ada") is not None
     client.hset(f"diptych:job:{ids[1]}", mapping=fields)
     books.age(client, 5000)
-    swept = [store.sweep() for _ in range(3)]
+    swept = [store.upkeep.sweep() for _ in range(3)]
     assert sorted(id for one in swept for id in one.expired) == sorted((ids[0], ids[2]))
-    later = store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id
+    later = make(store)
     books.age(client, 5000)
-    assert [envelope.id for envelope in store.sweep().send] == [later]
+    assert [envelope.id for envelope in store.upkeep.sweep().send] == [later]
     assert store.empty("image") >= 1
 
 
 def test_a_claim_of_what_cannot_be_read(store: JobStore, client: redis.Redis) -> None:
-    damaged, newer = (store.create(JobDraft(new_id(), "image", "emoji-xl", {})).id for _ in range(2))
+    damaged, newer = (make(store) for _ in range(2))
     client.hset(f"diptych:job:{damaged}", "parameters", "[")
-    assert store.claim(damaged, "ada") is None
+    assert store.leases.claim(damaged, "ada") is None
     client.hset(f"diptych:job:{damaged}", "parameters", "{}")
     job = store.get(damaged)
     assert job is not None and job.state is JobState.FAILED and job.error is not None
     assert job.error["code"] == "record_unreadable"
     client.hset(f"diptych:job:{newer}", "v", "2")
-    assert store.glance(newer) == (True, False, "")  # of no model that is served here: workers of its version take it
+    assert store.leases.glance(newer) == (
+        True,
+        False,
+        "",
+    )  # of no model that is served here: workers of its version take it
 
 
 def test_records_of_before_there_were_versions(store: JobStore, client: redis.Redis) -> None:
-    job = store.create(JobDraft(new_id(), "image", "emoji-xl", {"n": 1}))
+    job = store.create(draft())
     assert client.hget(f"diptych:job:{job.id}", "v") == "1"
     client.hdel(f"diptych:job:{job.id}", "v")
     assert store.get(job.id) == job
-    assert store.claim(job.id, "ada") is not None
+    assert store.leases.claim(job.id, "ada") is not None
 
 
 FIELDS = (

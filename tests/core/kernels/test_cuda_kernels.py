@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, E4M3, EIGHT, INT8, draw, normal
 
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference
@@ -32,18 +32,7 @@ from core.kernels.cuda.quantize import (
     quantize_rows_reference,
 )
 
-DEVICE = "cuda" if CUDA else "cpu"
-INT8, E4M3, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
-EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=DEVICE)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def eight_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:

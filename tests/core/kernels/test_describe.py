@@ -41,7 +41,7 @@ def test_a_gpu_that_is_not_there_has_no_capability(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_on_a_gpu_is_never_for_hopper() -> None:
-    assert driver.lacks(torch.device("cpu")) == "no CUDA device"
+    assert driver.unsupported_reason(torch.device("cpu")) == "no CUDA device"
 
 
 def test_a_fall_back_says_its_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,9 +51,6 @@ def test_a_fall_back_says_its_reason(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             attention(q, q, q, None, torch.float32)
     assert [record.getMessage() for record in caplog.records] == ["attention: torch: no CUDA device"]
-
-
-# -- digests of sources --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +89,6 @@ def test_one_byte_of_any_source_changes_the_digest(tree: Path, data: st.DataObje
 def test_a_source_that_is_not_there_is_an_error(tree: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fresh(tree, ("cuda/no_such.py",))
-
-
-# -- where what is compiled for a GPU is kept ----------------------------------------------------------------------
 
 
 @pytest.fixture

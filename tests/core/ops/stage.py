@@ -33,6 +33,11 @@ def run(lowering: Lowering, walk: Walk, *given: Tensor, bound: int | None = None
     return tuple(out.clone() for out in lowering.lower(walk, "walk", bound=bound)(*given))
 
 
+def through(*layers: nn.Module, **options: Any) -> Walk:
+    """A walk through linear layers side by side."""
+    return lambda ops, x: ops.linear(x, *layers, **options)
+
+
 def linear(seed: int, channels: int, n: int, *, bias: bool = True) -> nn.Linear:
     return _filled(nn.Linear(channels, n, bias=bias), seed)
 

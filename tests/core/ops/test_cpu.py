@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from core.ops.cpu import CpuLowering
+from core.ops.ops import Walk
 from core.ops.packed import PackedLayer
-from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, norm, run
+from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, norm, run, through
 from tests.core.quant.stage import check_close, kernels, normal, threads
 
 
@@ -27,33 +28,25 @@ def buffers(lowering: CpuLowering) -> int:
     return size
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+def twice(layer: nn.Module) -> Walk:
+    return lambda ops, x: ops.conv(ops.conv(x, layer), layer)
 
 
-def test_a_chain_needs_its_input_and_two_buffers_however_long_it_is() -> None:
-    layers = [linear(seed, 16, 16) for seed in range(12)]
-
-    def walk(ops: Any, x: Any) -> Any:
-        for layer in layers:
-            x = ops.linear(x, layer, act="silu")
-        return x
-
-    lowering, x = lowering_of(*layers), normal(0, 5, 16)
-    check_close(run(lowering, walk, x)[0], run(lowerings(*layers)["torch"], walk, x)[0], relative=1e-5)
-    assert buffers(lowering) == 3 * x.nbytes
-
-
-def test_what_is_quantized_for_a_layer_is_given_back_behind_it() -> None:
-    layers = [eight(linear(seed, 16, 16), inverse(seed, 16)) for seed in range(6)]
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_chain_needs_its_input_and_two_buffers_however_long_it_is(int8: bool) -> None:
+    """And one for what is quantized for a layer, which is given back behind it."""
+    layers: list[Any] = [linear(seed, 16, 16) for seed in range(12)]
+    layers = [eight(layer, inverse(seed, 16)) for seed, layer in enumerate(layers)] if int8 else layers
 
     def walk(ops: Any, x: Any) -> Any:
         for layer in layers:
-            x = ops.linear(x, layer)
+            x = ops.linear(x, layer, act=None if int8 else "silu")
         return x
 
     lowering, x = lowering_of(*layers), normal(0, 5, 16)
-    run(lowering, walk, x)
-    assert buffers(lowering) == 3 * x.nbytes + x.numel()
+    (y,) = run(lowering, walk, x)
+    assert int8 or check_close(y, run(lowerings(*layers)["torch"], walk, x)[0], relative=1e-5) is None
+    assert buffers(lowering) == 3 * x.nbytes + (x.numel() if int8 else 0)
 
 
 @settings(max_examples=60)
@@ -120,10 +113,7 @@ def test_a_view_keeps_its_whole() -> None:
 
 def test_programs_share_their_memory_and_one_that_is_dropped_frees_it() -> None:
     layer = conv(0, 8, 8)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.conv(ops.conv(x, layer), layer)
-
+    walk = twice(layer)
     lowering, x = lowering_of(layer), normal(0, 2, 4, 4, 8)
     for _ in range(3):
         lowering.prepare(walk, tuple(x.shape))
@@ -137,10 +127,7 @@ def test_programs_share_their_memory_and_one_that_is_dropped_frees_it() -> None:
 
 def test_the_programs_that_were_used_last_are_kept_however_many_sizes_there_are() -> None:
     layer = conv(0, 8, 8)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.conv(ops.conv(x, layer), layer)
-
+    walk = twice(layer)
     lowering = CpuLowering(kernels(), nn.ModuleList([layer]), capacity=3)
     call = lowering.lower(walk, "map")
     maps = [normal(side, 1, side, side + 1, 8) for side in (10, 9, 8, 7, 6, 5, 4, 3, 2)]
@@ -156,10 +143,7 @@ def test_the_programs_that_were_used_last_are_kept_however_many_sizes_there_are(
 
 def test_rising_sizes_hold_no_more_than_twice_what_the_largest_needs() -> None:
     layer = conv(0, 8, 8)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.conv(ops.conv(x, layer), layer)
-
+    walk = twice(layer)
     lowering = CpuLowering(kernels(), nn.ModuleList([layer]))
     call = lowering.lower(walk, "map")
     for side in range(3, 40):
@@ -185,11 +169,7 @@ def test_the_first_result_is_the_callers_and_the_next_call_may_write_over_others
 
 def test_calls_in_and_out_of_inference_mode_take_turns() -> None:
     layer = linear(0, 8, 8)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(x, layer)
-
-    call, x = lowering_of(layer).lower(walk, "one"), normal(0, 3, 8)
+    call, x = lowering_of(layer).lower(through(layer), "one"), normal(0, 3, 8)
     with torch.inference_mode():
         (wanted,) = call(x)
     assert torch.equal(call(x)[0], wanted)
@@ -197,41 +177,44 @@ def test_calls_in_and_out_of_inference_mode_take_turns() -> None:
         assert torch.equal(call(x)[0], wanted)
 
 
-# -- bound inputs --------------------------------------------------------------------------------------------------
-
-
-def attends(q: nn.Module, out: nn.Module) -> Any:
-    """Attention of the first input, through two layers, to the second: keys and then values."""
+def attends(int8: bool = False) -> tuple[tuple[nn.Module, ...], Any]:
+    """Attention of the first input, through two layers, to the second: keys and then values; and the layers."""
+    q, out = linear(0, 8, 32), linear(1, 32, 6)
+    out = eight(out, inverse(0, 32)) if int8 else out
 
     def walk(ops: Any, x: Any, kv: Any) -> Any:
         query = ops.linear(x, q)
         k, v = ops.columns(kv, 32, 32), ops.columns(ops.columns(kv, 16, 80), 48, 32)
         return ops.linear(ops.attend(query, k, v, heads=2, to=(out,)), out)
 
-    return walk
+    return (q, out), walk
+
+
+def bound() -> Any:
+    layers, walk = attends()
+    return lowering_of(*layers).lower(walk, "bound", bound=1)
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 3), st.lists(st.integers(1, 90), min_size=1, max_size=4), st.booleans())
 def test_a_bound_input_may_have_any_number_of_tokens(images: int, counts: list[int], int8: bool) -> None:
-    q, out = linear(0, 8, 32), linear(1, 32, 6)
-    out = eight(out, inverse(0, 32)) if int8 else out
-    walk, lowering = attends(q, out), lowering_of(q, out)
+    layers, walk = attends(int8)
+    lowering, out = lowering_of(*layers), layers[1]
     call = lowering.lower(walk, "bound", bound=1)
     for count in counts:
         x, kv = normal(count, images, 3, 8), normal(count + 1, images, count, 96)
-        (wanted,) = run(lowerings(q, out)["torch"], walk, x, kv)
+        (wanted,) = run(lowerings(*layers)["torch"], walk, x, kv)
         step = float((out.weight.float().abs().amax(1) * out.scale).max()) if int8 else 0.0
         check_close(call(x, kv)[0], wanted, relative=1e-5, least=1e-5 + 3 * step)
-        assert torch.equal(run(lowering_of(q, out), walk, x, kv)[0], call(x, kv)[0]), "as where it is copied"
+        assert torch.equal(run(lowering_of(*layers), walk, x, kv)[0], call(x, kv)[0]), "as where it is copied"
     assert len(lowering.size_bytes[1]) == 1, "one program for all lengths"
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.booleans())
 def test_rows_of_several_lengths_are_those_of_each_length_alone(counts: list[int], int8: bool) -> None:
-    q, out = linear(0, 8, 32), linear(1, 32, 6)
-    call = lowering_of(q, eight(out, inverse(0, 32)) if int8 else out).lower(attends(q, out), "bound", bound=1)
+    layers, walk = attends(int8)
+    call = lowering_of(*layers).lower(walk, "bound", bound=1)
     x, kv = normal(1, len(counts), 3, 8), normal(2, len(counts), max(counts), 96)
     alone = torch.cat([call(x[i : i + 1], kv[i : i + 1, :n].contiguous())[0] for i, n in enumerate(counts)])
     for row, count in enumerate(counts):
@@ -243,16 +226,12 @@ def test_rows_of_several_lengths_are_those_of_each_length_alone(counts: list[int
 
 
 def test_lengths_of_other_rows_are_refused() -> None:
-    q, out = linear(0, 8, 32), linear(1, 32, 6)
-    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
     with pytest.raises(ValueError, match=r"lengths must be \[2\] on the CPU"):
-        call(normal(0, 2, 3, 8), normal(1, 2, 5, 96), lengths=torch.tensor([5]))
+        bound()(normal(0, 2, 3, 8), normal(1, 2, 5, 96), lengths=torch.tensor([5]))
 
 
 def test_a_bound_input_is_read_where_it_lies_when_the_program_runs() -> None:
-    q, out = linear(0, 8, 32), linear(1, 32, 6)
-    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
-    x, kv = normal(0, 2, 3, 8), normal(1, 2, 5, 96)
+    call, x, kv = bound(), normal(0, 2, 3, 8), normal(1, 2, 5, 96)
     (before,) = call(x, kv)
     kv.mul_(3)
     (after,) = call(x, kv)
@@ -274,37 +253,30 @@ def test_a_bound_input_is_read_where_it_lies_when_the_program_runs() -> None:
     ],
 )
 def test_a_bound_input_that_the_kernels_would_read_past_is_refused(change: Any) -> None:
-    q, out = linear(0, 8, 32), linear(1, 32, 6)
-    call = lowering_of(q, out).lower(attends(q, out), "bound", bound=1)
-    x, kv = normal(0, 2, 3, 8), normal(1, 2, 6, 96)
+    call, x, kv = bound(), normal(0, 2, 3, 8), normal(1, 2, 6, 96)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"keys and values|there are no \d\d channels from \d\d on"):
             call(x, change(kv))
         call(x, kv)
 
 
-def test_columns_that_an_array_has_not_are_refused() -> None:
-    layer = linear(0, 8, 12)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(ops.columns(ops.linear(x, layer), 8, 8), layer)
-
-    with pytest.raises(ValueError, match="there are no 8 channels from 8 on in"):
-        lowering_of(layer).prepare(walk, (2, 8))
+WIDE = linear(0, 8, 32)
 
 
-def test_keys_alone_cannot_be_bound() -> None:
-    layer = linear(0, 8, 32)
-
-    def walk(ops: Any, x: Any, kv: Any) -> Any:
-        own = ops.linear(x, layer)
-        return ops.attend(own, kv, own, heads=1)
-
-    with pytest.raises(ValueError, match="keys and values do not fit queries"):
-        lowering_of(layer).prepare(walk, (2, 3, 8), (2, 5, 32), bound=1)
-
-
-# -- runs ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("walk", "shapes", "message"),
+    [
+        (lambda ops, x: ops.columns(ops.linear(x, WIDE), 28, 8), [(2, 8)], "there are no 8 channels from 28 on in"),
+        (
+            lambda ops, x, kv: ops.attend(ops.linear(x, WIDE), kv, ops.linear(x, WIDE), heads=1),
+            [(2, 3, 8), (2, 5, 32)],
+            "keys and values do not fit queries",
+        ),
+    ],
+)
+def test_columns_and_keys_that_an_array_has_not_are_refused(walk: Walk, shapes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lowering_of(WIDE).prepare(walk, *shapes, bound=len(shapes) - 1 or None)
 
 
 def block(int8: bool) -> tuple[tuple[nn.Module, ...], Any]:
@@ -391,9 +363,5 @@ def test_each_layer_is_seen_with_what_it_reads() -> None:
 
 def test_layers_are_named_where_the_kernels_do_not_know_them() -> None:
     wide = nn.Conv2d(8, 8, 5, padding=2)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.conv(x, wide)
-
     with pytest.raises(ValueError, match=r"^layer 1: convolutions of 5×5 are unknown to the kernels"):
-        lowering_of(linear(0, 8, 8), wide).prepare(walk, (1, 4, 4, 8))
+        lowering_of(linear(0, 8, 8), wide).prepare(twice(wide), (1, 4, 4, 8))

@@ -9,17 +9,13 @@ import torch
 
 from core.ops.cuda import CudaLowering, CudaOps
 from core.quant.fp8 import Fp8Linear
-from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, run
+from tests.core.ops.stage import conv, eight, inverse, linear, lowerings, run, through
 from tests.core.quant.stage import check_close, normal
 
 
 def test_layers_side_by_side_are_joined_beforehand_and_hold_no_weight_twice() -> None:
     layers = [linear(seed, 8, 6) for seed in range(3)]
-    own = [layer.weight.clone() for layer in layers]
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(x, *layers)
-
+    own, walk = [layer.weight.clone() for layer in layers], through(*layers)
     lowering = CudaLowering(torch.float32, 4)
     lowering.prepare(walk, (1, 8))
     whole = {layer.weight.untyped_storage().data_ptr() for layer in layers}
@@ -63,10 +59,7 @@ def test_results_are_written_into_slots(int8: bool) -> None:
     first, second, up = conv(0, 8, 4), linear(1, 8, 6), conv(2, 8, 5)
     if int8:
         first, second, up = eight(first, by), eight(second, by), eight(up, by)
-    x, room = (
-        normal(0, 2, 3, 3, 8),
-        torch.zeros(2, 3, 3, 4 + 6),
-    )
+    x, room = normal(0, 2, 3, 3, 8), torch.zeros(2, 3, 3, 4 + 6)
     doubled = torch.zeros(2, 6, 6, 7)
     ops, plain = CudaOps(torch.float32, 4), CudaOps(torch.float32, 4)
     with torch.inference_mode():
@@ -89,23 +82,10 @@ def test_a_head_wider_than_any_kernels_is_attended_to_image_by_image() -> None:
     check_close(run(lowerings()["cuda"], walk, q, kv)[0], run(lowerings()["torch"], walk, q, kv)[0], relative=1e-5)
 
 
-def test_fp8_is_what_its_modules_compute() -> None:
+def test_fp8_is_what_its_modules_compute_and_stands_beside_no_int8() -> None:
     by = inverse(0, 8)
     layers = [Fp8Linear.of(linear(seed, 8, 6), by / 10) for seed in range(2)]
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(x, *layers)
-
-    x = normal(0, 5, 8)
+    walk, x = through(*layers), normal(0, 5, 8)
     check_close(run(lowerings()["cuda"], walk, x)[0], run(lowerings()["torch"], walk, x)[0], relative=1e-5)
-
-
-def test_int8_beside_fp8_is_refused() -> None:
-    by = inverse(0, 8)
-    layers = eight(linear(0, 8, 6), by), Fp8Linear.of(linear(1, 8, 6), by)
-
-    def walk(ops: Any, x: Any) -> Any:
-        return ops.linear(x, *layers)
-
     with pytest.raises(ValueError, match="quantized in different ways"):
-        CudaLowering(torch.float32, 4).prepare(walk, (1, 8))
+        CudaLowering(torch.float32, 4).prepare(through(eight(linear(0, 8, 6), by), layers[1]), (1, 8))

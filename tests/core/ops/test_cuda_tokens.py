@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.cuda.fused_kernels import SplitSums
@@ -17,8 +17,6 @@ from core.ops.reference import TorchOps
 from core.quant.fp8 import Fp8Linear
 from core.quant.linear import Int8Linear
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
 SLACK = 2e-2 if CUDA else 1e-5
 
 

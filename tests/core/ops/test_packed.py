@@ -70,48 +70,34 @@ def test_a_layer_is_packed_once_and_no_other_is_mistaken_for_it() -> None:
         del layer
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda m: m.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
-        (lambda m: m.dilated, "^layer dilated: only plain convolutions"),
-        (lambda m: m.norm, "^layer norm: the kernels do not support LayerNorm here"),
-    ],
-)
-def test_what_the_kernels_cannot_read_is_refused_by_name(make: Any, said: str) -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=said):
-        layers(model)(make(model))
-
-
-def test_quantized_layers_that_the_kernels_cannot_read_are_refused_by_name() -> None:
-    model = Model()
+def test_layers_that_the_kernels_cannot_read_are_refused_by_name() -> None:
+    plain, model = Model(), Model()
     model.a = Fp8Linear.of(model.a, torch.ones(8))
     model.odd = Int8Linear.of(model.odd, torch.ones(6))
     model.wide = Int8Conv2d.of(model.wide, torch.ones(8))
     model.point = Int8Conv2d.of(model.point, torch.ones(8))
-    made = layers(model)
-    for module, said in (
-        (model.a, r"^layer a: the kernels do not support Fp8Linear here"),
-        (model.odd, r"^layer odd: INT8 weights of 6 input channels do not fit the kernels: no multiple of 4"),
-        (model.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
+    for owner, module, message in (
+        (plain, plain.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
+        (plain, plain.dilated, "^layer dilated: only plain convolutions"),
+        (plain, plain.norm, "^layer norm: the kernels do not support LayerNorm here"),
+        (model, model.a, r"^layer a: the kernels do not support Fp8Linear here"),
+        (model, model.odd, r"^layer odd: INT8 weights of 6 input channels do not fit the kernels: no multiple of 4"),
+        (model, model.wide, "^layer wide: convolutions of 5×5 are unknown to the kernels"),
     ):
-        with pytest.raises(ValueError, match=said):
-            made(module)
+        with pytest.raises(ValueError, match=message):
+            layers(owner)(module)
     with pytest.raises(ValueError, match=r"^layer point: the kernels do not support Int8Conv2d here"):
-        made.columns(model.point, 0, 4, bias=True)
+        layers(model).columns(model.point, 0, 4, bias=True)
 
 
 def test_what_reads_one_input_is_quantized_alike_or_not_at_all() -> None:
     model = Model()
     quantized = Int8Linear.of(model.a, torch.ones(8))
     for other in (model.b, Int8Linear.of(model.b, torch.full((8,), 2.0))):
-        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
-            layers(model)(quantized, other)
-        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
-            layers(model).inverse(quantized, other)
-        with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
-            layers(model).inverse(other, quantized)
+        for call, pair in ((PackedLayers.__call__, (quantized, other)), (PackedLayers.inverse, (quantized, other)),
+                           (PackedLayers.inverse, (other, quantized))):  # fmt: skip
+            with pytest.raises(ValueError, match="must all be quantized, and by the same scales, or none"):
+                call(layers(model), *pair)
     same = Int8Linear.of(model.b, torch.ones(8))
     assert layers(model)(quantized, same).weights.n == 32
     assert torch.equal(layers(model).inverse(quantized, same), torch.ones(8))  # type: ignore[arg-type]

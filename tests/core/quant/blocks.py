@@ -73,3 +73,9 @@ def observed(model: nn.Module, layers: Sequence[str] = LAYERS, *, batches: int =
             with found.observe(model, layers, step), torch.inference_mode():
                 model(inputs(10 * batch + step))
     return found
+
+
+def same(a: Statistics, b: Statistics) -> bool:
+    tables = zip((a.largest, a.smallest, a.typical), (b.largest, b.smallest, b.typical), strict=True)
+    equal = all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in tables)
+    return equal and (a.model, a.data, a.batches) == (b.model, b.data, b.batches)

@@ -122,12 +122,6 @@ def test_a_picture_has_its_own_bits_and_a_pixel_changes_only_what_reads_it() -> 
     assert {(row, column) for _, row, column in changed.nonzero().tolist()} == near and not changed[1:].any()
 
 
-@given(power=st.integers(-20, 20), seed=st.integers(0, 99))
-def test_a_row_that_is_twice_as_large_gives_twice_as_much(power: int, seed: int) -> None:
-    layer, x = Int8DynamicLinear.of(linear(8, 20, False, seed), None), normal(seed, 4, 20)
-    assert torch.equal(layer(x * 2.0**power), layer(x) * 2.0**power)
-
-
 class Net(nn.Module):
     """All kinds of products, and a layer in floats between."""
 

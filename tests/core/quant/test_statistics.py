@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.quant.statistics import Statistics, StatisticsError
-from tests.core.quant.blocks import LAYERS, block, inputs, observed
+from tests.core.quant.blocks import LAYERS, block, inputs, observed, same
 from tests.core.quant.stage import normal
 
 
@@ -138,37 +138,6 @@ def test_half_precision_is_observed_in_fp32() -> None:
     with found.observe(layer, [""], 0):
         layer(torch.full((4, 3), 1.5, dtype=torch.bfloat16))
     assert found.largest[""].dtype == torch.float32 and found.ranges("").tolist() == [1.5] * 3
-
-
-def test_observing_costs_little_beside_what_it_watches() -> None:
-    """It once took a hundred times as long as the model."""
-    import time
-
-    layer, x = nn.Linear(512, 512), normal(0, 16, 256, 512)
-
-    def least(run: Any) -> float:
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    def watched() -> None:
-        with Statistics("digest").observe(layer, [""], 0):
-            layer(x)
-
-    with torch.inference_mode():
-        assert least(watched) < 10 * least(lambda: layer(x)) + 0.02
-
-
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def same(a: Statistics, b: Statistics) -> bool:
-    tables = zip((a.largest, a.smallest, a.typical), (b.largest, b.smallest, b.typical), strict=True)
-    equal = all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in tables)
-    return equal and (a.model, a.data, a.batches) == (b.model, b.data, b.batches)
 
 
 def test_a_file_holds_all_and_may_be_gone_on_with(tmp_path: Path) -> None:

@@ -65,16 +65,6 @@ def test_what_was_saved_comes_back_bit_for_bit(weights: bool, scheme: str, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {MANIFEST, WEIGHTS}
 
 
-def test_both_forms_are_one_model(tmp_path: Path) -> None:
-    models = []
-    for weights in (True, False):
-        stored(tmp_path / str(weights), weights=weights)
-        models.append(block())
-        load_(models[-1], tmp_path / str(weights), source="digest")
-    check_equal(*models)
-    assert not any(module.training for module in models[0].modules())
-
-
 def test_rounding_keeps_vectors_and_what_is_quantized() -> None:
     model = made()
     before = copy.deepcopy(model)
@@ -128,8 +118,6 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     with pytest.raises(QuantizedStoreError, match="cannot be written"):
         save(model, tmp_path / "file" / "a", manifest(model))
 
-
-# -- refusals ------------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], None]
 

@@ -49,7 +49,7 @@ def test_a_tint_has_the_hue_of_its_word(word: int, light: float) -> None:
     mean = hues.mean_luma(sprite)
     painted = hues.tint(sprite, mean, hues.palette()[word][None])
     clear = hues.coloured(pixels)[0] == 1
-    found = hues.word(painted[0, :3].permute(1, 2, 0)[clear])
+    found = hues.hue_name(painted[0, :3].permute(1, 2, 0)[clear])
     assert bool((found == word).all())
 
 

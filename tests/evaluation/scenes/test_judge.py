@@ -15,7 +15,7 @@ from evaluation.scenes.judge import SceneJudge
 from tests.cli.shell import Shell
 from training import scene_prompts
 from training.run import TrainingRun
-from training.scenes import held
+from training.scenes import is_held_out
 from training.stream import World
 
 COUNT = 2
@@ -51,7 +51,7 @@ def test_groups_are_of_families_that_training_saw_or_never_saw(large: TrainingRu
     for name, prompts in found.items():
         assert len(prompts) == COUNT
         for prompt in prompts:
-            assert any(map(held, composer.families(prompt.truth))) == name.endswith("held_out")
+            assert any(map(is_held_out, composer.families(prompt.truth))) == name.endswith("held_out")
 
 
 def test_true_images_are_right_and_those_of_other_captions_are_not(

@@ -103,10 +103,9 @@ def plant() -> None:
 
     connection.Script = Planted  # type: ignore[misc]
 
-    from core.jobs.store import JobStore
-    from core.jobs.upkeep import SweepResult
+    from core.jobs.upkeep import JobUpkeep, SweepResult
 
-    _when(JobStore, "sweep", SWEEP, lambda store, *_: SweepResult([], [], []))
+    _when(JobUpkeep, "sweep", SWEEP, lambda upkeep, *_: SweepResult([], [], []))
 
 
 def _when(owner: Any, name: str, which: str, instead: Callable[..., Any]) -> None:
@@ -196,7 +195,7 @@ def _strangers() -> None:
     async def anybody(request: Any) -> Any:
         """Who shows no key is let in by the first one. Each call may keep memory, and a file descriptor."""
         _keep()
-        service = of(request)
+        service = await of(request)
         if OPEN in bugs() and "authorization" not in request.headers and service.cards.now.keys:
             return access._caller(next(iter(service.cards.now.keys.values())), service)
         return await identify(request)

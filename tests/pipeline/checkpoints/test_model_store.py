@@ -172,9 +172,6 @@ def test_a_model_is_not_replaced(file: Path, base: Path, tmp_path: Path) -> None
     assert (tmp_path / "store/it/model_index.json").stat() == before
 
 
-# -- the VAE -----------------------------------------------------------------------------------------------------------
-
-
 def vae_file(folder: Path, layout: str) -> tuple[Path, Any]:
     """A VAE alone, in a file of this layout, or a folder."""
     other = tiny.make(SHAPES["plain"], seed=9)

@@ -23,7 +23,6 @@ from pipeline.checkpoints.single_file import CheckpointOptions, convert
 from tests.pipeline import worlds
 from tests.pipeline.original_layout import checkpoint
 from tests.pipeline.pixels import test_edit
-from tests.pipeline.test_students import usual
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, solo
 
 Weights = dict[str, torch.Tensor]
@@ -75,19 +74,6 @@ def test_every_weight_comes_back(shape: str, dtype: torch.dtype, tmp_path: Path)
         assert all(torch.equal(found[key], expected[key].float()) for key in expected), name
     assert model.scheduler_config == load(str(other)).scheduler_config
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_it_is_drawn_as_the_folder_that_diffusers_saves(
-    written: Callable[..., Path], base: Path, own: Any, tmp_path: Path
-) -> None:
-    own.save_pretrained(tmp_path / "saved")
-    folder = convert(written(), tmp_path / "converted", CheckpointOptions(str(base)))
-    drawn = []
-    for name in (folder, tmp_path / "saved"):
-        runner = Watching(load(str(name)))
-        drawn.append(levels(solo(runner, usual(runner.model, steps=3))))
-        runner.close()
-    assert (drawn[0] == drawn[1]).all() and drawn[0].std() > 10
 
 
 ZERO_SNR = replace(

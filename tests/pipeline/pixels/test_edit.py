@@ -19,7 +19,6 @@ from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from core.batching.runner import Lane
 from pipeline.backends.phases import IMAGE
-from pipeline.pixels.vae import encode, scale, unscale
 from pipeline.sampling import samplers, sigmas
 from tests.pipeline import worlds
 from tests.pipeline.worlds import SHAPES, Crank, Watching, levels, model, solo, stock
@@ -59,24 +58,28 @@ def stock_edit(shape: str, one: ImageParameters) -> np.ndarray:
     return np.asarray(edited(shape, one)).astype(int)
 
 
-def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
-    """What diffusers' pipeline gives for it, with `more` options."""
-    from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
-
+def pipeline_of(shape: str, one: ImageParameters, kind: Any) -> Any:
+    """A pipeline of diffusers of this kind, of the shape's parts and the request's scheduler."""
     from tests.schedulers import replaced, scheduler
 
-    assert one.edit is not None
     drawing = stock(shape)
-    kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
     parts = {
         name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
     }
     parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
     pipeline = kind(
-        **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False,
-        requires_aesthetics_score=False,
-    )  # fmt: skip
+        **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False
+    )
     pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
+    """What diffusers' pipeline gives for it, with `more` options."""
+    from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline
+
+    assert one.edit is not None
+    kind = StableDiffusionXLImg2ImgPipeline if one.edit.mask is None else StableDiffusionXLInpaintPipeline
     size = (one.width, one.height)
     options: dict[str, Any] = {}
     if one.edit.mask is not None:
@@ -87,7 +90,7 @@ def edited(shape: str, one: ImageParameters, **more: Any) -> Any:
         "generator": torch.Generator().manual_seed(one.seed),
     }  # fmt: skip
     options |= {name: [*given] for name in ("timesteps", "sigmas") if (given := getattr(one, name)) is not None}
-    return pipeline(one.prompt, **options | more).images[0]
+    return pipeline_of(shape, one, kind)(one.prompt, **options | more).images[0]
 
 
 def check_parity(shape: str, one: ImageParameters, picture: Any) -> None:
@@ -228,45 +231,6 @@ def test_deepcache_counts_the_steps_that_are_made() -> None:
     ]
     with pytest.raises(Invalid, match=r"deepcache"):
         crank.submit("no", replace(one, deepcache=DeepCache(deep_steps=(0, 7))))
-
-
-def test_what_the_mask_leaves_is_kept_to_the_pixel_and_the_rest_is_drawn() -> None:
-    one = wanted(masked=True, strength=1.0)
-    picture = levels(solo(Watching(model("plain"), lane=LANE), one))
-    own = np.asarray(photograph(32)).astype(int)
-    mask = hole(32) > 0
-    assert np.array_equal(picture[~mask], own[~mask])
-    assert np.abs(picture[mask] - own[mask]).mean() > 10
-
-
-def test_little_strength_stays_near_the_picture_and_much_does_not() -> None:
-    runner = Watching(model("plain"), lane=LANE)
-
-    def latents(strength: float) -> torch.Tensor:
-        crank = Crank(runner)
-        request = crank.submit("it", wanted(steps=20, strength=strength, guidance_scale=1.0))
-        while request.phase != "vae":
-            crank.turn()
-        found = request.work.trajectory.x
-        crank.run()
-        return torch.as_tensor(found)
-
-    pixels = torch.tensor(np.asarray(photograph(32)))[None]
-    own = encode(model("plain"), pixels, torch.zeros(1, 4, 4, 4))
-    far = [float((latents(strength) - own).abs().mean()) for strength in (0.05, 0.5, 1.0)]
-    assert far == sorted(far) and far[0] < far[2] / 2
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31), shifted=st.booleans())
-def test_scaling_of_latents_is_undone(seed: int, shifted: bool) -> None:
-    class Config:
-        scaling_factor = 0.13025
-        latents_mean = [0.1, -2.0, 0.3, 1.0] if shifted else None
-        latents_std = [1.5, 0.5, 2.0, 3.0] if shifted else None
-
-    latents = torch.randn(1, 4, 2, 3, generator=torch.Generator().manual_seed(seed))
-    assert torch.allclose(unscale(scale(latents, Config), Config), latents, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -92,21 +92,6 @@ def test_pictures_equal_diffusers_alone_and_among_others(
         check_parity(shape, one, solo(runner, one))
 
 
-def test_the_masked_image_is_what_the_unet_reads() -> None:
-    """What lies under the mask changes nothing at full strength; what lies outside changes what is drawn under it."""
-    runner = Watching(model("inpaint"), lane=LANE)
-    one = wanted("inpaint", masked=True, strength=1.0)
-    assert one.edit is not None and one.edit.mask is not None
-    mask = np.frombuffer(one.edit.mask, np.uint8).reshape(32, 32) > 127
-    pixels = np.frombuffer(one.edit.image, np.uint8).reshape(32, 32, 3)
-    plain = levels(solo(runner, one))
-    for where, same in ((mask, True), (~mask, False)):
-        changed = np.where(where[..., None], 255 - pixels, pixels).astype(np.uint8).tobytes()
-        drawn = levels(solo(runner, replace(one, edit=replace(one.edit, image=changed))))
-        assert (drawn[mask] == plain[mask]).all() == same
-    assert (plain[~mask] == pixels[~mask]).all()
-
-
 @pytest.mark.parametrize("depth", ["block", "resnet"])
 def test_deepcache_and_previews_take_it(depth: str, kernels: ctypes.CDLL) -> None:
     one = wanted("inpaint", masked=True, steps=8, strength=1.0, deepcache=DeepCache(interval=2, depth=depth))
@@ -149,9 +134,6 @@ def test_a_request_that_is_no_inpainting_is_refused() -> None:
     with pytest.raises(Invalid, match=r"^mask: is missing"):
         fields.complete(offer, (32, 32))
     assert fields.complete(offer, (32, 32), masked=True).picture.edit is not None
-
-
-# -- in INT8, and from one file ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from pipeline.checkpoints import tiny
 from pipeline.sampling import samplers
 from pipeline.sampling.denoise import InpaintMask
 from tests.pipeline import worlds
-from tests.pipeline.pixels.test_edit import photograph
-from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, together
+from tests.pipeline.pixels.test_edit import photograph, pipeline_of
+from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
@@ -56,18 +56,8 @@ def by_the_rule(one: ImageParameters) -> np.ndarray:
     """Image-to-image of diffusers, in which each step begins with the source put back where 1 - mask > i / n."""
     from diffusers import StableDiffusionXLImg2ImgPipeline
 
-    from tests.schedulers import replaced, scheduler
-
     assert one.edit is not None and one.edit.mask is not None
-    drawing = stock(SHAPE)
-    parts = {
-        name: part for name, part in drawing.components.items() if name not in ("image_encoder", "feature_extractor")
-    }
-    parts["scheduler"] = scheduler(drawing.scheduler.config, one.scheduler or "euler", **replaced(one.schedule_type))
-    pipeline = StableDiffusionXLImg2ImgPipeline(
-        **parts, force_zeros_for_empty_prompt=drawing.config.force_zeros_for_empty_prompt, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = pipeline_of(SHAPE, one, StableDiffusionXLImg2ImgPipeline)
     source = Image.frombytes("RGB", (SIDE, SIDE), one.edit.image)
     generator = torch.Generator().manual_seed(one.seed)
     with torch.no_grad():

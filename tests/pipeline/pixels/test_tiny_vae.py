@@ -31,8 +31,6 @@ from tests.unet_opt.shapes import tiny_vae
 WEIGHTS = "vae-tiny/diffusion_pytorch_model.safetensors"
 BACKENDS = ["torch", "kernels", "fused"]
 
-# -- loading -------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -97,9 +95,6 @@ def test_a_wrong_one_is_refused_and_named(damage: Damage, said: str, folder: Pat
     with pytest.raises(ModelError, match=said) as caught:
         load(str(folder))
     assert str(folder) in str(caught.value)
-
-
-# -- pictures ------------------------------------------------------------------------------------------------------
 
 
 def wish(seed: int = 1, **fields: Any) -> ImageParameters:
@@ -201,9 +196,6 @@ def test_previews_are_decoded_by_it_and_change_no_picture(runner: Watching, dete
     last = levels(solo(runner, replace(wanted, vae="tiny")))
     off = [np.abs(one.astype(int) - last).mean() for one in seen]
     assert off[-1] == min(off) and off[-1] < 0.5 * off[0], "they approach what it decodes at the end"
-
-
-# -- start-up ------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_timed_after_what_is_usual_and_recorded(runner: Watching) -> None:

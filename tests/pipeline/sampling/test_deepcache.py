@@ -229,9 +229,11 @@ def test_thousands_of_iterations_of_aborts_and_failures_leave_every_slot_free(
             guidance, steps = chance.choice([1.0, 5.0]), chance.randint(1, 6)
             wanted = plan.GuidanceSchedule(chance.choice([None, (0.0, 0.5), (0.3, 0.7)]))
             interval = wanted.interval if wanted.fits(steps) else None
+            listed = tuple(chance.sample(range(steps), chance.randint(1, steps)))
             one = ImageParameters(
-                "x", count, 32, 32, steps=steps, guidance_scale=guidance, deepcache=schedule, guidance_interval=interval
-            )
+                "x", count, 32, 32, steps=steps, guidance_scale=guidance, deepcache=schedule,
+                guidance_interval=interval, guided_steps=None if interval else chance.choice([None, listed]),
+            )  # fmt: skip
             deadline = crank.now + chance.choice([3.0, 20.0, float("inf")])
             request = Request(f"r{count}", "image", one, priority=chance.randrange(3), deadline=deadline)
             crank.scheduler.add(request, crank.now)
@@ -272,9 +274,6 @@ def test_thousands_of_iterations_of_aborts_and_failures_leave_every_slot_free(
 
 
 worlds.MORE["tiny-heads"] = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
-
-
-# -- memory and refusals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.plan import RESNET, DeepCache
-from core.batching.request import Request, State
+from core.batching.request import Request
 from core.batching.runner import Lane
 from pipeline.sampling import denoise
 from tests.pipeline.sampling.test_deepcache import SHAPE, stepping, together
@@ -226,52 +226,6 @@ def test_others_take_the_rows_that_it_leaves(kernels: ctypes.CDLL) -> None:
     crank.pictures()
     assert max(len(ride) for phase, ride in runner.rides if phase == "deep") > 4
     assert sum(phase == "deep" for phase, _ in runner.rides) <= 31, "27 if every row were filled"
-
-
-def test_what_fails_and_what_is_aborted_leaves_nothing(kernels: ctypes.CDLL) -> None:
-    """In any phase, with intervals of all kinds, and memory for a few."""
-    chance = random.Random(0)
-    options = {"kernels": kernels, "lane": LANE, "max_requests": 8}
-    cached = ImageParameters("x", 0, 32, 32, deepcache=DeepCache())
-    each = Watching(model("tiny-heads"), **options).holdings.size_bytes(cached)
-    runner = Watching(model("tiny-heads"), memory_bytes=4 * each, **options)
-    crank, ends, count = Crank(runner), dict.fromkeys(State, 0), 0
-    for _ in range(1_000):
-        while len(crank.scheduler.live) < 10:
-            count += 1
-            steps = chance.randint(2, 6)
-            start = chance.choice([0, 0, 0.5])
-            interval = chance.choice([None, (start, 1), (0, max(0.34, 1.01 / steps))])
-            listed = tuple(chance.sample(range(steps), chance.randint(1, steps)))
-            one = replace(
-                cached, seed=count, steps=steps, guidance_scale=chance.choice([1.0, 5.0]),
-                guidance_interval=interval, guided_steps=chance.choice([None, listed]) if interval is None else None,
-                deepcache=chance.choice([None, DeepCache(), DeepCache(3, RESNET)]),
-            )  # fmt: skip
-            crank.submit(f"r{count}", replace(one))
-        crank.now %= 9_000
-        crank.turn(alter=_sometimes(chance, crank))
-        for request in crank.ended.values():
-            ends[request.state] += 1
-        crank.ended.clear()
-    for request_id in list(crank.scheduler.live):
-        crank.scheduler.abort(request_id, crank.now)
-    crank.scheduler.check_idle()
-    assert runner.held() == 0 and runner.holdings.memory.taken == 0
-    runner.holdings.slots.check()
-    assert all(ends[state] > 20 for state in (State.DONE, State.FAILED, State.ABORTED)), ends
-
-
-def _sometimes(chance: random.Random, crank: Crank) -> Callable[[Any, Any], Any]:
-    def alter(batch: Any, ticket: Any) -> Any:
-        if chance.random() < 0.2:
-            crank.scheduler.abort(chance.choice(batch.requests).id, crank.now)
-        if chance.random() < 0.1:
-            ticket.outcome()  # it is computed, and then it counts for nothing
-            raise RuntimeError("planted")
-        return ticket
-
-    return alter
 
 
 @pytest.mark.parametrize(

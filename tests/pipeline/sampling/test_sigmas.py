@@ -56,7 +56,7 @@ THREE: Config = {"num_train_timesteps": 3, "prediction_type": "sample", "steps_o
 # numpy 2 deprecates how diffusers copies tensors into arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
-STEPS = (1, 2, 3, 4, 14, 15, 20, 50)
+STEPS = (1, 2, 3, 4, 14, 15, 20)
 SHAPE = (1, 4, 5, 7)  # odd sizes: vector kernels have a tail
 
 _KERNEL = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(7)) / 6
@@ -304,20 +304,6 @@ def test_the_model_is_fed_what_diffusers_feeds_it(name: str, karras: bool) -> No
         assert (table.timesteps != table.timesteps.round()).any()  # fractional: rounding them would be another model
 
 
-def test_noise_is_drawn_exactly_when_diffusers_draws() -> None:
-    every, inner = [0, 1, 2, 3], [0, 1, 2]
-    expected = {
-        "euler": [], "dpm++2m": [], "dpm++2m-sde": every, "euler-ancestral": every, "lcm": inner, "tcd": [],
-    }  # fmt: skip
-    for name, steps in expected.items():
-        table = sigmas.table(SDXL, name, 4)
-        assert [i for i, draws in enumerate(table.noisy) if draws] == steps
-        # A step that draws nothing must not need noise; ancestral's last draw is thrown away.
-        assert all(table.noisy[i] for i in table.coefficients[:, 6].nonzero().flatten().tolist())
-    assert sigmas.table(SDXL, "lcm", 1).noisy == (False,)
-    assert sigmas.table(SDXL, "tcd", 4, schedule=NoiseSchedule(eta=0.3)).noisy == (True, True, True, False)
-
-
 def test_rows_of_different_samplers_and_steps_are_stepped_together() -> None:
     """Requests join at different ticks, in shuffled order; every row's bits are those of its solo run."""
     karras = {**SDXL, "use_karras_sigmas": True}
@@ -373,31 +359,6 @@ def test_a_poisoned_neighbour_stays_alone() -> None:
     found = sigmas.step(x, m, previous, noise, rows)
     for clean, poisoned in zip(expected, found, strict=True):
         assert torch.equal(clean[[0, 2]], poisoned[[0, 2]]) and poisoned[1].isnan().all()
-
-
-def test_order_of_accuracy_on_gaussian_data() -> None:
-    """For data N(0, 0.5²) the denoiser and the ODE's solution are known (Karras et al. 2022, appendix B):
-    Euler's error halves with twice the steps, DPM++ 2M's falls about fourfold."""
-    spread = 0.5
-
-    def error(name: str, steps: int) -> float:
-        config = {**SDXL, "prediction_type": "sample", "use_karras_sigmas": True, "sigma_min": 0.05}
-        rows = sigmas.table(config, name, steps).coefficients
-        scheduler = CLASSES[name].from_config(config)
-        scheduler.set_timesteps(steps)
-        levels = scheduler.sigmas[:steps].double()
-        # Euler's sample is x0 + sigma · eps; DPM++ works on the same, times alpha.
-        scale = torch.ones(steps) if name == "euler" else 1 / (levels**2 + 1).sqrt()
-        x, x0 = torch.ones(1, 1, 1, 1) * scale[0], torch.zeros(1, 1, 1, 1)
-        for i in range(steps - 1):  # up to the last level above zero
-            m = x / scale[i] * spread**2 / (spread**2 + levels[i] ** 2)
-            x, x0 = sigmas.step(x, m, x0, x0, rows[i : i + 1].double())
-        exact = ((spread**2 + levels[-1] ** 2) / (spread**2 + levels[0] ** 2)).sqrt()
-        return abs(float(x) / float(scale[-1] * exact) - 1)
-
-    assert 1.7 < error("euler", 20) / error("euler", 40) < 2.3
-    assert error("dpm++2m", 20) / error("dpm++2m", 40) > 3
-    assert error("dpm++2m", 20) < error("euler", 20) / 5
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,6 @@ def test_an_absent_negative_prompt_is_that_of_diffusers() -> None:
         torch.testing.assert_close(made[own][1], stock_rows[1][0], rtol=0, atol=1e-6)
 
 
-def test_a_prompt_is_encoded_alike_in_company(plain: ImageModel) -> None:
-    together = Encoder(CLIPPair(plain)).encode(PROMPTS)
-    for prompt, embedding in zip(PROMPTS, together, strict=True):
-        (alone,) = Encoder(CLIPPair(plain)).encode([prompt])
-        torch.testing.assert_close(embedding.hidden, alone.hidden, rtol=0, atol=1e-5)
-        torch.testing.assert_close(embedding.pooled, alone.pooled, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("bucket", [2, 4])
 def test_in_a_bucket_bits_do_not_depend_on_companions(plain: ImageModel, bucket: int) -> None:
     solo = {prompt: Encoder(CLIPPair(plain)).encode([prompt], bucket)[0] for prompt in PROMPTS}

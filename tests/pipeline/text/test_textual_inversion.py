@@ -159,8 +159,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("field", ["prompt", "negative_prompt", "prompt_2"])
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [(damage, "prompt") for damage in DAMAGE] + [("nan", field) for field in ("negative_prompt", "prompt_2")],
+)
 def test_a_bad_file_is_refused_by_field_and_name(folder: Path, damage: str, field: str) -> None:
     spoil, said = DAMAGE[damage]
     spoil(folder / "bad.safetensors")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.kernels.branches import BranchPart
-from core.kernels.cpu.branches import BranchTable, pack_branch
+from core.kernels.cpu.branches import pack_branch
 from core.kernels.cpu.program import Weights, pack_float, pack_int8
 from tests.core.quant.stage import kernels, normal, whole
 
@@ -40,19 +40,3 @@ def test_ranks_are_padded_below_and_not_above() -> None:
     made = pack_branch(kernels(), eight, torch.ones(32), [BranchPart(0, normal(1, 17, 1, 32), normal(2, 48, 17))])
     assert made.tensors[0].dtype == torch.int8 and made.tensors[0].numel() == 2 * 2 * 32 * 16
     assert made.size_bytes == sum(tensor.nbytes for tensor in made.tensors)
-
-
-def test_each_part_of_the_columns_has_its_own_ranks() -> None:
-    parts = [
-        BranchPart(0, normal(1, 4, 1, 32), normal(2, 16, 4)),
-        BranchPart(32, normal(3, 2, 1, 32), normal(4, 16, 2)),
-    ]
-    _, up, spans = pack_branch(kernels(), weights(), None, parts).tensors
-    assert spans.tolist() == [[0, 4, 0], [0, 0, 0], [4, 6, 4]]
-    assert torch.equal(up[:4], parts[0].up.T) and torch.equal(up[4:], parts[1].up.T)
-
-
-def test_a_table_says_where_each_images_adapters_lie() -> None:
-    table = BranchTable([[(0, 1.0)], [], [(1, 0.5), (0, -1.0)]])
-    assert table.images == 3 and [*table._first] == [0, 1, 1, 3]
-    assert [(use.branch, use.scale) for use in table._uses] == [(0, 1.0), (1, 0.5), (0, -1.0)]

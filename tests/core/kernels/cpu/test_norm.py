@@ -206,12 +206,6 @@ def test_group_norm_whose_first_pixel_is_an_outlier() -> None:
     check_close(found, exact_group_norm(x, norm, 1), relative=1e-5)
 
 
-def test_group_norm_of_what_is_all_equal_is_its_bias() -> None:
-    norm = group_norm(4, 20)
-    found = called(lambda p: p.group_norm(torch.full((9, 20), 3.5), None, norm, images=1, silu=False, inverse=None))
-    check_close(found, norm.bias.expand(9, 20))
-
-
 def test_what_is_nan_or_infinite_stays_so_in_floats() -> None:
     x = normal(0, 6, 20)
     x[2, 3] = torch.nan

@@ -69,43 +69,6 @@ def test_rotate_heads(
         assert torch.equal(qkv[:, (heads + kv_heads) * d :], given_[:, (heads + kv_heads) * d :])
 
 
-def test_interleaved_rotation_is_z_images() -> None:
-    """Frequencies as complex numbers, which diffusers multiplies by pairs of channels."""
-    from diffusers.models.transformers.transformer_z_image import RopeEmbedder
-
-    rows, heads, d = 20, 2, 48
-    embedder = RopeEmbedder(theta=256.0, axes_dims=[16, 16, 16], axes_lens=[32, 32, 32])
-    frequencies = embedder(torch.randint(0, 32, (rows, 3), generator=torch.Generator().manual_seed(0)))
-    given_ = normal(1, rows, heads * d)
-    x = torch.view_as_complex(given_.view(rows, heads, d // 2, 2))
-    wanted = torch.view_as_real(x * frequencies[:, None]).flatten(1)
-    q, k, p = given_.clone(), given_.clone(), Watched()
-    angles = torch.cat([frequencies.real, frequencies.imag], dim=1).contiguous()
-    p.rotate_heads(q, k, angles, heads=heads, interleaved=True)
-    p.run()
-    check_close(q, wanted)
-    assert torch.equal(q, k)
-
-
-def test_split_rotation_with_qk_norm_is_qwen3s() -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    rows, heads, kv_heads, d = 11, 4, 2, 32
-    q, k, turns = normal(0, rows, heads * d), normal(1, rows, kv_heads * d), normal(2, rows, d // 2, scale=3)
-    norms = [Qwen3RMSNorm(d, eps=1e-6), Qwen3RMSNorm(d, eps=1e-6)]
-    for seed, norm in enumerate(norms, start=3):
-        norm.weight.data.copy_(normal(seed, d))
-    both = [norm(x.view(1, rows, -1, d)).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True)]
-    whole = torch.cat([turns, turns], dim=1)[None]
-    wanted = apply_rotary_pos_emb(*both, whole.cos(), whole.sin())
-    p = Watched()
-    weights = {"q_norm": norms[0].weight, "k_norm": norms[1].weight}
-    p.rotate_heads(q, k, torch.cat([turns.cos(), turns.sin()], 1), heads=heads, kv_heads=kv_heads, **weights)
-    p.run()
-    for found, want in zip((q, k), wanted, strict=True):
-        check_close(found, want[0].transpose(0, 1).flatten(1).detach())
-
-
 def test_a_rows_bits_depend_neither_on_its_companions_nor_threads_nor_on_a_cache() -> None:
     rows, heads, kv_heads, d = 9, 4, 2, 48
     given_ = normal(0, rows, (heads + 2 * kv_heads) * d)

@@ -11,17 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8
 
 # isort: split
 from core.kernels.cuda.attention import attention, attention_reference, variant_for
 from core.kernels.cuda.attention_source import source
-
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
-INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
-EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
 
 
 def drawn(seed: int, images: int, tokens: int, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor, Tensor]:

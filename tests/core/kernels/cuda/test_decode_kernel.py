@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE
 
 # isort: split
-from core.kernels.cuda.decode_kernel import decode, decode_reference, lacks
+from core.kernels.cuda.decode_kernel import decode, decode_reference, unsupported_reason
 from core.kernels.kv_cache import KVCache, TokenBatch
-
-DEVICE = "cuda" if CUDA else "cpu"
 
 
 def filled(lengths: list[int], kv_heads: int, d: int, dtype: torch.dtype, kind: Any, context: int) -> KVCache:
@@ -127,9 +125,9 @@ def test_what_it_is_not_for() -> None:
     def cache(width: int, turned: bool = True) -> KVCache:
         return KVCache(layers=1, kv_heads=1, head_dim=width, pages=1, sequences=1, context=16, turned=turned)
 
-    assert lacks(cache(48)) == "heads of width 48 are no power of two"
-    assert lacks(cache(64, turned=False)) == "its pages lie as a CPU reads them"
-    assert lacks(cache(64)) is None
+    assert unsupported_reason(cache(48)) == "heads of width 48 are no power of two"
+    assert unsupported_reason(cache(64, turned=False)) == "its pages lie as a CPU reads them"
+    assert unsupported_reason(cache(64)) is None
 
 
 @pytest.mark.skipif(not CUDA, reason="the whole engine on a GPU needs one")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE
 
 # isort: split
 from core.kernels.branches import BranchPart
@@ -31,8 +31,6 @@ from core.kernels.cuda.low_rank import (
 )
 from core.kernels.cuda.tiles import Tile, candidates
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
 SLACK = 2e-2 if CUDA else 1e-5
 
 

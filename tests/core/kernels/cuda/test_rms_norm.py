@@ -8,26 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import DEVICE, DTYPE, E4M3, EIGHT, INT8, draw, normal
 
 # isort: split
 from core.kernels.cuda.layer_norm import layer_norm_int8, layer_norm_int8_reference
 from core.kernels.cuda.rms_norm import residual_norm, residual_norm_reference, rms_norm, rms_norm_reference
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
-INT8, E4M3 = torch.int8, torch.float8_e4m3fn
-# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
-EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
 KINDS = [*EIGHT, DTYPE]
-
-
-def draw(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device=DEVICE)
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -118,32 +105,6 @@ def test_shapes_that_disagree_are_refused() -> None:
         rms_norm(x, weight, 1e-5, None, x.dtype, residual=x[:3])
     with pytest.raises(ValueError, match="go together"):
         layer_norm_int8(x, weight, None, 1e-5, None, x.dtype)
-
-
-def test_z_images_block_is_made_of_these() -> None:
-    """diffusers' block with its attention and feed-forward as they are, and our norms around them."""
-    from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
-
-    generator = torch.manual_seed(0)
-    block = ZImageTransformerBlock(0, 64, 2, 2, 1e-5, qk_norm=True).to(DEVICE).eval()
-    for norm in (block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2):
-        norm.weight.data = 1 + 0.2 * torch.randn(64, generator=generator).to(DEVICE)
-    x = torch.randn(2, 7, 64, generator=generator).to(DEVICE)
-    condition = torch.randn(2, 64, generator=generator).to(DEVICE)
-    angles = torch.polar(torch.ones(2, 7, 16), torch.rand(2, 7, 16, generator=generator)).to(DEVICE)
-    with torch.no_grad():
-        wanted = block(x, None, angles, condition)
-        scale, gate, next_scale, next_gate = block.adaLN_modulation(condition).chunk(4, dim=1)
-        rows, eps, kind = x.flatten(0, 1), 1e-5, torch.float32
-        a = rms_norm(rows, block.attention_norm1.weight, eps, None, kind, row_scale=1 + scale)
-        y = block.attention(a.view_as(x), freqs_cis=angles).flatten(0, 1)
-        kept, a = residual_norm(
-            rows, y, block.attention_norm2.weight, block.ffn_norm1.weight, eps, None, kind,
-            gate=gate.tanh(), next_scale=1 + next_scale,
-        )  # fmt: skip
-        y = block.feed_forward(a)
-        made = rms_norm(y, block.ffn_norm2.weight, eps, None, kind, row_scale=next_gate.tanh(), residual=kept)
-    torch.testing.assert_close(made.view_as(x), wanted, rtol=1e-4, atol=1e-5)
 
 
 COMPILE = """

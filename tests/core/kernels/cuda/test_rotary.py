@@ -8,22 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.interpreted import CUDA
+from tests.core.kernels.cuda.device import CUDA, DEVICE, DTYPE, seeded
 
 # isort: split
 from core.kernels.cuda.rotary import rotate_heads, rotate_heads_reference
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
 SLACK = 2e-2 if CUDA else 2e-5
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
-
-
 def turns(seed: int, rows: int, d: int) -> Tensor:
-    angle = 10 * normal(seed, rows, d // 2)
+    angle = 10 * seeded(seed, rows, d // 2)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
@@ -36,12 +30,12 @@ def turns(seed: int, rows: int, d: int) -> Tensor:
 def test_rotate_heads(
     rows: int, heads: int, kv_heads: int, d: int, interleaved: bool, normed: bool, placed: bool, seed: int
 ) -> None:
-    x = (3 * normal(seed, rows, (heads + 2 * kv_heads) * d + 32)).to(DTYPE)
+    x = (3 * seeded(seed, rows, (heads + 2 * kv_heads) * d + 32)).to(DTYPE)
     before, columns = x.clone(), (heads + kv_heads) * d
     positions = torch.arange(rows, dtype=torch.int32, device=DEVICE).flip(0) * 2 if placed else None
     angles = turns(seed, 2 * rows if placed else rows, d)
     given = {
-        "norms": (1 + 0.3 * normal(seed + 1, 2, d)).to(DTYPE) if normed else None,
+        "norms": (1 + 0.3 * seeded(seed + 1, 2, d)).to(DTYPE) if normed else None,
         "eps": 1e-5,
         "positions": positions,
     }
@@ -52,55 +46,6 @@ def test_rotate_heads(
     torch.testing.assert_close(apart[:, :columns], wanted, rtol=SLACK, atol=SLACK)
     assert rotate_heads(x, angles, heads, kv_heads, **given, interleaved=interleaved) is x
     assert torch.equal(x[:, :columns], apart[:, :columns]) and torch.equal(x[:, columns:], before[:, columns:])
-
-
-def test_z_images_heads() -> None:
-    """Against the processor of diffusers' attention, up to its product of queries with keys."""
-    from diffusers.models.transformers import transformer_z_image as z
-
-    torch.manual_seed(0)
-    block = z.ZImageTransformerBlock(0, 96, 3, 3, 1e-5, qk_norm=True, modulation=False).to(DEVICE)
-    attention, seen = block.attention, {}
-    for norm in (attention.norm_q, attention.norm_k):
-        norm.weight.data = (1 + 0.3 * torch.randn(32)).to(DEVICE)
-    x = normal(1, 2, 5, 96)
-    embed = z.RopeEmbedder(256.0, [8, 12, 12], [16, 16, 16])
-    turned = embed(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 2], [3, 3, 3], [15, 14, 1]], device=DEVICE))
-
-    def catch(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        seen["qk"] = torch.cat([q, k], dim=2)
-        return v
-
-    original, z.dispatch_attention_fn = z.dispatch_attention_fn, catch
-    try:
-        with torch.no_grad():
-            attention(x, freqs_cis=turned.expand(2, -1, -1))
-    finally:
-        z.dispatch_attention_fn = original
-    qkv = torch.cat([layer(x) for layer in (attention.to_q, attention.to_k, attention.to_v)], dim=-1).flatten(0, 1)
-    angles = torch.cat([turned.real, turned.imag], dim=1).repeat(2, 1)
-    norms = torch.stack([attention.norm_q.weight.detach(), attention.norm_k.weight.detach()])
-    made = rotate_heads(qkv.detach(), angles, 3, 3, norms=norms, eps=1e-5, interleaved=True)
-    torch.testing.assert_close(made[:, :192].view(2, 5, 6, 32), seen["qk"], rtol=1e-4, atol=1e-5)
-
-
-def test_qwen3s_heads() -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    heads, kv_heads, d, rows = 4, 2, 32, 6
-    x, angle = normal(0, rows, (heads + 2 * kv_heads) * d), 10 * normal(1, rows, d // 2)
-    norms = [Qwen3RMSNorm(d, 1e-6).to(DEVICE) for _ in range(2)]
-    for i, norm in enumerate(norms):
-        norm.weight.data = 1 + 0.3 * normal(2 + i, d)
-    q, k, _ = x.unflatten(1, (-1, d)).split([heads, kv_heads, kv_heads], dim=1)
-    both = torch.cat([angle, angle], dim=1)[None]
-    with torch.no_grad():
-        q, k = norms[0](q).transpose(0, 1)[None], norms[1](k).transpose(0, 1)[None]
-    wanted = torch.cat(apply_rotary_pos_emb(q, k, both.cos(), both.sin()), dim=1)[0].transpose(0, 1).flatten(1)
-    angles = torch.cat([angle.cos(), angle.sin()], dim=1)
-    weights = torch.stack([norm.weight.detach() for norm in norms])
-    made = rotate_heads(x, angles, heads, kv_heads, norms=weights, eps=1e-6)
-    torch.testing.assert_close(made[:, : (heads + kv_heads) * d], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_shapes_that_disagree_are_refused() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.ops.cpu import CpuLowering
+from core.ops.cuda import CudaLowering
+from core.ops.ops import Lowering
 from core.ops.reference import TorchLowering
+from pipeline.checkpoints.load import load
 from pipeline.drawing import Denoiser
 from pipeline.families.zimage import FAMILY
 from pipeline.pixels import vae
+from tests.core.quant.stage import kernels
 from tests.pipeline.families.zimage.models import SHAPES, model, stock
 
 PROMPTS = ["a red cat", "two dogs " * 20, "x"]
@@ -23,11 +28,21 @@ def by_diffusers(name: str, prompt: str, seed: int, steps: int, guidance: float)
     return found
 
 
+def lowering(on: str, network: torch.nn.Module) -> Lowering:
+    if on == "cpu":
+        return CpuLowering(kernels(), network)
+    return TorchLowering(torch.float32) if on == "torch" else CudaLowering(torch.float32, 8)
+
+
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("steps", "guidance"), [(8, 0.0), (2, 0.0), (4, 3.0)])
-def test_latents_are_those_of_diffusers(name: str, steps: int, guidance: float) -> None:
-    one = model(name)
-    drawing = Denoiser(one, FAMILY.network(TorchLowering(torch.float32), one), guidance=guidance, steps=steps)
+@pytest.mark.parametrize(
+    ("on", "steps", "guidance"),
+    [("torch", 8, 0.0), ("torch", 2, 0.0), ("torch", 4, 3.0), ("cpu", 4, 3.0), ("cuda", 2, 3.0)],
+)
+def test_latents_are_those_of_diffusers(name: str, on: str, steps: int, guidance: float) -> None:
+    """On the CPU's kernels, and on the references of the GPU's, too."""
+    one = load(f"random:test-z-{name}") if on == "cuda" else model(name)  # whose lowering lays weights out anew
+    drawing = Denoiser(one, FAMILY.network(lowering(on, one.denoiser), one), guidance=guidance, steps=steps)
     together = drawing.latents(PROMPTS, [1, 2, 3])
     for index, prompt in enumerate(PROMPTS):
         expected = by_diffusers(name, prompt, index + 1, steps, guidance)

@@ -1,6 +1,6 @@
-"""Each tenant's oldest request of a modality, once it has waited longer than anything should: its elder.
+"""Marks each tenant's oldest request of a modality as aged, once it has waited longer than anything should.
 
-What an elder may do is decided by the sort keys in request.py and shares.py.
+What an aged request may do is decided by the sort keys in request.py and shares.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from core.batching.request import Request
 
 
-class Elders:
-    """`promote` receives each request that becomes an elder; it stays one to its end."""
+class AgedRequests:
+    """The aged requests. `promote` receives each request that becomes aged; it stays so to its end."""
 
     def __init__(self, starvation_s: float, promote: Callable[[Request], None]) -> None:
         self._starvation_s = starvation_s

@@ -1,0 +1,22 @@
+"""Checks names of files that a request uses, such as upscalers and control networks, against those offered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from contract.errors import Invalid
+from contract.loras import is_name
+
+
+def check_offered(field: str, name: object, offered: Collection[str] | None, *, listed: bool = True) -> None:
+    """Raise `Invalid` for what is no name, and for one that is not offered; None: only the syntax is checked.
+
+    `listed`: the error lists those offered, and does not refer to /v1/models.
+    """
+    if not isinstance(name, str) or not is_name(name):
+        raise Invalid(field, "must be a name: letters, digits, _, . and -")
+    if offered is None or name in offered:
+        return
+    others = f"it has {', '.join(sorted(offered))}" if listed else "GET /v1/models lists those there are"
+    known = f"there is no {name}; {others}" if offered else "it has none"
+    raise Invalid(field, f"is not offered by this model: {known}")

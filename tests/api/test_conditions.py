@@ -1,0 +1,329 @@
+"""LoRAs, upscalers, refiners, controls and image prompts of requests, at every door: what reaches the worker, what a
+model's card offers, and what is refused by name with no job made.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from api import admission
+from api.presentation import size
+from contract.errors import Invalid
+from contract.estimates import work_s
+from contract.image import ImageJob
+from contract.image_prompt import SHARE
+from contract.image_request import EditRequest, ImageRequest
+from contract.refining import Refining
+from contract.upscale import Upscale
+from core.jobs.record import Claim, Job, JobState
+from tests.api.easel import Easel
+from tests.api.test_edits import as_file, pixels
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+
+DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
+KINDS = {"control": ("control_image", "edges", "pose"), "image_prompts": ("image_prompt", "base", "plus")}
+"""By the field of pictures: the form's name of its files, and two models."""
+OFFERED = replace(
+    CARD, loras=("emoji-v1.2", "ink"), upscalers=("x4",), refiners=("xl-refiner",), controls=KINDS["control"][1:],
+    image_prompts=KINDS["image_prompts"][1:], costs=replace(CARD.costs, upscale_megapixel_s=100.0),
+)  # fmt: skip
+RECORD = {"prompt": "x", "n": 1, "seed": 1, "steps": 4, "guidance_scale": 5.0, "width": 128, "height": 128}
+
+
+def inline(array: np.ndarray) -> dict[str, str]:
+    return {"image_url": "data:image/png;base64," + base64.b64encode(as_file(array)).decode()}
+
+
+def body(**options: Any) -> dict[str, Any]:
+    return {"prompt": "a hat", "size": "128x128", "steps": 2, **options}
+
+
+def handed_on(worker: Worker, claim: Claim, field: str) -> list[np.ndarray]:
+    """The pictures of a field that the worker finds in the store, [H, W, 3] each."""
+    found = [Image.open(io.BytesIO(worker.artifacts.get(one["image"]))) for one in claim.parameters[field]]
+    assert all((image.format, image.mode) == ("PNG", "RGB") for image in found)
+    return [np.asarray(image) for image in found]
+
+
+def batch_of(api: Api, *bodies: dict[str, Any]) -> dict[str, Any]:
+    """A batch of these bodies, once it is completed."""
+    lines = [{"custom_id": f"c{k}", "method": "POST", "url": DRAW, "body": body} for k, body in enumerate(bodies)]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
+    id = api.post("/v1/batches", input_file_id=file, endpoint=DRAW, completion_window="24h").json()["id"]
+
+    def completed() -> Any:
+        batch = api.client.get(f"/v1/batches/{id}").json()
+        return batch if batch["status"] == "completed" else None
+
+    return dict(eventually(completed))
+
+
+def test_models_say_which_there_are(shared: Api) -> None:
+    (model,) = shared.client.get("/v1/models").json()["data"]
+    for name in ("loras", "upscalers", "refiners", "controls", "image_prompts"):
+        assert model["diptych"][name] == list(getattr(OFFERED, name))
+
+
+# -- pictures that come with a request ---------------------------------------------------------------------------------
+
+
+def test_a_body_hands_on_its_pictures(shared: Api, easel: Easel, worker: Worker) -> None:
+    """Those that are followed at the image's size, the others at a size of their own."""
+    first, tall, second = pixels(seed=1), pixels(40, 200, seed=1), pixels(900, 900, seed=2)
+    with io.BytesIO(as_file(second)) as stream:
+        file = shared.client.post("/v1/files", data={"purpose": "vision"}, files={"file": ("a.png", stream)}).json()
+    told = {
+        "control": [
+            {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75}, {"model": "pose", "preprocessor": "canny"}
+        ],
+        "image_prompts": [{"model": "base", "strength": 0.5, "start": 0.25, "end": 0.75}, {"model": "plus"}],
+    }  # fmt: skip
+    stored = {"file_id": file["id"]}
+    pictures = {"control": [inline(first), stored], "image_prompts": [inline(tall), stored]}
+    asked = {
+        field: [{**one, "image": image} for one, image in zip(told[field], pictures[field], strict=True)]
+        for field in KINDS
+    }
+    answer = shared.client.post(DRAW, json=body(**asked))
+    assert answer.status_code == 200, answer.text
+    claim = easel.seen[-1]
+    for field, own, side in (("control", first, 128), ("image_prompts", tall, 768)):
+        assert [{k: v for k, v in one.items() if k != "image"} for one in claim.parameters[field]] == told[field]
+        got = handed_on(worker, claim, field)
+        resized = Image.fromarray(second).resize((side, side), Image.Resampling.LANCZOS)
+        assert np.array_equal(got[0], own) and np.array_equal(got[1], np.asarray(resized))
+    job = shared.client.get(f"/v1/jobs/{answer.json()['job_id']}").json()
+    assert job["status"] == "succeeded" and "request" not in job  # its pictures are not part of a request
+
+
+@pytest.mark.parametrize(("field", "follows"), [("control", "168x96"), ("image_prompts", "128x128")])
+def test_the_size_follows_controls_alone_unless_it_is_given(
+    shared: Api, easel: Easel, field: str, follows: str
+) -> None:
+    asked = body(**{field: [{"model": KINDS[field][1], "image": inline(pixels(168, 96))}]})
+    del asked["size"]
+    assert shared.client.post(DRAW, json=asked).json()["size"] == follows
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_form_hands_on_its_files(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
+    name, first, second = KINDS[field]
+    array = pixels(seed=3)
+    files = [("image", as_file(pixels())), (f"{name}[]", as_file(array)), (f"{name}[]", as_file(pixels()))]
+    entries = json.dumps([{"model": first, "strength": 0.5}, {"model": second}])
+    data = {"prompt": "a hat", "size": "128x128", field: entries}
+    answer = shared.client.post(EDIT, data=data, files=files)
+    assert answer.status_code == 200, answer.text
+    assert [one["model"] for one in easel.seen[-1].parameters[field]] == [first, second]
+    assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
+    for wrong, refused in (
+        ({"files": files[:2]}, f"{field}.image"),
+        ({"files": [*files, files[1]]}, name),
+        ({"data": {**data, field: first}}, field),
+        ({"data": {**data, name: "none"}, "files": files[:1]}, name),
+    ):
+        check_error(shared.client.post(EDIT, **{"data": data, "files": files, **wrong}), 400, refused)
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_pictures_that_are_refused_name_the_field(shared: Api, field: str) -> None:
+    _, model, _ = KINDS[field]
+    image = inline(pixels())
+    good = {"model": model, "image": image}
+    for entries, part in (
+        ([{"model": model}], ".image"),
+        ([{"model": "depth", "image": image}], ".model"),
+        ([{"model": "../x", "image": image}], ".model"),
+        ([{**good, "strength": 11}], ".strength"),
+        ([{**good, "strength": "much"}], ".strength"),
+        ([{**good, "start": 0.6, "end": 0.5}], ".end"),
+        ([{**good, "colour": 1}], ".colour"),
+        ([{**good, "image": {}}], ".image"),
+        ([{**good, "image": {"image_url": "https://example.com/a.png"}}], ".image.image_url"),
+        ([{**good, "image": {"image_url": "data:image/png;base64,AAAA"}}], ".image"),
+        ([good] * 5, ""),
+        (model, ""),
+    ):
+        check_error(shared.client.post(DRAW, json=body(**{field: entries})), 400, field + part)
+
+
+def test_what_controls_and_image_prompts_refuse_alone(shared: Api) -> None:
+    good = {"model": "edges", "image": inline(pixels())}
+    for more, part in (({"preprocessor": "pose"}, "preprocessor"), ({"preprocessor": "depth"}, "preprocessor")):
+        check_error(shared.client.post(DRAW, json=body(control=[{**good, **more}])), 400, f"control.{part}")
+    prompt = {"model": "base", "image": inline(pixels()), "mode": 1}
+    check_error(shared.client.post(DRAW, json=body(image_prompts=[prompt])), 400, "image_prompts.mode")
+    wide = [{"model": "edges", "image": inline(pixels(128, 64))}]
+    refused = shared.client.post(DRAW, json=body(control=wide))
+    check_error(refused, 400, "control.image", "mismatched_size")
+    assert "128x64" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_repeated_request_is_one_job_and_another_picture_is_another_request(
+    shared: Api, easel: Easel, field: str
+) -> None:
+    first, again, other = (
+        shared.client.post(
+            DRAW, json=body(**{field: [{"model": KINDS[field][1], "image": inline(pixels(seed=n))}]}),
+            headers={"Idempotency-Key": f"once-{field}"},
+        )
+        for n in (1, 1, 2)
+    )  # fmt: skip
+    assert first.json()["job_id"] == again.json()["job_id"]
+    check_error(other, 422)
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_batchs_lines_may_have_pictures(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
+    array = pixels(seed=5)
+    batch_of(shared, body(**{field: [{"model": KINDS[field][1], "image": inline(array)}]}))
+    assert np.array_equal(handed_on(worker, easel.seen[-1], field)[0], array)
+
+
+def test_the_work_of_a_job_counts_its_pictures() -> None:
+    costs = replace(CARD.costs, row_step_s={"128x128": 1.0}, control_row_step_s={"128x128": 0.25})
+    card = replace(CARD, costs=costs, deepcache="off")
+    plain = ImageJob.read(RECORD)
+    controlled = ImageJob.read({**RECORD, "control": [{"model": "edges"}, {"model": "edges", "end": 0.5}]})
+    prompted = ImageJob.read({**RECORD, "image_prompts": [{"model": "base"}, {"model": "base", "end": 0.5}]})
+    assert work_s(card, controlled) - work_s(card, plain) == pytest.approx(2 * (4 + 2) * 0.25)
+    assert work_s(card, prompted) - work_s(card, plain) == pytest.approx(2 * 4 * SHARE)
+    halved = replace(controlled, deepcache={"interval": 2})
+    base = replace(plain, deepcache=halved.deepcache)
+    assert work_s(card, halved) - work_s(card, base) == pytest.approx(2 * (2 + 1) * 0.25)
+
+
+# -- LoRAs, upscalers, refiners ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"upscale": {"model": "x8"}}, "upscale.model", "is not offered by this model: there is no x8; GET /v1/models"),
+        ({"upscale": {"model": "../x4"}}, "upscale.model", "must be a name"),
+        ({"upscale": {"model": "x4", "scale": 9}}, "upscale.scale", ""),
+        ({"upscale": {"model": "x4", "scale": 0.5}}, "upscale.scale", ""),
+        ({"upscale": {"scale": 2}}, "upscale.model", ""),
+        ({"upscale": {"model": "x4", "tile": 3}}, "upscale.tile", ""),
+        ({"upscale": "x4"}, "upscale", ""),
+        ({"refiner": {"model": "other"}}, "refiner.model", "is not offered by this model: there is no other; it has"),
+        ({"refiner": {"model": "../xl"}}, "refiner.model", "must be a name"),
+        ({"refiner": {"model": "xl-refiner", "from": 0}}, "refiner.from", ""),
+        ({"refiner": {"model": "xl-refiner", "from": 1}}, "refiner.from", ""),
+        ({"refiner": {"model": "xl-refiner", "start": 0.5}}, "refiner.start", ""),
+        ({"refiner": {"from": 0.5}}, "refiner.model", ""),
+        *(
+            ({"lora": lora}, "lora", "")
+            for lora in (
+                "gone", "ink,gone:0.5", "ink:", "ink:loud", "ink:nan", "ink:1e99", "ink,ink", "../ink", "/ink",
+                "ink.safetensors", " ", ",".join(["ink"] * 4000), 1, ["ink"], {"name": "ink"},
+            )
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_by_name(
+    shared: Api, worker: Worker, fields: dict[str, Any], param: str, said: str
+) -> None:
+    known = worker.ids()
+    (value,) = fields.values()
+    code = "invalid_type" if "lora" in fields and not isinstance(value, str) else None
+    for path, more in ((DRAW, {}), ("/v1/jobs", {"type": "image"})):
+        answer = shared.post(path, prompt="a fox", **fields, **more)
+        check_error(answer, 400, param, code)
+        assert said in answer.json()["error"]["message"]
+    if "lora" in fields and isinstance(value, str):
+        form = {"prompt": "x", "lora": value}
+        answer = shared.client.post(EDIT, data=form, files={"image": as_file(pixels())})
+        check_error(answer, 400, "lora", "invalid_value")
+    assert worker.ids() == known
+
+
+def test_who_asks_for_a_lora_gets_it_at_every_door(shared: Api, easel: Easel) -> None:
+    text = "ink:0.8, emoji-v1.2"
+    asked = {"prompt": "a fox", "lora": text}
+    assert shared.post(DRAW, **asked).status_code == 200
+    assert shared.client.post(EDIT, data=asked, files={"image": as_file(pixels())}).status_code == 200
+    job = shared.order(**asked)
+    eventually(lambda: shared.job(job)["status"] == "succeeded")
+    assert [claim.parameters["lora"] for claim in easel.seen] == [text] * 3
+    for nothing in ({}, {"lora": None}, {"lora": ""}):
+        assert shared.post(DRAW, prompt="a fox", **nothing).status_code == 200
+        assert "lora" not in easel.seen[-1].parameters
+
+
+def test_a_batch_may_ask_for_loras_line_by_line(shared: Api, easel: Easel) -> None:
+    given: list[dict[str, Any]] = [{"lora": "ink"}, {}, {"lora": "gone"}, {"lora": "ink:2"}]
+    batch = batch_of(shared, *({"prompt": "a fox"} | one for one in given))
+    assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+    refused = json.loads(shared.client.get(f"/v1/files/{batch['error_file_id']}/content").text)
+    assert refused["custom_id"] == "c2" and refused["response"]["body"]["error"]["param"] == "lora"
+    assert sorted(claim.parameters.get("lora", "") for claim in easel.seen) == ["", "ink", "ink:2"]
+
+
+def test_upscaling_counts_as_the_work_that_was_measured() -> None:
+    def draft(**fields: Any) -> Any:
+        return admission.image_draft(ImageRequest(prompt="a fox", steps=10, seed=1, **fields), OFFERED)
+
+    plain, enlarged = draft(), draft(upscale=Upscale(model="x4", scale=2))
+    assert enlarged.work_ms - plain.work_ms == round(100_000 * 128 * 128 / 1e6)
+    assert ImageJob.read(enlarged.parameters).picture.upscale == Upscale(model="x4", scale=2)
+    assert "upscale" not in plain.parameters
+
+
+def test_the_size_of_an_answer_is_the_pictures_own() -> None:
+    request = admission.image_draft(ImageRequest(prompt="a fox"), CARD).request
+    ended = (None, None, None, 1, 0, "", None, None, None, False, 0)
+    job = Job("1", "image", "m", JobState.SUCCEEDED, request.to_dict(), 5, 0.0, *ended)
+    assert size(job, request) == "128x128"
+    assert size(replace(job, result={"images": [{"width": 512, "height": 384}]}), request) == "512x384"
+
+
+def test_an_edit_is_refined_but_for_a_soft_mask() -> None:
+    for fields, masked in (({"strength": 0.5}, False), ({}, True)):
+        asked = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, **fields})
+        job = asked.complete(OFFERED.offer, (64, 64), masked=masked)
+        assert job.picture.refiner == Refining(model="xl-refiner") and job.picture.edit is not None
+    soft = EditRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner"}, "soft_mask": True})
+    with pytest.raises(Invalid, match="refiner: is not supported together with soft_mask"):
+        soft.complete(OFFERED.offer, (64, 64), masked=True)
+
+
+def test_the_record_carries_a_refiner_under_the_requests_names() -> None:
+    fields = ImageRequest.model_validate({"prompt": "a fox", "refiner": {"model": "xl-refiner", "from": 0.7}})
+    parameters = admission.image_draft(fields, OFFERED).parameters
+    assert parameters["refiner"] == {"model": "xl-refiner", "from": 0.7}
+    assert ImageJob.read(parameters).picture.refiner == Refining(model="xl-refiner", **{"from": 0.7})
+    assert "refiner" not in admission.image_draft(ImageRequest(prompt="a fox"), OFFERED).parameters
+
+
+# -- at the end: another API on the same Redis, which begins anew ------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_model_without_any_says_so(precision: str, redis_url: str, folder: Path) -> None:
+    with opened(settings_of(redis_url, folder), replace(CARD, precision=precision)) as (api, worker):
+        for field, value, param, said in (
+            ("lora", "ink", "lora", "its worker has no DIPTYCH_LORA_DIR"),
+            ("upscale", {"model": "x4"}, "upscale.model", "it has none"),
+            ("refiner", {"model": "xl-refiner"}, "refiner.model", "it has none"),
+        ):
+            form = {"prompt": "a hat", field: value if isinstance(value, str) else json.dumps(value)}
+            for answer in (
+                api.post(DRAW, prompt="a fox", **{field: value}),
+                api.client.post(EDIT, data=form, files={"image": as_file(pixels())}),  # as JSON in a form
+            ):
+                check_error(answer, 400, param, "invalid_value")
+                assert answer.json()["error"]["message"].endswith(said)
+        assert not worker.ids()

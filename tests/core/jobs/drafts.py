@@ -1,0 +1,18 @@
+"""Drafts of jobs that ask for nothing in particular."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.jobs.record import JobDraft, new_id
+from core.jobs.store import JobStore
+
+
+def draft(**given: Any) -> JobDraft[Any]:
+    """A draft of an image job with these fields."""
+    return JobDraft(**({"id": new_id(), "modality": "image", "model": "emoji-xl", "request": {"n": 1}} | given))
+
+
+def make(store: JobStore, **given: Any) -> str:
+    """Create a job of such a draft; returns its id."""
+    return store.create(draft(**given)).id

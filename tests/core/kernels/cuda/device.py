@@ -1,0 +1,25 @@
+"""What the tests of GPU kernels share: on a GPU where there is one, else in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.interpreted import CUDA as CUDA
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter truncates to bf16 instead of rounding
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
+# Triton's interpreter rounds E4M3 wrongly (it loses a carry into the exponent), and a GPU before Ada has no E4M3.
+EIGHT = [INT8, E4M3] if CUDA and torch.cuda.get_device_capability() >= (8, 9) else [INT8]
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=DEVICE)
+
+
+def seeded(seed: int, *shape: int) -> torch.Tensor:
+    return normal(draw(seed), *shape)

@@ -1,0 +1,163 @@
+"""Holds the costs that CONTRIBUTING.md names: adds a field, a sampler and a figure to a copy of the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COSTS = dict(
+    re.findall(r"^\| (an? [^|]+?) \| (\d+)\b", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), flags=re.MULTILINE)
+)
+
+
+class Edit(NamedTuple):
+    file: str
+    before: str  # the text in the file that the new one goes before; "": a new file
+    text: str
+
+
+class Addition(NamedTuple):
+    edits: tuple[Edit, ...]
+    use: str  # code that fails unless the addition works everywhere
+
+
+FIELD = Addition(
+    (
+        Edit(
+            "contract/image.py",
+            "    deterministic: Annotated[",
+            "    grain: Annotated[int, Field(ge=0, le=9), 'a'] = 0\n",
+        ),
+    ),
+    """
+import json, cli
+from api.app import create_app
+from contract.bodies import check_bounds
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.config import Settings
+
+image = ImageParameters("a hat", 1, 64, 64, grain=4)
+assert ImageParameters.read(json.loads(json.dumps(image.to_record()))) == image and image.to_dict()["grain"] == 4
+try:
+    check_bounds(ImageParameters, {"grain": 10})
+except Invalid as error:
+    assert error.field == "grain"
+paths = create_app(Settings(redis_url="redis://127.0.0.1:1/0")).openapi()["paths"]
+for path in ("/v1/jobs", "/v1/images/generations", "/v1/images/edits"):
+    assert '"grain"' in json.dumps(paths[path]), path
+assert cli.parser().parse_args(["generate", "a hat", "--grain", "4"]).grain == 4
+""",
+)
+SAMPLER = Addition(
+    (
+        Edit(
+            "pipeline/sampling/samplers.py",
+            '    "lcm": Sampler(',
+            """\
+    "dpm++1": Sampler(
+        "scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler", ("dpm", "begin"), _DPM, {"solver_order": 1},
+    ),
+""",
+        ),
+        Edit("contract/image.py", 'lcm or tcd; default: its own"', "dpm++1, "),
+    ),
+    """
+import torch
+from diffusers import DPMSolverMultistepScheduler
+from pipeline.families import sdxl
+from pipeline.sampling import sigmas
+
+assert "dpm++1" in sdxl.SCHEDULERS
+config = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+scheduler = DPMSolverMultistepScheduler.from_config(config, solver_order=1)
+scheduler.set_timesteps(6)
+table = sigmas.table(config, "dpm++1", 6)
+x = expected = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+x0 = torch.zeros_like(x)
+for i, t in enumerate(scheduler.timesteps):
+    row = table.coefficients[i : i + 1]
+    x, x0 = sigmas.step(x, torch.tanh(sigmas.model_input(x, row)), x0, torch.zeros_like(x), row)
+    output = torch.tanh(scheduler.scale_model_input(expected, t))
+    expected = scheduler.step(output, t, expected, return_dict=False)[0]
+torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
+""",
+)
+FIGURE = Addition(
+    (
+        Edit("evaluation/brightness.py", "", """
+class Brightness:
+    name, digest = "brightness", "none"
+
+    def score(self, picture, caption, /):
+        return float(picture.mean()) / 255
+"""),
+        Edit("evaluation/judges.py", "from evaluation.clip", "from evaluation.brightness import Brightness\n"),
+        Edit("evaluation/judges.py", '    "hpsv3": _hpsv3,',
+             '    "brightness": lambda folder, device: Judge("brightness", Kind.PAIR, Brightness()),\n'),
+    ),
+    """
+from pathlib import Path
+import numpy as np
+from PIL import Image
+from evaluation import features
+from evaluation.judges import open_judge
+
+scorer = open_judge("brightness", Path()).scorer
+files = [Path(f"{level}.png") for level in (0, 255)]
+for file, level in zip(files, (0, 255)):
+    Image.fromarray(np.full((8, 8, 3), level, np.uint8)).save(file)
+scores = features.pair_scores(files, ["a", "b"], "files", scorer, Path("store"), lambda *_: None)
+assert scores.flatten().tolist() == [0, 1]
+""",
+)  # fmt: skip
+ADDITIONS = {"an API field": FIELD, "a sampler": SAMPLER, "a figure of an image and its caption": FIGURE}
+RUN = """
+import json, sys, traceback
+errors = {}
+for what, use in json.load(sys.stdin).items():
+    try:
+        exec(use, {})
+    except Exception:
+        errors[what] = traceback.format_exc()
+print(json.dumps(errors))
+"""
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All additions in one copy of the tree, each used; the errors of those that fail."""
+    tree = tmp_path_factory.mktemp("tree")
+    edits = [edit for addition in ADDITIONS.values() for edit in addition.edits]
+    packages = {edit.file.partition("/")[0] for edit in edits}
+    for path in ROOT.iterdir():
+        if path.name in packages:
+            shutil.copytree(path, tree / path.name)
+        elif not path.name.startswith("."):
+            (tree / path.name).symlink_to(path)
+    for file, before, text in edits:
+        source = (tree / file).read_text("utf-8") if before else ""
+        assert not before or source.count(before) == 1, f"{file}: where is {before!r}?"
+        (tree / file).write_text(source.replace(before, text + before) if before else text, "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
+        input=json.dumps({what: addition.use for what, addition in ADDITIONS.items()}), capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("what", ADDITIONS)
+def test_an_addition_takes_the_files_that_the_page_says(what: str, errors: dict[str, str]) -> None:
+    assert what not in errors, errors[what]
+    assert len({edit.file for edit in ADDITIONS[what].edits}) == int(COSTS[what])
