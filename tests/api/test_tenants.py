@@ -346,7 +346,13 @@ def test_a_file_that_a_job_names_stays_with_the_job(redis_url: str, folder: Path
 
 def test_a_key_has_so_many_bytes_of_files(redis_url: str, folder: Path, scribe: Scribe) -> None:
     settings = settings_of(redis_url, folder, files_quota_bytes=1000)
-    with tenants(settings) as (_, ann, bob, _):
+    keyring = Keyring.of(settings)
+    token = keyring.add("carl", ["files"], file_bytes=1500)[1]
+    keyring.close()
+    with tenants(settings) as (api, ann, bob, _), client_of(api.url, token) as carl:
+        handed_in(carl, b"x" * 1500)  # the key's own limit goes over the service's
+        with pytest.raises(openai.RateLimitError):
+            handed_in(carl, b"x")
         files = [handed_in(ann, b"%d" % k + b"x" * 399) for k in range(2)]
         with pytest.raises(openai.RateLimitError) as caught:
             handed_in(ann, b"x" * 201)

@@ -79,30 +79,28 @@ def test_time_in_which_the_process_was_stopped_does_not_count(gaps: list[float])
         assert not heartbeat.stuck
 
 
-@pytest.mark.parametrize("trouble", ["still", "busy", "dead"])
-def test_a_stuck_engine_ends_the_process(crew: Crew, trouble: str) -> None:
-    ended = list[str]()
-    engine = Scripted()
-    if trouble == "busy":
-        engine.busy_since = 1.0
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [("still", "has not moved"), ("busy", "the device hangs"), ("dead", "thread has ended")]
+)
+def test_a_stuck_engine_ends_the_process(crew: Crew, trouble: str, reason: str) -> None:
+    """For that reason alone: in the other cases the thread ticks."""
+    engine, ended, over = Scripted(), list[str](), threading.Event()
+    engine.busy_since = 1.0 if trouble == "busy" else None
     engine.alive = trouble != "dead"
     heartbeat = make(crew, ActiveJobs(), ended, stuck_s=0.2)
     heartbeat.start()  # its card is shown before there is an engine
     eventually(lambda: [card.id for card in crew.registry.workers()] == ["me"])
-    if trouble == "busy":
-        running = threading.Event()
 
-        def tick() -> None:
-            while not running.wait(0.01):
-                engine.ticks += 1
+    def tick() -> None:
+        while not over.wait(0.01):
+            engine.ticks += trouble != "still"
 
-        threading.Thread(target=tick, daemon=True).start()
+    threading.Thread(target=tick, daemon=True).start()
     heartbeat.watch(engine)  # type: ignore[arg-type]
     eventually(lambda: ended)
-    if trouble == "busy":
-        running.set()
+    over.set()
     heartbeat.stop()
-    assert len(ended) == 1
+    assert len(ended) == 1 and reason in ended[0]
 
 
 def test_leases_are_renewed_and_what_is_lost_is_dropped(crew: Crew) -> None:

@@ -71,6 +71,9 @@ def test_a_torn_file_costs_no_more_than_its_last_line(cut: int, tmp_path_factory
         file.begin(BY)
         for row in ROWS[left:]:
             file.add(row)
+    with CaptionFile(folder / "c.tsv", SETTINGS, 3) as file:
+        assert file.rows == ROWS, "what was torn is cut off before anything is appended"
+        file.begin(BY)
         file.finish()
     assert (folder / "c.tsv").read_bytes() == finished(folder / "whole.tsv")
 
