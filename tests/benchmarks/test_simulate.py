@@ -196,7 +196,7 @@ def test_an_engine_is_measured_and_simulated(
     assert {phase for phase, _ in found.measured} == {"encode", "deep", "shallow", "shallow-resnet", "vae"}
     assert set(found.measured["encode", (0, 0)]) == {2, 4} and found.widest("deep", native) == Settings().max_rows
     assert set(found.held_bytes[native]) == {"request", "row", "shallow", "shallow-resnet"}
-    assert found.held_bytes[native]["shallow"] > found.held[native]["shallow-resnet"] > 0
+    assert found.held_bytes[native]["shallow"] > found.held_bytes[native]["shallow-resnet"] > 0
     assert json.loads(out.splitlines()[-1])["costs"]["device"] == found.device
     code, _, err = shell(capsys, *options, "--sizes", "5000x5000")
     assert code == 2 and "--sizes: 5000x5000 is not offered" in err

@@ -93,7 +93,7 @@ def test_what_it_cannot_read_is_an_error_with_the_pictures_name(
     path = tmp_path / "one.png"
     Image.fromarray(picture).save(path)
     with pytest.raises(PictureError) as error:
-        features.of_pairs([path], [caption], "d", exact, tmp_path / "kept", lambda done, total: None)
+        features.pair_scores([path], [caption], "d", exact, tmp_path / "kept", lambda done, total: None)
     assert str(error.value).startswith(f"{path}: hpsv3 cannot score it (") and message in str(error.value)
 
 
@@ -103,7 +103,9 @@ def test_scores_of_pairs_are_kept_until_a_caption_changes(exact: HpsV3, tmp_path
         Image.fromarray(picture).save(path)
 
     def kept(captions: list[str]) -> Tensor:
-        return features.of_pairs(files, captions, "digest", exact, tmp_path / "kept", lambda done, total: None).clone()
+        return features.pair_scores(
+            files, captions, "digest", exact, tmp_path / "kept", lambda done, total: None
+        ).clone()
 
     first = kept(["a cat", "a dog"])
     assert first.shape == (2, 1) and not torch.equal(first, kept(["a dog", "a cat"]))
