@@ -95,7 +95,7 @@ class Gate:
 
     score: float
     psnr: float
-    bounds: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 GATES = {BEST: Gate(0.2, 30.0), BALANCED: Gate(0.5, 24.0), FAST: Gate(2.0, 18.0)}
@@ -313,7 +313,7 @@ class Judged(NamedTuple):
     def passes(self, gate: Gate) -> bool:
         """Return whether it costs no more than the gate allows. A figure that is not known passes no limit."""
         usual = abs(self.score[0] - 1) <= gate.score / 100 and self.psnr >= gate.psnr
-        return usual and all(self._keeps(name, limit) for name, limit in gate.bounds.items())
+        return usual and all(self._keeps(name, limit) for name, limit in gate.others.items())
 
     def _keeps(self, name: str, limit: float) -> bool:
         if name not in self.bounds:

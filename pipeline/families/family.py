@@ -202,15 +202,11 @@ class Adapters:
     to_peft: Callable[[str, Sequence[str]], dict[str, str]]
 
 
-_ROOT = __name__.removesuffix("pipeline.families.family")  # "diptych." where the wheel has the packages in one
-
-
-def on_first_call(name: str) -> Callable[..., Any]:
-    """A function or class by its full name, whose module is imported by the first call: those that import torch."""
-    module, _, attribute = name.rpartition(".")
+def on_first_call(module: str, name: str) -> Callable[..., Any]:
+    """A function or class of a module that is imported by the first call: those that import torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return getattr(import_module(_ROOT + module), attribute)(*arguments, **options)
+        return getattr(import_module(module), name)(*arguments, **options)
 
     return call
 

@@ -20,7 +20,7 @@ from api.presentation import size
 from contract.errors import Invalid
 from contract.estimates import work_s
 from contract.image import ImageJob
-from contract.image_prompt import SHARE
+from contract.image_prompt import ImagePrompt
 from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from contract.upscale import Upscale
@@ -198,7 +198,7 @@ def test_the_work_of_a_job_counts_its_pictures() -> None:
     controlled = ImageJob.read({**RECORD, "control": [{"model": "edges"}, {"model": "edges", "end": 0.5}]})
     prompted = ImageJob.read({**RECORD, "image_prompts": [{"model": "base"}, {"model": "base", "end": 0.5}]})
     assert work_s(card, controlled) - work_s(card, plain) == pytest.approx(2 * (4 + 2) * 0.25)
-    assert work_s(card, prompted) - work_s(card, plain) == pytest.approx(2 * 4 * SHARE)
+    assert work_s(card, prompted) - work_s(card, plain) == pytest.approx(2 * 4 * ImagePrompt.SHARE)
     halved = replace(controlled, deepcache={"interval": 2})
     base = replace(plain, deepcache=halved.deepcache)
     assert work_s(card, halved) - work_s(card, base) == pytest.approx(2 * (2 + 1) * 0.25)

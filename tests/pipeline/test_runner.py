@@ -339,7 +339,7 @@ def test_prompts_are_read_once_however_often_admission_is_tried(monkeypatch: pyt
 def test_each_kind_of_files_is_a_resource_of_its_own(fields: tuple[str, ...]) -> None:
     runner = Watching(model("plain"))
     named = {"lora": "a", "control": (object(),), "image_prompts": (object(),)}
-    own = SimpleNamespace(lora="", control=(), image_prompts=())
+    own = SimpleNamespace(lora="", control=(), image_prompts=(), upscale=None, prompt="", negative_prompt="")
     for field in fields:
         setattr(own, field, named[field])
     assert runner.resources(Request("a", "image", own)) == set(fields)

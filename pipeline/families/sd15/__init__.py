@@ -22,8 +22,8 @@ FAMILY = replace(
     options=lambda index: {},
     check=check,
     embedding_widths=lambda model: {},
-    embed=on_first_call(f"{_CONDITIONING}.embed"),
-    text_encoder=on_first_call(f"{_CONDITIONING}.CLIPText"),
-    condition=on_first_call(f"{_CONDITIONING}.condition"),
-    example=on_first_call(f"{_CONDITIONING}.example"),
+    embed=on_first_call(_CONDITIONING, "embed"),
+    text_encoder=on_first_call(_CONDITIONING, "CLIPText"),
+    condition=on_first_call(_CONDITIONING, "condition"),
+    example=on_first_call(_CONDITIONING, "example"),
 )

@@ -27,6 +27,6 @@ FAMILY = replace(
     reads=reads,
     seeded=lambda name: None,
     check=check,
-    condition=on_first_call(f"{_CONDITIONING}.condition"),
-    example=on_first_call(f"{_CONDITIONING}.example"),
+    condition=on_first_call(_CONDITIONING, "condition"),
+    example=on_first_call(_CONDITIONING, "example"),
 )

@@ -168,7 +168,7 @@ def test_arithmetic_counts_every_multiplication(model: ImageModel) -> None:
     side = model.native // model.vae_scale
     call = sensitivity.recorded(model, PROMPTS[:1]).calls[0]
     found, unet = sensitivity.arithmetic(model, call), model.denoiser
-    rows = len(call.arguments[0]) if call.arguments else len(call.options["sample"])
+    rows = len(call.inputs.sample)
     assert found["conv_in"] == rows * side * side * unet.conv_in.weight.numel()
     down = unet.down_blocks[0].downsamplers[0].conv
     assert found["down_blocks.0.downsamplers.0.conv"] == rows * side * side // 4 * down.weight.numel()
