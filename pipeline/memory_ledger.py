@@ -45,40 +45,37 @@ class MemoryLedger:
         self._row_bytes = cache(self._bytes_of_conditioning)
         self._extensions = extensions
 
-    def check(self, wanted: ImageParameters, found: CheckedInputs) -> None:
+    def check(self, checked: CheckedInputs) -> None:
         """Raise `Invalid` for a request that could never fit."""
-        needed = self.size_bytes(wanted, found.prompts.chunks, found.extensions)
+        needed = self._needed(checked)
         if needed > self.memory.capacity:
             raise Invalid("size", f"it needs {needed} bytes of memory, and requests have {self.memory.capacity}")
 
-    def take(self, wanted: ImageParameters, scheduler: str, found: CheckedInputs) -> ImageState | NotYet:
+    def take(self, checked: CheckedInputs, scheduler: str) -> ImageState | NotYet:
         """Reserve all that the request will hold; `NotYet`: nothing is reserved."""
         leases: dict[str, Any] = {}
         try:
-            refusal = self._acquire(wanted, found, leases) or self._take_room(wanted, scheduler, found, leases)
+            taken = self._acquire(checked, leases) or self._take_room(checked, scheduler, leases)
         except BaseException:
             self._release(leases)
             raise
-        if isinstance(refusal, NotYet):
-            self._release(leases, keep=not refusal.resource)  # only room is missing: it is the next to be admitted
-        return refusal
+        if isinstance(taken, NotYet):
+            self._release(leases, keep=not taken.resource)  # only room is missing: it is the next to be admitted
+        return taken
 
-    def _acquire(self, wanted: ImageParameters, found: CheckedInputs, leases: dict[str, Any]) -> NotYet | None:
+    def _acquire(self, checked: CheckedInputs, leases: dict[str, Any]) -> NotYet | None:
         """Reserve the request's files, as far as there is room. First of all: `NotYet` names what they wait for."""
         wait = self.slots.taken > 0  # alone nothing is delayed by what is read again
-        for field, extension in self._extensions.items():
-            if extension.requested(wanted):
-                lease = extension.acquire(wanted, found.extensions.get(field), wait=wait)
-                if lease is None:
-                    return NotYet(field)
-                leases[field] = lease
+        for field, own in checked.extensions.items():
+            lease = self._extensions[field].acquire(checked.parameters, own, wait=wait)
+            if lease is None:
+                return NotYet(field)
+            leases[field] = lease
         return None
 
-    def _take_room(
-        self, wanted: ImageParameters, scheduler: str, found: CheckedInputs, leases: dict[str, Any]
-    ) -> ImageState | NotYet:
-        """Reserve memory and a slot; the request's state with its `leases`."""
-        needed = self.size_bytes(wanted, found.prompts.chunks, found.extensions)
+    def _take_room(self, checked: CheckedInputs, scheduler: str, leases: dict[str, Any]) -> ImageState | NotYet:
+        """Reserve memory and a slot; returns the request's state with its `leases`."""
+        needed = self._needed(checked)
         if not self.memory.take(needed):
             return NotYet()
         slot = self.slots.take()
@@ -86,79 +83,81 @@ class MemoryLedger:
             self.memory.give(needed)
             return NotYet()
         try:
-            return self._work(wanted, scheduler, found, slot, needed, leases)
+            return self._state(checked, scheduler, slot, needed, leases)
         except BaseException:
             self.slots.give(slot)
             self.memory.give(needed)
             raise
 
-    def narrow(self, work: ImageState, narrowed: NarrowedState) -> None:
+    def narrow(self, state: ImageState, narrowed: NarrowedState) -> None:
         """Give back the second row, and the copy's, after the last guided step."""
-        work.conditionings, work.features = {1: narrowed.conditioning}, narrowed.features
-        work.size_bytes -= 2 * work.row_bytes
-        self.memory.give(2 * work.row_bytes)
+        state.conditionings, state.features = {1: narrowed.conditioning}, narrowed.features
+        state.size_bytes -= 2 * state.row_bytes
+        self.memory.give(2 * state.row_bytes)
 
-    def give(self, work: ImageState) -> None:
-        self.slots.give(work.slot)
-        self.memory.give(work.size_bytes)
-        self._release(work.extensions)
+    def give(self, state: ImageState) -> None:
+        self.slots.give(state.slot)
+        self.memory.give(state.size_bytes)
+        self._release(state.extensions)
 
     def _release(self, leases: Mapping[str, Any], *, keep: bool = False) -> None:
         for field, lease in leases.items():
             self._extensions[field].release(lease, keep=keep)
 
+    def _needed(self, checked: CheckedInputs) -> int:
+        return self.size_bytes(checked.parameters, checked.prompts.chunks, checked.extensions)
+
     def size_bytes(
-        self, wanted: ImageParameters, chunks: int = 1, checked: Mapping[str, Any] = MappingProxyType({})
+        self, parameters: ImageParameters, chunks: int = 1, checked: Mapping[str, Any] = MappingProxyType({})
     ) -> int:
-        """Its size at most: latents, what its extensions make, which were `checked`, and each row's conditioning, with
-        so many chunks of text, and features.
+        """Return its size at most: latents, what its extensions make, which were `checked`, and each row's
+        conditioning, with so many chunks of text, and features.
 
         Where guidance ends before the last step, one row more: what is kept is copied while both rows are still there.
         """
         scale, channels = self._model.vae_scale, self._model.latent_channels
-        held = 3 if wanted.edit is None else 6  # an edit also holds its image, the starting noise and a mask
-        held += wanted.edit is not None and wanted.refiner is not None  # and the noise of the refiner's steps
-        latents = held * 4 * channels * (wanted.height // scale) * (wanted.width // scale)
-        rows = self._rows(wanted)
-        narrows = rows > 1 and not wanted.guidance.guided(wanted.made)[-1] and wanted.refiner is None
-        refined = 0 if wanted.refiner is None else rows * self._row_bytes(chunks, REFINER)
+        held = 3 if parameters.edit is None else 6  # an edit also holds its image, the starting noise and a mask
+        held += parameters.edit is not None and parameters.refiner is not None  # and the noise of the refiner's steps
+        latents = held * 4 * channels * (parameters.height // scale) * (parameters.width // scale)
+        rows = self._rows(parameters)
+        narrows = rows > 1 and not parameters.guidance.guided(parameters.made)[-1] and parameters.refiner is None
+        refined = 0 if parameters.refiner is None else rows * self._row_bytes(chunks, REFINER)
         beside = sum(
-            extension.size_bytes(wanted, checked.get(field), rows, chunks)
-            for field, extension in self._extensions.items()
-            if extension.requested(wanted)
+            self._extensions[field].size_bytes(parameters, own, rows, chunks) for field, own in checked.items()
         )
-        return latents + refined + beside + (rows + narrows) * self._bytes_of_row(wanted, chunks)
+        return latents + refined + beside + (rows + narrows) * self._bytes_of_row(parameters, chunks)
 
-    def _bytes_of_row(self, wanted: ImageParameters, chunks: int) -> int:
-        features = sum(math.prod(shape) for shape in self._features(wanted))
+    def _bytes_of_row(self, parameters: ImageParameters, chunks: int) -> int:
+        features = sum(math.prod(shape) for shape in self._features(parameters))
         return self._row_bytes(chunks) + self._model.dtype.itemsize * features
 
     def _bytes_of_conditioning(self, chunks: int, name: str = MAIN) -> int:
-        """Of one row of the longest prompt of so many chunks, of this backend's model."""
+        """Return the size of one row of the longest prompt of so many chunks, of this backend's model."""
         backend = self._backends[name]
         model, generator = backend.model, torch.Generator(self._model.device)
         row = model.family.example(model, backend.denoiser.text_width, 1, generator, chunks)
         return sum(tensor.nbytes for tensor in row.values())
 
-    def _rows(self, wanted: ImageParameters) -> int:
-        return self._model.family.rows(self._model, wanted)
+    def _rows(self, parameters: ImageParameters) -> int:
+        return self._model.family.rows(self._model, parameters)
 
-    def _features(self, wanted: ImageParameters) -> list[tuple[int, ...]]:
-        """The shape of one row of each map."""
-        if wanted.deepcache is None or all(wanted.deepcache.plan(wanted.made)):
+    def _features(self, parameters: ImageParameters) -> list[tuple[int, ...]]:
+        """Return the shape of one row of each map."""
+        if parameters.deepcache is None or all(parameters.deepcache.plan(parameters.made)):
             return []
         scale = self._model.vae_scale
-        return self._denoiser.feature_shapes(wanted.deepcache.depth, wanted.height // scale, wanted.width // scale)
+        return self._denoiser.feature_shapes(
+            parameters.deepcache.depth, parameters.height // scale, parameters.width // scale
+        )
 
-    def _work(
-        self, wanted: ImageParameters, scheduler: str, found: CheckedInputs, slot: list[int], size_bytes: int,
-        leases: dict[str, Any],
-    ) -> ImageState:  # fmt: skip
-        prompts = found.prompts
-        size = (wanted.width, wanted.height)
-        table, at = self._table(wanted, scheduler)
-        cached, rows = wanted.deepcache, self._rows(wanted)
-        steps = plans.rows_and_depths(cached, wanted.guidance, table.steps, rows)
+    def _state(
+        self, checked: CheckedInputs, scheduler: str, slot: list[int], size_bytes: int, leases: dict[str, Any]
+    ) -> ImageState:
+        parameters, prompts = checked.parameters, checked.prompts
+        size = (parameters.width, parameters.height)
+        table, at = self._table(parameters, scheduler)
+        cached, rows = parameters.deepcache, self._rows(parameters)
+        steps = plans.rows_and_depths(cached, parameters.guidance, table.steps, rows)
         widths = tuple(width for width, _ in steps)
         last = table.steps if at is None else at  # a refiner's are deep
         plan = tuple(deep or step >= last for step, (_, deep) in enumerate(steps))
@@ -167,36 +166,38 @@ class MemoryLedger:
         # Steps of such requests share forwards with all others where the same backend takes both.
         encoder = next((field for field in leases if field in self._backends), MAIN)
         name = encoder if self._backends[encoder] is not self._backends[MAIN] else MAIN
-        decode = DECODES[wanted.vae]
+        decode = DECODES[parameters.vae]
         find = self._backends[name].deterministic_mode
-        changed = any(self._extensions[field].steps for field in leases)
+        changed = any(self._extensions[field].steps is not None for field in leases)
         beside = {"controlled": True} if changed else {}  # backends of other packages may not know it
-        mode = find(size, depth, decode, prompts.chunks, **beside) if wanted.deterministic else ""
+        mode = find(size, depth, decode, prompts.chunks, **beside) if parameters.deterministic else ""
         features = [
             torch.empty(rows, *shape, dtype=self._model.dtype, device=self._model.device)
-            for shape in self._features(wanted)
+            for shape in self._features(parameters)
         ]
-        generator = torch.Generator().manual_seed(wanted.seed)
+        generator = torch.Generator().manual_seed(parameters.seed)
         warnings = students.warnings(
-            self._model.defaults, self._model.samplers, wanted.lora, wanted.made, wanted.guidance_scale
+            self._model.defaults, self._model.samplers, parameters.lora, parameters.made, parameters.guidance_scale
         )
         state = ImageState(
-            slot, size_bytes, self._bytes_of_row(wanted, prompts.chunks), widths, name, mode, table,
+            slot, size_bytes, self._bytes_of_row(parameters, prompts.chunks), widths, name, mode, table,
             generator, plan, depth, prompts, scheduler, decode, features, warnings=warnings, extensions=leases,
             encoder=encoder,
         )  # fmt: skip
-        if at is not None and found.refined is not None:
-            state.refinement = self._refinement(wanted, at, decode, found.refined)
+        if at is not None and checked.refined is not None:
+            state.refinement = self._refinement(parameters, at, decode, checked.refined)
         return state
 
-    def _table(self, wanted: ImageParameters, scheduler: str) -> tuple[sigmas.SamplerTable, int | None]:
-        """The sampler's table, and the first step of the refiner, if there is one."""
-        if wanted.refiner is not None:
-            return refining.table(self._model, self._backends[REFINER].model, wanted, scheduler)
-        size = (wanted.width, wanted.height)
-        return self._model.sampler_table(scheduler, wanted.steps, size, wanted.skipped, wanted.schedule), None
+    def _table(self, parameters: ImageParameters, scheduler: str) -> tuple[sigmas.SamplerTable, int | None]:
+        """Return the sampler's table, and the first step of the refiner, if there is one."""
+        if parameters.refiner is not None:
+            return refining.table(self._model, self._backends[REFINER].model, parameters, scheduler)
+        size = (parameters.width, parameters.height)
+        return self._model.sampler_table(
+            scheduler, parameters.steps, size, parameters.skipped, parameters.schedule
+        ), None
 
-    def _refinement(self, wanted: ImageParameters, at: int, decode: str, prompts: RequestPrompts) -> Refinement:
+    def _refinement(self, parameters: ImageParameters, at: int, decode: str, prompts: RequestPrompts) -> Refinement:
         find = self._backends[REFINER].deterministic_mode
-        size = (wanted.width, wanted.height)
-        return Refinement(at, find(size, "", decode, prompts.chunks) if wanted.deterministic else "", prompts)
+        size = (parameters.width, parameters.height)
+        return Refinement(at, find(size, "", decode, prompts.chunks) if parameters.deterministic else "", prompts)

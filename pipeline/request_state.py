@@ -1,4 +1,4 @@
-"""What an admitted image request holds until its end: step, schedule, noise and features."""
+"""The state that an admitted image request holds until its end: step, schedule, noise and features."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from contract.image import ImageParameters
 from contract.picture_input import PictureInput
 from pipeline.backends.backend import MAIN
 from pipeline.backends.phases import DEEP, SHALLOW
@@ -49,12 +50,12 @@ class ImageState:
 
     @property
     def step(self) -> int:
-        """The step that comes next."""
+        """Number of the step that comes next."""
         return 0 if self.trajectory is None else self.trajectory.step
 
     @property
     def rows(self) -> int:
-        """Of the step that comes next."""
+        """Number of rows of the step that comes next."""
         return self.widths[min(self.step, len(self.widths) - 1)]
 
     @property
@@ -62,15 +63,15 @@ class ImageState:
         return max(self.widths)
 
     def refines(self, step: int) -> bool:
-        """Whether this step runs on the refiner."""
+        """Return whether this step runs on the refiner."""
         return self.refinement is not None and step >= self.refinement.at
 
-    def acts(self, given: PictureInput) -> tuple[bool, ...]:
-        """In which steps it acts: in none of a refiner's."""
-        return given.acts(len(self.plan), None if self.refinement is None else self.refinement.at)
+    def acts(self, picture: PictureInput) -> tuple[bool, ...]:
+        """Return in which steps the picture acts: in none of a refiner's."""
+        return picture.acts(len(self.plan), None if self.refinement is None else self.refinement.at)
 
     def backend_at(self, step: int) -> str:
-        """The backend that takes this step."""
+        """Return the backend that takes this step."""
         return REFINER if self.refines(step) else self.backend
 
     def take_conditioning(
@@ -83,52 +84,53 @@ class ImageState:
         return self.conditionings[self.widths[0]]
 
     def with_conditioning(self, trajectory: denoise.DenoisingState) -> denoise.DenoisingState:
-        """The same with the conditioning of the step that comes next: of two rows or of one, and of its model."""
+        """Return it with the conditioning of the step that comes next: of two rows or of one, and of its model."""
         if not trajectory.left:
             return trajectory
-        found = self.conditionings
+        conditionings = self.conditionings
         if self.refinement is not None and self.refines(trajectory.step):
-            found = self.refinement.conditionings
+            conditionings = self.refinement.conditionings
         elif self.widths[trajectory.step] == trajectory.conditioning.rows:
             return trajectory
-        return replace(trajectory, conditioning=found[self.widths[trajectory.step]])
+        return replace(trajectory, conditioning=conditionings[self.widths[trajectory.step]])
 
     def begin(self, moved: denoise.DenoisingState) -> denoise.DenoisingState:
-        """The state before the step that comes next: `Refinement.begin`, if it has a refiner."""
+        """Return the state before the step that comes next: `Refinement.begin`, if it has a refiner."""
         return moved if self.refinement is None else self.refinement.begin(moved, self.generator)
 
     def narrows(self, step: int) -> bool:
-        """Whether no step from this one on is guided, but the one before was; never of requests with a refiner."""
+        """Return whether no step from this on is guided, but the one before was; never of requests with a refiner."""
         if self.refinement is not None:
             return False
         return step < len(self.widths) and self.widths[step - 1] == 2 and max(self.widths[step:]) == 1
 
     def phase(self, step: int) -> str:
-        """The phase before this step; after the last one latents are decoded."""
+        """Return the phase before this step; after the last one latents are decoded."""
         if step == len(self.plan):
             return self.decode
         return DEEP if self.plan[step] else SHALLOW[self.depth]
 
 
 class CheckedInputs(NamedTuple):
-    """What a request's check read, for its admission, which is asked again and again on the engine's thread and reads
-    no file of these. `refined` are the prompts as a refiner reads them, `extensions` what these read, by field.
+    """The results of a request's check, for its admission, which is asked again and again on the engine's thread and
+    reads no file of these. `refined` are the prompts as a refiner reads them, `extensions` what these read, by field.
     """
 
+    parameters: ImageParameters
     prompts: RequestPrompts
     refined: RequestPrompts | None = None
     extensions: Mapping[str, Any] = {}
 
 
 class NarrowedState(NamedTuple):
-    """What a request keeps of its conditioning and features after its last guided step, in memory of its own."""
+    """The conditioning and features that a request keeps after its last guided step, in memory of its own."""
 
     conditioning: denoise.Conditioning
     features: list[torch.Tensor]
 
     @classmethod
-    def of(cls, work: ImageState) -> NarrowedState:
-        """Computed on the lane; `MemoryLedger.narrow` then takes it."""
-        one = work.conditionings[1]
-        own = {name: tensor.clone() for name, tensor in one.tensors.items()}
-        return cls(denoise.Conditioning(own, one.guidance_scale), [kept[-1:].clone() for kept in work.features])
+    def of(cls, state: ImageState) -> NarrowedState:
+        """Copy it, on the lane; `MemoryLedger.narrow` then takes it."""
+        row = state.conditionings[1]
+        own = {name: tensor.clone() for name, tensor in row.tensors.items()}
+        return cls(denoise.Conditioning(own, row.guidance_scale), [kept[-1:].clone() for kept in state.features])

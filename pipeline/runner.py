@@ -19,6 +19,7 @@ from core.batching.runner import Lane, LaneTicket, NotYet
 from pipeline.backends.backend import MAIN, BatchGroup, ImageBackend
 from pipeline.backends.phases import DECODES, ENCODE, IMAGE, KEYS, STEPS, TEXT, UPSCALE, VAE_ROWS, fixed_rows
 from pipeline.extensions import costs, refining
+from pipeline.extensions.asset_folder import AssetFolder
 from pipeline.extensions.extension import Extension
 from pipeline.extensions.refining import REFINER
 from pipeline.extensions.registry import KINDS
@@ -61,6 +62,7 @@ class ImageRunner:
         given = {extension.field: extension for extension in extensions}
         known = {kind.field: given.get(kind.field) or kind(model, backend) for kind in KINDS}
         self.extensions = known | given
+        self.steps = {field: kind.steps for field, kind in self.extensions.items() if kind.steps is not None}
         self.refiner = refiner
         self.patience_s = patience_s
         self.sizes = model.sizes
@@ -87,67 +89,68 @@ class ImageRunner:
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        wanted = request.parameters
-        if not isinstance(wanted, ImageParameters):
-            raise Invalid("parameters", f"must be ImageParameters, not {type(wanted).__name__}")
+        parameters = request.parameters
+        if not isinstance(parameters, ImageParameters):
+            raise Invalid("parameters", f"must be ImageParameters, not {type(parameters).__name__}")
         offer = ImageOffer(
             self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints,
             size_range=self.model.size_range,
             refiners=None if self.refiner is None else (self.refiner.model.name,),
         )  # fmt: skip
-        edit = wanted.edit
+        edit = parameters.edit
         masked, soft = edit is not None and edit.mask is not None, edit is not None and edit.soft_mask
         offer.check_source(edited=edit is not None, masked=masked, soft=soft)
-        wanted.check(offer)
-        self._check_schedule(wanted)
-        found = self._read(wanted)
-        self.holdings.check(wanted, found)
-        request.checked = found
+        parameters.check(offer)
+        self._check_schedule(parameters)
+        request.checked = checked = self._read(parameters)
+        self.holdings.check(checked)
 
-    def _read(self, wanted: ImageParameters) -> CheckedInputs:
-        """What admission needs of its prompts and its extensions. Raises `Invalid`."""
-        prompts = self._conditioner.read(wanted)
-        refined = None if wanted.refiner is None else self._conditioners[REFINER].read(wanted)
-        return CheckedInputs(prompts, refined, {one.field: one.check(wanted) for one in self._requested(wanted)})
+    def _read(self, parameters: ImageParameters) -> CheckedInputs:
+        """Read what admission needs of its prompts and its extensions. Raises `Invalid`."""
+        prompts = self._conditioner.read(parameters)
+        refined = None if parameters.refiner is None else self._conditioners[REFINER].read(parameters)
+        extensions = {kind.field: kind.check(parameters) for kind in self._requested(parameters)}
+        return CheckedInputs(parameters, prompts, refined, extensions)
 
-    def _requested(self, wanted: ImageParameters) -> list[Extension[Any]]:
-        return [extension for extension in self.extensions.values() if extension.requested(wanted)]
+    def _requested(self, parameters: ImageParameters) -> list[Extension[Any]]:
+        return [kind for field, kind in self.extensions.items() if getattr(parameters, field, None)]
 
     def _named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
-        return tuple(chain.from_iterable(extension.named_in(texts) for extension in self.extensions.values()))
+        folders = (kind.vocabulary for kind in self.extensions.values() if kind.vocabulary is not None)
+        return tuple(chain.from_iterable(folder.named_in(texts) for folder in folders))
 
-    def _check_schedule(self, wanted: ImageParameters) -> None:
-        """Raise `Invalid` for steps that the sampler, or the refiner, does not make."""
-        if wanted.refiner is not None and self.refiner is None:
+    def _check_schedule(self, parameters: ImageParameters) -> None:
+        """Raise `Invalid` for steps that the sampler, or the refiner, does not take."""
+        if parameters.refiner is not None and self.refiner is None:
             raise Invalid("refiner", "there is none (DIPTYCH_REFINER)")
         try:
-            name = wanted.scheduler or self.default_scheduler
-            size = (wanted.width, wanted.height)
-            self.model.sampler_table(name, wanted.steps, size, wanted.skipped, wanted.schedule)
-            if wanted.refiner is not None and self.refiner is not None:
-                refining.table(self.model, self.refiner.model, wanted, name)
+            name = parameters.scheduler or self.default_scheduler
+            size = (parameters.width, parameters.height)
+            self.model.sampler_table(name, parameters.steps, size, parameters.skipped, parameters.schedule)
+            if parameters.refiner is not None and self.refiner is not None:
+                refining.table(self.model, self.refiner.model, parameters, name)
         except Invalid:
             raise
         except ValueError as error:
-            own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(wanted, name) is not None)
+            own = (name for name in ("timesteps", "sigmas", "schedule_type") if getattr(parameters, name) is not None)
             raise Invalid(next(own, "scheduler"), str(error)) from error
 
     def resources(self, request: Request) -> frozenset[str]:
         """The fields whose files the request needs: each kind has a cache with a budget of its own."""
-        return frozenset(extension.field for extension in self._requested(request.parameters) if extension.waits)
+        return frozenset(kind.field for kind in self._requested(request.parameters) if kind.waits)
 
     def admit(self, request: Request) -> NotYet | None:
         name = request.parameters.scheduler or self.default_scheduler
-        work = self.holdings.take(request.parameters, name, request.checked or self._read(request.parameters))
-        if isinstance(work, NotYet):
-            return work
-        request.work = work
+        state = self.holdings.take(request.checked or self._read(request.parameters), name)
+        if isinstance(state, NotYet):
+            return state
+        request.work = state
         request.phase = ENCODE if request.parameters.edit is None else IMAGE
         return None
 
     def release(self, request: Request) -> None:
-        work, request.work = request.work, None
-        self.holdings.give(work)
+        state, request.work = request.work, None
+        self.holdings.give(state)
         if not self.held():
             self._builder.clear_cache()
         self._record()  # what its last iteration missed
@@ -159,28 +162,28 @@ class ImageRunner:
         return self._group(request, request.phase)
 
     def _group(self, request: Request, phase: str, step: int | None = None) -> BatchGroup:
-        """Of this phase; of the step that comes next, unless it is another `step`."""
-        wanted, work = request.parameters, request.work
-        step = work.step if step is None else step
-        name = work.backend_at(step) if phase in STEPS else MAIN
-        refined = work.refinement if name == REFINER else None
+        """Return the group of this phase: of the step that comes next, unless it is another `step`."""
+        parameters, state = request.parameters, request.work
+        step = state.step if step is None else step
+        name = state.backend_at(step) if phase in STEPS else MAIN
+        refined = state.refinement if name == REFINER else None
         if phase == ENCODE:
-            return BatchGroup(ENCODE, (0, 0), work.mode, work.encoder)
+            return BatchGroup(ENCODE, (0, 0), state.mode, state.encoder)
         # Where bits do not depend on the batch, deterministic requests share it with all others, and so do texts of
         # different lengths.
         invariant = self._backends[name].batch_invariant
-        mode = "" if invariant else (refined or work).mode
-        chunks = 1 if invariant or phase not in STEPS else (refined or work).prompts.chunks
-        alike = mode and phase in STEPS and refined is None
-        own = ((field, self.extensions[field].group(lease)) for field, lease in work.extensions.items() if alike)
+        mode = "" if invariant else (refined or state).mode
+        chunks = 1 if invariant or phase not in STEPS else (refined or state).prompts.chunks
+        kinds = self.steps.items() if mode and phase in STEPS and refined is None else ()
+        own = ((field, kind.group(state.extensions[field])) for field, kind in kinds if field in state.extensions)
         shared = tuple((field, value) for field, value in own if value)
-        return BatchGroup(phase, (wanted.width, wanted.height), mode, name, chunks, shared)
+        return BatchGroup(phase, (parameters.width, parameters.height), mode, name, chunks, shared)
 
     def rows(self, request: Request) -> int:
         if request.phase in (*DECODES.values(), IMAGE, UPSCALE):
             return 1
-        work: ImageState = request.work
-        return work.most_rows if request.phase == ENCODE else work.rows
+        state: ImageState = request.work
+        return state.most_rows if request.phase == ENCODE else state.rows
 
     def iterations(self, request: Request) -> int:
         if request.phase == UPSCALE:
@@ -190,28 +193,28 @@ class ImageRunner:
     def left_s(self, request: Request, rows: int) -> float:
         if request.phase not in STEPS:
             return self.iterations(request) * self.cost(self.group(request), rows)
-        work: ImageState = request.work
-        others = rows - work.rows
+        state: ImageState = request.work
+        others = rows - state.rows
         left = Counter(
-            (self._group(request, work.phase(step), step), work.widths[step])
-            for step in range(work.step, len(work.plan))
+            (self._group(request, state.phase(step), step), state.widths[step])
+            for step in range(state.step, len(state.plan))
         )
         steps_s = sum(n * self.cost(group, others + own) for (group, own), n in left.items())
         group = self.group(request)
         backend = self._backends[group.backend]
-        return steps_s + costs.left(self.extensions.values(), backend, group.size, request.parameters, work)
+        return steps_s + costs.left(self.steps.values(), backend, group.size, state)
 
     def next_group(self, request: Request) -> BatchGroup | None:
-        work: ImageState = request.work
+        state: ImageState = request.work
         if request.phase in DECODES.values():
-            finishes = any(self.extensions[field].finishes for field in work.extensions)
+            finishes = any(self.extensions[field].finishes for field in state.extensions)
             return self._group(request, UPSCALE) if finishes else None
         if request.phase == UPSCALE:
             return self.group(request) if self.iterations(request) > 1 else None
         if request.phase == IMAGE:
             return self._group(request, ENCODE)
-        step = work.step + (request.phase in STEPS)
-        return self._group(request, work.phase(step), step)
+        step = state.step + (request.phase in STEPS)
+        return self._group(request, state.phase(step), step)
 
     def limit(self, group: Hashable) -> int:
         assert isinstance(group, BatchGroup)
@@ -225,7 +228,7 @@ class ImageRunner:
         return VAE_ROWS if phase in DECODES.values() else self._most_rows(group.size, widths.max_rows)
 
     def _most_rows(self, size: tuple[int, int], rows: int) -> int:
-        """Of a step at this size: beyond the usual sizes fewer, so that a forward's memory does not grow with them."""
+        """Return a step's rows: beyond the usual sizes fewer, so that a forward's memory does not grow with them."""
         usual = size_range(self.model.native, 1).most_pixels
         return max(2, min(rows, rows * usual // (size[0] * size[1])))
 
@@ -266,11 +269,17 @@ class ImageRunner:
     @property
     def reads_files(self) -> bool:
         """Whether requests may name files that are read for them."""
-        return any(extension.waits and extension.folder is not None for extension in self.extensions.values())
+        return bool(self._folders)
 
     def held_files(self) -> set[str]:
-        """The files of requests that are in memory, each as its field and its name."""
-        return {f"{field} {name}" for field, extension in self.extensions.items() for name in extension.held()}
+        """Return the files of requests that are in memory, each as its field and its name."""
+        return {f"{field} {name}" for field, folder in self._folders.items() for name in folder.held}
+
+    @property
+    def _folders(self) -> dict[str, AssetFolder[Any]]:
+        """The folders of files that requests wait for."""
+        kinds = self.extensions.items()
+        return {field: kind.folder for field, kind in kinds if kind.waits and kind.folder is not None}
 
     def _record(self) -> None:
         """Begin to record what is missing, if anything is."""

@@ -24,7 +24,7 @@ from pipeline import plans
 from pipeline.backends.backend import ImageBackend
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, family_of, load
-from pipeline.extensions import lora, refining
+from pipeline.extensions import adapters, lora, refining
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.extensions.extension import Extension
 from pipeline.extensions.registry import KINDS
@@ -175,7 +175,7 @@ def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Ext
     """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
-    beside = sum(extension.reserved_bytes() for extension in extensions)
+    beside = sum(kind.folder.size_bytes() for kind in extensions if kind.waits and kind.folder is not None)
     return int(_SHARE * max(0, _free_bytes(model.device) - beside))
 
 
@@ -189,8 +189,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _kept_parts(settings: Settings, model: ImageModel, backend: str) -> set[str | None]:
     """The parts whose own weights torch reads beside the backend of this name, which has packed its own."""
-    packs = backend in backends.PACK
-    return {part for kind in KINDS for part in kind.kept_parts(settings, model, packs=packs)}
+    return adapters.kept_parts(settings, model, packs=backend in backends.PACK)
 
 
 def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None) -> ImageBackend | None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from contract import loras as names
 from contract.precision import PRECISIONS, is_quantized
 from core.ops.branches import LowRank, PackedAdapter
-from pipeline.checkpoints.folder import ModelError, first_line
+from pipeline.checkpoints.folder import first_line
 from pipeline.extensions import lora_file, weight_files
 from pipeline.extensions.asset_cache import Asset, ReadFile
 from pipeline.extensions.asset_folder import AssetFolder
 from pipeline.extensions.lora_file import Factors
 
 if TYPE_CHECKING:
+    from core.config import Settings
     from pipeline.families.family import ImageModel
 
 _LOADS = 2  # files that are read at a time
@@ -63,17 +64,26 @@ class LoraLease:
 
 
 def refused(model: ImageModel, *, packs: bool) -> str | None:
-    """Why this model does not support per-request LoRAs; None if it does. `packs`: its backend packs them."""
+    """Return why this model does not support per-request LoRAs; None if it does. `packs`: its backend packs them."""
     if packs or not is_quantized(model.precision):
         return None
     *most, last = (name for name in PRECISIONS if not is_quantized(name))
     return f"weights in {model.precision} take none on {model.device.type}; {', '.join(most)} and {last} do"
 
 
+def kept_parts(settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
+    """Return the parts whose own weights torch reads for LoRAs, beside a backend that `packs` them or does not."""
+    family = model.family
+    if not settings.lora_dir or refused(model, packs=packs) is not None:
+        return set()
+    adapted: set[str | None] = {*family.adapters.parts}
+    return adapted - {family.denoiser} if packs else adapted | {family.language_model}
+
+
 class LoraFolder(AssetFolder[_Content]):
     """The LoRAs of one folder for one model."""
 
-    kind = "lora"
+    kind, setting = "lora", "DIPTYCH_LORA_MIB"
     missing = "there is no {} in the LoRA folder"
 
     def __init__(self, folder: Path, model: ImageModel, capacity_bytes: int, pack: Pack | None = None) -> None:
@@ -88,18 +98,16 @@ class LoraFolder(AssetFolder[_Content]):
     def check(self, text: str) -> None:
         """Check that the LoRAs in `name:scale,name` exist and fit. Raises `ModelError`, naming the LoRA."""
         files = [self.find(named.name) for named in names.read(text)]
-        needed = sum(file.size_bytes for file in files)
-        if needed > self.cache.capacity:
-            raise self._too_large(" and ".join(file.name for file in files), needed)
+        self.check_room(files)
 
-    def take(self, given: str, *, wait: bool = False) -> LoraLease | None:
+    def take(self, text: str, *, wait: bool = False) -> LoraLease | None:
         """Reserve a checked request's LoRAs; None means not yet, as of `AssetCache.take`."""
-        named = names.read(given)
+        named = names.read(text)
         files = self.cache.take([lora.name for lora in named], wait=wait)
         return None if files is None else LoraLease(files, [lora.scale for lora in named])
 
     def uses(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
-        """The same, ready to use. Raises `ModelError`, naming the LoRA."""
+        """Return the LoRAs of a lease, ready to use. Raises `ModelError`, naming the LoRA."""
         read = ((file, scale, self.cache.content(file)) for file, scale in zip(lease.files, lease.scales, strict=True))
         return tuple(ScaledAdapter(file.name, file.digest, own.factors, scale, own.packed) for file, scale, own in read)
 
@@ -114,11 +122,6 @@ class LoraFolder(AssetFolder[_Content]):
         if about.st_size > 2 * self.cache.capacity:  # factors are rounded to half their size at most
             raise self._too_large(name, about.st_size // 2)
         return about.st_ino, about.st_size, about.st_mtime_ns
-
-    def _too_large(self, named: str, needed: int) -> ModelError:
-        return self._error(
-            named, f"needs {needed} bytes, and there is room for {self.cache.capacity} (DIPTYCH_LORA_MIB)"
-        )
 
     def _check_header(self, key: str) -> None:
         try:
@@ -136,7 +139,7 @@ class LoraFolder(AssetFolder[_Content]):
         return ReadFile(content, hashlib.sha256(data).hexdigest(), size)
 
     def _content(self, name: str, factors: Factors) -> tuple[_Content, int]:
-        """Its factors as requests use them: all that is computed of a file is computed here."""
+        """Convert its factors as requests use them: all that is computed of a file is computed here."""
         denoiser, packed = self._model.family.denoiser, None
         if self._pack is not None:
             lora_file.check_finite(name, factors)
@@ -152,5 +155,5 @@ class LoraFolder(AssetFolder[_Content]):
 
 
 def same(uses: Sequence[ScaledAdapter]) -> tuple[tuple[str, float], ...]:
-    """A key, equal for LoRAs that give equal embeddings."""
+    """Return a key, equal for LoRAs that give equal embeddings."""
     return tuple((use.digest, use.scale) for use in uses)

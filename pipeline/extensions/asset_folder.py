@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -27,6 +27,7 @@ class AssetFolder(ABC, Generic[T]):
     """
 
     kind: ClassVar[str]  # begins messages
+    setting: ClassVar[str] = ""  # limits the memory of its files, if messages name it
     missing: ClassVar[str] = "there is no {} in the folder"  # ends the message for a file that is not there
 
     def __init__(self, folder: Path, capacity: int, *, at_once: int = 1, most_bytes: int | None = None) -> None:
@@ -55,16 +56,18 @@ class AssetFolder(ABC, Generic[T]):
         return self.cache.held
 
     def size_bytes(self) -> int:
-        """That its files take at most in memory."""
+        """Return the memory that its files take at most."""
         return self.cache.capacity
 
-    def take(self, given: Any, *, wait: bool = False) -> Any:
-        """A lease on the files of a checked request's field; None means not yet, as of `AssetCache.take`."""
-        raise TypeError(f"files of kind {self.kind} are not reserved")
+    def check_room(self, assets: Collection[Asset[T]], name: str = "", beside: str = "") -> None:
+        """Raise `ModelError` for files of one request that are larger together than all that may be in memory."""
+        needed = sum(asset.size_bytes for asset in assets)
+        if needed > self.cache.capacity:
+            raise self._too_large(name or " and ".join(asset.name for asset in assets), needed, beside)
 
-    def give(self, lease: Any, *, keep: bool = False) -> None:
-        """End a lease on its `files`; `keep` as in `AssetCache.give`."""
-        self.cache.give(lease.files, keep=keep)
+    def _too_large(self, name: str, needed: int, beside: str = "") -> ModelError:
+        room = f"there is room for {self.cache.capacity} ({self.setting})"
+        return self._error(name, f"needs {needed} bytes{beside}, and {room}")
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"

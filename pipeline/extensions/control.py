@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from contract.control import FIELD, Control
-from contract.errors import Invalid
 from core.ops.cpu import CpuLowering
 from pipeline.extensions import control_file, control_variant
 from pipeline.extensions.asset_cache import Asset, ReadFile
@@ -101,7 +99,7 @@ class ControlLease:
 class ControlFolder(AssetFolder[Branch]):
     """The control networks of one folder for one model, read and packed."""
 
-    kind = "control"
+    kind, setting = "control", "DIPTYCH_CONTROL_MIB"
 
     def __init__(
         self, folder: Path, model: ImageModel, lower: LowerBeside, capacity_bytes: int, *, release: bool = False
@@ -117,69 +115,9 @@ class ControlFolder(AssetFolder[Branch]):
     def names(self) -> list[str]:
         return control_file.offered(self.folder)
 
-    def check(self, controls: Sequence[Control], size: tuple[int, int]) -> None:
-        """Check that the networks exist and fit, and read them; `size` is that of the pictures. Raises `ModelError`,
-        and `Invalid` for pictures that the networks do not read.
-        """
-        networks = {control.model: self.find(control.model) for control in controls}
-        needed = sum(network.size_bytes for network in networks.values())
-        if (room := self.cache.capacity) < needed:
-            reason = f"needs {needed} bytes, and there is room for {room} (DIPTYCH_CONTROL_MIB)"
-            raise self._error(" and ".join(networks), reason)
-        for control in controls:
-            _check_picture(control, networks[control.model].facts, size)
-
-    def request_bytes(self, controls: Sequence[Control], size: tuple[int, int], rows: int, tokens: int) -> int:
-        """That a request of checked controls holds: what each one's picture becomes, keys and values, and each row's
-        first residual of the last deep step.
-        """
-        height, width = (side // self._model.vae_scale for side in (size[1], size[0]))
-        shapes: list[NetworkShape] = [self.cache.known(control.model).facts for control in controls]
-        kept = rows * height * width * int(self._model.denoiser.config.block_out_channels[0])
-        for shape in shapes:
-            kept += rows * tokens * shape.text_width
-            kept += sum(c * -(-height // 2**halved) * -(-width // 2**halved) for c, halved in shape.maps)
-        return self._model.dtype.itemsize * kept
-
-    @torch.inference_mode()
-    def prepare(
-        self,
-        taken: Sequence[ControlNetwork],
-        controls: Sequence[Control],
-        size: tuple[int, int],
-        hidden: torch.Tensor,
-        acts_of: Callable[[Control], tuple[bool, ...]],
-    ) -> RequestControls:
-        """The inputs of all controls, for embeddings [R, T, D]. On the thread that computes. Raises `ModelError`.
-
-        `acts_of` says in which steps each one acts. The pictures of one Union are read together.
-        """
-        named = {network.name: network for network in taken}
-        networks: list[RequestControl] = []
-        adapters: list[RequestAdapter] = []
-        for control in controls:
-            network = named[control.model]
-            branch, acts = self.cache.content(network), acts_of(control)
-            pixels = torch.frombuffer(bytearray(control.pixels), dtype=torch.uint8).view(1, size[1], size[0], 3)
-            if isinstance(branch, AdapterBranch):
-                adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
-                continue
-            picture = Condition(branch.hint(pixels), control.strength, control.mode or 0), acts
-            own = next((n for n, one in enumerate(networks) if branch.kinds and one.network is network), None)
-            if own is not None:
-                networks[own] = replace(networks[own], pictures=(*networks[own].pictures, picture))
-                continue
-            whole = Conditioning({"kv": branch.prepare_text(hidden)}, 0.0)
-            networks.append(RequestControl(network, (picture,), {1: whole.unguided(), whole.rows: whole}))
-        return RequestControls(tuple(networks), tuple(adapters))
-
     def size_bytes(self) -> int:
         files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.names()]
         return min(super().size_bytes(), sum(files))
-
-    def take(self, given: Sequence[Control], *, wait: bool = False) -> ControlLease | None:
-        networks = self.cache.take([*dict.fromkeys(control.model for control in given)], wait=wait)
-        return None if networks is None else ControlLease(networks)
 
     def _stamp(self, name: str) -> Hashable:
         path = control_file.find(self.folder, name)
@@ -193,8 +131,8 @@ class ControlFolder(AssetFolder[Branch]):
         control_file.check_headers(key, control_file.find(self.folder, key))
 
     def _read(self, key: str) -> ReadFile[Branch]:
-        found = control_variant.read(key, control_file.find(self.folder, key), self._model)
-        network = found.network.to(self._model.device).eval().requires_grad_(False)
+        file = control_variant.read(key, control_file.find(self.folder, key), self._model)
+        network = file.network.to(self._model.device).eval().requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         kind = _BRANCHES[type(network).__name__]
         try:
@@ -204,21 +142,7 @@ class ControlFolder(AssetFolder[Branch]):
             raise self._error(key, f"is of another model: {error}") from error
         if self._release and isinstance(branch.lowering, CpuLowering):
             branch.lowering.layers.release()
-        return ReadFile(branch, found.digest, size, _shape(branch, self._model.vae_scale))
-
-
-def _shape(branch: ControlBranch | AdapterBranch, scale: int) -> NetworkShape:
-    multiple = branch.multiple if isinstance(branch, AdapterBranch) else scale
-    return NetworkShape(branch.text_width, tuple(branch.maps), branch.kinds, multiple)
-
-
-def _check_picture(control: Control, shape: NetworkShape, size: tuple[int, int]) -> None:
-    """Raise `Invalid` for a picture of a kind or size that the network does not read."""
-    if shape.kinds and (control.mode is None or control.mode >= shape.kinds):
-        words = f"{control.model} reads {shape.kinds} kinds of pictures: it must be from 0 to {shape.kinds - 1}"
-        raise Invalid(f"{FIELD}.mode", words)
-    if not shape.kinds and control.mode is not None:
-        raise Invalid(f"{FIELD}.mode", f"is for ControlNet-Unions, and {control.model} reads one kind of pictures")
-    if any(side % shape.multiple for side in size):
-        words = f"{control.model} reads pictures whose sides are multiples of {shape.multiple}"
-        raise Invalid("size", f"{words}, not {size[0]}x{size[1]}")
+        scale = self._model.vae_scale
+        multiple = branch.multiple if isinstance(branch, AdapterBranch) else scale
+        shape = NetworkShape(branch.text_width, tuple(branch.maps), branch.kinds, multiple)
+        return ReadFile(branch, file.digest, size, shape)

@@ -1,21 +1,24 @@
-"""Runs control networks for the rows of a step batch, and adds up what they give to each row."""
+"""Control networks in the denoiser's steps: what they add to each row of a deep one, and keep for shallow ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contract.control import FIELD
+from contract.control import FIELD, Control
 from core.transfers import to_device
 from pipeline.extensions.control import ControlNetwork, RequestControl, RequestControls
-from pipeline.request_state import ImageState
+from pipeline.extensions.extension import StepBatch, Steps
 from pipeline.sampling.denoise import BatchGatherer, gather
 from unet_opt.control import Condition
 from unet_opt.inputs import DenoiserInputs
+
+if TYPE_CHECKING:
+    from pipeline.backends.backend import BatchGroup, ImageBackend
+    from pipeline.request_state import ImageState
 
 
 class _Span(NamedTuple):
@@ -33,76 +36,95 @@ class _Rows(NamedTuple):
     conditions: Sequence[Condition]
 
 
-@dataclass(frozen=True, slots=True)
-class RowLimits:
-    """Rows of a control network's forward: at most `most`, and exactly `fixed` where bits depend on it."""
-
-    most: int
-    fixed: int | None
-
-
-class Controlled(NamedTuple):
-    """What is added in a deep step, [B, h, w, C] each for all rows, as `unet_opt.unet.deep` has it."""
-
-    residuals: list[Tensor]
-    adapters: list[Tensor]
-
-
-class ControlRows:
+class ControlSteps(Steps):
     """Evaluates all controls of a deep step, each network once for all of its rows."""
 
     def __init__(self, dtype: torch.dtype, padded: Mapping[str, int], channels: int) -> None:
         """`padded` is as for `BatchGatherer`; `channels` are those of a sample that control networks read."""
+        super().__init__(FIELD, Control.SHARE)
         self._dtype, self._padded, self._channels = dtype, padded, channels
         self._gatherers: dict[ControlNetwork, list[BatchGatherer]] = {}
 
-    def evaluate(self, works: Sequence[ImageState], inputs: DenoiserInputs, limits: RowLimits) -> Controlled | None:
-        """What is added for these requests; None without any control that acts.
+    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+        steps = [(state, lease, state.step + ahead) for state, lease in self._leases(states)]
+        return sum(
+            state.widths[step] * bool(network.conditions(step))
+            for state, lease, step in steps if state.plan[step] for network in lease.controls.networks
+        )  # fmt: skip
+
+    def relaunches(self, states: Sequence[ImageState], group: BatchGroup) -> bool:
+        return any(lease.residual is not None for _, lease in self._leases(states))
+
+    def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
+        """Compute what is added in a deep step, [B, h, w, C] each for all rows, as `unet_opt.unet.deep` has it.
 
         Rows without a control get zeros, which change no bit.
         """
         entries: list[_Rows] = []
         features: list[tuple[_Span, list[Tensor]]] = []
         first = 0
-        for work in works:
-            span, step = _Span(first, work.rows), work.step
-            controls = work.extensions[FIELD].controls if FIELD in work.extensions else RequestControls()
+        for state in batch.states:
+            span, step = _Span(first, state.rows), state.step
+            controls = state.extensions[FIELD].controls if FIELD in state.extensions else RequestControls()
             for control in controls.networks:
                 if conditions := control.conditions(step):
                     entries.append(_Rows(control, span, conditions))
             for adapter in controls.adapters:
                 if adapter.acts[step]:
                     features.append((span, [part * adapter.strength for part in adapter.features]))
-            first += work.rows
+            first += state.rows
         if not entries and not features:
-            return None
-        count, made = len(inputs.sample), self._evaluated(entries, inputs, limits)
-        return Controlled(_summed(count, [(entry.span, made[id(entry.control)]) for entry in entries]),
-                          _summed(count, features))  # fmt: skip
+            return {}
+        count, outputs = len(batch.inputs.sample), self._evaluated(entries, batch)
+        residuals = _summed(count, [(entry.span, outputs[id(entry.control)]) for entry in entries])
+        return {"residuals": residuals, "adapters": _summed(count, features)}
+
+    def keep(self, states: Sequence[ImageState], options: Mapping[str, Any]) -> None:
+        """Copy each request's rows of the first residual to where its shallow steps read it, if one comes next. A retry
+        writes the same again, and nothing reads it before.
+        """
+        residuals, start = options.get("residuals", ()), 0
+        for state in states:
+            end, following = start + state.rows, state.step + 1
+            if (lease := state.extensions.get(FIELD)) is not None:
+                read = lease.controls.networks and following < len(state.plan) and not state.plan[following]
+                lease.residual = residuals[0][start:end].clone() if residuals and read else None
+            start = end
+
+    def evaluate_shallow(self, states: Sequence[ImageState], rows: int) -> dict[str, Any]:
+        """Gather the first residual of each request's last deep step, [B, h, w, C]; zeros of those without."""
+        residuals = [getattr(state.extensions.get(FIELD), "residual", None) for state in states]
+        first = next((residual for residual in residuals if residual is not None), None)
+        if first is None:
+            return {}
+        whole, start = first.new_zeros((rows, *first.shape[1:])), 0
+        for state, residual in zip(states, residuals, strict=True):
+            if residual is not None:
+                whole[start : start + state.rows].copy_(residual[-state.rows :])
+            start += state.rows
+        return {"residual": whole}
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
         self._gatherers.clear()
 
-    def _evaluated(
-        self, entries: Sequence[_Rows], inputs: DenoiserInputs, limits: RowLimits
-    ) -> dict[int, list[Tensor]]:
-        """Of each control its rows' residuals, times its strength."""
+    def _evaluated(self, entries: Sequence[_Rows], batch: StepBatch) -> dict[int, list[Tensor]]:
+        """Compute the residuals of each control's rows, times its strength."""
         networks: dict[ControlNetwork, list[_Rows]] = {}
         for entry in entries:
             networks.setdefault(entry.control.network, []).append(entry)
         self._gatherers = {network: self._gatherers.get(network, []) for network in networks}
-        made: dict[int, list[Tensor]] = {}
+        residuals: dict[int, list[Tensor]] = {}
         for network, own in networks.items():
-            for number, chunk in enumerate(_chunks(own, limits.fixed or limits.most)):
-                found = self._forward(network, number, chunk, inputs, limits.fixed)
+            for number, chunk in enumerate(_chunks(own, batch.fixed or batch.rows)):
+                outputs = self._forward(network, number, chunk, batch.inputs, batch.fixed)
                 start = 0
                 for entry in chunk:
                     end = start + entry.span.rows
                     factor = entry.control.branch.scale(entry.conditions)
-                    made[id(entry.control)] = [part[start:end] * factor for part in found]
+                    residuals[id(entry.control)] = [part[start:end] * factor for part in outputs]
                     start = end
-        return made
+        return residuals
 
     def _forward(
         self, network: ControlNetwork, number: int, chunk: Sequence[_Rows], inputs: DenoiserInputs, fixed: int | None
@@ -126,20 +148,20 @@ class ControlRows:
 
 
 def _chunks(entries: Sequence[_Rows], most: int) -> list[list[_Rows]]:
-    """So many of them together that no chunk has more rows than `most`."""
-    found: list[list[_Rows]] = []
+    """Split them so that no chunk has more rows than `most`."""
+    chunks: list[list[_Rows]] = []
     count = most
     for entry in entries:
         if count + entry.span.rows > most:
-            found.append([])
+            chunks.append([])
             count = 0
-        found[-1].append(entry)
+        chunks[-1].append(entry)
         count += entry.span.rows
-    return found
+    return chunks
 
 
 def _summed(count: int, parts: Sequence[tuple[_Span, Sequence[Tensor]]]) -> list[Tensor]:
-    """The sums over all rows; nothing without any part. Each row's are added in the order given, whatever the batch.
+    """Return the sums over all rows; nothing without any part. Each row adds in the order given, whatever the batch.
 
     Where some have fewer tensors than others, as T2I-Adapters of fewer maps, they add nothing to the rest.
     """

@@ -1,18 +1,17 @@
-"""The cost of extensions in steps of the denoiser: measured apart from the denoiser's own, where there are any."""
+"""The cost of extensions in the denoiser's steps: measured apart from the denoiser's own, where there are any."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.graphs import ExecutableKey
 from pipeline.backends.backend import BatchGroup
 
 if TYPE_CHECKING:
-    from contract.image import ImageParameters
     from pipeline.backends.backend import ExecutionPlan, ImageBackend
-    from pipeline.extensions.extension import Extension
+    from pipeline.extensions.extension import Steps
     from pipeline.request_state import ImageState
 
 WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # of batches that a card's costs are taken from
@@ -28,43 +27,41 @@ class AddedCost(NamedTuple):
 
 
 def added(
-    extensions: Iterable[Extension[Any]], backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan,
-    states: Sequence[ImageState],
+    kinds: Iterable[Steps], backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan, states: Sequence[ImageState],
 ) -> AddedCost:  # fmt: skip
-    """The cost of the next step of these requests."""
-    rows = [(one, count) for one in extensions if (count := one.batch_rows(states, backend, group, plan.rows))]
-    total_s = sum(seconds(one, backend, group.phase, group.size, count) for one, count in rows)
+    """Return the cost of the next step of these requests."""
+    rows = [(kind, count) for kind in kinds if (count := kind.rows(states, backend, plan.rows))]
+    total_s = sum(seconds(kind, backend, group.phase, group.size, count) for kind, count in rows)
     if len(rows) > 1:  # what of it each took is not known
         return AddedCost(total_s, lambda took_s: None)
-    return AddedCost(total_s, *(observer(one.field, backend, group, plan, count) for one, count in rows))
+    return AddedCost(total_s, *(_observer(kind.field, backend, group, plan, count) for kind, count in rows))
 
 
-def seconds(extension: Extension[Any], backend: ImageBackend, phase: str, size: Size, rows: int) -> float:
-    """The cost of so many rows; until one was measured a share of the step's."""
+def seconds(kind: Steps, backend: ImageBackend, phase: str, size: Size, rows: int) -> float:
+    """Return the cost of so many rows; until one was measured a share of the step's."""
     if not rows:
         return 0.0
-    curve = backend.costs.curve(phase, size, False, extension.field)
-    return curve(rows) if curve.measured else extension.share * backend.plan(BatchGroup(phase, size), rows).seconds
+    curve = backend.costs.curve(phase, size, False, kind.field)
+    return curve(rows) if curve.measured else kind.share * backend.plan(BatchGroup(phase, size), rows).seconds
 
 
-def left(
-    extensions: Iterable[Extension[Any]], backend: ImageBackend, size: Size, request: ImageParameters, state: ImageState
-) -> float:
-    """The cost of all steps that are left to a request."""
+def left(kinds: Iterable[Steps], backend: ImageBackend, size: Size, state: ImageState) -> float:
+    """Return the cost of all steps that are left to a request."""
     total_s = 0.0
-    for extension in extensions:
-        if extension.field not in state.extensions:
-            continue
-        phases = map(state.phase, range(state.step, len(state.plan)))
-        rows = Counter(zip(phases, extension.rows_left(request, state, backend), strict=False))
-        total_s += sum(n * seconds(extension, backend, phase, size, count) for (phase, count), n in rows.items())
+    for kind in kinds:
+        if kind.field in state.extensions:
+            rows = Counter(
+                (state.phase(step), kind.rows([state], backend, state.widths[step], step - state.step))
+                for step in range(state.step, len(state.plan))
+            )
+            total_s += sum(n * seconds(kind, backend, phase, size, count) for (phase, count), n in rows.items())
     return total_s
 
 
-def observer(
+def _observer(
     field: str, backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan, rows: int
 ) -> Callable[[float], None]:
-    """Updates an extension's curve with an iteration's seconds, less what its denoiser is expected to take.
+    """Return what updates an extension's curve with an iteration's seconds, less what its denoiser is expected to take.
 
     An iteration faster than its denoiser is expected to be counts as the least share: left out, only those that took
     longer would be seen.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pipeline.extensions.extension import Extension
-from pipeline.text.textual_inversion import EmbeddingFolder, TextualInversion
+from pipeline.text.textual_inversion import EmbeddingFolder
 
 if TYPE_CHECKING:
-    from contract.image import ImageParameters
     from core.config import Settings
     from pipeline.backends.backend import ImageBackend
     from pipeline.families.family import ImageModel
@@ -20,19 +19,17 @@ if TYPE_CHECKING:
 class EmbeddingExtension(Extension[EmbeddingFolder]):
     field = card_field = "embeddings"
 
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: EmbeddingFolder | None = None) -> None:
+        super().__init__(model, backend, folder)
+        self.vocabulary = folder
+
     @classmethod
-    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> EmbeddingFolder | None:
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         widths = model.family.embedding_widths(model)
         if not settings.embeddings_dir or not widths:
-            return None
+            return cls(model, backend)
         most = model.family.text_encoder(model).tokens - 2  # of one chunk, without its start and end
-        return EmbeddingFolder(Path(settings.embeddings_dir), widths, most)
-
-    def requested(self, request: ImageParameters) -> bool:
-        return False
-
-    def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
-        return () if self.folder is None else self.folder.named_in(texts)
+        return cls(model, backend, EmbeddingFolder(Path(settings.embeddings_dir), widths, most))
 
     def digests(self, state: ImageState) -> Mapping[str, str]:
         return state.prompts.embeddings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from contract.image import ImageParameters
-    from contract.picture_input import PictureInput
     from core.config import Settings
     from pipeline.backends.backend import BatchGroup, ImageBackend
     from pipeline.extensions.adapters import ScaledAdapter
     from pipeline.families.family import ImageModel
     from pipeline.request_state import ImageState
     from pipeline.text.conditioning import Conditioner
-    from pipeline.text.textual_inversion import TextualInversion
+    from pipeline.text.textual_inversion import EmbeddingFolder
     from unet_opt.inputs import DenoiserInputs
 
 
@@ -40,7 +39,7 @@ class StepBatch(NamedTuple):
 
 
 class Finish(Protocol):
-    """What remains of a decoded picture, one iteration at a time: `left` of them, of which `done` are over."""
+    """The rest of a decoded picture's work, one iteration at a time: `left` of them, of which `done` are over."""
 
     done: int
 
@@ -52,185 +51,146 @@ class Finish(Protocol):
         ...
 
     def image(self) -> Image:
-        """The whole picture, after the last one."""
+        """Return the whole picture, after the last one."""
         ...
 
 
-class Extension(Generic[F]):
-    """One kind of what requests bring along, under the `field` of their parameters.
+class Steps:
+    """The part of one kind in the denoiser's steps: what it adds to them, and the rows that pay for it."""
 
-    A request's part is a *lease*: whatever `acquire` returns, kept in `ImageState.extensions` until `release`. Every
-    kind overrides the methods that it needs; those of this class stand for a kind without files, costs or steps.
-    """
+    def __init__(self, field: str, share: float) -> None:
+        """`share` of a step of the denoiser is the cost of its rows until one was measured."""
+        self.field, self.share = field, share
 
-    field: ClassVar[str]
-    card_field: ClassVar[str]  # of the model's card: the names that requests may use
-    unconfigured: ClassVar[str] = ""  # why requests are refused without a folder
-    printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
-    waits: ClassVar[bool] = False  # whether `acquire` may have to wait
-    steps: ClassVar[bool] = False  # whether it changes the denoiser's steps
-    share: ClassVar[float] = 0.0  # of a step of the denoiser: what its rows cost until one was measured
-
-    backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
-    conditioner: Conditioner | None = None  # encodes their prompts
-
-    def __init__(self, model: ImageModel, backend: ImageBackend, folder: F | None = None) -> None:
-        """`model` is `backend`'s before its parts were packed. Without a `folder` requests are refused."""
-        self.model = model
-        self.folder = folder
-
-    # -- configuration ----------------------------------------------------------------------------------------------
-
-    @classmethod
-    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
-        """The extension as the settings configure it."""
-        return cls(model, backend, cls._folder_of(settings, model, backend))
-
-    @classmethod
-    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> F | None:
-        """The settings' folder; None if none is set, or the model takes none of its files."""
-        return None
-
-    @classmethod
-    def kept_parts(cls, settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
-        """The parts whose own weights torch reads for it, beside a backend that `packs` adapters or does not."""
-        return set()
-
-    @property
-    def _files(self) -> F:
-        assert self.folder is not None
-        return self.folder
-
-    def names(self) -> Sequence[str]:
-        """The names that requests may use now."""
-        return () if self.folder is None else self.folder.names()
-
-    def held(self) -> Collection[str]:
-        """The names of files that are in memory, if requests wait for files."""
-        return () if self.folder is None or not self.waits else self.folder.held
-
-    def reserved_bytes(self) -> int:
-        """The memory that its files take at most, if requests wait for files."""
-        return 0 if self.folder is None or not self.waits else self.folder.size_bytes()
-
-    def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
-        """Its fields of the card's costs."""
-        return {}
-
-    # -- admission --------------------------------------------------------------------------------------------------
-
-    def requested(self, request: ImageParameters) -> bool:
-        return bool(getattr(request, self.field))
-
-    def _refusal(self) -> str | None:
-        """Why it is not offered; None if it is."""
-        return self.unconfigured if self.folder is None else None
-
-    def check(self, request: ImageParameters) -> Any:
-        """What `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises `Invalid`."""
-        if (why := self._refusal()) is not None:
-            raise Invalid(self.field, why)
-        return self._check_files(request)
-
-    def _check_files(self, request: ImageParameters) -> Any:
-        """The same where it is offered."""
-
-    def size_bytes(self, request: ImageParameters, checked: Any, rows: int, chunks: int) -> int:
-        """What a checked request holds beside its files, with so many chunks of text."""
-        return 0
-
-    def acquire(self, request: ImageParameters, checked: Any, *, wait: bool) -> Any:
-        """A lease on the checked request's files; None: not yet. With `wait` evicted ones are awaited. Reads none."""
-        return self._files.take(getattr(request, self.field), wait=wait)
-
-    def release(self, lease: Any, *, keep: bool = False) -> None:
-        """End a lease; `keep`: it is soon asked for again."""
-        if self.folder is not None:
-            self.folder.give(lease, keep=keep)
+    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+        """Count the rows that pay for it in a forward of `total` rows: the step of these requests that is so many steps
+        `ahead` of the next.
+        """
+        raise NotImplementedError
 
     def group(self, lease: Any) -> tuple[int, ...]:
-        """What requests must have in common to share a forward in which bits depend on it."""
+        """Return what requests must have in common to share a forward in which bits depend on it."""
         return ()
 
-    # -- prompts ----------------------------------------------------------------------------------------------------
-
-    def named_in(self, texts: Mapping[str, str]) -> Sequence[TextualInversion]:
-        """The files that words of these fields name. Raises `Invalid`."""
-        return ()
-
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
-        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
-        lane; may be repeated. Raises `Invalid`.
-        """
-
-    # -- steps ------------------------------------------------------------------------------------------------------
-
-    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
-        """The rows that pay for it in each step that is left to a request."""
-        return ()
-
-    def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
-        """The rows that pay for it in the next step of these requests, a forward of so many rows."""
-        return 0
-
-    def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
-        """Whether it replaces what is compiled or recorded of the next step of these requests."""
+    def relaunches(self, states: Sequence[ImageState], group: BatchGroup) -> bool:
+        """Return whether it replaces what is compiled or recorded of the next step of these requests."""
         return False
 
     def low_rank(self, lease: Any) -> tuple[ScaledAdapter, ...]:
-        """The low-rank branches of the request's rows."""
+        """Return the low-rank branches of the request's rows."""
         return ()
 
     def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
-        """Options of the denoiser in a deep step."""
+        """Compute options of the denoiser in a deep step."""
         return {}
 
     def keep(self, states: Sequence[ImageState], options: Mapping[str, Any]) -> None:
         """Keep of a deep step's options what shallow steps need."""
 
     def evaluate_shallow(self, states: Sequence[ImageState], rows: int) -> dict[str, Any]:
-        """Options of the denoiser in a shallow step."""
+        """Compute options of the denoiser in a shallow step."""
         return {}
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
 
-    # -- pictures ---------------------------------------------------------------------------------------------------
+    def _leases(self, states: Iterable[ImageState]) -> list[tuple[ImageState, Any]]:
+        return [(state, state.extensions[self.field]) for state in states if self.field in state.extensions]
 
+
+class Extension(Generic[F]):
+    """One kind of what requests bring along, under the `field` of their parameters.
+
+    A request's part is a *lease*: whatever `acquire` returns, kept in `ImageState.extensions` until `release`. Every
+    kind overrides the methods that it needs; those of this class stand for a kind that reserves nothing.
+    """
+
+    field: ClassVar[str]
+    card_field: ClassVar[str]  # of the model's card: the names that requests may use
+    model_field: ClassVar[str] = ""  # named in errors of files; "": `field`
+    unconfigured: str = ""  # why requests are refused without a folder
+    supported: ClassVar[str] = ""  # the family's attribute that says whether it takes any; "": all do
+    printed_as: ClassVar[str] = ""  # the fingerprint's key of its files' digests; "": `field`
+    waits: ClassVar[bool] = False  # whether `acquire` may have to wait for room for files
     finishes: ClassVar[bool] = False  # whether decoded pictures go through `finish`
 
-    def finish(self, request: ImageParameters, lease: Any, pixels: torch.Tensor) -> Finish:
-        """What remains of a picture [H, W, 3] in levels, on the CPU."""
-        raise TypeError(f"{type(self).__name__} finishes no picture")
+    steps: Steps | None = None  # None: it does not change the denoiser's steps
+    backend: ImageBackend | None = None  # takes the steps of its requests; None: the main one
+    conditioner: Conditioner | None = None  # encodes their prompts
+    vocabulary: EmbeddingFolder | None = None  # of files that words of prompts name
 
-    def digests(self, state: ImageState) -> Mapping[str, str]:
-        """The digests of the files that a request was drawn with, by their names."""
-        lease = state.extensions.get(self.field)
-        return {} if lease is None else self._lease_digests(lease)
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: F | None = None) -> None:
+        """`model` is `backend`'s before its parts were packed. Without a `folder` requests are refused."""
+        self.model = model
+        self.folder = folder
 
-    def _lease_digests(self, lease: Any) -> Mapping[str, str]:
-        """The same of a lease."""
+    @classmethod
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+        """Create the extension as the settings configure it: without a folder if the model takes none of its files."""
+        raise NotImplementedError
+
+    def names(self) -> Sequence[str]:
+        """List the names that requests may use now."""
+        return () if self.folder is None else self.folder.names()
+
+    def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+        """Return its fields of the card's costs."""
         return {}
 
+    def check(self, request: ImageParameters) -> Any:
+        """Return what `acquire` needs of a request that asks for it. In the caller's thread; reads files. Raises
+        `Invalid`.
+        """
+        if (reason := self._refusal()) is not None:
+            raise Invalid(self.field, reason)
+        with invalid(self.model_field or self.field):
+            return self._check_files(request)
 
-class PictureExtension(Extension[F]):
-    """A kind whose field is a list of pictures, each read by a network of its name, in a part of the steps."""
+    def size_bytes(self, request: ImageParameters, checked: Any, rows: int, chunks: int) -> int:
+        """Return what a checked request holds beside its files, with so many chunks of text."""
+        return 0
 
-    waits, steps = True, True
-    picture: ClassVar[type[PictureInput]]
-    supported: ClassVar[str]  # the family's attribute that says whether it takes any
+    def acquire(self, request: ImageParameters, checked: Any, *, wait: bool) -> Any:
+        """Return a lease on the checked request's files; None: not yet, as of `AssetCache.take`. Reads none."""
+        return checked
+
+    def release(self, lease: Any, *, keep: bool = False) -> None:
+        """End a lease; `keep`: it is soon asked for again."""
+        if self.waits:
+            self._files.cache.give(lease.files, keep=keep)
+
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+        """Make the inputs of the steps, for the prompts' embeddings [R, T, D], unless they are there already. On the
+        lane; may be repeated. Raises `Invalid`.
+        """
+
+    def finish(self, request: ImageParameters, lease: Any, pixels: torch.Tensor) -> Finish:
+        """Return what remains of a picture [H, W, 3] in levels, on the CPU."""
+        raise NotImplementedError
+
+    def digests(self, state: ImageState) -> Mapping[str, str]:
+        """Return the digests of the files that a request was drawn with, by their names."""
+        lease = state.extensions.get(self.field)
+        return {} if lease is None else {file.name: file.digest for file in self._used(lease)}
+
+    def _used(self, lease: Any) -> Iterable[Any]:
+        """Return what has the `name` and `digest` of each file of a lease."""
+        return lease.files  # type: ignore[no-any-return]
 
     def _refusal(self) -> str | None:
+        """Return why it is not offered; None if it is."""
         family = self.model.family
-        if not getattr(family, self.supported):
+        if self.supported and not getattr(family, self.supported):
             return f"is not supported by {family.label}"
-        return super()._refusal()
+        return self.unconfigured if self.folder is None else None
 
-    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> list[int]:
-        pictures: Sequence[PictureInput] = getattr(request, self.field)
-        paid = [self.picture.PAID(acts) for acts in zip(*map(state.acts, pictures), strict=True)]
-        left = slice(state.step, None)
-        return [n * w * deep for n, w, deep in zip(paid[left], state.widths[left], state.plan[left], strict=True)]
+    def _check_files(self, request: ImageParameters) -> Any:
+        """`check` where it is offered. Raises `ModelError` too."""
+
+    @property
+    def _files(self) -> F:
+        assert self.folder is not None
+        return self.folder
 
 
 @contextmanager

@@ -1,43 +1,49 @@
-"""Image prompts of requests: the keys and values that IP-Adapters make of pictures, beside the text's in deep steps."""
+"""Image prompts of requests: the keys and values that IP-Adapters make of pictures, once for each request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from contract.image_prompt import FIELD, ImagePrompt
-from pipeline.backends.phases import DEEP
-from pipeline.extensions.extension import PictureExtension, StepBatch, invalid
-from pipeline.extensions.image_prompt_rows import ImagePromptRows, prompts_of
-from pipeline.extensions.image_prompts import ImagePromptFolder, ImagePromptLease
+from pipeline.extensions.extension import Extension, invalid
+from pipeline.extensions.image_prompt_rows import ImagePromptSteps
+from pipeline.extensions.image_prompts import ImagePromptFolder, ImagePromptLease, RequestImagePrompt
+from pipeline.extensions.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
-    from pipeline.backends.backend import BatchGroup, ImageBackend
+    from pipeline.backends.backend import ImageBackend
     from pipeline.families.family import ImageModel
     from pipeline.request_state import ImageState
 
+_SEEN = 64  # pictures whose tokens are kept
 
-class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
-    field, card_field = FIELD, ImagePrompt.OFFER
+
+class ImagePromptExtension(Extension[ImagePromptFolder]):
+    field, model_field, card_field = FIELD, f"{FIELD}.model", ImagePrompt.OFFER
     unconfigured = "no folder of IP-Adapters is configured (DIPTYCH_IP_ADAPTER_DIR)"
-    share, picture, supported = ImagePrompt.SHARE, ImagePrompt, "image_prompts"
+    supported, waits = "image_prompts", True
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: ImagePromptFolder | None = None) -> None:
         super().__init__(model, backend, folder)
+        self.steps = ImagePromptSteps(self.field)
         self._width = backend.denoiser.text_width
-        self._rows = ImagePromptRows(self.field)
+        self._seen: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
 
     @classmethod
-    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> ImagePromptFolder | None:
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         if not settings.ip_adapter_dir or not model.family.image_prompts:
-            return None
-        dtype, capacity = backend.denoiser.lowering.dtype, settings.ip_adapter_mib * 2**20
-        return ImagePromptFolder(Path(settings.ip_adapter_dir), backend.model, dtype, capacity)
+            return cls(model, backend)
+        path, capacity = Path(settings.ip_adapter_dir), settings.ip_adapter_mib * 2**20
+        return cls(model, backend, ImagePromptFolder(path, backend.model, backend.denoiser.lowering.dtype, capacity))
 
     def _refusal(self) -> str | None:
         family = self.model.family
@@ -46,41 +52,68 @@ class ImagePromptExtension(PictureExtension[ImagePromptFolder]):
         return super()._refusal()
 
     def _check_files(self, request: ImageParameters) -> None:
-        with invalid(f"{self.field}.model"):
-            self._files.check(getattr(request, self.field))
+        for name in dict.fromkeys(prompt.model for prompt in self._prompts(request)):
+            self._files.check_room(self._files.find_pair(name), name, " with its encoder")
 
     def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
-        return self._files.request_bytes(getattr(request, self.field), rows, self._width)
+        """Return the size of keys and values."""
+        return rows * sum(self._tokens(request)) * self._width * self._files.dtype.itemsize
+
+    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> ImagePromptLease | None:
+        encoders = {prompt.model: self._files.encoders[prompt.model] for prompt in self._prompts(request)}
+        keys: list[Hashable] = [*encoders, *dict.fromkeys(encoders.values())]
+        files = self._files.cache.take(keys, wait=wait)
+        if files is None:
+            return None
+        own = dict(zip(keys, files, strict=True))
+        pairs = {name: (own[name], own[encoder]) for name, encoder in encoders.items()}
+        return ImagePromptLease(files, pairs, self._tokens(request))
 
     def release(self, lease: ImagePromptLease, *, keep: bool = False) -> None:
         super().release(lease, keep=keep)
         lease.files = []
 
-    def group(self, lease: ImagePromptLease) -> tuple[int, ...]:
-        return lease.tokens
-
-    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: Tensor) -> None:
         lease: ImagePromptLease = state.extensions[self.field]
-        if lease.prompts:
-            return
-        with invalid(f"{self.field}.model"):
-            lease.prompts = self._files.prepare(lease, getattr(request, self.field), state.most_rows, state.acts)
-        self.release(lease)
+        if not lease.prompts:
+            with invalid(self.model_field), torch.inference_mode():
+                lease.prompts = tuple(self._prepared(lease, prompt, state) for prompt in self._prompts(request))
+            self.release(lease)
 
-    def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
-        """All rows of a forward, whichever have one."""
-        acting = (prompt.acts[state.step] for state in batch for prompt in prompts_of(state, self.field))
-        return rows if group.phase == DEEP and any(acting) else 0
+    def _prepared(self, lease: ImagePromptLease, prompt: ImagePrompt, state: ImageState) -> RequestImagePrompt:
+        """Compute keys and values: of two rows the first reads a picture of nothing, as in diffusers."""
+        pair, rows = lease.pairs[prompt.model], state.most_rows
+        with self._files.errors(prompt.model):
+            adapter, encoder = (self._files.cache.content(asset) for asset in pair)
+        digest = hashlib.sha256(":".join(asset.digest for asset in pair).encode()).hexdigest()[:16]
+        assert not isinstance(adapter, VisionEncoder)
+        tokens = self._pictures_tokens(adapter, encoder, digest, prompt)[-rows:]
+        keys = adapter.keys(tokens, prompt.strength).to(self._files.dtype)
+        return RequestImagePrompt(prompt.model, digest, {1: keys[-1:], rows: keys}, state.acts(prompt))
 
-    def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
-        return group.phase == DEEP and self.field in dict(group.extensions)
+    def _pictures_tokens(self, adapter: Any, encoder: Any, digest: str, prompt: ImagePrompt) -> Tensor:
+        """Return tokens [2, T, D] of a picture of nothing, and of the prompt's, each computed alone; those of the last
+        pictures are kept.
+        """
+        key = (digest, prompt.digest)
+        if key not in self._seen:
+            fitted = encoder.fit(prompt.pixels, (prompt.width, prompt.height))
+            seen = encoder.embed(fitted, fine=adapter.fine)
+            # Without a picture Plus reads a grey one; the other kind an embedding of zeros.
+            nothing = encoder.embed(torch.zeros_like(fitted), fine=True) if adapter.fine else torch.zeros_like(seen)
+            self._seen[key] = torch.cat([adapter.project(nothing), adapter.project(seen)])
+        self._seen.move_to_end(key)
+        while len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return self._seen[key]
 
-    def evaluate(self, batch: StepBatch) -> Mapping[str, list[Any]]:
-        images = self._rows.gather(batch.states, batch.rows, dict(batch.group.extensions).get(self.field, ()))
-        return {"images": images} if images else {}
+    def _prompts(self, request: ImageParameters) -> tuple[ImagePrompt, ...]:
+        prompts: tuple[ImagePrompt, ...] = getattr(request, self.field)
+        return prompts
 
-    def clear_cache(self) -> None:
-        self._rows.clear_cache()
+    def _tokens(self, request: ImageParameters) -> tuple[int, ...]:
+        """Return the number of tokens of each checked prompt."""
+        return tuple(self._files.cache.known(prompt.model).facts.tokens for prompt in self._prompts(request))
 
-    def _lease_digests(self, lease: ImagePromptLease) -> Mapping[str, str]:
-        return {prompt.name: prompt.digest for prompt in lease.prompts}
+    def _used(self, lease: ImagePromptLease) -> Iterable[RequestImagePrompt]:
+        return lease.prompts

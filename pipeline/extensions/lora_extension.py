@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from pipeline.backends.lora import LoraBackend
 from pipeline.backends.phases import KEYS, TEXT
 from pipeline.extensions.adapted import AdaptedModel
 from pipeline.extensions.adapters import LoraFolder, LoraLease, ScaledAdapter, refused, same
-from pipeline.extensions.extension import Extension, invalid
+from pipeline.extensions.extension import Extension, Steps, invalid
 from pipeline.text.conditioning import Conditioner, Told
 from pipeline.text.encode import Encoder
 
@@ -24,71 +24,64 @@ if TYPE_CHECKING:
     from pipeline.request_state import ImageState
 
 
+class LoraSteps(Steps):
+    """The branches of LoRAs in the denoiser's steps."""
+
+    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+        """Count them only where steps are recorded, with graphs of their own: elsewhere their time is any step's."""
+        if not backend.graphs.records:
+            return 0
+        return sum(state.widths[state.step + ahead] for state in states if self._adapts(state, ahead))
+
+    def relaunches(self, states: Sequence[ImageState], group: BatchGroup) -> bool:
+        return any(self._adapts(state) for state in states)
+
+    def low_rank(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
+        return lease.uses
+
+    def _adapts(self, state: ImageState, ahead: int = 0) -> bool:
+        """Return whether the request's LoRAs take part in a step: not on a refiner, since they are the model's own."""
+        lease = state.extensions.get(self.field)
+        return lease is not None and bool(lease.uses) and not state.refines(state.step + ahead)
+
+
 class LoraExtension(Extension[LoraFolder]):
     field, card_field = "lora", "loras"
     unconfigured = "no LoRA folder is configured (DIPTYCH_LORA_DIR)"
-    waits, steps, share = True, True, 0.15
+    waits = True
 
     def __init__(self, model: ImageModel, backend: ImageBackend, folder: LoraFolder | None = None) -> None:
         """Steps run on `backend` if it packs LoRAs, else on a twin of `model`, which keeps its denoiser's weights."""
         super().__init__(model, backend, folder)
-        self._why_none = refused(model, packs=backend.packs)
-        if folder is not None:
-            twin = None if backend.packs else LoraBackend(model, backend.widths)
-            adapted = AdaptedModel(backend.model, denoiser=False) if twin is None else twin.adapted
-            self.backend = twin or backend
-            self.conditioner = AdaptedConditioner(adapted, folder, self.backend)
+        self.steps = LoraSteps(self.field, 0.15)
+        if folder is None:
+            self.unconfigured = refused(model, packs=backend.packs) or self.unconfigured
+            return
+        twin = None if backend.packs else LoraBackend(model, backend.widths)
+        adapted = AdaptedModel(backend.model, denoiser=False) if twin is None else twin.adapted
+        self.backend = twin or backend
+        self.conditioner = AdaptedConditioner(adapted, folder, self.backend)
 
     @classmethod
-    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> LoraFolder | None:
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
         if not settings.lora_dir or refused(model, packs=backend.packs) is not None:
-            return None
+            return cls(model, backend)
         pack = backend.pack_adapter if backend.packs else None
-        return LoraFolder(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack)
-
-    @classmethod
-    def kept_parts(cls, settings: Settings, model: ImageModel, *, packs: bool) -> set[str | None]:
-        family = model.family
-        if not settings.lora_dir or refused(model, packs=packs) is not None:
-            return set()
-        adapted: set[str | None] = {*family.adapters.parts}
-        return adapted - {family.denoiser} if packs else adapted | {family.language_model}
-
-    def _refusal(self) -> str | None:
-        return None if self.folder is not None else self._why_none or self.unconfigured
+        return cls(model, backend, LoraFolder(Path(settings.lora_dir), model, settings.lora_mib * 2**20, pack))
 
     def _check_files(self, request: ImageParameters) -> None:
-        with invalid(self.field):
-            self._files.check(request.lora)
+        self._files.check(request.lora)
+
+    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> LoraLease | None:
+        return self._files.take(request.lora, wait=wait)
 
     def release(self, lease: LoraLease, *, keep: bool = False) -> None:
         super().release(lease, keep=keep)
         if lease.uses and self.backend is not None:
             self.backend.forget_adapters()
 
-    def rows_left(self, request: ImageParameters, state: ImageState, backend: ImageBackend) -> Sequence[int]:
-        return [
-            state.widths[step] if backend.graphs.records and self._adapts(state, step) else 0
-            for step in range(state.step, len(state.plan))
-        ]
-
-    def batch_rows(self, batch: Sequence[ImageState], backend: ImageBackend, group: BatchGroup, rows: int) -> int:
-        """Only where steps are recorded, with graphs of their own. Elsewhere their time counts as any step's."""
-        return sum(state.rows for state in batch if self._adapts(state, state.step)) if backend.graphs.records else 0
-
-    def relaunches(self, batch: Sequence[ImageState], group: BatchGroup) -> bool:
-        return any(self._adapts(state, state.step) for state in batch)
-
-    def _adapts(self, state: ImageState, step: int) -> bool:
-        """Whether the request's LoRAs take part in this step: not on a refiner, since they are the model's own."""
-        lease = state.extensions.get(self.field)
-        return lease is not None and bool(lease.uses) and not state.refines(step)
-
-    def low_rank(self, lease: LoraLease) -> tuple[ScaledAdapter, ...]:
+    def _used(self, lease: LoraLease) -> Iterable[ScaledAdapter]:
         return lease.uses
-
-    def _lease_digests(self, lease: LoraLease) -> Mapping[str, str]:
-        return {use.name: use.digest for use in lease.uses}
 
 
 class AdaptedConditioner(Conditioner):
@@ -105,17 +98,19 @@ class AdaptedConditioner(Conditioner):
         self._backend = backend
         self._uses: tuple[ScaledAdapter, ...] = ()  # of the request under way
 
-    def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
-        """As `Conditioner`; also loads the requests' LoRAs. Raises `Invalid`, naming the LoRA."""
-        made = []
-        for request, state in zip(wanted, works, strict=True):
+    def __call__(
+        self, requests: Sequence[ImageParameters], states: Sequence[ImageState], bucket: int = 0
+    ) -> list[Told]:
+        """Encode as `Conditioner` does; also loads the requests' LoRAs. Raises `Invalid`, naming the LoRA."""
+        conditioned = []
+        for request, state in zip(requests, states, strict=True):
             lease = state.extensions[LoraExtension.field]
             with invalid(LoraExtension.field):
                 lease.uses = self._uses = self._folder.uses(lease)
                 with self._adapted.every(lease.uses):
-                    made += self.conditions([request], bucket, [state.prompts], of=same(lease.uses))
+                    conditioned += self.conditions([request], bucket, [state.prompts], of=same(lease.uses))
         self._uses = ()
-        return made
+        return conditioned
 
     def _prepared(self, hidden: torch.Tensor) -> torch.Tensor:
         keys: torch.Tensor

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 
 class UpscaleExtension(Extension[UpscalerFolder]):
-    """Its leases are the networks themselves, which requests keep from their check on."""
+    """Upscalers, whose leases are the networks themselves, which requests keep from their check on."""
 
     field, card_field, printed_as = FIELD, "upscalers", "upscaler"
     unconfigured = "there is no folder of upscalers (DIPTYCH_UPSCALERS_DIR)"
     finishes = True
 
     @classmethod
-    def _folder_of(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> UpscalerFolder | None:
-        return UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+        folder = UpscalerFolder(Path(settings.upscalers_dir)) if settings.upscalers_dir else None
+        return cls(model, backend, folder)
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
-        """The seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
+        """Return the seconds of a million pixels, of the slowest measured size; 0.0: none was measured."""
         measured = backend.costs.measured().items()
         tiles = {size: seconds[1] for (phase, size, _), seconds in measured if phase == UPSCALE and 1 in seconds}
         device = self.model.device
@@ -47,18 +48,14 @@ class UpscaleExtension(Extension[UpscalerFolder]):
     def _check_files(self, request: ImageParameters) -> Upscaler:
         assert request.upscale is not None
         try:
-            return self._files.checked(request.upscale, request.width, request.height)
+            upscaler = self._files.get(request.upscale.model)
         except ModelError as error:
             raise Invalid(self.field, str(error)) from error
+        request.upscale.check_factor(request.width, request.height, upscaler.factor)
+        return upscaler
 
     def size_bytes(self, request: ImageParameters, checked: Upscaler, rows: int, chunks: int) -> int:
         return checked.size_bytes(request.width, request.height)
-
-    def acquire(self, request: ImageParameters, checked: Upscaler, *, wait: bool) -> Upscaler:
-        return checked
-
-    def release(self, lease: Upscaler, *, keep: bool = False) -> None:
-        """Nothing is reserved."""
 
     def finish(self, request: ImageParameters, lease: Upscaler, pixels: torch.Tensor) -> Upscaling:
         assert request.upscale is not None
@@ -67,5 +64,5 @@ class UpscaleExtension(Extension[UpscalerFolder]):
         size = request.upscale.size(request.width, request.height, lease.factor)
         return Upscaling(lease, pixels, device, dtype, size)
 
-    def _lease_digests(self, lease: Upscaler) -> Mapping[str, str]:
-        return {lease.name: lease.digest}
+    def _used(self, lease: Upscaler) -> Iterable[Upscaler]:
+        return (lease,)

@@ -19,8 +19,6 @@ from pipeline.pixels.vae import to_host
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from contract.upscale import Upscale
-
 _MAX_FILE_BYTES = 2**30
 _KEPT = 4  # networks in memory
 _TILES = {"cpu": 128}  # the side of a tile in pixels: one is an iteration, and others wait for it
@@ -44,7 +42,7 @@ class Upscaler:
         return self.network.shape.factor
 
     def size_bytes(self, width: int, height: int) -> int:
-        """Of an image of this size, enlarged."""
+        """Return the size of an image of these sides, enlarged."""
         return 3 * width * height * self.factor**2
 
 
@@ -57,14 +55,6 @@ class UpscalerFolder(AssetFolder[Upscaler]):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, _KEPT, most_bytes=_MAX_FILE_BYTES)
 
-    def checked(self, upscale: Upscale, width: int, height: int) -> Upscaler:
-        """The network for an image of this size. Raises `ModelError` where it is missing or no network, and `Invalid`
-        for the scale.
-        """
-        upscaler = self.get(upscale.model)
-        upscale.check_factor(width, height, upscaler.factor)
-        return upscaler
-
     def _read(self, key: str) -> ReadFile[Upscaler]:
         data = self._data(key)
         digest = hashlib.sha256(data).hexdigest()
@@ -72,13 +62,13 @@ class UpscalerFolder(AssetFolder[Upscaler]):
 
 
 def corners(width: int, height: int, device: torch.device, side: int | None = None) -> list[tuple[int, int]]:
-    """The upper left corner of each tile of a picture, (y, x); `side`: of other tiles than the device's largest."""
+    """List the upper left corner of each tile of a picture, (y, x); `side`: of other tiles than the device's largest."""
     side = _TILES.get(device.type, _TILE) if side is None else side
     return [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
 
 
 def tile_side(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
-    """The side of a tile in pixels: the device's largest, halved until a forward of this network fits its budget."""
+    """Return a tile's side in pixels: the device's largest, halved until a forward of this network fits its budget."""
     side = _TILES.get(device.type, _TILE)
     budget = _FORWARD_BYTES.get(device.type, _MOST_FORWARD_BYTES)
     while side > _SMALLEST and shape.forward_bytes(side + 2 * _MARGIN, dtype.itemsize) > budget:
@@ -120,14 +110,14 @@ class Upscaling:
         above, before = max(0, top - _MARGIN), max(0, left - _MARGIN)
         seen = self.pixels[above : top + side + _MARGIN, before : left + side + _MARGIN]
         x = seen.permute(2, 0, 1)[None].to(self.device, self.dtype) / 255
-        made = self.upscaler.network.to(self.device, self.dtype)(x)[0].float()
-        levels = to_host(made.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0))
+        enlarged = self.upscaler.network.to(self.device, self.dtype)(x)[0].float()
+        levels = to_host(enlarged.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0))
         top, left, above, before = (factor * at for at in (top, left, above, before))
         target = self.canvas[top : top + factor * side, left : left + factor * side]
         target.copy_(levels[top - above :, left - before :][: target.shape[0], : target.shape[1]])
 
     def image(self) -> Image:
-        """The whole picture, reduced to `size` with the Lanczos filter where that is less."""
+        """Return the whole picture, reduced to `size` with the Lanczos filter where that is less."""
         from PIL import Image
 
         image = Image.fromarray(self.canvas.numpy())

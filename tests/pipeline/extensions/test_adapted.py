@@ -230,7 +230,7 @@ def test_what_loras_add_to_recorded_steps_is_measured_apart(folder: Path, kernel
         request = crank.submit("it", with_lora("a", deepcache=DeepCache(2, "block")))
         while crank.turn():
             if request.work is not None and request.phase in STEPS:
-                left_s.append(left(runner.extensions.values(), runner.backend, size, request.parameters, request.work))
+                left_s.append(left(runner.steps.values(), runner.backend, size, request.work))
         measured = runner.backend.costs.measured().keys()
         assert (("deep", size, False) in measured) is not apart_
         assert (added <= measured) is apart_ and (apart_ or not added & measured)

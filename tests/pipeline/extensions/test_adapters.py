@@ -78,14 +78,14 @@ def test_what_is_in_use_is_kept_and_others_wait_for_room(folder: Path, model: Im
     assert adapters.take("c") is None, "not yet"
     again = adapters.take("a:2,b")
     assert again is not None, "what is there already takes no more room"
-    adapters.give(first)
+    adapters.cache.give(first.files)
     assert adapters.take("c") is None
-    adapters.give(again)
+    adapters.cache.give(again.files)
     third = adapters.take("c")
     assert third is not None
     assert adapters.uses(second)[0].factors is use.factors
     for one_taken in (second, third):
-        adapters.give(one_taken)
+        adapters.cache.give(one_taken.files)
     assert sum(adapters.held.values()) <= 2 * one
 
 
@@ -130,7 +130,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
         adapters.check("a")
     assert adapters.names() == []
     for held in (before, after):
-        adapters.give(held)
+        adapters.cache.give(held.files)
     assert adapters.cache._pinned == 0
 
 
@@ -147,7 +147,7 @@ def test_the_books_balance_whatever_comes(
         if what == "check":
             adapters.check(text)
         elif what == "give" and held:
-            adapters.give(held.pop(0)[1])
+            adapters.cache.give(held.pop(0)[1].files)
         elif what == "take":
             adapters.check(text)
             found = adapters.take(text)
@@ -160,7 +160,7 @@ def test_the_books_balance_whatever_comes(
         assert in_use <= set(adapters.held) and adapters.cache._pinned == len(in_use) * one
         assert sum(adapters.held.values()) <= 3 * one, "one more at most, which was read this moment"
     for _, found in held:
-        adapters.give(found)
+        adapters.cache.give(found.files)
     assert sum(adapters.held.values()) <= 2 * one and adapters.cache._pinned == 0
 
 
@@ -175,7 +175,7 @@ def test_many_threads_at_once(folder: Path, model: ImageModel, one: int) -> None
                 found = adapters.take(name)
                 if found is not None:
                     assert [use.name for use in adapters.uses(found)] == [name]
-                    adapters.give(found)
+                    adapters.cache.give(found.files)
         except BaseException as error:
             failures.append(error)
 

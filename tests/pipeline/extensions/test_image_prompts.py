@@ -167,9 +167,9 @@ def test_their_cost_is_measured_apart_from_the_denoisers(folders: dict[str, Path
     crank = Crank(runner)
     request = crank.submit("one", wanted("plain", prompt("base-0", end=0.5), steps=4))
     crank.turn()
-    own_s = costs_of.left(runner.extensions.values(), runner.backend, (side, side), request.parameters, request.work)
+    own_s = costs_of.left(runner.steps.values(), runner.backend, (side, side), request.work)
     assert own_s == pytest.approx(
-        2 * costs_of.seconds(runner.extensions["image_prompts"], runner.backend, DEEP, (side, side), 2)
+        2 * costs_of.seconds(runner.steps["image_prompts"], runner.backend, DEEP, (side, side), 2)
     )
     crank.run()
 
