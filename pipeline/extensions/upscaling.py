@@ -62,7 +62,7 @@ class UpscalerFolder(AssetFolder[Upscaler]):
 
 
 def corners(width: int, height: int, device: torch.device, side: int | None = None) -> list[tuple[int, int]]:
-    """List the upper left corner of each tile of a picture, (y, x); `side`: of other tiles than the device's largest."""
+    """List the upper left corner of each of a picture's tiles, (y, x); `side`: of others than the device's largest."""
     side = _TILES.get(device.type, _TILE) if side is None else side
     return [(top, left) for top in range(0, height, side) for left in range(0, width, side)]
 
