@@ -27,7 +27,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.extensions import control_file, control_variant
 from pipeline.extensions.asset_cache import Asset
-from pipeline.extensions.control import ControlLease, ControlNetwork, RequestControl, RequestControls
+from pipeline.extensions.control_rows import ControlLease, ControlNetwork, RequestControl, RequestControls
 from pipeline.request_state import ImageState
 from pipeline.runner import ImageRunner
 from pipeline.sampling.denoise import BatchGatherer, Conditioning

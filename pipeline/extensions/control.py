@@ -1,27 +1,43 @@
-"""Control networks of one folder: read when first requested, lowered beside the model, and cached by last use."""
+"""Control networks and T2I-Adapters of requests: read when first requested, lowered beside the model, and cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from contract.control import FIELD, Control
+from contract.errors import Invalid
 from core.ops.cpu import CpuLowering
-from pipeline.extensions import control_file, control_variant
-from pipeline.extensions.asset_cache import Asset, ReadFile
+from pipeline.backends.phases import DEEP
+from pipeline.extensions import control_file, control_variant, costs
+from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.asset_folder import AssetFolder, stamp_of
+from pipeline.extensions.control_rows import (
+    Branch,
+    ControlLease,
+    ControlSteps,
+    RequestAdapter,
+    RequestControl,
+    RequestControls,
+)  # fmt: skip
+from pipeline.extensions.extension import Extension, invalid
 from pipeline.sampling.denoise import Conditioning
 from unet_opt.adapter import AdapterBranch
 from unet_opt.control import Condition, ControlBranch, UnionBranch
 
 if TYPE_CHECKING:
+    from contract.image import ImageParameters
+    from core.config import Settings
     from core.ops.ops import Lowering
+    from pipeline.backends.backend import ImageBackend
     from pipeline.families.family import ImageModel
+    from pipeline.request_state import ImageState
 
-_BRANCHES: Mapping[str, type[ControlBranch | AdapterBranch]] = {
+_BRANCHES: Mapping[str, type[Branch]] = {
     control_file.CONTROLNET: ControlBranch, control_file.UNION: UnionBranch, control_file.ADAPTER: AdapterBranch,
 }  # fmt: skip
 LowerBeside = Callable[[Any], "Lowering"]
@@ -39,61 +55,6 @@ class NetworkShape(NamedTuple):
     maps: tuple[tuple[int, int], ...]
     kinds: int
     multiple: int
-
-
-Branch = ControlBranch | AdapterBranch
-ControlNetwork = Asset[Branch]
-"""A network of the folder as last read."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestControl:
-    """What a ControlNet reads for a request: its pictures, one or for a Union several, each with the steps in which it
-    acts, and keys and values of the text by the request's rows.
-    """
-
-    network: ControlNetwork
-    pictures: tuple[tuple[Condition, tuple[bool, ...]], ...]
-    texts: Mapping[int, Conditioning]  # `kv` [R, T, width]
-
-    def conditions(self, step: int) -> list[Condition]:
-        """Those that act in this step."""
-        return [condition for condition, acts in self.pictures if acts[step]]
-
-    @property
-    def branch(self) -> ControlBranch:
-        assert isinstance(self.network.content, ControlBranch)
-        return self.network.content
-
-
-class RequestAdapter(NamedTuple):
-    """What a T2I-Adapter made of a request's picture, [1, h, w, C] each, and in which steps it is added."""
-
-    features: Sequence[torch.Tensor]
-    strength: float
-    acts: tuple[bool, ...]
-
-
-class RequestControls(NamedTuple):
-    """A request's controls by kind."""
-
-    networks: tuple[RequestControl, ...] = ()
-    adapters: tuple[RequestAdapter, ...] = ()
-
-    @property
-    def any(self) -> bool:
-        return bool(self.networks or self.adapters)
-
-
-@dataclass(slots=True, eq=False)
-class ControlLease:
-    """A request's networks, what they read once its prompts are encoded, and for shallow steps the first residual
-    [rows, h, w, C] of the last deep one.
-    """
-
-    files: list[ControlNetwork]
-    controls: RequestControls = RequestControls()  # noqa: RUF009
-    residual: torch.Tensor | None = None
 
 
 class ControlFolder(AssetFolder[Branch]):
@@ -146,3 +107,96 @@ class ControlFolder(AssetFolder[Branch]):
         multiple = branch.multiple if isinstance(branch, AdapterBranch) else scale
         shape = NetworkShape(branch.text_width, tuple(branch.maps), branch.kinds, multiple)
         return ReadFile(branch, file.digest, size, shape)
+
+
+class ControlExtension(Extension[ControlFolder]):
+    field, model_field, card_field = FIELD, f"{FIELD}.model", Control.OFFER
+    unconfigured = "no folder of control networks is configured (DIPTYCH_CONTROL_DIR)"
+    supported, waits = "controls", True
+    steps: ControlSteps
+
+    def __init__(self, model: ImageModel, backend: ImageBackend, folder: ControlFolder | None = None) -> None:
+        super().__init__(model, backend, folder)
+        family = model.family
+        lengths = family.longest if backend.fixed_shapes else family.padded
+        self.steps = ControlSteps(model.dtype, lengths, model.latent_channels)
+        self._tokens = 0 if folder is None else family.text_encoder(model).tokens
+
+    @classmethod
+    def open(cls, settings: Settings, model: ImageModel, backend: ImageBackend) -> Self:
+        if not settings.control_dir or not model.family.controls:
+            return cls(model, backend)
+        path, capacity = Path(settings.control_dir), settings.control_mib * 2**20
+        return cls(model, backend, ControlFolder(path, backend.model, backend.beside, capacity, release=True))
+
+    def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+        """Return the seconds of one row of a network at the cheapest batch width, by size; empty without a folder."""
+        rows_s = {
+            f"{size[0]}x{size[1]}": min(
+                costs.seconds(self.steps, backend, DEEP, size, rows) / rows for rows in costs.WIDTHS
+            )
+            for size in (sizes if self.folder is not None else ())
+        }
+        return {"control_row_step_s": rows_s}
+
+    def _check_files(self, request: ImageParameters) -> None:
+        networks = {control.model: self._files.find(control.model) for control in request.control}
+        self._files.check_room(networks.values())
+        for control in request.control:
+            _check_picture(control, networks[control.model].facts, (request.width, request.height))
+
+    def size_bytes(self, request: ImageParameters, checked: None, rows: int, chunks: int) -> int:
+        """Return what each control's picture becomes, keys and values, and each row's first residual of a deep step."""
+        height, width = (side // self.model.vae_scale for side in (request.height, request.width))
+        shapes: list[NetworkShape] = [self._files.cache.known(control.model).facts for control in request.control]
+        count = rows * height * width * int(self.model.denoiser.config.block_out_channels[0])
+        for shape in shapes:
+            count += rows * self._tokens * chunks * shape.text_width
+            count += sum(c * -(-height // 2**halved) * -(-width // 2**halved) for c, halved in shape.maps)
+        return self.model.dtype.itemsize * count
+
+    def acquire(self, request: ImageParameters, checked: None, *, wait: bool) -> ControlLease | None:
+        networks = self._files.cache.take([*dict.fromkeys(c.model for c in request.control)], wait=wait)
+        return None if networks is None else ControlLease(networks)
+
+    def prepare(self, request: ImageParameters, state: ImageState, hidden: torch.Tensor) -> None:
+        lease: ControlLease = state.extensions[self.field]
+        if not lease.controls.any:
+            with invalid(self.model_field), torch.inference_mode():
+                lease.controls = self._controls(lease, request, state, hidden)
+
+    def _controls(
+        self, lease: ControlLease, request: ImageParameters, state: ImageState, hidden: torch.Tensor
+    ) -> RequestControls:
+        """Compute the inputs of all controls. The pictures of one Union are read together. Raises `ModelError`."""
+        files = {file.name: file for file in lease.files}
+        networks: list[RequestControl] = []
+        adapters: list[RequestAdapter] = []
+        for control in request.control:
+            network, acts = files[control.model], state.acts(control)
+            branch = self._files.cache.content(network)
+            pixels = torch.frombuffer(bytearray(control.pixels), dtype=torch.uint8)
+            pixels = pixels.view(1, request.height, request.width, 3)
+            if isinstance(branch, AdapterBranch):
+                adapters.append(RequestAdapter(branch.features(pixels), control.strength, acts))
+                continue
+            picture = Condition(branch.hint(pixels), control.strength, control.mode or 0), acts
+            own = next((n for n, other in enumerate(networks) if branch.kinds and other.network is network), None)
+            if own is not None:
+                networks[own] = replace(networks[own], pictures=(*networks[own].pictures, picture))
+                continue
+            whole = Conditioning({"kv": branch.prepare_text(hidden)}, 0.0)
+            networks.append(RequestControl(network, (picture,), {1: whole.unguided(), whole.rows: whole}))
+        return RequestControls(tuple(networks), tuple(adapters))
+
+
+def _check_picture(control: Control, shape: NetworkShape, size: tuple[int, int]) -> None:
+    """Raise `Invalid` for a picture of a kind or size that the network does not read."""
+    if shape.kinds and (control.mode is None or control.mode >= shape.kinds):
+        words = f"{control.model} reads {shape.kinds} kinds of pictures: it must be from 0 to {shape.kinds - 1}"
+        raise Invalid(f"{FIELD}.mode", words)
+    if not shape.kinds and control.mode is not None:
+        raise Invalid(f"{FIELD}.mode", f"is for ControlNet-Unions, and {control.model} reads one kind of pictures")
+    if any(side % shape.multiple for side in size):
+        words = f"{control.model} reads pictures whose sides are multiples of {shape.multiple}"
+        raise Invalid("size", f"{words}, not {size[0]}x{size[1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,15 +11,71 @@ from torch import Tensor
 
 from contract.control import FIELD, Control
 from core.transfers import to_device
-from pipeline.extensions.control import ControlNetwork, RequestControl, RequestControls
+from pipeline.extensions.asset_cache import Asset
 from pipeline.extensions.extension import StepBatch, Steps
-from pipeline.sampling.denoise import BatchGatherer, gather
-from unet_opt.control import Condition
+from pipeline.sampling.denoise import BatchGatherer, Conditioning, gather
+from unet_opt.adapter import AdapterBranch
+from unet_opt.control import Condition, ControlBranch
 from unet_opt.inputs import DenoiserInputs
 
 if TYPE_CHECKING:
     from pipeline.backends.backend import BatchGroup, ImageBackend
     from pipeline.request_state import ImageState
+
+
+Branch = ControlBranch | AdapterBranch
+ControlNetwork = Asset[Branch]
+"""A network of the folder as last read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestControl:
+    """What a ControlNet reads for a request: its pictures, one or for a Union several, each with the steps in which it
+    acts, and keys and values of the text by the request's rows.
+    """
+
+    network: ControlNetwork
+    pictures: tuple[tuple[Condition, tuple[bool, ...]], ...]
+    texts: Mapping[int, Conditioning]  # `kv` [R, T, width]
+
+    def conditions(self, step: int) -> list[Condition]:
+        """Those that act in this step."""
+        return [condition for condition, acts in self.pictures if acts[step]]
+
+    @property
+    def branch(self) -> ControlBranch:
+        assert isinstance(self.network.content, ControlBranch)
+        return self.network.content
+
+
+class RequestAdapter(NamedTuple):
+    """What a T2I-Adapter made of a request's picture, [1, h, w, C] each, and in which steps it is added."""
+
+    features: Sequence[torch.Tensor]
+    strength: float
+    acts: tuple[bool, ...]
+
+
+class RequestControls(NamedTuple):
+    """A request's controls by kind."""
+
+    networks: tuple[RequestControl, ...] = ()
+    adapters: tuple[RequestAdapter, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.networks or self.adapters)
+
+
+@dataclass(slots=True, eq=False)
+class ControlLease:
+    """A request's networks, what they read once its prompts are encoded, and for shallow steps the first residual
+    [rows, h, w, C] of the last deep one.
+    """
+
+    files: list[ControlNetwork]
+    controls: RequestControls = RequestControls()  # noqa: RUF009
+    residual: torch.Tensor | None = None
 
 
 class _Span(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,12 +12,33 @@ from torch import Tensor
 from contract.image_prompt import ImagePrompt
 from core.transfers import to_device
 from pipeline.backends.phases import DEEP
+from pipeline.extensions.asset_cache import Asset
 from pipeline.extensions.extension import StepBatch, Steps
-from pipeline.extensions.image_prompts import ImagePromptLease, RequestImagePrompt
 
 if TYPE_CHECKING:
     from pipeline.backends.backend import BatchGroup, ImageBackend
     from pipeline.request_state import ImageState
+
+
+class RequestImagePrompt(NamedTuple):
+    """The keys and values [R, T, width] of a request's image prompt, by the request's rows; `acts`: in which steps they
+    are read.
+    """
+
+    name: str
+    digest: str  # of the adapter's and the encoder's files
+    keys: Mapping[int, Tensor]
+    acts: tuple[bool, ...]
+
+
+@dataclass(slots=True, eq=False)
+class ImagePromptLease:
+    """A request's adapters until its prompts are encoded, then what they made; and the tokens of each prompt."""
+
+    files: list[Asset[Any]]
+    pairs: Mapping[str, tuple[Asset[Any], Asset[Any]]]  # the same by the adapters' names, each with its encoder
+    tokens: tuple[int, ...]
+    prompts: tuple[RequestImagePrompt, ...] = ()
 
 
 class _Place(NamedTuple):

@@ -35,14 +35,11 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.checkpoints.tiny import SDXLShape
 from pipeline.extensions.adapters import LoraFolder, refused
-from pipeline.extensions.control import ControlFolder
-from pipeline.extensions.control_extension import ControlExtension
+from pipeline.extensions.control import ControlExtension, ControlFolder
 from pipeline.extensions.extension import Extension
-from pipeline.extensions.image_prompt_extension import ImagePromptExtension
-from pipeline.extensions.image_prompts import ImagePromptFolder
+from pipeline.extensions.image_prompts import ImagePromptExtension, ImagePromptFolder
 from pipeline.extensions.lora_extension import LoraExtension
-from pipeline.extensions.upscale_extension import UpscaleExtension
-from pipeline.extensions.upscaling import UpscalerFolder
+from pipeline.extensions.upscaling import UpscaleExtension, UpscalerFolder
 from pipeline.families.family import TinyVae
 from pipeline.runner import ImageRunner
 
