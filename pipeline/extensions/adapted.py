@@ -83,8 +83,8 @@ class AdaptedModel:
         """Drop the last rows' LoRAs. Thread-safe."""
         self._last = None
 
-    def _add(self, at: At, layer: Any, given: tuple[Tensor, ...], made: Tensor) -> None:
-        """A layer's forward hook: `made` [B, …] is its output for the input `given` [B, …]."""
+    def _add(self, at: At, layer: Any, given: tuple[Tensor, ...], output: Tensor) -> None:
+        """A layer's forward hook: `output` [B, …] is its output for the input `given` [B, …]."""
         for share, factor in self._now.get(at, ()):
             x = given[0][share.rows]
             scale = factor.scale * share.scale
@@ -92,9 +92,9 @@ class AdaptedModel:
                 scale = scale.view(-1, *[1] * (x.dim() - 1))
             delta = branch(layer, x, factor, scale)
             if isinstance(share.rows, slice):
-                made[share.rows] += delta
+                output[share.rows] += delta
             else:
-                made.index_add_(0, share.rows, delta)
+                output.index_add_(0, share.rows, delta)
 
 
 def _by_layer(shares: Sequence[_Share]) -> _Table:
@@ -112,18 +112,18 @@ def _each(owners: Owners) -> list[_Share]:
 
 def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
     """One share per LoRA, with all rows that use it: the fewest products."""
-    wanted: dict[int, list[tuple[int, ScaledAdapter]]] = {}
+    groups: dict[int, list[tuple[int, ScaledAdapter]]] = {}
     for row, uses in enumerate(owners):
         for use in uses:
-            wanted.setdefault(id(use.factors), []).append((row, use))
+            groups.setdefault(id(use.factors), []).append((row, use))
     shares = []
-    for found in wanted.values():
-        numbers, scales = [row for row, _ in found], [use.scale for _, use in found]
+    for entries in groups.values():
+        numbers, scales = [row for row, _ in entries], [use.scale for _, use in entries]
         first, end = numbers[0], numbers[-1] + 1
         whole = end - first == len(numbers)
         rows = slice(first, end) if whole else torch.tensor(numbers, device=device)
         scale = scales[0] if len({*scales}) == 1 else torch.tensor(scales, device=device, dtype=dtype)
-        shares.append(_Share(rows, scale, found[0][1].factors))
+        shares.append(_Share(rows, scale, entries[0][1].factors))
     return shares
 
 

@@ -20,8 +20,8 @@ def edges(pixels: NDArray[np.uint8], low: int = LOW, high: int = HIGH) -> NDArra
     channel = norms.argmax(axis=2)[..., None]
     dx, dy, norm = (np.take_along_axis(one, channel, axis=2)[..., 0] for one in (dx, dy, norms))
     peaks = _peaks(dx, dy, norm) & (norm > low)
-    found = _connected(peaks, peaks & (norm > high))
-    return np.repeat((found * np.uint8(255))[..., None], 3, axis=2)
+    kept = _connected(peaks, peaks & (norm > high))
+    return np.repeat((kept * np.uint8(255))[..., None], 3, axis=2)
 
 
 def _sobel(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -54,11 +54,11 @@ def _connected(weak: NDArray[np.bool_], strong: NDArray[np.bool_]) -> NDArray[np
     """The weak pixels that a chain of neighbours, of eight each, connects with a strong one."""
     width = weak.shape[1] + 2
     open_ = np.pad(weak & ~strong, 1).ravel()
-    found = np.pad(strong, 1).ravel()
+    reached = np.pad(strong, 1).ravel()
     around = np.array([row * width + column for row in (-1, 0, 1) for column in (-1, 0, 1) if row or column])
-    front = np.flatnonzero(found)
+    front = np.flatnonzero(reached)
     while front.size:
         near = (front[:, None] + around).ravel()
         front = np.unique(near[open_[near]])
-        open_[front], found[front] = False, True
-    return found.reshape(-1, width)[1:-1, 1:-1]
+        open_[front], reached[front] = False, True
+    return reached.reshape(-1, width)[1:-1, 1:-1]

@@ -203,16 +203,16 @@ def _renamed(weights: dict[str, Any], config: Mapping[str, Any]) -> dict[str, An
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _check_fit(name: str, found: Mapping[str, Any], network: Any) -> None:
+def _check_fit(name: str, state: Mapping[str, Any], network: Any) -> None:
     """Raise `ModelError` for a weight that is missing, of another shape, not finite, or unknown to the network."""
-    wanted = network.state_dict()
-    for key, tensor in wanted.items():
-        if key not in found:
+    expected = network.state_dict()
+    for key, tensor in expected.items():
+        if key not in state:
             raise ModelError(f"{name}: is of another model: it has no weights for {key}")
-        if found[key].shape != tensor.shape:
-            shapes = f"{list(found[key].shape)}, not {list(tensor.shape)}"
+        if state[key].shape != tensor.shape:
+            shapes = f"{list(state[key].shape)}, not {list(tensor.shape)}"
             raise ModelError(f"{name}: is of another model: {key} is {shapes}")
-        if not found[key].isfinite().all():
+        if not state[key].isfinite().all():
             raise ModelError(f"{name}: {key} has values that are not finite")
-    if unknown := sorted(found.keys() - wanted.keys()):
+    if unknown := sorted(state.keys() - expected.keys()):
         raise ModelError(f"{name}: is of another model: it has no use for {unknown[0]}")

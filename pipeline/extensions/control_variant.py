@@ -37,11 +37,11 @@ def read(name: str, path: Path, model: ImageModel) -> ControlFile:
     where = variant_of(path, name, model.precision)
     if where is None:
         return control_file.read(name, path, model, model.dtype)
-    found = control_file.read(name, path, model, torch.float32)
+    file = control_file.read(name, path, model, torch.float32)
     try:
-        manifest = store.load_(found.network, where, source=found.digest)
+        manifest = store.load_(file.network, where, source=file.digest)
     except store.QuantizedStoreError as error:
         raise ModelError(f"{name}: {str(error).replace(str(where), where.name)}", kind="control") from error
-    found.network.to(dtype=model.dtype)
-    told = f"{found.digest}:{manifest.scheme}:{manifest.recipe}:{manifest.sha256}"
-    return ControlFile(found.network, hashlib.sha256(told.encode()).hexdigest()[:16])
+    file.network.to(dtype=model.dtype)
+    identity = f"{file.digest}:{manifest.scheme}:{manifest.recipe}:{manifest.sha256}"
+    return ControlFile(file.network, hashlib.sha256(identity.encode()).hexdigest()[:16])

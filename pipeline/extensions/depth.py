@@ -62,8 +62,8 @@ class DepthEstimator:
         from PIL.Image import fromarray
 
         given, size = self._processor(images=fromarray(pixels), return_tensors="pt"), pixels.shape[:2]
-        (made,) = self._processor.post_process_depth_estimation(self._network(**given), [size])
-        depth: NDArray[np.float32] = made["predicted_depth"].float().numpy()
+        (output,) = self._processor.post_process_depth_estimation(self._network(**given), [size])
+        depth: NDArray[np.float32] = output["predicted_depth"].float().numpy()
         if self._distances:
             depth = np.reciprocal(np.maximum(depth, np.float32(_NEAREST)))
         depth = depth - depth.min()

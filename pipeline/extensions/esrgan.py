@@ -122,8 +122,8 @@ class RRDBNet(nn.Module):
         h = h + self.conv_body(self.body(h))
         for name in self.ups:
             h = F.leaky_relu(self.get_submodule(name)(F.interpolate(h, scale_factor=2, mode="nearest")), _SLOPE)
-        made: Tensor = self.conv_last(F.leaky_relu(self.conv_hr(h), _SLOPE))
-        return made[..., :height, :width]
+        output: Tensor = self.conv_last(F.leaky_relu(self.conv_hr(h), _SLOPE))
+        return output[..., :height, :width]
 
 
 def read(name: str, data: bytes) -> RRDBNet:
@@ -142,15 +142,15 @@ def _renamed(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     wrapper = next((each for each in _WRAPPERS if any(key.startswith(each) for key in state)), "")
     own = {key.removeprefix(wrapper): (key, tensor) for key, tensor in state.items() if key.startswith(wrapper)}
     numbers = sorted({int(match[1]) for key in own if (match := _NUMBERED.fullmatch(key))})
-    found: dict[str, tuple[str, Tensor]] = {}
+    layers: dict[str, tuple[str, Tensor]] = {}
     for key, (given, tensor) in own.items():
         target = _name(key, numbers)
         if target is None:
             raise ValueError(f"{given[:200]} is no part of an ESRGAN network (RRDBNet); it is of another architecture")
-        if target in found:
-            raise ValueError(f"{given[:200]} and {found[target][0][:200]} are the same layer")
-        found[target] = given, tensor
-    return found
+        if target in layers:
+            raise ValueError(f"{given[:200]} and {layers[target][0][:200]} are the same layer")
+        layers[target] = given, tensor
+    return layers
 
 
 def _name(key: str, numbers: list[int]) -> str | None:
@@ -175,49 +175,49 @@ def _name(key: str, numbers: list[int]) -> str | None:
     return None
 
 
-def _network(found: Mapping[str, tuple[str, Tensor]]) -> RRDBNet:
+def _network(layers: Mapping[str, tuple[str, Tensor]]) -> RRDBNet:
     """The network of these weights. Raises ValueError, naming a key, for ones that do not fit together."""
     with torch.device("meta"):
-        network = RRDBNet(_shape(found))
-    wanted = network.state_dict()
-    for name, tensor in wanted.items():
-        if name not in found:
+        network = RRDBNet(_shape(layers))
+    expected = network.state_dict()
+    for name, tensor in expected.items():
+        if name not in layers:
             raise ValueError(f"{name} is missing")
-        key, given = found[name]
+        key, given = layers[name]
         if given.shape != tensor.shape or not given.is_floating_point():
             raise ValueError(f"{key} is {given.dtype} {[*given.shape]}, and must be {[*tensor.shape]} in floats")
         if not bool(torch.isfinite(given).all()):
             raise ValueError(f"{key} holds what is no finite number")
-    for name, (key, _) in found.items():
-        if name not in wanted:
+    for name, (key, _) in layers.items():
+        if name not in expected:
             raise ValueError(f"{key[:200]} is more than the network has")
-    network.load_state_dict({name: given.float() for name, (_, given) in found.items()}, assign=True)
+    network.load_state_dict({name: given.float() for name, (_, given) in layers.items()}, assign=True)
     return network.eval().requires_grad_(False)
 
 
-def _shape(found: Mapping[str, tuple[str, Tensor]]) -> Shape:
+def _shape(layers: Mapping[str, tuple[str, Tensor]]) -> Shape:
     """The dimensions by the weights' own. Raises ValueError, naming a key."""
-    first, growing = (_weight(found, name) for name in ("conv_first", "body.0.rdb1.conv1"))
+    first, growing = (_weight(layers, name) for name in ("conv_first", "body.0.rdb1.conv1"))
     filters, channels = first.shape[:2]
     unshuffle = {_COLOURS * side**2: side for side in (1, 2, 4)}.get(channels)
     if unshuffle is None:
-        raise ValueError(f"{found['conv_first.weight'][0]} reads {channels} channels, and not RGB")
-    blocks = {int(name.split(".")[1]) for name in found if name.startswith("body.")}
-    doublings = sum(re.fullmatch(r"conv_up\d\.weight", name) is not None for name in found)
+        raise ValueError(f"{layers['conv_first.weight'][0]} reads {channels} channels, and not RGB")
+    blocks = {int(name.split(".")[1]) for name in layers if name.startswith("body.")}
+    doublings = sum(re.fullmatch(r"conv_up\d\.weight", name) is not None for name in layers)
     shape = Shape(filters, growing.shape[0], len(blocks), doublings, unshuffle)
     if max(filters, shape.growth) > _MOST_CHANNELS or shape.blocks > _MOST_BLOCKS:
         given = f"{filters} filters, {shape.growth} more in each layer and {shape.blocks} blocks"
         raise ValueError(f"it has {given}; at most {_MOST_CHANNELS}, {_MOST_CHANNELS} and {_MOST_BLOCKS} are supported")
     if not 1 <= 2**doublings / unshuffle <= MAX_SCALE:
-        raise ValueError(f"{found['conv_first.weight'][0]}: it enlarges {2**doublings / unshuffle:g} times")
+        raise ValueError(f"{layers['conv_first.weight'][0]}: it enlarges {2**doublings / unshuffle:g} times")
     return shape
 
 
-def _weight(found: Mapping[str, tuple[str, Tensor]], name: str) -> Tensor:
+def _weight(layers: Mapping[str, tuple[str, Tensor]], name: str) -> Tensor:
     """The weight of this convolution, of four dimensions."""
-    if f"{name}.weight" not in found:
+    if f"{name}.weight" not in layers:
         raise ValueError(f"{name}.weight is missing: it is no ESRGAN network (RRDBNet)")
-    key, weight = found[f"{name}.weight"]
+    key, weight = layers[f"{name}.weight"]
     if weight.dim() != 4:
         raise ValueError(f"{key} is {[*weight.shape]}, and no convolution")
     return weight

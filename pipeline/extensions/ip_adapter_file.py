@@ -89,20 +89,20 @@ def find_encoder(folder: Path, name: str, file: Path, adapter: AdapterFacts) -> 
     That is the first whose widths fit, of `image_encoder` beside the file, of other encoders in the folder, and of
     `models/image_encoder` beside the folder, where the authors' repository has that of most of its adapters.
     """
-    found = []
+    reasons = []
     for where in _encoders(folder, file):
         try:
             known = vision.widths(where)
         except ModelError as error:  # another may fit all the same
-            found.append(str(error).replace(str(where), where.name))
+            reasons.append(str(error).replace(str(where), where.name))
             continue
         if known is None:
             continue
         if adapter.channels == (known.hidden if adapter.fine else known.embedding):
             return where
-        found.append(f"{where.name} gives {known.hidden if adapter.fine else known.embedding}")
+        reasons.append(f"{where.name} gives {known.hidden if adapter.fine else known.embedding}")
     reads = f"reads {'hidden states' if adapter.fine else 'embeddings'} of {adapter.channels} channels"
-    why = "; ".join(found) if found else f"there is no encoder: a folder {ENCODER} with config.json, beside it"
+    why = "; ".join(reasons) if reasons else f"there is no encoder: a folder {ENCODER} with config.json, beside it"
     raise _error(name, f"{reads}, and {why}")
 
 
@@ -171,19 +171,19 @@ def _check_shapes(name: str, header: Header, unet: Any) -> None:
 
     layers = layer_shapes(unet)
     width = layers[0][1]
-    wanted = _projection_shapes(header.shapes, width)
+    expected = _projection_shapes(header.shapes, width)
     for number, own in enumerate(layers):
-        wanted |= {f"{_KEYS}{2 * number + 1}.to_{part}_ip.weight": own for part in "kv"}
-    for key, shape in wanted.items():
-        found = header.shapes.get(key)
-        if found is None:
+        expected |= {f"{_KEYS}{2 * number + 1}.to_{part}_ip.weight": own for part in "kv"}
+    for key, shape in expected.items():
+        actual = header.shapes.get(key)
+        if actual is None:
             raise ModelError(f"{name}: is of another model: it has no weights for {key}")
-        if found != shape:
-            raise ModelError(f"{name}: is of another model: {key} is {[*found]}, not {[*shape]}")
-    if unknown := sorted(header.shapes.keys() - wanted.keys()):
+        if actual != shape:
+            raise ModelError(f"{name}: is of another model: {key} is {[*actual]}, not {[*shape]}")
+    if unknown := sorted(header.shapes.keys() - expected.keys()):
         raise ModelError(f"{name}: is of another model: it has no use for {unknown[0]}")
-    if _FINE in wanted and wanted[_FINE][1] > MAX_TOKENS:
-        raise ModelError(f"{name}: {_FINE} has {wanted[_FINE][1]} tokens; at most {MAX_TOKENS} are supported")
+    if _FINE in expected and expected[_FINE][1] > MAX_TOKENS:
+        raise ModelError(f"{name}: {_FINE} has {expected[_FINE][1]} tokens; at most {MAX_TOKENS} are supported")
 
 
 def _projection_shapes(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, tuple[int, ...]]:
@@ -247,9 +247,9 @@ def _linear(own: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, int, int]
 
     channels = own["proj.weight"].shape[1]
     with torch.device("meta"):
-        made = ImageProjection(channels, own["norm.weight"].shape[0], _TOKENS)
-    made.load_state_dict({key.replace("proj.", "image_embeds."): t for key, t in own.items()}, assign=True)
-    return made, _TOKENS, channels
+        projection = ImageProjection(channels, own["norm.weight"].shape[0], _TOKENS)
+    projection.load_state_dict({key.replace("proj.", "image_embeds."): t for key, t in own.items()}, assign=True)
+    return projection, _TOKENS, channels
 
 
 def _resampler(own: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, int, int]:
@@ -262,7 +262,7 @@ def _resampler(own: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, int, i
     depth = sum(key.endswith(".to_q.weight") for key in own)
     heads = own["layers.0.0.to_q.weight"].shape[0] // _HEAD
     with torch.device("meta"):
-        made = IPAdapterPlusImageProjection(channels, width, hidden, depth, _HEAD, heads, tokens)
+        projection = IPAdapterPlusImageProjection(channels, width, hidden, depth, _HEAD, heads, tokens)
     state: dict[str, torch.Tensor] = {}
     for key, tensor in own.items():
         match = re.match(r"(layers\.\d+\.)(.*)", key)
@@ -273,5 +273,5 @@ def _resampler(own: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, int, i
         else:
             ours, theirs = next((new, old) for old, new in _RESAMPLER if match[2].startswith(old))
             state[match[1] + ours + match[2].removeprefix(theirs)] = tensor
-    made.load_state_dict(state, strict=True, assign=True)
-    return made, tokens, channels
+    projection.load_state_dict(state, strict=True, assign=True)
+    return projection, tokens, channels

@@ -39,23 +39,23 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
         named = names.read(text)
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
-    found: list[Lora] = []
+    loras: list[Lora] = []
     for name, scale in named:
         if not folder:
             raise ModelError(f"{name}: no folder is named to look in", kind="lora")
         path = Path(folder).expanduser() / f"{name}{SUFFIX}"
         if not path.is_file():
             raise ModelError(f"{name}: there is no {path}", kind="lora")
-        found.append(Lora(name, path, scale))
-    return tuple(found)
+        loras.append(Lora(name, path, scale))
+    return tuple(loras)
 
 
 def digest(model: str, loras: Sequence[Lora]) -> str:
     """The digest of the merged weights, where `model` is the unmerged ones'. Raises `ModelError`."""
-    made = hashlib.sha256(model.encode())
+    sha256 = hashlib.sha256(model.encode())
     for lora in loras:
-        made.update(f"{hashlib.sha256(lora.data()).hexdigest()}:{lora.scale!r}".encode())
-    return made.hexdigest()
+        sha256.update(f"{hashlib.sha256(lora.data()).hexdigest()}:{lora.scale!r}".encode())
+    return sha256.hexdigest()
 
 
 def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -> None:

@@ -190,10 +190,10 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
         raise ValueError(f"{name} is a {type(module).__name__}, which takes none")
     if isinstance(module, nn.Conv2d | ScaledConv2d) and down.dim() == 2 and down.shape[1] == math.prod(sizes[0][1:]):
         down = down.reshape(sizes[0])  # LyCORIS's convolutions as matrices
-    for given, wanted in zip((down, up), sizes, strict=True):
+    for given, expected in zip((down, up), sizes, strict=True):
         # Trailing dimensions of one make no difference: a linear layer is a 1×1 convolution.
-        if not rank or _bare(given.shape) != _bare(wanted):
-            raise ValueError(f"{_shown(name)} has {[*given.shape]}, and this model needs {[*wanted]}")
+        if not rank or _bare(given.shape) != _bare(expected):
+            raise ValueError(f"{_shown(name)} has {[*given.shape]}, and this model needs {[*expected]}")
     return down.reshape(sizes[0]), up.reshape(sizes[1])
 
 

@@ -56,20 +56,20 @@ def as_pairs(state: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
             kinds[prefix] = _KINDS[ending]
     if not kinds:
         return dict(state)
-    made: dict[str, Tensor] = {}
+    pairs: dict[str, Tensor] = {}
     layers: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in kinds}
     for key, tensor in state.items():
         prefix, ending = _split(key)
         if prefix in kinds and (ending in _OTHERS or _KINDS.get(ending) == kinds[prefix]):
             layers[prefix][ending] = tensor
         else:
-            made[key] = tensor
+            pairs[key] = tensor
     for prefix, factors in layers.items():
         down, up, scale = _pair(prefix, kinds[prefix], factors, most)
         most -= down.numel() + up.numel()
-        made[f"{prefix}.lora_down.weight"], made[f"{prefix}.lora_up.weight"] = down, up
-        made[f"{prefix}.alpha"] = torch.tensor(scale * down.shape[0])
-    return made
+        pairs[f"{prefix}.lora_down.weight"], pairs[f"{prefix}.lora_up.weight"] = down, up
+        pairs[f"{prefix}.alpha"] = torch.tensor(scale * down.shape[0])
+    return pairs
 
 
 def _split(key: str) -> tuple[str, str]:
@@ -109,10 +109,10 @@ def _loha(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
     if _thin(*one.shape, rank, most):
         up = (one.up[:, :, None] * two.up[:, None, :]).flatten(1)
         down = (one.down.flatten(1)[:, None] * two.down.flatten(1)[None, :]).view(rank, *one.down.shape[1:])
-        made = _Factor(up, down)
+        factor = _Factor(up, down)
     else:
-        made = _whole((one.dense * two.dense).view(-1, *one.down.shape[1:]))
-    return made, f["hada_w1_b"].shape[0]
+        factor = _whole((one.dense * two.dense).view(-1, *one.down.shape[1:]))
+    return factor, f["hada_w1_b"].shape[0]
 
 
 def _lokr(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
@@ -143,14 +143,14 @@ def _locon(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
 def _product(core: Tensor | None, a: Tensor, b: Tensor, most: int) -> _Factor:
     """a [out, r] · b [r, …]; with LyCORIS's core [r, r, height, width] Σ core · a · b, where a is [r, out]."""
     if core is None:
-        made = _Factor(a, b)
+        factor = _Factor(a, b)
     else:
         if core.shape[0] * b.shape[1] * core.shape[2] * core.shape[3] > most:
             raise PairTooLargeError
-        made = _Factor(a.T, torch.einsum("ijkl,jc->ickl", core, b).contiguous())
-    if made.up.dim() != 2 or made.down.dim() not in (2, 4) or made.up.shape[1] != made.down.shape[0]:
+        factor = _Factor(a.T, torch.einsum("ijkl,jc->ickl", core, b).contiguous())
+    if factor.up.dim() != 2 or factor.down.dim() not in (2, 4) or factor.up.shape[1] != factor.down.shape[0]:
         raise ValueError("two ranks")
-    return made
+    return factor
 
 
 def _whole(weight: Tensor) -> _Factor:

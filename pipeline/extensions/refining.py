@@ -56,31 +56,33 @@ def check_pair(refiner: ImageModel, base: ImageModel) -> None:
     if base.family.label != refiner.family.refines or base.inpaints:
         raise ModelError(f"{refiner.name}: refines SDXL's pictures, and {base.name} is no SDXL that draws any")
     for name in _LATENTS:
-        found, wanted = (getattr(model.vae.config, name, None) for model in (refiner, base))
-        if found != wanted:
-            raise ModelError(f"{refiner.name}: its VAE's {name} is {found}, and that of {base.name} is {wanted}")
+        own, expected = (getattr(model.vae.config, name, None) for model in (refiner, base))
+        if own != expected:
+            raise ModelError(f"{refiner.name}: its VAE's {name} is {own}, and that of {base.name} is {expected}")
     if refiner.vae_scale != base.vae_scale:
         raise ModelError(f"{refiner.name}: it has {refiner.vae_scale} pixels per latent, {base.name} {base.vae_scale}")
 
 
-def table(base: ImageModel, refiner: ImageModel, wanted: ImageParameters, sampler: str) -> tuple[SamplerTable, int]:
+def table(base: ImageModel, refiner: ImageModel, parameters: ImageParameters, sampler: str) -> tuple[SamplerTable, int]:
     """The table of both models' steps, and the first step of the refiner, which begins without the base's history.
 
     Of an edit both are counted from its first step. Raises `Invalid` for a share that leaves one of them no step, and
     ValueError as `ImageModel.sampler_table`.
     """
-    assert wanted.refiner is not None
-    start, skipped = wanted.refiner.start, wanted.skipped
+    assert parameters.refiner is not None
+    start, skipped = parameters.refiner.start, parameters.skipped
 
     def steps(model: ImageModel, begin: int = 0) -> SamplerTable:
-        return model.sampler_table(sampler, wanted.steps, (wanted.width, wanted.height), begin, wanted.schedule)
+        return model.sampler_table(
+            sampler, parameters.steps, (parameters.width, parameters.height), begin, parameters.schedule
+        )
 
     whole = steps(base)
     at = _begin(whole, start, base)
     if not skipped < at < whole.steps:
         who = "the model itself" if at <= skipped else "the refiner"
-        made = f", of which this strength makes the last {wanted.made}," if skipped else ""
-        raise Invalid(f"{FIELD}.from", f"{start:g} of {whole.steps} steps{made} leaves {who} no step")
+        words = f", of which this strength makes the last {parameters.made}," if skipped else ""
+        raise Invalid(f"{FIELD}.from", f"{start:g} of {whole.steps} steps{words} leaves {who} no step")
     if not torch.equal(steps(refiner).timesteps, whole.timesteps):
         raise Invalid(FIELD, f"{refiner.name} has other timesteps than {base.name} with this sampler and schedule")
     return joined(steps(base, skipped), steps(refiner, at), at - skipped), at - skipped

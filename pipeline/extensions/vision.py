@@ -36,10 +36,10 @@ def widths(folder: Path) -> EncoderWidths | None:
     if not is_file(folder / "config.json"):
         return None
     config = folders.read_json(folder / "config.json")
-    found = config.get("projection_dim"), config.get("hidden_size")
-    if config.get("model_type") != _KIND or not all(isinstance(one, int) for one in found):
+    widths = config.get("projection_dim"), config.get("hidden_size")
+    if config.get("model_type") != _KIND or not all(isinstance(width, int) for width in widths):
         return None
-    return EncoderWidths(*found)  # type: ignore[arg-type]
+    return EncoderWidths(*widths)  # type: ignore[arg-type]
 
 
 class VisionEncoder:
@@ -82,9 +82,9 @@ class VisionEncoder:
     def embed(self, fitted: Tensor, *, fine: bool) -> Tensor:
         """The projected embedding [1, C]; `fine`: the hidden states behind the last layer but one, [1, patches, C]."""
         own = self._network.visual_projection.weight
-        made = self._network(fitted.to(own.device, own.dtype), output_hidden_states=fine)
-        found: Tensor = made.hidden_states[-2] if fine else made.image_embeds
-        return found
+        output = self._network(fitted.to(own.device, own.dtype), output_hidden_states=fine)
+        embedding: Tensor = output.hidden_states[-2] if fine else output.image_embeds
+        return embedding
 
 
 def _middle(image: Image, most: int) -> Image:
@@ -98,8 +98,8 @@ def _normalization(folder: Path) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of the encoder's pixels, as its processor's config has them."""
     path = folder / "preprocessor_config.json"
     config = folders.read_json(path) if path.is_file() else {}
-    found = config.get("image_mean", [*_MEAN]), config.get("image_std", [*_STD])
-    for each in found:
+    values = config.get("image_mean", [*_MEAN]), config.get("image_std", [*_STD])
+    for each in values:
         if not isinstance(each, list) or len(each) != 3 or not all(isinstance(one, int | float) for one in each):
             raise ModelError(f"{path}: image_mean and image_std must be 3 numbers")
-    return found
+    return values

@@ -90,18 +90,18 @@ def _views(data: bytes) -> dict[str, Tensor]:
     table, start = table_of(data)
     if len(data) - start != table.size_bytes:
         raise ValueError(f"it has {len(data) - start} bytes of tensors, and {table.size_bytes} are in its header")
-    made: dict[str, Tensor] = {}
+    views: dict[str, Tensor] = {}
     buffer = np.frombuffer(data, np.uint8, offset=start).copy()
     for name, entry in table.tensors.items():
         if entry.dtype not in types:
             raise ValueError(f"{name[:100]!a} is of type {entry.dtype[:20]!a}")
         dtype, shape, count = types[entry.dtype], entry.shape, math.prod(entry.shape)
-        made[name] = (
+        views[name] = (
             torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.begin).view(shape)
             if count
             else torch.empty(shape, dtype=dtype)
         )
-    return made
+    return views
 
 
 def in_16_bits(tensor: Tensor) -> Tensor:
