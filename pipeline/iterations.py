@@ -76,12 +76,11 @@ class IterationBuilder:
         self._conditioners = conditioners
         family = self._model.family
         lengths = family.longest if self._main.fixed_shapes else family.padded
-        self._gatherer = denoise.BatchGatherer(self._model.dtype, lengths)
+        self._gatherers = {MAIN: denoise.BatchGatherer(self._model.dtype, lengths)}
         self._extensions = extensions
         self._steps = [kind.steps for kind in extensions.values() if kind.steps is not None]
-        self._refined: denoise.BatchGatherer | None = None
         if (refiner := backends.get(REFINER)) is not None:
-            self._refined = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
+            self._gatherers[REFINER] = denoise.BatchGatherer(refiner.model.dtype, refiner.model.family.padded)
         self._previews: vae.LinearPreview | None = None
         self.fixed_latent: tuple[torch.Tensor, str] | None = None  # starting noise of all images, and its digest
         self.phases: Mapping[str, Callable[[BatchGroup, list[Request]], Iteration]] = {
@@ -91,11 +90,8 @@ class IterationBuilder:
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
-        self._gatherer.clear_cache()
-        for kind in self._steps:
-            kind.clear_cache()
-        if self._refined is not None:
-            self._refined.clear_cache()
+        for kept in (*self._gatherers.values(), *self._steps):
+            kept.clear_cache()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +158,8 @@ class IterationBuilder:
         states: list[ImageState] = [request.work for request in requests]
         present = [state.trajectory for state in states if state.trajectory is not None]
         assert len(present) == len(states)
-        backend, gatherer = self._backends[group.backend], self._gatherer_of(group)
+        backend = self._backends[group.backend]
+        gatherer = self._gatherers[REFINER if group.backend == REFINER else MAIN]
         owners = self._owners(group, states)
 
         def compute() -> list[_Step]:
@@ -292,12 +289,6 @@ class IterationBuilder:
             )
             for state in states for _ in range(state.rows)
         ]  # fmt: skip
-
-    def _gatherer_of(self, group: BatchGroup) -> denoise.BatchGatherer:
-        if group.backend != REFINER:
-            return self._gatherer
-        assert self._refined is not None
-        return self._refined
 
     def _refined_conditions(self, requests: list[Request], bucket: int) -> list[denoise.Conditioning | None]:
         """Compute what the refiner reads of each request's prompts; None of those without one."""

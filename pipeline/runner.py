@@ -70,6 +70,7 @@ class ImageRunner:
         self.default_scheduler = samplers.default_name(model.scheduler_config, self.schedulers)
         self._lane = lane or Lane("image")
         self._own_lane = lane is None
+        self._own = (backend,) if refiner is None else (backend, refiner)
         self._backends: dict[str, ImageBackend] = {MAIN: backend}
         encoder = Encoder(model.family.text_encoder(model, backend.phases[TEXT]))
         self._conditioner = Conditioner(model, encoder, backend.phases[KEYS], self._named_in)
@@ -288,11 +289,6 @@ class ImageRunner:
 
     def _record_next(self) -> bool:
         return any(backend.graphs.record_next() for backend in self._own)
-
-    @property
-    def _own(self) -> tuple[ImageBackend, ...]:
-        """The backends of both models."""
-        return (self.backend,) if self.refiner is None else (self.backend, self.refiner)
 
     def close(self) -> None:
         """Stop compiling and recording, and the lane if it is the runner's own."""

@@ -34,7 +34,7 @@ def added(
     total_s = sum(seconds(kind, backend, group.phase, group.size, count) for kind, count in rows)
     if len(rows) > 1:  # what of it each took is not known
         return AddedCost(total_s, lambda took_s: None)
-    return AddedCost(total_s, *(_observer(kind.field, backend, group, plan, count) for kind, count in rows))
+    return AddedCost(total_s, *(observer(kind.field, backend, group, plan, count) for kind, count in rows))
 
 
 def seconds(kind: Steps, backend: ImageBackend, phase: str, size: Size, rows: int) -> float:
@@ -58,7 +58,7 @@ def left(kinds: Iterable[Steps], backend: ImageBackend, size: Size, state: Image
     return total_s
 
 
-def _observer(
+def observer(
     field: str, backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan, rows: int
 ) -> Callable[[float], None]:
     """Return what updates an extension's curve with an iteration's seconds, less what its denoiser is expected to take.
