@@ -269,7 +269,7 @@ class ImageRunner:
 
     @property
     def reads_files(self) -> bool:
-        """Whether requests may name files that are read for them."""
+        """Return whether requests may name files that are read for them."""
         return bool(self._folders)
 
     def held_files(self) -> set[str]:

@@ -1,1 +1,1 @@
-"""What a request brings along: LoRAs, control networks, image prompts, the refiner, upscalers, and their files."""
+"""Extensions of requests: LoRAs, control networks, image prompts, the refiner, upscalers, and their files."""

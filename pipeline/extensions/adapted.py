@@ -21,7 +21,7 @@ from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 
 Owners = Sequence[tuple[ScaledAdapter, ...]]
-"""Of each row of a forward the LoRAs that it gets; rows beyond these get none."""
+"""The LoRAs that each row of a forward gets; rows beyond these get none."""
 At = tuple[str, str]  # a part and the name of a layer in it
 
 
@@ -106,12 +106,12 @@ def _by_layer(shares: Sequence[_Share]) -> _Table:
 
 
 def _each(owners: Owners) -> list[_Share]:
-    """One share per row and LoRA, in the order of the row's own."""
+    """Make one share per row and LoRA, in the order of the row's own."""
     return [_Share(slice(i, i + 1), use.scale, use.factors) for i, uses in enumerate(owners) for use in uses]
 
 
 def _together(owners: Owners, device: torch.device, dtype: torch.dtype) -> list[_Share]:
-    """One share per LoRA, with all rows that use it: the fewest products."""
+    """Make one share per LoRA, with all rows that use it: the fewest products."""
     groups: dict[int, list[tuple[int, ScaledAdapter]]] = {}
     for row, uses in enumerate(owners):
         for use in uses:

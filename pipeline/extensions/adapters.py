@@ -48,7 +48,7 @@ Pack = Callable[[Mapping[str, LowRank]], PackedAdapter]
 
 
 class _Content(NamedTuple):
-    """What is kept of a file, on the model's device and in its precision."""
+    """The content that is kept of a file, on the model's device and in its precision."""
 
     factors: Factors
     packed: PackedAdapter | None

@@ -17,7 +17,7 @@ _MOST_FAILURES = 1_000  # files that cannot be used, and are remembered
 
 
 class ReadFile(NamedTuple, Generic[T]):
-    """What was read of a file, as requests use it, and what that takes. `digest` identifies the file; `facts` are known
+    """The content of a file, as requests use it, and its size. `digest` identifies the file; `facts` are known
     of it also while its content is evicted.
     """
 
@@ -92,7 +92,7 @@ class AssetCache(Generic[T]):
         return content
 
     def known(self, key: Hashable) -> Asset[T]:
-        """A file that was found before, as last read."""
+        """Return a file that was found before, as last read."""
         return self._files[key]
 
     def take(self, keys: Sequence[Hashable], *, wait: bool) -> list[Asset[T]] | None:
@@ -136,7 +136,7 @@ class AssetCache(Generic[T]):
                 evicted.clear()
 
     def content(self, asset: Asset[T]) -> T:
-        """What requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
+        """Return what requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
         with self._lock:
             load = self._load(asset.key, asset.stamp) if asset.content is None and asset.error is None else None
         if load is not None:

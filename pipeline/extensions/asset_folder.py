@@ -52,7 +52,7 @@ class AssetFolder(ABC, Generic[T]):
 
     @property
     def held(self) -> Mapping[Any, int]:
-        """Bytes of the cached files, by name, least recently used first."""
+        """The bytes of the cached files, by name, least recently used first."""
         return self.cache.held
 
     def size_bytes(self) -> int:
@@ -73,7 +73,7 @@ class AssetFolder(ABC, Generic[T]):
         return self.folder / f"{name}{SUFFIX}"
 
     def _stamp(self, name: str) -> Hashable:
-        """What changes with the file. Raises `ModelError` for what cannot be read as one."""
+        """Return what changes with the file. Raises `ModelError` for what cannot be read as one."""
         path = self._path(name)
         try:
             about = path.stat()

@@ -33,7 +33,7 @@ def _sobel(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 def _peaks(dx: NDArray[np.int32], dy: NDArray[np.int32], norm: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Where the norm is largest along the gradient, of four directions; beyond the picture it is 0."""
+    """Return where the norm is largest along the gradient, of four directions; beyond the picture it is 0."""
     wide = np.pad(norm, 1)
 
     def at(row: int, column: int) -> NDArray[np.int32]:

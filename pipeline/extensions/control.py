@@ -45,7 +45,7 @@ LowerBeside = Callable[[Any], "Lowering"]
 
 
 class NetworkShape(NamedTuple):
-    """What requests need to know of a network while it is not in memory.
+    """The facts of a network that requests need while it is not in memory.
 
     `maps` are those that a picture becomes: channels, and how many times the latents' sides are halved. `kinds` is how
     many kinds of pictures it tells apart; 0: it does not. Pictures' sides are multiples of `multiple` pixels.

@@ -71,7 +71,7 @@ def find(folder: Path, name: str) -> Path:
 
 
 def size_bytes(path: Path) -> int:
-    """Of the weight files at a path that `find` returned, together."""
+    """Return the size of the weight files at a path that `find` returned, together."""
     files = [path] if path.is_file() else path.glob(f"*{SUFFIX}")
     return sum(file.stat().st_size for file in files if file.is_file())
 
@@ -166,7 +166,7 @@ def _config(model: ImageModel, header: Header) -> dict[str, Any]:
 
 
 def _union_config(header: Header) -> dict[str, Any]:
-    """What a Union's config has more; nothing for another ControlNet."""
+    """Return what a Union's config has more; nothing for another ControlNet."""
     if _KINDS not in header.shapes:
         return {}
     kinds, width = header.shapes[_KINDS]

@@ -30,8 +30,8 @@ ControlNetwork = Asset[Branch]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestControl:
-    """What a ControlNet reads for a request: its pictures, one or for a Union several, each with the steps in which it
-    acts, and keys and values of the text by the request's rows.
+    """The inputs of a ControlNet for a request: its pictures, one or for a Union several, each with the steps in which
+    it acts, and keys and values of the text by the request's rows.
     """
 
     network: ControlNetwork
@@ -39,7 +39,7 @@ class RequestControl:
     texts: Mapping[int, Conditioning]  # `kv` [R, T, width]
 
     def conditions(self, step: int) -> list[Condition]:
-        """Those that act in this step."""
+        """Return those that act in this step."""
         return [condition for condition, acts in self.pictures if acts[step]]
 
     @property
@@ -49,7 +49,7 @@ class RequestControl:
 
 
 class RequestAdapter(NamedTuple):
-    """What a T2I-Adapter made of a request's picture, [1, h, w, C] each, and in which steps it is added."""
+    """The features of a request's picture by a T2I-Adapter, [1, h, w, C] each, and in which steps it is added."""
 
     features: Sequence[torch.Tensor]
     strength: float

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 
 class AddedCost(NamedTuple):
-    """Seconds that extensions add to a step, and what updates their curve with the iteration's; None: none."""
+    """The seconds that extensions add to a step, and what updates their curve with the iteration's; None: none."""
 
     seconds: float = 0.0
     observe: Callable[[float], None] | None = None

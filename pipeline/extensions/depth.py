@@ -72,7 +72,7 @@ class DepthEstimator:
 
 
 def _of_distances(where: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the model predicts distances, and not their inverse. Raises `ModelError` for one that is not known."""
+    """Return whether the model predicts distances, not inverse ones. Raises `ModelError` for one that is not known."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _PREDICTS_DISTANCE:
         known = ", ".join(_PREDICTS_DISTANCE)

@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
     @property
     def factor(self) -> int:
-        """How many times wider and higher its result is."""
+        """The number of times that its result is wider and higher."""
         return int(2**self.doublings // self.unshuffle)
 
     def forward_bytes(self, side: int, item_bytes: int) -> int:

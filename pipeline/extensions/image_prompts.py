@@ -47,7 +47,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes of the adapters that are in memory with their encoders, by name."""
+        """The bytes of the adapters that are in memory with their encoders, by name."""
         held = self.cache.held
         return {name: held[name] for name, own in tuple(self.encoders.items()) if name in held and own in held}
 

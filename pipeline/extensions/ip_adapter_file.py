@@ -47,7 +47,7 @@ _RESAMPLER = (  # of one layer: our names, by the file's
 
 
 class AdapterFacts(NamedTuple):
-    """What is known of an adapter while it is not in memory: the channels that it reads of its encoder, whether those
+    """The facts of an adapter while it is not in memory: the channels that it reads of its encoder, whether those
     are of hidden states, and its tokens.
     """
 
@@ -107,14 +107,14 @@ def find_encoder(folder: Path, name: str, file: Path, adapter: AdapterFacts) -> 
 
 
 def size_bytes(folder: Path) -> int:
-    """Of all weight files in a folder of adapters, and of the encoder beside it."""
+    """Return the size of all weight files in a folder of adapters, and of the encoder beside it."""
     inner = [path for own in _folders(folder) for path in (own, own / ENCODER)]
     files = {file for where in (folder, *inner, folder.parent / "models" / ENCODER) for file in _weights(where)}
     return sum(file.stat().st_size for file in files)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Of a folder; none of one that cannot be read."""
+    """List the folders in a folder; none of one that cannot be read."""
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:

@@ -198,7 +198,7 @@ def _fitted(name: str, module: nn.Module, down: Tensor, up: Tensor) -> tuple[Ten
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether it is a convolution that a branch's can follow."""
+    """Return whether it is a convolution that a branch's can follow."""
     return isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros"
 
 

@@ -34,7 +34,7 @@ class _Factor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight, as a matrix."""
+        """The shape of the weight, as a matrix."""
         return self.up.shape[0], self.down.numel() // max(1, self.down.shape[0])
 
     @property
@@ -162,7 +162,7 @@ def _whole(weight: Tensor) -> _Factor:
 
 
 def _thin(out: int, width: int, rank: int, most: int) -> bool:
-    """Whether this rank is one that a matrix [out, width] may need. Raises `PairTooLargeError`."""
+    """Return whether a matrix [out, width] may need this rank. Raises `PairTooLargeError`."""
     if (out + width) * min(rank, out, width) > most:
         raise PairTooLargeError
     return rank <= min(out, width)

@@ -29,7 +29,7 @@ _LATENTS = ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "la
 
 @dataclass(slots=True, eq=False)
 class Refinement:
-    """What a request holds of its refiner: its steps from `at` on run there."""
+    """The part of a request that its refiner takes: its steps from `at` on run there."""
 
     at: int
     mode: str  # as the refiner's backend named it; "" unless the request is deterministic
@@ -64,7 +64,7 @@ def check_pair(refiner: ImageModel, base: ImageModel) -> None:
 
 
 def table(base: ImageModel, refiner: ImageModel, parameters: ImageParameters, sampler: str) -> tuple[SamplerTable, int]:
-    """The table of both models' steps, and the first step of the refiner, which begins without the base's history.
+    """Return the table of both models' steps, and the refiner's first step, which begins without the base's history.
 
     Of an edit both are counted from its first step. Raises `Invalid` for a share that leaves one of them no step, and
     ValueError as `ImageModel.sampler_table`.

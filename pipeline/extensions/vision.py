@@ -32,7 +32,7 @@ class EncoderWidths(NamedTuple):
 
 
 def widths(folder: Path) -> EncoderWidths | None:
-    """Of the encoder in a folder; None if there is none. Raises `ModelError` for a config that cannot be read."""
+    """Read the widths of a folder's encoder; None without one. Raises `ModelError` for a config that cannot be read."""
     if not is_file(folder / "config.json"):
         return None
     config = folders.read_json(folder / "config.json")
@@ -61,7 +61,7 @@ class VisionEncoder:
         return sum(parameter.nbytes for parameter in self._network.parameters())
 
     def fit(self, pixels: bytes, size: tuple[int, int]) -> Tensor:
-        """What the encoder reads of a picture [height, width, 3] of this (width, height): [1, 3, side, side].
+        """Compute what the encoder reads of a picture [height, width, 3] of this (width, height): [1, 3, side, side].
 
         As transformers' CLIPImageProcessor: the shorter side is fitted by Pillow's bicubic filter, and the middle cut
         out.

@@ -33,7 +33,7 @@ def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> 
 
 
 def is_file(path: Path) -> bool:
-    """As `Path.is_file`, which raises for a folder that may not be read, such as a disk's lost+found."""
+    """Return whether it is a file; `Path.is_file` raises for a folder that may not be read, as a disk's lost+found."""
     try:
         return path.is_file()
     except OSError:
