@@ -90,8 +90,10 @@ class IterationBuilder:
 
     def clear_cache(self) -> None:
         """Release what is kept of the last batch."""
-        for kept in (*self._gatherers.values(), *self._steps):
-            kept.clear_cache()
+        for gatherer in self._gatherers.values():
+            gatherer.clear_cache()
+        for kind in self._steps:
+            kind.clear_cache()
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
