@@ -11,7 +11,7 @@ import torch
 
 
 def _x0(scheduler: Any, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a_x and a_m, [S], for a variance-preserving x = alpha · x0 + sigma · eps, by prediction type."""
+    """Return a_x and a_m, [S], for a variance-preserving x = alpha · x0 + sigma · eps, by prediction type."""
     kind = scheduler.config["prediction_type"]
     if kind == "epsilon":
         return 1 / alpha, -sigma / alpha
@@ -21,7 +21,7 @@ def _x0(scheduler: Any, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch
 
 
 def _sigmas(scheduler: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(alpha, now, next), [S] float64: signal level and noise level at each step, and the level it steps to.
+    """Return (alpha, now, next), [S] float64: signal level and noise level at each step, and the level it steps to.
 
     now and next are noise over signal (the sigma of Karras et al. 2022). The object may hold more sigmas
     than steps + 1 (log_linear interpolation); diffusers reads the first of them.
@@ -32,31 +32,31 @@ def _sigmas(scheduler: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def flow_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    """Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
+    """Compute Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
     sigmas = scheduler.sigmas[: steps + 1].double()
-    now, kept = sigmas[:-1], sigmas[1:] / sigmas[:-1]
-    return {"a_x": torch.ones_like(now), "a_m": now, "b_x": kept, "b_0": 1 - kept, "signal": 1 - now, "noise": now}
+    now, ratio = sigmas[:-1], sigmas[1:] / sigmas[:-1]
+    return {"a_x": torch.ones_like(now), "a_m": now, "b_x": ratio, "b_0": 1 - ratio, "signal": 1 - now, "noise": now}
 
 
 def euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
     alpha, now, following = _sigmas(scheduler, steps)
     a_x, a_m = _x0(scheduler, alpha, now * alpha)
-    kept = following / now
+    ratio = following / now
     # Euler's x is x0 + sigma · eps, so 1 / alpha times the variance-preserving one.
-    own = {"signal": torch.ones_like(now), "noise": now}
-    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept, **own}
+    levels = {"signal": torch.ones_like(now), "noise": now}
+    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": ratio, "b_0": 1 - ratio, **levels}
 
 
 def edm_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    """Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
+    """Compute Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
     _, now, following = _sigmas(scheduler, steps)
     data = float(scheduler.config["sigma_data"])
-    whole = now**2 + data**2
+    variance = now**2 + data**2
     sign = -1 if scheduler.config["prediction_type"] == "v_prediction" else 1
-    kept = following / now
+    ratio = following / now
     return {
-        "c_in": whole.rsqrt(), "a_x": data**2 / whole, "a_m": sign * now * data * whole.rsqrt(),
-        "b_x": kept, "b_0": 1 - kept, "signal": torch.ones_like(now), "noise": now,
+        "c_in": variance.rsqrt(), "a_x": data**2 / variance, "a_m": sign * now * data * variance.rsqrt(),
+        "b_x": ratio, "b_0": 1 - ratio, "signal": torch.ones_like(now), "noise": now,
     }  # fmt: skip
 
 
@@ -69,7 +69,9 @@ def euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
-    """DPM-Solver++ of order 1 or 2; its SDE (Lu et al. 2022, section 5) where the scheduler's algorithm says so."""
+    """Compute DPM-Solver++ of order 1 or 2; its SDE (Lu et al. 2022, section 5) where the scheduler's algorithm says
+    so.
+    """
     alpha, now, following = _sigmas(scheduler, steps)
     a_x, a_m = _x0(scheduler, alpha, now * alpha)
     alpha_next = 1 / (following**2 + 1).sqrt()
@@ -109,8 +111,8 @@ def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
 
 
 def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    kept = scheduler.alphas_cumprod.double()[scheduler.timesteps]  # [S]
-    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    alpha_prod = scheduler.alphas_cumprod.double()[scheduler.timesteps]  # [S]
+    alpha, sigma = alpha_prod.sqrt(), (1 - alpha_prod).sqrt()
     a_x, a_m = _x0(scheduler, alpha, sigma)
     scaled = scheduler.timesteps.double() * scheduler.config["timestep_scaling"]
     sigma_data = 0.5
@@ -129,22 +131,24 @@ def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def tcd(scheduler: Any, steps: int, eta: float) -> dict[str, torch.Tensor]:
-    """Trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next one."""
-    clock = scheduler.alphas_cumprod.double()
+    """Compute trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next
+    one.
+    """
+    alphas_cumprod = scheduler.alphas_cumprod.double()
     following = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
-    kept, kept_next = clock[scheduler.timesteps], clock[following]
-    kept_s = clock[((1 - eta) * following).floor().long()]
-    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    alpha_prod, alpha_prod_next = alphas_cumprod[scheduler.timesteps], alphas_cumprod[following]
+    alpha_prod_s = alphas_cumprod[((1 - eta) * following).floor().long()]
+    alpha, sigma = alpha_prod.sqrt(), (1 - alpha_prod).sqrt()
     a_x, a_m = _x0(scheduler, alpha, sigma)
-    again = kept_next / kept_s if eta > 0 else torch.ones(steps, dtype=torch.float64)
-    again[-1] = 1  # the last step adds no noise
-    carried = (again * (1 - kept_s)).sqrt() / sigma  # of eps = (x - alpha · x0) / sigma
+    alpha_ratio = alpha_prod_next / alpha_prod_s if eta > 0 else torch.ones(steps, dtype=torch.float64)
+    alpha_ratio[-1] = 1  # the last step adds no noise
+    carried = (alpha_ratio * (1 - alpha_prod_s)).sqrt() / sigma  # of eps = (x - alpha · x0) / sigma
     return {
         "a_x": a_x,
         "a_m": a_m,
         "b_x": carried,
-        "b_0": (again * kept_s).sqrt() - carried * alpha,
-        "b_n": (1 - again).sqrt(),
+        "b_0": (alpha_ratio * alpha_prod_s).sqrt() - carried * alpha,
+        "b_n": (1 - alpha_ratio).sqrt(),
         "signal": alpha,
         "noise": sigma,
     }
