@@ -69,8 +69,7 @@ def write(folder: Path, trained_sizes: Iterable[tuple[int, int]]) -> None:
 
 
 def size_range(native: int, multiple: int, max_pixels: int = 0) -> SizeRange:
-    """Return the range of all sizes of a model of this native size: sides of a quarter to twice of it, and up to 1.5
-    times its area.
+    """Return the range of a model's sizes: sides of a quarter to twice the native, and up to 1.5 times its area.
 
     With `max_pixels`, up to that area, and where it is larger with sides up to 1:4.
     """

@@ -25,9 +25,7 @@ class AdapterBranch:
     kinds = 0
 
     def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
-        """Build it for this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what
-        does not fit.
-        """
+        """Build it for a UNet whose latents stand for `scale` pixels a side. Raises ValueError for a misfit."""
         self.net, self.lowering, self.multiple = net, lowering, int(net.downscale_factor)
         side = 2 * self.multiple * 2 ** len(unet.down_blocks)
         self._channels = int(net.config.in_channels)

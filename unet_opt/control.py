@@ -1,5 +1,4 @@
-"""The ControlNet of SDXL, written down once, and on any lowering: what it adds to the skips of a UNet, and to its
-middle.
+"""The ControlNet of SDXL, written down once, on any lowering: what it adds to a UNet's skips and middle.
 
 The layout is that of diffusers' ControlNetModel (Zhang et al., 2023), whose modules hold the weights: the UNet's down
 path and mid block, which read a picture's embedding beside the sample and end in 1×1 convolutions.
@@ -28,8 +27,7 @@ CHANNELS = 3  # of the picture that it reads
 def residuals(
     ops: Ops[A], net: ControlNet, sample: A, time: A, added: A, kv: A, hint: A, kind: A | None = None
 ) -> tuple[A, ...]:  # fmt: skip
-    """Compute what is added to each skip, in the order in which the down path makes them, and then to the mid block's
-    output.
+    """Compute what is added to each skip, in the order of the down path, and then to the mid block's output.
 
     `hint` [B, h, w, C] is added to what `conv_in` makes of the sample, `kind` [B, C'] of a Union to the time's
     embedding; the others are as for `unet.deep`.
@@ -58,9 +56,7 @@ class ControlBranch:
     kinds = 0
 
     def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
-        """Build it for this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what
-        does not fit.
-        """
+        """Build it for a UNet whose latents stand for `scale` pixels a side. Raises ValueError for a misfit."""
         check_control(net, unet, scale, head_multiple=lowering.head_multiple)
         self.net, self.lowering = net, lowering
         attentions = network.cross_attentions(net)
@@ -75,9 +71,7 @@ class ControlBranch:
 
     @property
     def maps(self) -> list[tuple[int, int]]:
-        """Return for each tensor that a picture becomes its channels, and how many times the latents' sides are
-        halved.
-        """
+        """Return the channels of each tensor that a picture becomes, and how often the latents' sides are halved."""
         return [(self.net.conv_in.out_channels, 0)]
 
     def prepare_text(self, hidden: Tensor) -> Tensor:

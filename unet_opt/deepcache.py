@@ -28,9 +28,7 @@ def select_features(features: Sequence[A], depth: str) -> tuple[A, ...]:
 
 
 def shapes(unet: UNet, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-    """Return (height, width, channels) of each map that a shallow step of this depth reads, for
-    latents of this size.
-    """
+    """Return (height, width, channels) of each map that a shallow step of this depth reads, by latents' sides."""
     _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
     return [
         (map_height, map_width, channels) for _, map_height, map_width, channels in select_features(features, depth)
@@ -57,9 +55,7 @@ class SplitUNet:
     """
 
     def __init__(self, lowering: Lowering, unet: UNet) -> None:
-        """Build it on a lowering. Raises ValueError for a UNet whose layout, or one of whose layers,
-        is not supported.
-        """
+        """Build it on a lowering. Raises ValueError for a UNet of an unsupported layout or layer."""
         check_unet(unet, head_multiple=lowering.head_multiple)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
@@ -81,8 +77,7 @@ class SplitUNet:
         self, inputs: DenoiserInputs, residuals: Sequence[Tensor] = (), adapters: Sequence[Tensor] = (),
         images: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Compute the model's output [B, C, h, w], then features [B, h, w, channels], which the next call may
-        overwrite.
+        """Compute the output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
         The text is of `prepare_text`. `residuals` and `adapters` [B, h, w, channels] are as for `unet.deep`, and so are
         `images`: keys and values [B, T', width], with lengths int32 [B], 0 for rows without one. Raises ValueError for
@@ -164,9 +159,7 @@ class SplitUNet:
         return self.lowering.lower(walk, name, bound=3 if reads_text else None)
 
     def _embedded(self, inputs: DenoiserInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sample as a map, and what the embeddings of time, and of size and pooled text, read: [B, T], [B,
-        P].
-        """
+        """Return the sample as a map, and the inputs of the embeddings of time [B, T] and of size and text [B, P]."""
         unet, sample, cond = self.unet, inputs.sample, inputs.conditioning.get("time_cond")
         if sample.shape[1] != unet.config.in_channels:
             raise ValueError(f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels are wanted")

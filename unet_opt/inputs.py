@@ -30,9 +30,7 @@ class DenoiserInputs(NamedTuple):
         return self._replace(conditioning=rest)
 
     def lengths(self) -> dict[str, Tensor]:
-        """Return the option `lengths` of a lowered walk; none where all of the text counts, which every lowering
-        takes.
-        """
+        """Return the option `lengths` of a lowered walk; none where all text counts, which all lowerings take."""
         return {"lengths": self.conditioning[TEXT_LENGTHS]} if TEXT_LENGTHS in self.conditioning else {}
 
     def as_map(self, lowering: Lowering) -> Tensor:

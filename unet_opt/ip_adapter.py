@@ -47,8 +47,7 @@ class IPAdapter:
         return tokens
 
     def keys(self, tokens: Tensor, strength: float) -> Tensor:
-        """Compute keys and values of tokens [R, T, D] for all layers, [R, T, width] in fp32, as `unet.text_keys` packs
-        them.
+        """Compute all layers' keys and values of tokens [R, T, D], [R, T, width] in fp32, packed as `unet.text_keys`.
 
         Values are times `strength`, which is what attention then gives of them.
         """

@@ -71,9 +71,7 @@ def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
 
 
 def decoder(model: nn.Module) -> Recipe:
-    """Return the recipe for a VAE, of which only the decoder is used here: convolutions of all but the
-    first up block.
-    """
+    """Return the recipe for a VAE, of which only the decoder is used: convolutions behind the first up block."""
     first = r"decoder\.up_blocks\.0\..*"
     return Recipe(
         name="sdxl-vae-decoder",

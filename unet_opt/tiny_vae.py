@@ -40,9 +40,7 @@ class TinyDecoder:
     """The decoder on any lowering."""
 
     def __init__(self, lowering: Lowering, vae: Any) -> None:
-        """Build it on a lowering. Raises ValueError for a decoder whose layout, or one of whose layers, is not
-        supported.
-        """
+        """Build it on a lowering. Raises ValueError for a decoder of an unsupported layout or layer."""
         check_tiny_decoder(vae)
         self.vae, self.lowering = vae, lowering
         walk = bind(decode, vae.decoder)

@@ -86,9 +86,7 @@ def text_keys(ops: Ops[A], attentions: Sequence[Attention], hidden: A) -> A:
 
 
 def cross_attentions(unet: DownPath) -> tuple[Attention, ...]:
-    """Return the cross-attention layers in the order in which `text_keys` packs them. They are searched for once: that
-    takes SDXL's UNet 4 ms.
-    """
+    """Return the cross-attention layers in the order of `text_keys`; the search takes SDXL's UNet 4 ms, once."""
     if unet not in _attentions:
         layers = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
         _attentions[unet] = tuple(attn for attn in layers if attn.is_cross_attention)
@@ -162,9 +160,7 @@ def middle(ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], ou
 
 
 def resnet(ops: Ops[A], block: ResBlock, x: A, time: A | None = None, out: A | None = None) -> A:
-    """Run a ResnetBlock2D: GroupNorm, SiLU, convolution, + time, GroupNorm, SiLU, convolution, + x or its 1×1
-    convolution.
-    """
+    """Run a ResnetBlock2D: GroupNorm, SiLU, convolution, + time, the same again, + x or its 1×1 convolution."""
     h = ops.group_norm(x, block.norm1, silu=True, to=(block.conv1,))
     h = ops.conv(h, block.conv1, bias=time)
     h = ops.group_norm(h, block.norm2, silu=True, to=(block.conv2,))
@@ -229,9 +225,7 @@ def _end(
     ops: Ops[A], unet: UNet, h: A, skips: list[A], joints: Sequence[tuple[A | None, A | None]], times: Times[A],
     text: Text[A] | None,
 ) -> tuple[A, A]:  # fmt: skip
-    """Run the last up block from where so many skips are left, and the head; return also the last residual block's
-    input.
-    """
+    """Run the last up block from where so many skips are left, and the head; also return the last block's input."""
     last = h
     for number, pair in enumerate(list(_pairs(unet.up_blocks[-1]))[-len(skips) :], 1):
         last = h
@@ -302,9 +296,7 @@ def skip_channels(unet: DownPath) -> list[int]:
 
 
 def _joints(ops: Ops[A], unet: UNet, sample: A) -> list[tuple[A | None, A | None]]:
-    """Return for each residual block of the up path the slots of what is concatenated there, from below and from the
-    skip.
-    """
+    """Return the slots of what each residual block of the up path concatenates, from below and from the skip."""
     skips, hidden = skip_channels(unet), unet.mid_block.resnets[-1].out_channels
     joints = []
     for level, block in enumerate(unet.up_blocks):

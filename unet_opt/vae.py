@@ -49,9 +49,7 @@ class VaeDecoder:
     """The decoder on any lowering."""
 
     def __init__(self, lowering: Lowering, vae: Any) -> None:
-        """Build it on a lowering. Raises ValueError for a decoder whose layout, or one of whose layers, is not
-        supported.
-        """
+        """Build it on a lowering. Raises ValueError for a decoder of an unsupported layout or layer."""
         check_decoder(vae, head_multiple=lowering.head_multiple)
         self.vae, self.lowering = vae, lowering
         walk = bind(decode, vae)

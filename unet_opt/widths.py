@@ -16,8 +16,7 @@ _PRODUCTS = ("conv", "upsample", "gated", "linear")
 
 
 def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
-    """Return the most rows, of latents of this size, that all of the UNet's products on this device have a measured
-    tile for.
+    """Return the most rows of latents of this size for which all of the UNet's products have a measured tile.
 
     `device` is its name as CUDA gives it. Products that were measured at no width are left out; None where there is no
     other, as on a device without a table.

@@ -1,6 +1,4 @@
-"""Chooses which graphs a forward runs and which widths are recorded, by what graphs cost and the same kernels
-launched.
-"""
+"""Chooses which graphs a forward runs and which widths are recorded, by costs of graphs and of launched kernels."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class GraphChoice:
         self._traffic = TrafficCounter()
 
     def recorded(self, key: ExecutableKey, rows: int) -> int | None:
-        """Return the recorded width, up to the key's, at which so many rows cost least; None:
-        launching kernels does.
-        """
+        """Return the recorded width, up to the key's, at which so many rows cost least; None: launching does."""
         widths = self._graphs.recorded(replace(key, rows=rows), key.rows)
         if len(widths) < 2 and key.rows in widths:  # launched, the same kernels take no less
             return key.rows

@@ -16,9 +16,7 @@ _KINDS = 64  # that are counted, those that ran last
 
 
 class StepCosts(NamedTuple):
-    """The seconds of a forward by its rows, replayed from a graph and launched kernel by kernel, and
-    of one recording.
-    """
+    """The seconds of a forward by its rows, replayed from a graph and launched by kernels, and of one recording."""
 
     graph: Seconds
     direct: Seconds

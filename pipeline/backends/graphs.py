@@ -180,9 +180,7 @@ class GraphBackend(ImageBackend):
                 self._timer(key, self._layers[key.phase], False, runs=2)
 
     def _function(self, key: ExecutableKey) -> Callable[..., Any]:
-        """Return the graph of this key, or with LoRAs the one of their shape; until it is recorded
-        kernels one by one.
-        """
+        """Return the graph of this key, or with LoRAs that of their shape; until it is recorded, its kernels."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             graph_key, shape = key, self._lowering.branch_shape

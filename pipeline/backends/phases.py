@@ -37,9 +37,7 @@ TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def fixed_rows(phase: str, rows: int) -> int:
-    """Return the rows of every forward of a deterministic request, where a row's bits depend on them;
-    `rows` in steps.
-    """
+    """Return the rows of each forward of a deterministic request, where its bits depend on them; `rows` in steps."""
     return rows if phase in STEPS else 1
 
 
@@ -99,9 +97,7 @@ def on_torch(model: ImageModel) -> Networks:
 
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
-    """Build the networks on fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do
-    not support.
-    """
+    """Build the networks on fused layers, at most so many rows at a time. Raises `ModelError` for unsupported parts."""
     denoiser = CudaLowering(model.dtype, rows, model.denoiser)
     decoder, tiny = (CudaLowering(dtype, rows) for dtype in (model.vae.dtype, model.dtype))
     # Constants as existing tensors: graphs cannot copy any from the host.
@@ -112,7 +108,7 @@ def on_gpu(model: ImageModel, rows: int) -> Networks:
 
 
 def on_kernels(model: ImageModel, kernels: ctypes.CDLL) -> Networks:
-    """Build the networks on the CPU kernels. Raises `ModelError` for parts that these do not support."""
+    """Build the networks on the CPU kernels. Raises `ModelError` for unsupported parts."""
     half = model.precision != "fp32"
     denoiser, decoder = (CpuLowering(kernels, part, half=half) for part in (model.denoiser, model.vae))
     tiny = None if model.tiny_vae is None else CpuLowering(kernels, model.tiny_vae.network)

@@ -21,9 +21,7 @@ KERNELS = "kernels"
 
 
 class ProgramBackend(ImageBackend):
-    """A backend in which deterministic requests share forwards with all others, unpadded, and so do requests with LoRAs
-    of their own.
-    """
+    """A backend in which all requests share forwards, unpadded: deterministic ones, and those with LoRAs too."""
 
     batch_invariant = True
     packs = True

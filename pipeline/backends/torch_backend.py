@@ -17,9 +17,7 @@ EAGER, COMPILED = "eager", "compiled"
 
 
 class TorchBackend(ImageBackend):
-    """The model's own modules; on a CPU also compiled, one executable per shape: free requests take what is cheaper by
-    measured times.
-    """
+    """The model's own modules; on CPUs also compiled by shape: free requests take what is cheaper by measured times."""
 
     def __init__(
         self, model: ImageModel, widths: Widths | None = None, *, compiled: bool = False, cache: Path | None = None

@@ -174,9 +174,7 @@ class _Download:
         return True
 
     def _take_headers(self, answer: Any) -> int:
-        """Return the whole file's size, or 0 where the server does not say; the file is emptied unless
-        it is resumed.
-        """
+        """Return the whole file's size, or 0 where the server does not say; empty the file if it is not resumed."""
         content_length, total = answer.headers.get("Content-Length"), 0
         span = re.fullmatch(rf"bytes ({_NUMBER})-{_NUMBER}/({_NUMBER})", answer.headers.get("Content-Range", ""))
         if answer.status == 206 and span is not None and int(span[1]) == self._size:

@@ -102,9 +102,7 @@ def load(
 
 
 class _Source(NamedTuple):
-    """The parts of a model by name as they were read or built: without LoRAs, not quantized, on the
-    CPU or the device.
-    """
+    """The parts of a model by name as they were read or built: without LoRAs, not quantized, on CPU or device."""
 
     name: str
     digest: str
@@ -210,9 +208,7 @@ def family_of(name: str, variant: str | None = None) -> tuple[Family, Path | Non
 
 
 def defaults_of(name: str, variant: str | None = None, loras: str = "") -> ImageDefaults:
-    """Return the defaults of requests of the model, with the LoRAs of this selection in its weights. Raises
-    `ModelError`.
-    """
+    """Return the defaults of a model's requests, with the LoRAs of this selection in it. Raises `ModelError`."""
     seeded_model = registry.seeded(name)
     if seeded_model is not None:
         return seeded_model[0].defaults
@@ -229,9 +225,7 @@ def defaults_of(name: str, variant: str | None = None, loras: str = "") -> Image
 def _student(
     name: str, family: Family, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any], loras: Sequence[str]
 ) -> ImageDefaults | None:
-    """Return how the model is drawn if it, or one of the LoRAs in its weights, is a student that its
-    family can draw.
-    """
+    """Return how the model is drawn if it, or one of the LoRAs in its weights, is a student the family can draw."""
     candidates = [students.of_model(name, scheduler, denoiser), *map(students.of_lora, loras)]
     return next(
         (candidate for candidate in candidates if candidate is not None and candidate.scheduler in family.samplers),

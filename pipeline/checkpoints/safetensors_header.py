@@ -49,9 +49,7 @@ class TensorTable(NamedTuple):
     texts: Mapping[str, str]
 
     def text(self, name: str) -> str | None:
-        """Return a text of the metadata; None if there is none. Raises ValueError for one that is
-        damaged or too long.
-        """
+        """Return a text of the metadata, or None. Raises ValueError for one that is damaged or too long."""
         text = self.texts.get(name)
         if text is not None and len(text) > _MAX_TEXT:
             raise ValueError(f"its metadata's {name} has {len(text)} characters, and at most {_MAX_TEXT} are read")
@@ -69,8 +67,7 @@ class TensorTable(NamedTuple):
 
 
 def header_end(start: bytes) -> int:
-    """Return where the header ends, by a file's first eight bytes. Raises ValueError for one that is too large, and for
-    none.
+    """Return where the header ends, by a file's first eight bytes. Raises ValueError if it is too large or missing.
 
     The number of bytes that are read of a file is never taken from elsewhere.
     """

@@ -60,9 +60,7 @@ CLIP_G: dict[str, Any] = {
 
 
 def parts(device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """Return the parts of a pipeline by their names, in bf16 on this device; equal seeds, equal weights on equal
-    devices.
-    """
+    """Return a pipeline's parts by name, in bf16 on this device; equal seeds give equal weights on equal devices."""
     import torch
 
     # Full module paths: diffusers' and transformers' top levels import slowly.

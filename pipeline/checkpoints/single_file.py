@@ -37,11 +37,8 @@ _EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_
 _COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
 _PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
 _PLAYGROUND_SCALE = 0.5
-_DECLARED_TYPES = {
-    "v": "v_prediction",
-    "v_prediction": "v_prediction",
-    "epsilon": "epsilon",
-}  # by modelspec.prediction_type
+# By modelspec.prediction_type.
+_DECLARED_TYPES = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
 
 
@@ -245,9 +242,7 @@ def _write_scheduler(
 
 
 def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
-    """Return the scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022); None: it is not
-    one.
-    """
+    """Return the scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022), or None."""
     sigmas = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
     if predicts == EDM_V or (predicts is None and sigmas):
         return {

@@ -93,9 +93,7 @@ class SDXLShape:
         }
 
     def text(self, encoder: int, vocabulary: int, pad: int) -> dict[str, Any]:
-        """Return the arguments of the `CLIPTextConfig` of encoder 0 or 1; two special tokens close the vocabulary, as
-        in CLIP.
-        """
+        """Return the arguments of encoder 0's or 1's `CLIPTextConfig`; two special tokens close the vocabulary."""
         return {
             "vocab_size": vocabulary,
             "hidden_size": self.text_width,
@@ -210,9 +208,7 @@ def parts(shape: SDXLShape, seed: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
-    """Build a CLIP tokenizer whose tokens are single bytes: it reads any text, and needs no file. Pads as SDXL's two
-    do.
-    """
+    """Build a CLIP tokenizer of single bytes, which reads any text and needs no file. Pads as SDXL's two do."""
     from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
     letters = byte_letters()

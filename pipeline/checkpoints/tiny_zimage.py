@@ -53,9 +53,7 @@ class ZImageShape:
     shift: float = 3.0
 
     def transformer(self) -> dict[str, Any]:
-        """Return the arguments of `ZImageTransformer2DModel`: patches of 2×2, feed-forward layers of
-        8/3 of the width.
-        """
+        """Return the arguments of `ZImageTransformer2DModel`: patches of 2×2, feed-forward of 8/3 of the width."""
         return {
             "in_channels": CHANNELS,
             "dim": self.width,
@@ -84,9 +82,7 @@ class ZImageShape:
         }
 
     def vae(self) -> dict[str, Any]:
-        """Return the arguments of `AutoencoderKL`: sixteen latent channels and no 1×1 convolutions around them, as
-        FLUX's.
-        """
+        """Return the arguments of `AutoencoderKL`: 16 latent channels, no 1×1 convolutions around them."""
         levels = len(self.vae_channels)
         if 2 ** (levels - 1) != FACTOR:
             raise ValueError(f"vae_channels: {levels} levels do not give factor {FACTOR}")
@@ -171,9 +167,7 @@ def parts(shape: ZImageShape, seed: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> Any:
-    """Build a Qwen tokenizer whose tokens are single bytes, with the ChatML template: it reads any
-    text, from no file.
-    """
+    """Build a Qwen tokenizer of single bytes with the ChatML template: it reads any text, from no file."""
     vocabulary = {token: index for index, token in enumerate((*byte_letters(), *SPECIAL))}
     return tokenizer_of(vocabulary, [])
 

@@ -172,9 +172,7 @@ class Network(Protocol):
         ...
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-        """Return the shape of one row of each feature that a shallow step of this depth reads, for latents of this
-        size.
-        """
+        """Return the shape of one row of each feature that a shallow step of this depth reads, by latents' sides."""
         ...
 
 

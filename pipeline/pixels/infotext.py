@@ -19,8 +19,7 @@ _HASH_DIGITS = 10
 
 
 def infotext(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> str:
-    """Write the prompt, a line `Negative prompt: …` if there is one, and a line of `name: value` pairs with commas
-    between.
+    """Write the prompt, a line `Negative prompt: …` if there is one, and a line of `name: value` pairs.
 
     `sampler` is the name of the one that ran. LoRAs are `<lora:name:scale>` behind the prompt. Readers take the blanks
     off each line's ends, and a prompt's line that begins with `Negative prompt:` for what it says: the file holds all

@@ -78,7 +78,5 @@ def file_name(parameters: ImageParameters, name: str = "") -> str:
 
 
 def to_json(value: dict[str, Any]) -> str:
-    """Serialize a value as it is embedded in files: equal values are equal texts. Raises ValueError for NaN and
-    infinity.
-    """
+    """Serialize a value for files: equal values give equal texts. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)

@@ -58,16 +58,13 @@ def _blend(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
 
 
 def tile_side(model: ImageModel, size: Size) -> int:
-    """Return the side of the tiles in pixels in which a picture of this (width, height) is decoded; 0: it is not
-    divided.
-    """
+    """Return the side in pixels of the tiles in which a picture of this size is decoded; 0: it is not divided."""
     side = model.native // model.vae_scale * model.vae_scale
     return side if size[0] * size[1] > model.tiled_above and max(size) > side else 0
 
 
 def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Compute:
-    """Return `finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles and one by
-    one.
+    """Return `finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles.
 
     `decode` turns latents into pixels [B, H, W, 3].
     """

@@ -42,8 +42,7 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 def encode(
     model: ImageModel, pixels: torch.Tensor, noise: torch.Tensor, blank: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Encode images to latents: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this
-    `noise`.
+    """Encode images, uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
 
     As in diffusers' pipelines: a sample, not the mean. Where `blank` is true, bool [H, W], all channels are halfway
     between black and white.
@@ -70,9 +69,7 @@ def decode(model: ImageModel, latents: torch.Tensor) -> torch.Tensor:
 
 
 def levels(pixels: torch.Tensor) -> torch.Tensor:
-    """Quantize pixels in about [-1, 1] to uint8, rounded as diffusers does: to [0, 1], clamped, in
-    fp32, half to even.
-    """
+    """Quantize pixels in about [-1, 1] to uint8 as diffusers does: to [0, 1], clamped, in fp32, half to even."""
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 

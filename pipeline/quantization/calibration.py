@@ -56,8 +56,7 @@ def collect(
     sampled: Mapping[str, Sequence[str]] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
-    """Collect statistics of these layers over the prompts, run in the model's own dtype on its device, at its native
-    size.
+    """Collect statistics of these layers over the prompts, run in the model's dtype on its device, at native size.
 
     Of `sampled` layers rows are kept as well.
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if

@@ -90,9 +90,7 @@ def _collect(
     model: ImageModel, control: ControlFile, layers: Sequence[str], prompts: Sequence[str],
     settings: CalibrationSettings, kernels: ctypes.CDLL | None, checkpoint: Path, tell: Callable[[int], None],
 ) -> Statistics:  # fmt: skip
-    """Collect statistics of the network's layers: each prompt is drawn, and then drawn again by the edges of what was
-    drawn.
-    """
+    """Collect statistics of the network's layers: each prompt is drawn, then drawn again by the edges of that."""
     networks, _ = observed(model, kernels)
     on_programs = isinstance(networks.denoiser.lowering, CpuLowering) and kernels is not None
     lowering = CpuLowering(kernels, control.network) if on_programs and kernels else TorchLowering(model.dtype)

@@ -33,9 +33,7 @@ Ranges = Mapping[str, Statistics]  # by part
 
 
 def recipes_of(model: ImageModel, alpha: float | None = None, *, plain: bool = False) -> dict[str, Recipe]:
-    """Return the recipe of each part, with the family's own `alpha` if none is given; `plain` is
-    without SmoothQuant.
-    """
+    """Return each part's recipe, with the family's own `alpha` if none is given; `plain` is without SmoothQuant."""
     family = model.family
     return family.recipes(model.parts, None if plain else family.alpha if alpha is None else alpha)
 
@@ -221,9 +219,7 @@ def watch(
 
 
 def _keeping(model: ImageModel, of: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
-    """Return the recipes without the layers that match. Raises `RecipeError` if there are none, or if the pattern is
-    none.
-    """
+    """Return the recipes without the layers that match. Raises `RecipeError` if none do, or for a bad pattern."""
     try:
         regex = re.compile(pattern)
     except re.error as error:

@@ -107,8 +107,7 @@ def measure(
 
 
 def report(model: ImageModel, prompts: Sequence[str], out: Path, *, scheme: Scheme = "int8", **options: Any) -> str:
-    """Return the table for a model that is calibrated on the prompts first, as `quantized.make` does; it is measured on
-    8.
+    """Return the table for a model that is first calibrated as `quantized.make` does; it is measured on 8 prompts.
 
     `options` are those of `quantized.calibrated`. Checkpoints stay in `out`: `make` with the same goes on from them.
     """
@@ -137,9 +136,7 @@ def recorded(model: ImageModel, prompts: Sequence[str], kernels: ctypes.CDLL | N
 
 
 def arithmetic(model: ImageModel, call: Call) -> dict[str, int]:
-    """Count multiplications in each linear layer and convolution of the denoiser in a recorded call, by the layer's
-    name.
-    """
+    """Count multiplications in each linear layer and convolution of the denoiser in a recorded call, by name."""
     counts: dict[str, int] = {}
 
     def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:

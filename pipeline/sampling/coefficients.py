@@ -69,9 +69,7 @@ def euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
-    """Compute DPM-Solver++ of order 1 or 2; its SDE (Lu et al. 2022, section 5) where the scheduler's algorithm says
-    so.
-    """
+    """Compute DPM-Solver++ of order 1 or 2, or its SDE (Lu et al. 2022, section 5), by the scheduler's algorithm."""
     alpha, now, following = _sigmas(scheduler, steps)
     a_x, a_m = _x0(scheduler, alpha, now * alpha)
     alpha_next = 1 / (following**2 + 1).sqrt()
@@ -131,9 +129,7 @@ def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def tcd(scheduler: Any, steps: int, eta: float) -> dict[str, torch.Tensor]:
-    """Compute trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next
-    one.
-    """
+    """Compute trajectory consistency (Zheng et al., 2024): a step goes to timestep s, and noise to the next one."""
     alphas_cumprod = scheduler.alphas_cumprod.double()
     following = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
     alpha_prod, alpha_prod_next = alphas_cumprod[scheduler.timesteps], alphas_cumprod[following]

@@ -16,9 +16,7 @@ from unet_opt.inputs import DenoiserInputs
 
 @dataclass(slots=True, eq=False)
 class Conditioning:
-    """The constant inputs of the denoiser of a request; R is 2 with classifier-free guidance (negative, then positive),
-    else 1.
-    """
+    """The constant inputs of a request; R is 2 with classifier-free guidance (negative, then positive), else 1."""
 
     tensors: Mapping[str, torch.Tensor]  # by the family's names, [R, …] each
     guidance_scale: float  # of negative + scale · (positive - negative)
@@ -47,9 +45,7 @@ class InpaintMask:
     steps: int = 0  # n, of a soft mask; 0: it is none
 
     def put_back(self, x: torch.Tensor, step: int, signal: float, noise: float) -> torch.Tensor:
-        """Return the sample [1, C, h, w] before this step, with the kept region restored at its level of signal and
-        noise.
-        """
+        """Return the sample [1, C, h, w] before this step, with the kept region at its level of signal and noise."""
         mask = self.mask
         if self.steps:
             if step == self.steps:
@@ -122,9 +118,9 @@ class BatchGatherer:
                     tensors[f"{name}_lengths"] = _lengths(parts, padding)
                 tensors[name] = gather(parts, padding, multiple)
             indices = [number for number, conditioning in enumerate(conditionings) for _ in range(conditioning.rows)]
-            conditioning = to_device(torch.tensor(indices + [0] * padding), next(iter(tensors.values())).device)
+            request_index = to_device(torch.tensor(indices + [0] * padding), next(iter(tensors.values())).device)
             # The requests are kept with the result, so that no other object can take over their identity.
-            self._last = (key, conditionings, _GatheredConditioning(tensors, conditioning))
+            self._last = (key, conditionings, _GatheredConditioning(tensors, request_index))
         return self._last[2]
 
     def clear_cache(self) -> None:
@@ -178,7 +174,7 @@ def advance(
     m = guide(output, states)
     x = torch.cat([state.x for state in states])
     x0 = torch.cat([state.x0 for state in states])
-    if any(sampled_noise is not None for sampled_noise in noise):
+    if any(part is not None for part in noise):
         parts = [torch.zeros_like(r.x) if n is None else n for r, n in zip(states, noise, strict=True)]
         sampled_noise = torch.cat(parts)
     else:

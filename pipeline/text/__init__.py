@@ -1,3 +1,1 @@
-"""The room of prompts to conditioning: chunks of tokens, weights of words, textual inversions, and the cache of
-embeddings.
-"""
+"""The room of prompts: chunks of tokens, weights of words, textual inversions, and the cache of embeddings."""

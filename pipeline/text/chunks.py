@@ -76,9 +76,7 @@ def split(
     embeddings: Sequence[TextualInversion] = (),
     key: str = "",
 ) -> Tokens:
-    """Split the prompt into at least so many chunks; missing ones are empty. `key` is the encoder's name in embedding
-    files.
-    """
+    """Split the prompt into at least so many chunks; missing ones are empty. `key` names the encoder in files."""
     marked = WeightedPrompt(((prompt, 1.0),)) if isinstance(prompt, str) else prompt
     filled = _Chunks(tokenizer.model_max_length - 2)
     for number, (text, weight) in enumerate((*marked.parts, ("", 1.0))):

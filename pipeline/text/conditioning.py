@@ -56,9 +56,7 @@ class Conditioner:
         *,
         of: Hashable = None,
     ) -> list[Told]:
-        """Return the same from parameters alone, or with the prompts `read` from them. `of` is as for
-        `Encoder.encode`.
-        """
+        """Return the same from parameters alone, or with their prompts `read`. `of` is as for `Encoder.encode`."""
         request_prompts = [self.read(item) for item in parameters] if read is None else read
         flat = [prompt for item in request_prompts for prompt in item.prompts]
         embeddings = dict(zip(flat, self.encoder.encode(flat, bucket, of=of), strict=True))

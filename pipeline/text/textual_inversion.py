@@ -52,9 +52,7 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
         self._listing = threading.Lock()
 
     def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
-        """Return the embeddings that the texts of these fields name, by name. Raises `Invalid`, naming the field and
-        the file.
-        """
+        """Return the embeddings that these fields' texts name, by name. Raises `Invalid`, naming field and file."""
         embeddings: dict[str, TextualInversion] = {}
         for name, text in texts.items():
             pattern = self._pattern()
@@ -66,9 +64,7 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
         return tuple(embeddings[name] for name in sorted(embeddings))
 
     def _pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern that finds names, also of pickles, which are refused; compiled again when the folder has
-        changed.
-        """
+        """Return a pattern of names, also of pickles, which are refused; it follows the folder's changes."""
         try:
             stamp = self.folder.stat().st_mtime_ns
             with self._listing:
@@ -111,9 +107,7 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
 
 
 def words(names: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds these names as words of a text, as group 1, with or without `embedding:` before; None
-    for no names.
-    """
+    """Return a pattern of these names as words, as group 1, with or without `embedding:` before; None for no names."""
     longest_first = sorted(names, key=len, reverse=True)
     if not longest_first:
         return None

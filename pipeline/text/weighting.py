@@ -19,9 +19,7 @@ _LEAST = 1e-5  # replaces a weight of 0, whose share would be infinite
 
 
 def lowered(prompt: str | WeightedPrompt, tokens: Tokens) -> list[int]:
-    """Return the indices of the parts below 1 that the encoder reads: each needs an embedding of the prompt without
-    it.
-    """
+    """Return the indices of the read parts below 1: each needs an embedding of the prompt without it."""
     if isinstance(prompt, str):
         return []
     seen = {int(number) for number in tokens.parts.unique()}

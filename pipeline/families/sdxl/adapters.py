@@ -1,6 +1,4 @@
-"""The LoRA files of SDXL: kohya's, Stability's and ComfyUI's layouts by `lora_names`, diffusers' old ones by its
-tables.
-"""
+"""The LoRA files of SDXL: kohya's, Stability's and ComfyUI's layouts by `lora_names`, diffusers' old ones by tables."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ _USUAL = Reading()
 def embed(
     model: ImageModel, ids: Sequence[torch.Tensor], reading: Reading = _USUAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode token ids [B, T] of each encoder to their penultimate layers side by side [B, T, D], and pooled text [B,
-    P].
-    """
+    """Encode each encoder's token ids [B, T] to penultimate layers side by side [B, T, D], and pooled text [B, P]."""
     masks = [None] * len(ids) if reading.seen is None else [mask.to(model.device) for mask in reading.seen]
     encoders = text_encoders(model)
     with ExitStack() as stack:
@@ -147,9 +145,7 @@ class CLIPPair:
 
     @torch.inference_mode()
     def marked(self, prompt: MarkedPrompt) -> Embedding:
-        """Run one forward of all chunks, and of an empty one for compel's weights; another of these without some
-        parts.
-        """
+        """Run one forward of all chunks, with an empty one for compel's weights; another without some parts."""
         chunked = [
             split(tokenizer, text, prompt.chunks, prompt.embeddings, key)
             for tokenizer, text, key in zip(self._tokenizers, prompt.texts, self._keys, strict=True)
@@ -196,9 +192,7 @@ class CLIPPair:
     def _weighted(
         self, prompt: MarkedPrompt, chunked: Sequence[Tokens], both: torch.Tensor, without: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the weighted embedding [C · T, D] in fp32; `both` [C or C + 1, T, D] has an empty chunk last for
-        compel's.
-        """
+        """Return the weighted embedding [C · T, D] in fp32; for compel's `both` [C + 1, T, D] ends in an empty chunk."""
         count, sides = len(chunked[0].ids), []
         widths = [encoder.config.hidden_size for encoder in text_encoders(self._model)]
         parts = zip(*(tensor.split(widths, dim=-1) for tensor in (both, *without)), strict=True)

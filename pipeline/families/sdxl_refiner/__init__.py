@@ -1,6 +1,4 @@
-"""The family of SDXL's refiner (Podell et al., 2023, section 2.5): a UNet for the last steps of SDXL's pictures, with
-one encoder.
-"""
+"""The family of SDXL's refiner (Podell et al., 2023, section 2.5): a UNet for SDXL's last steps, with one encoder."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ PATCH = "2-1"  # of 2×2 latents in one frame
 
 
 def modulations(ops: Ops[A], model: Any, time: A) -> tuple[A, A]:
-    """Compute of the time [B, 256] four vectors [B, 4·C] of each modulated block, side by side, and
-    the head's [B, C].
-    """
+    """Compute from the time [B, 256] four vectors [B, 4·C] for each modulated block, and the head's [B, C]."""
     enter, _, leave = model.t_embedder.mlp
     hidden = ops.linear(time, enter, act="silu")
     blocks = ops.biases(ops.linear(hidden, leave), *(block.adaLN_modulation[0] for block in modulated(model)))
@@ -50,8 +48,7 @@ def deep(
     ops: Ops[A], model: Any, patches: A, pads: A | None, blocks: A, head: A, angles: A, text: A, lengths: A,
     image_angles: A,
 ) -> tuple[A, A, A]:  # fmt: skip
-    """Compute the model's output [B, S, patch], and the image's tokens [B, S, C] behind the first block and behind the
-    last.
+    """Compute the output [B, S, patch], and the image's tokens [B, S, C] behind the first block and the last.
 
     `patches` [B, S, patch]; `pads` [B, P, C] fill the image's tokens up; `blocks` and `head` are `modulations` with 1 +
     scales and tanh of gates; `text` [B, T, C] is refined; `lengths` [B] count tokens of image, pads and text; `angles`
@@ -88,9 +85,7 @@ def _first(
 
 
 def _block(ops: Ops[A], block: Any, x: A, angles: A, vectors: tuple[A, ...] | None, lengths: A | None) -> A:
-    """Run a ZImageTransformerBlock: self-attention with QK-norm and rotary positions, SwiGLU, both between two
-    RMSNorms.
-    """
+    """Run a ZImageTransformerBlock: self-attention with QK-norm and rotary positions, SwiGLU, each between RMSNorms."""
     scale, gate, scale_2, gate_2 = vectors or (None,) * 4
     attn, ff = block.attention, block.feed_forward
     q, k, v, out = attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]

@@ -1,6 +1,4 @@
-"""The transformer of Z-Image on any lowering: tokens of latents, positions, the time, and the walks of `network` on
-them.
-"""
+"""The transformer of Z-Image on any lowering: tokens of latents, positions, time, and `network` on them."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ class ZImageNetwork:
     shallow_reads_text = True
 
     def __init__(self, lowering: Lowering, model: Any) -> None:
-        """Build it on a lowering. Raises ValueError for a transformer whose layout, or one of whose layers, is not
-        supported.
-        """
+        """Build it on a lowering. Raises ValueError for a transformer of an unsupported layout or layer."""
         check(model, head_multiple=lowering.head_multiple)
         self.lowering, self.model = lowering, model
         self.text_width: int = model.dim
@@ -96,9 +92,7 @@ class ZImageNetwork:
         return torch.stack(parts, dim=2).flatten(1), 1 + head.float()
 
     def _image_angles(self, height: int, width: int, lengths: Tensor, missing: int) -> Tensor:
-        """Return angles [B, S + P, d]: the first axis counts on behind the text, the others are rows and columns; pads
-        are at 0.
-        """
+        """Return angles [B, S + P, d]: the first axis counts on from the text, then rows and columns; pads are at 0."""
         key = (height, width, lengths.device)
         if key not in self._grids:
             ys, xs = (torch.arange(side, device=lengths.device) for side in (height, width))
