@@ -264,7 +264,7 @@ def read_text(
         starts[id(attn)] = at
         at += 2 * attn.inner_dim
 
-    def of(attn: Attention) -> Keys[A]:
+    def keys_of(attn: Attention) -> Keys[A]:
         start, width = starts[id(attn)], attn.inner_dim
 
         def unpack(packed: A) -> tuple[A, A]:
@@ -272,7 +272,7 @@ def read_text(
 
         return Keys(*unpack(kv), [(*unpack(packed), lengths) for packed, lengths in images], prompted)
 
-    return of
+    return keys_of
 
 
 def resnets(unet: DownPath) -> list[ResBlock]:

@@ -55,8 +55,8 @@ class GraphChoice:
             return
         size: Any = key.size
         graph, direct = self._costs.curve(key.phase, size, True), self._costs.curve(key.phase, size, False)
-        usual = (width for width in self._widths if worth_recording(replace(key, rows=width), self._sizes))
-        widths = {*usual, *self._graphs.recorded(replace(key, rows=0), self._widths[0])}
+        usual_widths = (width for width in self._widths if worth_recording(replace(key, rows=width), self._sizes))
+        widths = {*usual_widths, *self._graphs.recorded(replace(key, rows=0), self._widths[0])}
 
         def replayed(rows: int) -> float:
             return graph(rows) if graph.measured else direct(rows) - self._launching_s(key.phase, size, rows)
@@ -72,10 +72,10 @@ class GraphChoice:
         """Return the least that a graph saves of such a forward: by the next one at a usual size that has no fewer
         pixels, and so hides more of it behind the device's own time.
         """
-        saved = []
+        savings = []
         for width, height in self._sizes:
             graph, direct = (self._costs.curve(phase, (width, height), compiled) for compiled in (True, False))
-            both = graph.measured.keys() & direct.measured.keys()
-            saved += [(row_count * width * height, direct(row_count) - graph(row_count)) for row_count in both]
-        enough = [pair for pair in saved if pair[0] >= rows * size[0] * size[1]]
-        return max(0.0, min(enough, default=(0, 0.0))[1])
+            common = graph.measured.keys() & direct.measured.keys()
+            savings += [(row_count * width * height, direct(row_count) - graph(row_count)) for row_count in common]
+        candidates = [pair for pair in savings if pair[0] >= rows * size[0] * size[1]]
+        return max(0.0, min(candidates, default=(0, 0.0))[1])

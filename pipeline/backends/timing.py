@@ -15,7 +15,7 @@ from pipeline.families.family import ImageModel, Network
 from unet_opt.inputs import DenoiserInputs
 
 Size = tuple[int, int]
-_GUESS_S = 0.05
+_DEFAULT_S = 0.05
 _RUNS = 3
 
 
@@ -32,7 +32,7 @@ class PhaseCosts:
         """`skip_first`: the first run of a shape that is neither compiled nor recorded is not counted, because it
         compiles kernels or writes a program.
         """
-        self._table = CostTable(_GUESS_S)
+        self._table = CostTable(_DEFAULT_S)
         self._skip_first = skip_first
         self._seen: set[ExecutableKey] = set()
 

@@ -24,11 +24,11 @@ from pipeline.checkpoints.folder import ModelError
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 30.0  # without a byte
-_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_RETRIED_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 _START_BYTES = 512
 _NUMBER = "[0-9]{1,18}"  # in headers, where int() also takes digits of other scripts
 _VALIDATOR = re.compile(r"[ -~]{1,500}")
-_BROKEN = (OSError, http.client.HTTPException)
+_NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 class Downloaded(NamedTuple):
@@ -113,11 +113,11 @@ class _Download:
                     return Downloaded(self._part, self._name)
                 reason = "it ended early"
             except urllib.error.HTTPError as error:
-                if error.code not in _AGAIN:
+                if error.code not in _RETRIED_STATUSES:
                     answer = f"{error.code} {printable(str(error.reason))}"
                     raise ModelError(f"{redacted(self._url)}: the server answers {answer}") from error
                 reason = f"the server answers {error.code}"
-            except _BROKEN as error:
+            except _NETWORK_ERRORS as error:
                 if isinstance(error, OSError) and error.filename is not None:  # the disk's, not the network's
                     raise
                 reason = printable(str(getattr(error, "reason", error)) or type(error).__name__)
@@ -140,16 +140,16 @@ class _Download:
 
     def _attempt(self) -> bool:
         """Connect once, and return whether the file is whole after that."""
-        noted = self._noted()
-        if not noted.get("validator"):
+        note = self._read_note()
+        if not note.get("validator"):
             self._begin_anew()
-        elif self._size == noted["total"]:
-            self._name = noted["name"]
-            self._check_start(noted["total"])
+        elif self._size == note["total"]:
+            self._name = note["name"]
+            self._check_start(note["total"])
             return True
         headers = {"Accept-Encoding": "identity", "User-Agent": "diptych"}
         if self._size:
-            headers |= {"Range": f"bytes={self._size}-", "If-Range": noted["validator"]}
+            headers |= {"Range": f"bytes={self._size}-", "If-Range": note["validator"]}
         try:
             answer = _opener().open(urllib.request.Request(self._url, headers=headers), timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
@@ -200,7 +200,7 @@ class _Download:
             _note(self._part).write_text(json.dumps(note), "utf-8")
         return total
 
-    def _noted(self) -> dict[str, Any]:
+    def _read_note(self) -> dict[str, Any]:
         try:
             note = json.loads(_note(self._part).read_text("utf-8"))
             return {**note, "total": int(note["total"]), "name": str(note["name"])}

@@ -127,9 +127,9 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
     index, files = folders.check(folder, variant, family.parts, family.label)
     # The VAE in fp32 until its config is read: rounding to fp16 is irreversible. So are layers before quantization:
     # rounding first would give another quantized model.
-    late = {"vae"} if dtype is torch.float16 else {*family.quantized} if is_quantized(precision) else set()
+    fp32_parts = {"vae"} if dtype is torch.float16 else {*family.quantized} if is_quantized(precision) else set()
     parts = {
-        part: load_part(folder, part, spec, torch.float32 if part in late else dtype, variant)
+        part: load_part(folder, part, spec, torch.float32 if part in fp32_parts else dtype, variant)
         for part, spec in family.parts.items()
     }
     return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
@@ -299,21 +299,21 @@ def _quiet() -> Iterator[None]:
     """Silence the libraries' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 
-    loud = [logging.getLogger("diffusers"), logging.getLogger("transformers")]
-    levels = [logger.level for logger in loud]
+    loggers = [logging.getLogger("diffusers"), logging.getLogger("transformers")]
+    levels = [logger.level for logger in loggers]
     from diffusers.utils import logging as diffusers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
-    for logger in loud:
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loud, levels, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()

@@ -105,14 +105,14 @@ def _write_parts(
     name: str, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
     options: CheckpointOptions, say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    baked = not options.vae and any(key.startswith(VAE) for key in weights)
+    has_vae = not options.vae and any(key.startswith(VAE) for key in weights)
     for part_name, part in registry.read(base).parts.items():
         say(f"converting {part_name}")
         if part.kind == "tokenizer":
             shutil.copytree(base / part_name, out / part_name)
         elif part.kind == "scheduler":
             _write_scheduler(base / part_name, out / part_name, metadata, weights, options)
-        elif part_name == "vae" and not baked:
+        elif part_name == "vae" and not has_vae:
             _copy_vae(Path(options.vae) if options.vae else base / part_name, base, out)
         else:
             _write_part(name, part_name, part, weights, base, out)
@@ -230,8 +230,8 @@ def _write_scheduler(
     declared = _DECLARED_TYPES.get(metadata.get("modelspec.prediction_type", ""))
     if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
         declared = "v_prediction"
-    if predicts := options.prediction_type or declared:
-        config["prediction_type"] = predicts
+    if prediction_type := options.prediction_type or declared:
+        config["prediction_type"] = prediction_type
     zero_snr = "ztsnr" in weights or metadata.get("ss_zero_terminal_snr") == "True"
     if zero_snr if options.zero_snr is None else options.zero_snr:
         # trailing timesteps begin at the one of noise alone
@@ -241,17 +241,17 @@ def _write_scheduler(
     _write_json(out / "scheduler_config.json", config)
 
 
-def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
+def _edm(weights: Mapping[str, Any], prediction_type: str | None) -> dict[str, Any] | None:
     """Return the scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022), or None."""
     sigmas = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
-    if predicts == EDM_V or (predicts is None and sigmas):
+    if prediction_type == EDM_V or (prediction_type is None and sigmas):
         return {
             **_EDM,
             **_COSXL,
             "sigma_schedule": "exponential",
             **{end: float(value) for end, value in sigmas.items()},
         }
-    if predicts is None and all(key in weights for key in _EDM_KEYS):
+    if prediction_type is None and all(key in weights for key in _EDM_KEYS):
         return {**_EDM, **_PLAYGROUND, "sigma_schedule": "karras"}
     return None
 

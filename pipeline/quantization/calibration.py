@@ -75,8 +75,8 @@ def collect(
         )  # fmt: skip
         if "vae" in layers:
             with around("vae", 0), torch.inference_mode():
-                for some in latents.split(_DECODED):
-                    networks.decoder(unscale(some.to(model.vae.dtype), model.vae.config))
+                for part in latents.split(_DECODED):
+                    networks.decoder(unscale(part.to(model.vae.dtype), model.vae.config))
 
     parts: dict[str, Watched] = {
         name: Watched(names, observe[name], (checkpoints or {}).get(name), (sampled or {}).get(name, ()))

@@ -218,17 +218,17 @@ def watch(
     collect(model, {part: layers}, prompts, settings=settings, checkpoints={part: path})
 
 
-def _keeping(model: ImageModel, of: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
+def _keeping(model: ImageModel, full_recipes: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
     """Return the recipes without the layers that match. Raises `RecipeError` if none do, or for a bad pattern."""
     try:
         regex = re.compile(pattern)
     except re.error as error:
         raise RecipeError(f"keep: {pattern!r} is no regular expression ({error})") from error
-    recipes = {part: recipe.keeping(model.parts[part], regex, _KEPT) for part, recipe in of.items()}
-    if all(len(recipes[part].layer_rules) == len(recipe.layer_rules) for part, recipe in of.items()):
+    recipes = {part: recipe.keeping(model.parts[part], regex, _KEPT) for part, recipe in full_recipes.items()}
+    if all(len(recipes[part].layer_rules) == len(recipe.layer_rules) for part, recipe in full_recipes.items()):
         raise RecipeError(f"keep: no layer that would be quantized has a name that matches {pattern!r}")
     return recipes
 
 
-def _targets(model: ImageModel, of: Mapping[str, Recipe]) -> dict[str, list[str]]:
-    return {part: recipe.targets(model.parts[part]) for part, recipe in of.items()}
+def _targets(model: ImageModel, recipes: Mapping[str, Recipe]) -> dict[str, list[str]]:
+    return {part: recipe.targets(model.parts[part]) for part, recipe in recipes.items()}

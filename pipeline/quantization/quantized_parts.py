@@ -26,12 +26,12 @@ def variant(parent: Path | None, scheme: str, parts: Sequence[str], first: Path 
     folders: dict[str, Path] = {}
     first_parent = [] if first is None else [first.parent]
     parents = first_parent + ([] if parent is None else [parent])
-    places: list[Path] = [first] if first is not None else [folder(parent, parts[0], scheme) for parent in parents]
-    for place in places:
-        if (place / store.MANIFEST).is_file():
-            folders[parts[0]] = place
+    candidates: list[Path] = [first] if first is not None else [folder(parent, parts[0], scheme) for parent in parents]
+    for candidate in candidates:
+        if (candidate / store.MANIFEST).is_file():
+            folders[parts[0]] = candidate
     if not folders:
-        where = places[0] if places else f"{parts[0]}-{scheme}"
+        where = candidates[0] if candidates else f"{parts[0]}-{scheme}"
         label = "UNet" if parts[0] == "unet" else parts[0]
         raise ModelError(f"precision {scheme}: there is no quantized {label} in {where}; `diptych quantize` makes one")
     for part, parent in product(parts[1:], parents):

@@ -85,7 +85,7 @@ def measure(
     part = model.family.denoiser
     drawing = _Drawing(model, prompts, kernels)
     reference = drawing.reference()
-    work = arithmetic(model, reference.calls[0])
+    multiplications = arithmetic(model, reference.calls[0])
     families = recipe.families(model.denoiser)
     picture_count = min(pictures, len(families))
     recipes = [_alone(recipe, family, families) for family in families]
@@ -97,7 +97,7 @@ def measure(
 
     for family, variant in zip(families, recipes, strict=True):
         errors = drawing.errors(quantized(variant), reference.calls)
-        share = sum(work[name] for name in family) / sum(work.values())
+        share = sum(multiplications[name] for name in family) / sum(multiplications.values())
         results.append((Sensitivity(tuple(family), share, errors), variant))
     results.sort(key=lambda result: -result[0].error)
     for at in range(picture_count):
@@ -113,9 +113,9 @@ def report(model: ImageModel, prompts: Sequence[str], out: Path, *, scheme: Sche
     """
     calibration = calibrated(model, prompts, out, scheme=scheme, **options)
     part, kernels = model.family.denoiser, options.get("kernels")
-    some = prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
+    subset = prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
     return table(
-        measure(model, calibration.recipes[part], calibration.statistics[part], some, scheme=scheme, kernels=kernels)
+        measure(model, calibration.recipes[part], calibration.statistics[part], subset, scheme=scheme, kernels=kernels)
     )
 
 
@@ -190,22 +190,22 @@ class _Drawing:
     @torch.inference_mode()
     def errors(self, networks: Networks, calls: Sequence[Call]) -> tuple[float, ...]:
         """Return the relative root mean squared error of the output at each recorded step."""
-        off: dict[int, float] = {}
-        power: dict[int, float] = {}
+        squared_errors: dict[int, float] = {}
+        squared_norms: dict[int, float] = {}
         for step, inputs, expected in calls:
             output = networks.denoiser.deep(inputs)[0]
-            off[step] = off.get(step, 0.0) + float((output - expected).float().square().sum())
-            power[step] = power.get(step, 0.0) + float(expected.float().square().sum())
-        return tuple((off[step] / (power[step] or 1.0)) ** 0.5 for step in sorted(off))
+            squared_errors[step] = squared_errors.get(step, 0.0) + float((output - expected).float().square().sum())
+            squared_norms[step] = squared_norms.get(step, 0.0) + float(expected.float().square().sum())
+        return tuple((squared_errors[step] / (squared_norms[step] or 1.0)) ** 0.5 for step in sorted(squared_errors))
 
     def pictures(self, networks: Networks) -> Tensor:
         """Return finished pictures, uint8 [N, H, W, 3]."""
-        parts = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
-        return _decoded(self._model, networks, torch.cat([self._latents(networks, some) for some in parts]))
+        batches = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
+        return _decoded(self._model, networks, torch.cat([self._latents(networks, batch) for batch in batches]))
 
-    def _latents(self, networks: Networks, some: Sequence[str], forward: Forward | None = None) -> Tensor:
+    def _latents(self, networks: Networks, batch: Sequence[str], forward: Forward | None = None) -> Tensor:
         drawing = Denoiser(self._model, networks.denoiser, guidance=self._guidance, steps=self._steps)
-        return drawing.latents(some, [seed(prompt) for prompt in some], forward=forward)
+        return drawing.latents(batch, [seed(prompt) for prompt in batch], forward=forward)
 
 
 @torch.inference_mode()

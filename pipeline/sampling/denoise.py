@@ -193,8 +193,8 @@ def _coefficients(states: Sequence[DenoisingState]) -> torch.Tensor:
     return to_device(rows, states[0].x.device)
 
 
-def _put_back(state: DenoisingState, moved: torch.Tensor) -> torch.Tensor:
+def _put_back(state: DenoisingState, sample: torch.Tensor) -> torch.Tensor:
     if state.kept is None:
-        return moved
+        return sample
     signal, noise = state.table.levels[state.step + 1].tolist()
-    return state.kept.put_back(moved, state.step + 1, signal, noise)
+    return state.kept.put_back(sample, state.step + 1, signal, noise)

@@ -17,8 +17,8 @@ def keep(denoiser: Network, features: Sequence[torch.Tensor], states: Sequence[I
     """
     start = 0
     for state in states:
-        end, following = start + state.rows, state.step + 1
-        if following < len(state.plan) and not state.plan[following]:
+        end, next_step = start + state.rows, state.step + 1
+        if next_step < len(state.plan) and not state.plan[next_step]:
             for buffer, feature in zip(state.features, denoiser.select_features(features, state.depth), strict=True):
                 buffer[-state.rows :].copy_(feature[start:end])
         start = end

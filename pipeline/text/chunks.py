@@ -88,8 +88,8 @@ def split(
     while len(filled) < chunks:
         filled.begin()
 
-    def padded(values: Sequence[float], around: float) -> list[float]:
-        return [around, *values, *[around] * (filled.room + 1 - len(values))]
+    def padded(values: Sequence[float], fill: float) -> list[float]:
+        return [fill, *values, *[fill] * (filled.room + 1 - len(values))]
 
     return Tokens(
         torch.tensor([item.row(tokenizer, filled.room) for item in filled]),

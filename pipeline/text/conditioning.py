@@ -58,8 +58,8 @@ class Conditioner:
     ) -> list[Told]:
         """Return the same from parameters alone, or with their prompts `read`. `of` is as for `Encoder.encode`."""
         request_prompts = [self.read(item) for item in parameters] if read is None else read
-        flat = [prompt for item in request_prompts for prompt in item.prompts]
-        embeddings = dict(zip(flat, self.encoder.encode(flat, bucket, of=of), strict=True))
+        all_prompts = [prompt for item in request_prompts for prompt in item.prompts]
+        embeddings = dict(zip(all_prompts, self.encoder.encode(all_prompts, bucket, of=of), strict=True))
         return [
             self._condition(item, [embeddings[prompt] for prompt in encoded.prompts])
             for item, encoded in zip(parameters, request_prompts, strict=True)
@@ -84,10 +84,10 @@ class Conditioner:
         return self.encoder.read(replace(fields, embeddings=self._named_in(fields.texts)))
 
     def _condition(self, parameters: ImageParameters, embeddings: list[Embedding]) -> Told:
-        read: list[torch.Tensor] = []
+        hidden_states: list[torch.Tensor] = []
 
         def prepare(hidden: torch.Tensor) -> torch.Tensor:
-            read.append(hidden)
+            hidden_states.append(hidden)
             return self._prepare(hidden)
 
         conditioning = self._model.family.condition(self._model, parameters, embeddings, prepare)
@@ -97,4 +97,4 @@ class Conditioner:
             for name, embedding in zip(fields, embeddings, strict=True)
             if embedding.dropped
         ]
-        return Told(conditioning, warnings, read[0])
+        return Told(conditioning, warnings, hidden_states[0])

@@ -124,17 +124,17 @@ class Encoder:
         embedding depend on the batch size. A marked prompt is encoded alone in either case. `of` identifies the
         encoders' state where it varies: embeddings of one state are not used for another.
         """
-        unknown = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._cache))
-        self.misses += len(unknown)
-        self.hits += len(prompts) - len(unknown)
-        fresh: dict[Prompt, Embedding] = {p: self._text.marked(p) for p in unknown if isinstance(p, MarkedPrompt)}
-        plain = [p for p in unknown if isinstance(p, str)]
+        uncached = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._cache))
+        self.misses += len(uncached)
+        self.hits += len(prompts) - len(uncached)
+        computed: dict[Prompt, Embedding] = {p: self._text.marked(p) for p in uncached if isinstance(p, MarkedPrompt)}
+        plain = [p for p in uncached if isinstance(p, str)]
         size = bucket or max(1, len(plain))
         for start in range(0, len(plain), size):
             chunk = plain[start : start + size]
             padded = chunk + [""] * (bucket - len(chunk))
-            fresh |= zip(chunk, self._text.plain(padded), strict=False)
-        embeddings = [fresh.get(p) or self._cache[p, bucket, of] for p in prompts]
+            computed |= zip(chunk, self._text.plain(padded), strict=False)
+        embeddings = [computed.get(p) or self._cache[p, bucket, of] for p in prompts]
         for prompt, embedding in zip(prompts, embeddings, strict=True):
             self._cache[prompt, bucket, of] = embedding
             self._cache.move_to_end((prompt, bucket, of))

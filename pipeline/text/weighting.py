@@ -22,8 +22,8 @@ def lowered(prompt: str | WeightedPrompt, tokens: Tokens) -> list[int]:
     """Return the indices of the read parts below 1: each needs an embedding of the prompt without it."""
     if isinstance(prompt, str):
         return []
-    seen = {int(number) for number in tokens.parts.unique()}
-    return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in seen]
+    read_parts = {int(number) for number in tokens.parts.unique()}
+    return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in read_parts]
 
 
 def apply(hidden: torch.Tensor, empty: torch.Tensor, weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:

@@ -45,8 +45,8 @@ class CLIPText:
     def _dropped(self, prompt: str) -> str:
         """Return the prompt's own text from the first token that was dropped for the end token."""
         encoding = self._tokenizer(prompt, verbose=False, return_offsets_mapping=True)
-        over = len(encoding.input_ids) > self.tokens
-        return prompt[encoding.offset_mapping[self.tokens - 1][0] :].strip() if over else ""
+        is_truncated = len(encoding.input_ids) > self.tokens
+        return prompt[encoding.offset_mapping[self.tokens - 1][0] :].strip() if is_truncated else ""
 
 
 def condition(

@@ -30,17 +30,17 @@ _NO_PART = -2
 class Reading:
     """The options of `embed`, where they differ from the usual.
 
-    `seen` [B, T] of each encoder is the attention mask, 1 for visible tokens; None: all are visible. `clip_skip` is as
+    `attention_masks` [B, T], one an encoder, are 1 for visible tokens; None: all are visible. `clip_skip` is as
     in `MarkedPrompt`. `vectors` of each encoder: row, token, and the token embeddings [n, D] put there.
     """
 
-    seen: Sequence[torch.Tensor] | None = None
+    attention_masks: Sequence[torch.Tensor] | None = None
     clip_skip: int = 0
     vectors: tuple[tuple[tuple[int, int, torch.Tensor], ...], ...] = ((), ())
 
     @property
     def usual(self) -> bool:
-        return self.seen is None and not self.clip_skip and not any(self.vectors)
+        return self.attention_masks is None and not self.clip_skip and not any(self.vectors)
 
 
 _USUAL = Reading()
@@ -50,7 +50,11 @@ def embed(
     model: ImageModel, ids: Sequence[torch.Tensor], reading: Reading = _USUAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode each encoder's token ids [B, T] to penultimate layers side by side [B, T, D], and pooled text [B, P]."""
-    masks = [None] * len(ids) if reading.seen is None else [mask.to(model.device) for mask in reading.seen]
+    masks = (
+        [None] * len(ids)
+        if reading.attention_masks is None
+        else [mask.to(model.device) for mask in reading.attention_masks]
+    )
     encoders = text_encoders(model)
     with ExitStack() as stack:
         for encoder, vectors in zip(encoders, reading.vectors, strict=False):
@@ -192,7 +196,7 @@ class CLIPPair:
     def _weighted(
         self, prompt: MarkedPrompt, chunked: Sequence[Tokens], both: torch.Tensor, without: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the weighted embedding [C · T, D] in fp32; for compel's `both` [C + 1, T, D] ends in an empty chunk."""
+        """Return the weighted embedding [C · T, D] in fp32; the last chunk of compel's `both` is empty."""
         count, sides = len(chunked[0].ids), []
         widths = [encoder.config.hidden_size for encoder in text_encoders(self._model)]
         parts = zip(*(tensor.split(widths, dim=-1) for tensor in (both, *without)), strict=True)

@@ -76,12 +76,12 @@ class ZImageNetwork:
         patches = sample.unfold(2, 2, 2).unfold(3, 2, 2)  # [B, C, h/2, w/2, 2, 2]
         patches = patches.permute(0, 2, 3, 4, 5, 1).reshape(rows, -1, 4 * channels).to(self.lowering.dtype)
         count = patches.shape[1]
-        missing = -count % MULTIPLE
-        pads = self.model.x_pad_token.detach().to(patches.dtype).expand(rows, missing, -1) if missing else None
-        image = self._image_angles(height // 2, width // 2, lengths, missing)
+        padding = -count % MULTIPLE
+        pads = self.model.x_pad_token.detach().to(patches.dtype).expand(rows, padding, -1) if padding else None
+        image = self._image_angles(height // 2, width // 2, lengths, padding)
         angles = torch.cat([image, self._text_angles(rows, text.shape[1], sample.device)], dim=1)
-        seen = (lengths + (count + missing)).to(torch.int32)
-        return patches, pads, blocks, head, angles, text.to(self.lowering.dtype), seen, image
+        token_counts = (lengths + (count + padding)).to(torch.int32)
+        return patches, pads, blocks, head, angles, text.to(self.lowering.dtype), token_counts, image
 
     def _modulations(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """Return `network.modulations` as the blocks multiply them: 1 + scales and tanh of gates, fp32."""
@@ -91,7 +91,7 @@ class ZImageNetwork:
         parts = (1 + scale, gate.tanh(), 1 + scale_2, gate_2.tanh())
         return torch.stack(parts, dim=2).flatten(1), 1 + head.float()
 
-    def _image_angles(self, height: int, width: int, lengths: Tensor, missing: int) -> Tensor:
+    def _image_angles(self, height: int, width: int, lengths: Tensor, padding: int) -> Tensor:
         """Return angles [B, S + P, d]: the first axis counts on from the text, then rows and columns; pads are at 0."""
         key = (height, width, lengths.device)
         if key not in self._grids:
@@ -103,23 +103,23 @@ class ZImageNetwork:
         both = torch.cat(
             [first[:, None].expand(-1, len(grid), -1, -1), grid[None].expand(len(first), -1, -1, -1)], dim=-1
         )
-        if missing:
+        if padding:
             zero = torch.zeros(1, dtype=torch.long, device=lengths.device)
             pad = torch.cat([self._axis(axis, zero) for axis in range(3)], dim=-1)
-            both = torch.cat([both, pad[None].expand(len(first), missing, -1, -1)], dim=1)
+            both = torch.cat([both, pad[None].expand(len(first), padding, -1, -1)], dim=1)
         return both.flatten(2)
 
     def _text_angles(self, rows: int, count: int, device: torch.device) -> Tensor:
         """Return angles [B, T, d]: text tokens count from 1 along the first axis."""
-        places = torch.arange(1, count + 1, device=device)
-        parts = [self._axis(0, places), *(self._axis(axis, torch.zeros_like(places)) for axis in (1, 2))]
+        positions = torch.arange(1, count + 1, device=device)
+        parts = [self._axis(0, positions), *(self._axis(axis, torch.zeros_like(positions)) for axis in (1, 2))]
         return torch.cat(parts, dim=-1).flatten(1)[None].expand(rows, -1, -1)
 
-    def _axis(self, axis: int, places: Tensor) -> Tensor:
+    def _axis(self, axis: int, positions: Tensor) -> Tensor:
         """Return cosines and sines [n, 2, d / 2] of one axis at these places."""
-        if self._axes[axis].device != places.device:
-            self._axes[axis] = self._axes[axis].to(places.device)
-        return self._axes[axis][places]
+        if self._axes[axis].device != positions.device:
+            self._axes[axis] = self._axes[axis].to(positions.device)
+        return self._axes[axis][positions]
 
     # -- walks -------------------------------------------------------------------------------------------------------
 
