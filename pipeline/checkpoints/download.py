@@ -42,7 +42,7 @@ class Downloaded(NamedTuple):
 class DownloadOptions:
     """The limits of a download.
 
-    most_bytes: the largest file.
+    max_bytes: the largest file.
     attempts: how often in a row the connection may break without bringing anything new.
     pause_s: before the second attempt, and twice as long before each further one.
     check_start: called with the file's path and its whole size in bytes once its header is there, given by

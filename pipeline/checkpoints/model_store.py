@@ -35,9 +35,9 @@ class AddOptions:
 
     name: by which it will be found; "": the file's, folder's or repository's own.
     sha256: that the file must have, in hexadecimal; "": any.
-    most_bytes: the largest file to download.
+    max_bytes: the largest file to download.
     variant: of a folder's weight files, such as fp16.
-    taken: names that are other models'.
+    is_taken: whether a name is another model's.
     """
 
     checkpoint: CheckpointOptions
