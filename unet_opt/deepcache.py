@@ -19,7 +19,7 @@ from unet_opt.modules import DownPath, UNet
 
 A = TypeVar("A")
 Features = tuple[Tensor, ...]
-"""Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""
+"""Maps with a row for each of the forward's: what shallow steps of every depth read (see `select_features`)."""
 
 
 def select_features(features: Sequence[A], depth: str) -> tuple[A, ...]:
