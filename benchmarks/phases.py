@@ -42,7 +42,7 @@ from pipeline.families.sdxl.conditioning import embed
 from pipeline.families.sdxl.parts import tokenizers
 from pipeline.families.zimage import recipe
 from pipeline.families.zimage.transformer import ZImageNetwork
-from unet_opt.deepcache import kept
+from unet_opt.deepcache import select_features
 from unet_opt.inputs import DenoiserInputs
 from unet_opt.vae import VaeDecoder
 
@@ -71,7 +71,7 @@ def sdxl_phases(device: str, *, small: bool, stock: bool) -> Phases:
         _, *features = unet.deep(inputs)
         yield f"deep {count}", partial(unet.deep, inputs), True
         for depth in DEPTHS:
-            parts = tuple(part.clone() for part in kept(features, depth))
+            parts = tuple(part.clone() for part in select_features(features, depth))
             shallow = partial(unet.shallow, depth, inputs.without_text(), parts)
             yield f"shallow{'' if depth == BLOCK else f'-{depth}'} {count}", shallow, True
     yield "keys 2", lambda: unet.prepare_text(models.inputs(source, 2)[2]), True

@@ -111,7 +111,7 @@ def wrong_option(error: Invalid, flags: Mapping[str, str] = {}) -> UsageError:
     return UsageError(f"{flags.get(field, '--' + field.replace('_', '-'))}: {error.message}")
 
 
-def make_cache(settings: Settings) -> None:
+def create_cache_folder(settings: Settings) -> None:
     """Create the folder of compiled code, if code is to be compiled. Raises `UsageError`."""
     if settings.compile:
         try:

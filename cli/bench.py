@@ -15,7 +15,7 @@ from cli.arguments import (
     add_steps,
     check_range,
     check_steps,
-    make_cache,
+    create_cache_folder,
     model_errors,
     read_settings,
 )
@@ -73,7 +73,7 @@ def _bench_errors() -> Iterator[None]:
 def _opened(options: argparse.Namespace) -> Iterator[Settings]:
     """Context: the settings, with their cache folder made; raises `UsageError` for what cannot be measured."""
     chosen = read_settings(options)
-    make_cache(chosen)
+    create_cache_folder(chosen)
     with _bench_errors(), model_errors():
         yield chosen
 
@@ -262,7 +262,7 @@ def _simulate(options: argparse.Namespace) -> int:
             from benchmarks.simulation import measure
 
             simulated.plan(options, chosen)  # before minutes are spent
-            make_cache(chosen)
+            create_cache_folder(chosen)
             with model_errors():
                 table = measure.measure(chosen, simulated.sizes(options.sizes))
             measure.save(table, options.measure)
@@ -278,7 +278,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     check_steps(options)
     chosen = read_settings(options)
-    make_cache(chosen)
+    create_cache_folder(chosen)
     module = importlib.import_module(f"benchmarks.{options.what}")
     limit_s = getattr(options, "compile_limit", None)
     if limit_s is not None and not 0 < limit_s <= 86_400:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.arguments import (
     UsageError,
-    make_cache,
+    create_cache_folder,
     model_errors,
     open_runtime,
     wrong_option,
@@ -129,7 +129,7 @@ def open_source(
     from core.batching.request import Request
     from evaluation.sources import LocalEngine
 
-    make_cache(settings)
+    create_cache_folder(settings)
     stack.enter_context(model_errors())
     works = stack.enter_context(open_runtime(settings, console))
     native = works.images.model.native

@@ -18,7 +18,7 @@ from cli.arguments import (
     add_plan,
     add_settings,
     check_range,
-    make_cache,
+    create_cache_folder,
     model_errors,
     open_runtime,
     read_settings,
@@ -114,7 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
     settings = read_settings(options, compile=False)
     for prompt in prompts:
         _complete(options, settings, given, prompt)
-    make_cache(settings)
+    create_cache_folder(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as works:
         if works.images.refiner is not None:
             given |= read_refining(options, works.images.refiner.model.name)

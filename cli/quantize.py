@@ -176,7 +176,7 @@ def _into_cache(options: argparse.Namespace) -> int:
         device = device_of(settings)
         precision(settings.model_copy(update={"precision": options.scheme}), device)  # rejects what does not run here
         place = variants.cached(settings, device, options.scheme, unquantized(device))
-        was_made = place.is_made
+        was_made = place.exists
         if not was_made:
             opened = partial(unquantized_model, settings, options.scheme)
             variants.quantize_into(place, settings, opened, starting.say, starting.count)

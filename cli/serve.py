@@ -21,7 +21,7 @@ from cli.arguments import (
     add_model,
     add_plan,
     add_settings,
-    make_cache,
+    create_cache_folder,
     model_errors,
     read_settings,
 )
@@ -115,7 +115,7 @@ def _worker(options: argparse.Namespace) -> int:
     _check_extra()
     settings = read_settings(options)
     _check_redis(settings)
-    make_cache(settings)
+    create_cache_folder(settings)
     if options.each_gpu:
         return _each_gpu(settings, options)
     _limit_threads(settings)

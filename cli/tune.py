@@ -19,7 +19,7 @@ from cli.arguments import (
     add_command,
     add_model,
     check_range,
-    make_cache,
+    create_cache_folder,
     model_errors,
     open_runtime,
     read_settings,
@@ -106,7 +106,7 @@ def _tune(options: argparse.Namespace) -> int:
         lens = open_lens(options, settings)
         try_references([] if options.real is None else [options.real], lens)
         options.out.mkdir(parents=True, exist_ok=True)
-        make_cache(settings)
+        create_cache_folder(settings)
         try:
             with model_errors(), open_runtime(settings, console, measure_s=_MEASURE_S) as works:
                 judged = _Tuning(options, works, texts, lens, console).run()
@@ -131,7 +131,7 @@ def _target(settings: Settings) -> Path:
         if not settings.plans and folder is None:
             raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
         target = Path(settings.plans).expanduser() if folder is None or settings.plans else folder / plans.FILE
-        plans.read(target, "")  # a damaged one, before hours are spent
+        plans.read_plans(target, "")  # a damaged one, before hours are spent
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UsageError(f"--plans: {target} cannot be written")
     return target

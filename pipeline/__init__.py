@@ -1,1 +1,1 @@
-"""From prompt to image: the runner of image requests, their iterations and their state; families and backends below."""
+"""The path from prompt to image: the runner of requests, their iterations and state; families and backends below."""

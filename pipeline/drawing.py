@@ -35,11 +35,11 @@ class Denoiser:
         encoder = Encoder(model.family.text_encoder(model), capacity=512)
         self._conditioner = Conditioner(model, encoder, network.prepare_text)
         self._guidance, self._steps = guidance, steps
-        usual = model.defaults
-        name = usual.scheduler or samplers.default_name(model.scheduler_config, model.samplers)
-        listed = usual.timesteps if len(usual.timesteps or ()) == steps else None
-        given = NoiseSchedule(usual.schedule_type, listed, eta=usual.eta)
-        self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=given)
+        defaults = model.defaults
+        name = defaults.scheduler or samplers.default_name(model.scheduler_config, model.samplers)
+        timesteps = defaults.timesteps if len(defaults.timesteps or ()) == steps else None
+        schedule = NoiseSchedule(defaults.schedule_type, timesteps, eta=defaults.eta)
+        self._table = model.sampler_table(name, steps, (model.native, model.native), schedule=schedule)
 
     @torch.inference_mode()
     def latents(
@@ -51,7 +51,7 @@ class Denoiser:
         until: int | None = None,
         around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
     ) -> Tensor:
-        """Latents [B, C, h, w] after `until` steps (default: all), at the native size, with guidance.
+        """Return latents [B, C, h, w] after `until` steps (default: all), at the native size, with guidance.
 
         `around(step)` is entered around each forward of the denoiser, which `forward` replaces.
         """
@@ -70,29 +70,31 @@ class Denoiser:
             everywhere = torch.ones(model.native, model.native, dtype=torch.bool)
             latents = vae.encode(model, grey, torch.zeros(shape), blank=everywhere)
             masked = edit.with_mask(everywhere, latents)
-        riders = []
+        states = []
         for prompt, generator in zip(prompts, generators, strict=True):
             x = (draw(generator) * self._table.init_noise_sigma).to(model.device)
-            told = self._conditioned(prompt)
-            riders.append(
-                denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), told.conditioning, masked=masked)
+            result = self._conditioned(prompt)
+            states.append(
+                denoise.DenoisingState(self._table, 0, x, torch.zeros_like(x), result.conditioning, masked=masked)
             )
-        rows = sum(rider.conditioning.rows for rider in riders)
+        rows = sum(state.conditioning.rows for state in states)
         for step in range(self._steps if until is None else until):
-            inputs = gatherer.inputs(riders, rows)
+            inputs = gatherer.inputs(states, rows)
             with around(step):
                 output = (forward or self._network.deep)(inputs)[0]
             noisy = self._table.noisy[step]
             noise = [draw(generator).to(model.device) if noisy else None for generator in generators]
-            riders = denoise.advance(riders, output, noise)
-        return torch.cat([rider.x for rider in riders])
+            states = denoise.advance(states, output, noise)
+        return torch.cat([state.x for state in states])
 
     @torch.inference_mode()
     def embeddings(self, prompts: Sequence[str]) -> Tensor:
-        """The text's embeddings of all rows of these prompts, [rows, T, D], in the order of `latents`."""
+        """Return the text's embeddings of all rows of these prompts, [rows, T, D], in the order of `latents`."""
         return torch.cat([self._conditioned(prompt).hidden for prompt in prompts])
 
     def _conditioned(self, prompt: str) -> Told:
         side = self.model.native
-        (told,) = self._conditioner.conditions([ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)])
-        return told
+        (result,) = self._conditioner.conditions(
+            [ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)]
+        )
+        return result

@@ -59,34 +59,34 @@ class KernelIdentity(NamedTuple):
 
     @classmethod
     def on_cpu(cls, kernels: ctypes.CDLL) -> KernelIdentity:
-        """The compiled CPU kernels."""
+        """Identify the compiled CPU kernels."""
         return cls(*library.identity(kernels))
 
     @classmethod
     def on_gpu(cls, model: ImageModel) -> KernelIdentity:
-        """The kernels of fused layers; elsewhere than on a GPU they run on torch."""
+        """Identify the kernels of fused layers; elsewhere than on a GPU they run on torch."""
         if model.device.type != "cuda":
             return cls()
-        found = describe(model.device, Path())  # of a GPU, for which nothing is compiled
-        return cls(summary(decisions(found, model.precision))[0], digest(ROOT, _CUDA))
+        device_info = describe(model.device, Path())  # of a GPU, for which nothing is compiled
+        return cls(summary(decisions(device_info, model.precision))[0], digest(ROOT, _CUDA))
 
 
 def code_digest() -> str:
-    """A digest of our sources, as they were at the first call in this process."""
+    """Return a digest of our sources, as they were at the first call in this process."""
     return digest(ROOT, CODE)
 
 
 def fingerprint(
     model: ImageModel, *, executable: str, bucket: int | None, kernels: KernelIdentity | None = None
 ) -> dict[str, Any]:
-    """The fingerprint of an image that this model generates in this process.
+    """Return the fingerprint of an image that this model generates in this process.
 
     `executable` is "eager", "compiled", or "eager or compiled" if the engine chose at each step; "kernels" and "graphs"
     run on `kernels`. `bucket` is the fixed number of rows of a deterministic request's forwards. None: the request
     shared batches of any size, and its last bits may depend on them.
     """
     kernels = kernels or KernelIdentity()
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "model": model.name,
         "weights": model.digest,
         "precision": model.precision,
@@ -101,12 +101,12 @@ def fingerprint(
         "bucket": bucket,
     }
     if compiler := kernels.compiler or (library.compiler_version() if "compiled" in executable else ""):
-        found["compiler"] = compiler
+        record["compiler"] = compiler
     if model.device.type == "cuda":
-        found |= cuda_versions()
-    if given := {name: os.environ[name] for name in _VARIABLES if name in os.environ}:
-        found["environment"] = given
-    return found
+        record |= cuda_versions()
+    if environment := {name: os.environ[name] for name in _VARIABLES if name in os.environ}:
+        record["environment"] = environment
+    return record
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _pillow() -> str:
-    """Versions of Pillow and of its bundled PNG, JPEG and WebP libraries."""
+    """Return the versions of Pillow and of its bundled PNG, JPEG and WebP libraries."""
     from PIL import features
 
     codecs = {

@@ -47,56 +47,56 @@ class GraphSet:
         self._tried = 0
 
     def width(self, phase: str, rows: int) -> int:
-        """The width that so many rows are padded to: the next one, or the rows themselves beyond the widest."""
+        """Return the width that so many rows are padded to: the next one, or the rows themselves beyond the widest."""
         return next((width for width in self._widths[phase] if width >= rows), rows)
 
     @property
     def recording_s(self) -> float:
-        """Of one recording, by those so far."""
+        """Return the mean seconds of one recording so far."""
         return self.spent_s / self._tried if self._tried else math.inf
 
     @property
     def room(self) -> int:
-        """How many more can be kept, with all that are wanted."""
+        """Return how many more can be kept, with all that are wanted."""
         return max(0, self._graphs.capacity - self.counts[1])
 
     def recorded(self, key: ExecutableKey, widest: int) -> list[int]:
-        """Recorded widths from the key's rows to the widest."""
+        """Return the recorded widths from the key's rows to the widest."""
         widths = {*self._chosen.get(replace(key, rows=0), ()), widest}
         return [width for width in sorted(widths) if key.rows <= width <= widest and self.has(replace(key, rows=width))]
 
     def choose(self, key: ExecutableKey) -> None:
         """Record this one too, beside the phase's own widths, because it pays."""
         if key not in self.failed:
-            chosen = self._chosen.setdefault(replace(key, rows=0), [])
-            chosen[:] = sorted({width for width in chosen if self.has(replace(key, rows=width))} | {key.rows})
+            widths = self._chosen.setdefault(replace(key, rows=0), [])
+            widths[:] = sorted({width for width in widths if self.has(replace(key, rows=width))} | {key.rows})
             self.missed(key)
 
     @property
     def records(self) -> bool:
-        """Whether it records at all. If not, everything counts as recorded."""
+        """Return whether it records at all. If not, everything counts as recorded."""
         return self._graphs.records
 
     def has(self, key: ExecutableKey) -> bool:
         return not self.records or self._graphs.has(key.phase, key.shape)
 
     def wider(self, key: ExecutableKey) -> ExecutableKey | None:
-        """The narrowest recorded graph of this phase and size that is wider."""
+        """Return the narrowest recorded graph of this phase and size that is wider."""
         wider = (replace(key, rows=width) for width in self._widths[key.phase] if width > key.rows)
         return next((candidate for candidate in wider if self.has(candidate)), None)
 
     def function(self, key: ExecutableKey) -> Callable[..., Any]:
-        """The phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
+        """Return the phase at this shape: replayed once it is recorded, launched kernel by kernel until then."""
         return partial(self._graphs.run, key.phase, key.shape)
 
     def plan(self, keys: Iterable[ExecutableKey]) -> None:
         """Queue these for recording, in this order, after earlier ones; none of phases that are never recorded."""
-        wanted = (key for key in keys if key.phase in self._widths)
+        candidates = (key for key in keys if key.phase in self._widths)
         with self._lock:
-            self._planned |= dict.fromkeys(key for key in wanted if not self.has(key) and key not in self.failed)
+            self._planned |= dict.fromkeys(key for key in candidates if not self.has(key) and key not in self.failed)
 
     def missed(self, key: ExecutableKey) -> None:
-        """A live request needs this graph: it is recorded before planned ones.
+        """Queue a graph that a live request needs: it is recorded before planned ones.
 
         Of more than can be kept the ones that were missed first are given up: their requests are likely over.
         """
@@ -108,12 +108,12 @@ class GraphSet:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is still to be recorded."""
+        """Return whether anything is still to be recorded."""
         return bool(self._missed or self._planned)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many graphs are recorded, and how many are wanted: recorded, queued and failed ones."""
+        """Return how many graphs are recorded, and how many are wanted: recorded, queued and failed ones."""
         with self._lock:
             waiting = len(self._missed.keys() | self._planned.keys())
         recorded = len(self._graphs)
@@ -212,8 +212,8 @@ class BackgroundRecorder:
         try:
             while not self._closing.is_set():
                 self._again = False
-                found, took_s = self._one()
-                if not found:
+                recorded, took_s = self._record_one()
+                if not recorded:
                     with self._lock:
                         if not self._again:  # nothing was queued since
                             self._thread = None
@@ -227,7 +227,7 @@ class BackgroundRecorder:
             # After a failure each iteration falls back to single kernels; a lost device ends the engine itself.
             log.exception("no more graphs are recorded")
 
-    def _one(self) -> tuple[bool, float]:
+    def _record_one(self) -> tuple[bool, float]:
         """Record one on the lane; returns whether there was one, and its seconds of the lane's time."""
 
         def record() -> tuple[bool, float]:

@@ -17,7 +17,7 @@ _MOST_SIDE = 4096
 
 
 def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
-    """The (width, height) pairs that a model of this native size is best at, in pixels.
+    """Return the (width, height) pairs that a model of this native size is best at, in pixels.
 
     Squares at and at half the native size, and the rectangles of about the native area with sides up to 1:2, every side
     a multiple of `multiple`: SDXL's own training buckets lie on such a grid (Podell et al., 2023, appendix I).
@@ -34,7 +34,7 @@ def sizes(native: int, multiple: int) -> tuple[tuple[int, int], ...]:
 
 
 def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
-    """The sizes that `sizes.json` in a model's folder says it was trained at; none without folder or file.
+    """Return the sizes that `sizes.json` in a model's folder says it was trained at; none without folder or file.
 
     Raises `ModelError` for any other file, and for a side that is no multiple of `multiple`.
     """
@@ -42,17 +42,19 @@ def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
         return ()
     path = folder / FILE
     try:
-        said = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from error
-    listed = said.get("trained") if isinstance(said, dict) and said.get("version") == _VERSION else None
+    listed = document.get("trained") if isinstance(document, dict) and document.get("version") == _VERSION else None
     if not isinstance(listed, list):
         raise ModelError(f"{path}: is no {FILE} of version {_VERSION}")
-    found = [re.fullmatch(r"(\d{1,4})x(\d{1,4})", one) if isinstance(one, str) else None for one in listed]
-    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
-    if len(pairs) < len(found) or any(not 0 < side <= _MOST_SIDE or side % multiple for pair in pairs for side in pair):
+    matches = [re.fullmatch(r"(\d{1,4})x(\d{1,4})", text) if isinstance(text, str) else None for text in listed]
+    pairs = [(int(match[1]), int(match[2])) for match in matches if match is not None]
+    if len(pairs) < len(matches) or any(
+        not 0 < side <= _MOST_SIDE or side % multiple for pair in pairs for side in pair
+    ):
         raise ModelError(
             f'{path}: trained must list sizes such as "192x128", with sides that are multiples of {multiple} '
             f"up to {_MOST_SIDE}"
@@ -60,14 +62,14 @@ def trained(folder: Path | None, multiple: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def write(folder: Path, found: Iterable[tuple[int, int]]) -> None:
+def write(folder: Path, trained_sizes: Iterable[tuple[int, int]]) -> None:
     """Write `sizes.json` into a model's folder."""
-    said = {"version": _VERSION, "trained": [f"{width}x{height}" for width, height in sorted(found)]}
-    (folder / FILE).write_text(json.dumps(said) + "\n", "utf-8")
+    document = {"version": _VERSION, "trained": [f"{width}x{height}" for width, height in sorted(trained_sizes)]}
+    (folder / FILE).write_text(json.dumps(document) + "\n", "utf-8")
 
 
 def size_range(native: int, multiple: int, max_pixels: int = 0) -> SizeRange:
-    """All sizes of a model of this native size: sides of a quarter to twice of it, and up to 1.5 times its area.
+    """Return the range of a model's sizes: sides of a quarter to twice the native, and up to 1.5 times its area.
 
     With `max_pixels`, up to that area, and where it is larger with sides up to 1:4.
     """

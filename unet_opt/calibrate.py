@@ -24,7 +24,7 @@ from core.quant.statistics import Statistics, StatisticsError
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How prompts are run while ranges are collected: 20 steps with guidance 8, of which the UNet's first 8 count.
+    """The settings of runs in which ranges are collected: 20 steps with guidance 8, of which the UNet's first 8 count.
 
     That is the published INT8 recipe for SDXL (NVIDIA's MLPerf Inference v4.0 submission), which takes the largest
     magnitudes over 32 to 500 prompts. The decoder reads the finished latents. There is no negative prompt: keys and
@@ -47,7 +47,7 @@ Run = Callable[[Sequence[str], Around], None]
 
 @dataclass(frozen=True)
 class CalibrationPart:
-    """Layers to observe, how, and the file of their statistics so far. Rows of `sampled` layers are kept."""
+    """The layers to observe, how, and the file of their statistics so far. Rows of `sampled` layers are kept."""
 
     layers: Sequence[str]
     observe: Observe
@@ -55,7 +55,7 @@ class CalibrationPart:
     sampled: Sequence[str] = ()
 
     def begin(self, digest: str) -> Statistics:
-        """Empty statistics of a model's weights with this digest."""
+        """Return empty statistics of a model's weights with this digest."""
         return Statistics(digest, samples=Samples(sorted(self.sampled)) if self.sampled else None)
 
 
@@ -68,7 +68,7 @@ def calibrate(
     settings: CalibrationSettings | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
-    """Statistics of each part's layers over all prompts, `settings.batch` at a time.
+    """Collect statistics of each part's layers over all prompts, `settings.batch` at a time.
 
     With checkpoints the statistics are saved after each batch, and a later run resumes from them. `tell` receives the
     number of prompts done. Raises `StatisticsError` without prompts, for a checkpoint that cannot be read or written,
@@ -77,8 +77,8 @@ def calibrate(
     settings = settings or CalibrationSettings()
     if not prompts:
         raise StatisticsError("calibration needs prompts, and there are none")
-    found = {name: _resume(part, digest, prompts, settings) for name, part in parts.items()}
-    done = {name: min(statistics.batches, default=0) for name, statistics in found.items()}
+    collected = {name: _resume(part, digest, prompts, settings) for name, part in parts.items()}
+    done = {name: min(statistics.batches, default=0) for name, statistics in collected.items()}
     for batch, start in enumerate(range(0, len(prompts), settings.batch)):
         waiting = {name for name in parts if done[name] <= batch}  # a part may be ahead: checkpoints are two files
         if not waiting:
@@ -88,29 +88,29 @@ def calibrate(
         def around(name: str, step: int, waiting: set[str] = waiting) -> AbstractContextManager[None]:
             if name not in waiting:
                 return contextlib.nullcontext()
-            return parts[name].observe(found[name], parts[name].layers, step)
+            return parts[name].observe(collected[name], parts[name].layers, step)
 
         end = start + settings.batch
         run(prompts[start:end], around)
         for name in waiting:
-            found[name].data = _digest(prompts[:end], settings)
+            collected[name].data = _digest(prompts[:end], settings)
             checkpoint = parts[name].checkpoint
             if checkpoint is not None:
-                found[name].save(checkpoint)
+                collected[name].save(checkpoint)
     tell(len(prompts))
-    return found
+    return collected
 
 
 def observe_programs(programs: CpuLowering) -> Observe:
-    """Observes CPU programs, as `Statistics.observe` observes modules."""
+    """Return an observer of CPU programs, as `Statistics.observe` of modules."""
 
     @contextmanager
     def observe(statistics: Statistics, layers: Sequence[str], step: int) -> Iterator[None]:
-        wanted = {*layers}
+        layer_names = {*layers}
         with statistics.batch(step) as see:
 
             def watch(layer: PackedLayer, x: Tensor) -> None:
-                if not wanted.isdisjoint(layer.names):
+                if not layer_names.isdisjoint(layer.names):
                     with _one_thread():
                         see(layer.names, x)
 
@@ -137,28 +137,28 @@ def _one_thread() -> Iterator[None]:
 
 
 def observe_modules(model: Any) -> Observe:
-    """Observes torch's modules."""
+    """Return an observer of torch's modules."""
     return lambda statistics, layers, step: statistics.observe(model, layers, step)
 
 
 def _digest(prompts: Sequence[str], settings: CalibrationSettings) -> str:
-    said = "\0".join([*prompts, str(sorted(asdict(settings).items()))])
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()
+    text = "\0".join([*prompts, str(sorted(asdict(settings).items()))])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _resume(part: CalibrationPart, digest: str, prompts: Sequence[str], settings: CalibrationSettings) -> Statistics:
     checkpoint = part.checkpoint
     if checkpoint is None or not checkpoint.is_file():
         return part.begin(digest)
-    found = Statistics.load(checkpoint)
-    kept, wanted = found.samples, part.begin(digest).samples
-    same = (kept and (kept.count, [*kept.layers])) == (wanted and (wanted.count, [*wanted.layers]))
-    if found.model != digest or set(found.largest) != set(part.layers) or not same:
+    statistics = Statistics.load(checkpoint)
+    samples, expected = statistics.samples, part.begin(digest).samples
+    same = (samples and (samples.count, [*samples.layers])) == (expected and (expected.count, [*expected.layers]))
+    if statistics.model != digest or set(statistics.largest) != set(part.layers) or not same:
         raise StatisticsError(f"{checkpoint.name}: was begun with another model or recipe; remove it to begin anew")
-    if len(set(found.batches)) > 1:  # interrupted within a batch of several steps: not a checkpoint of ours
+    if len(set(statistics.batches)) > 1:  # interrupted within a batch of several steps: not a checkpoint of ours
         with contextlib.suppress(OSError):
             checkpoint.unlink()
         return part.begin(digest)
-    if found.data != _digest(prompts[: min(found.batches) * settings.batch], settings):
+    if statistics.data != _digest(prompts[: min(statistics.batches) * settings.batch], settings):
         raise StatisticsError(f"{checkpoint.name}: was begun with other prompts or settings; remove it to begin anew")
-    return found
+    return statistics

@@ -1,4 +1,4 @@
-"""SDXL's ControlNet, written down once, and on any lowering: what it adds to the skips of a UNet, and to its middle.
+"""The ControlNet of SDXL, written down once, on any lowering: what it adds to a UNet's skips and middle.
 
 The layout is that of diffusers' ControlNetModel (Zhang et al., 2023), whose modules hold the weights: the UNet's down
 path and mid block, which read a picture's embedding beside the sample and end in 1×1 convolutions.
@@ -27,7 +27,7 @@ CHANNELS = 3  # of the picture that it reads
 def residuals(
     ops: Ops[A], net: ControlNet, sample: A, time: A, added: A, kv: A, hint: A, kind: A | None = None
 ) -> tuple[A, ...]:  # fmt: skip
-    """What is added to each skip, in the order in which the down path makes them, and then to the mid block's output.
+    """Compute what is added to each skip, in the order of the down path, and then to the mid block's output.
 
     `hint` [B, h, w, C] is added to what `conv_in` makes of the sample, `kind` [B, C'] of a Union to the time's
     embedding; the others are as for `unet.deep`.
@@ -35,8 +35,8 @@ def residuals(
     times, text = network.embed_times(ops, net, time, added, kind), network.read_text(ops, net, kv)
     skips = network.down(ops, net, ops.conv(sample, net.conv_in, residual=hint), times, text)
     h = network.middle(ops, net, skips[-1], times, text)
-    made = zip(skips, net.controlnet_down_blocks, strict=True)
-    return (*(ops.linear(skip, layer) for skip, layer in made), ops.linear(h, net.controlnet_mid_block))
+    pairs = zip(skips, net.controlnet_down_blocks, strict=True)
+    return (*(ops.linear(skip, layer) for skip, layer in pairs), ops.linear(h, net.controlnet_mid_block))
 
 
 class Condition(NamedTuple):
@@ -56,9 +56,7 @@ class ControlBranch:
     kinds = 0
 
     def __init__(self, lowering: Lowering, net: Any, unet: UNet, scale: int) -> None:
-        """For this UNet, whose latents stand for `scale` pixels along a side. Raises ValueError, naming what does not
-        fit.
-        """
+        """Build it for a UNet whose latents stand for `scale` pixels a side. Raises ValueError for a misfit."""
         check_control(net, unet, scale, head_multiple=lowering.head_multiple)
         self.net, self.lowering = net, lowering
         attentions = network.cross_attentions(net)
@@ -73,25 +71,25 @@ class ControlBranch:
 
     @property
     def maps(self) -> list[tuple[int, int]]:
-        """Of each tensor that a picture becomes: its channels, and how many times the latents' sides are halved."""
+        """Return the channels of each tensor that a picture becomes, and how often the latents' sides are halved."""
         return [(self.net.conv_in.out_channels, 0)]
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
-        """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width]."""
+        """Compute keys and values of all cross-attention layers: [B, T, D] to [B, T, width]."""
         return self._keys(hidden)[0]
 
     @torch.inference_mode()
     def hint(self, pixels: Tensor) -> Tensor:
-        """The embedding of a picture [1, H, W, 3] in bytes: [1, h, w, C]. By torch, once for each picture."""
+        """Compute the embedding of a picture [1, H, W, 3] in bytes: [1, h, w, C]. By torch, once for each picture."""
         first = self.net.controlnet_cond_embedding.conv_in.weight
-        shown = pixels.to(first.device, first.dtype).permute(0, 3, 1, 2) / 255
+        image = pixels.to(first.device, first.dtype).permute(0, 3, 1, 2) / 255
         if self.net.config.controlnet_conditioning_channel_order == "bgr":
-            shown = shown.flip(1)
-        made: Tensor = self.net.controlnet_cond_embedding(shown)
-        return map_of(self.lowering, made)
+            image = image.flip(1)
+        embedding: Tensor = self.net.controlnet_cond_embedding(image)
+        return map_of(self.lowering, embedding)
 
     def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-        """What the inputs of one request's rows are at this step, beside its keys and values: `hint` [R, h, w, C].
+        """Return the inputs of one request's rows at this step, beside its keys and values: `hint` [R, h, w, C].
 
         `sample` [R, C, h, w] are the rows.
         """
@@ -99,23 +97,23 @@ class ControlBranch:
         return {"hint": condition.hint.expand(len(sample), -1, -1, -1)}
 
     def scale(self, conditions: Sequence[Condition]) -> float:
-        """By what a request's residuals are multiplied."""
+        """Return the factor of a request's residuals."""
         return conditions[0].strength
 
     def _more_shapes(self) -> list[tuple[int, ...]]:
-        """Of inputs behind the hint, for one row."""
+        """Return the shapes of inputs behind the hint, for one row."""
         return []
 
     def __call__(self, inputs: DenoiserInputs) -> tuple[Tensor, ...]:
-        """`residuals` for rows of a UNet's step, [B, h, w, channels] each, which the next call may overwrite.
+        """Compute `residuals` for rows of a UNet's step, [B, h, w, channels] each, which the next call may overwrite.
 
         The conditioning is as the UNet's, with this network's text, and what `moving` makes.
         """
         time = self.net.time_proj(inputs.timestep).to(self.lowering.dtype)
-        given = inputs.conditioning
-        more = [given[name] for name in ("hint", "kind") if name in given]
+        conditioning = inputs.conditioning
+        more = [conditioning[name] for name in ("hint", "kind") if name in conditioning]
         added = inputs.added(self.lowering, self.net)
-        return self._run(inputs.as_map(self.lowering), time, added, given[TEXT], *more, **inputs.lengths())
+        return self._run(inputs.as_map(self.lowering), time, added, conditioning[TEXT], *more, **inputs.lengths())
 
 
 class UnionBranch(ControlBranch):
@@ -135,21 +133,21 @@ class UnionBranch(ControlBranch):
     def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         net, rows = self.net, len(sample)
         x = self._conv_in(sample.to(self._conv_in.weight.dtype))  # [R, C, h, w]
-        inside = [one.strength if len(conditions) > 1 else 1.0 for one in conditions]
-        maps = [one.hint.permute(0, 3, 1, 2) for one in conditions]
+        scales = [condition.strength if len(conditions) > 1 else 1.0 for condition in conditions]
+        maps = [condition.hint.permute(0, 3, 1, 2) for condition in conditions]
         means = [
-            (shown.mean((2, 3)) + net.task_embedding[one.kind]) * factor
-            for shown, one, factor in zip(maps, conditions, inside, strict=True)
+            (feature.mean((2, 3)) + net.task_embedding[condition.kind]) * factor
+            for feature, condition, factor in zip(maps, conditions, scales, strict=True)
         ]
         tokens = torch.stack([*(mean.expand(rows, -1) for mean in means), x.mean((2, 3))], dim=1)
         for layer in net.transformer_layes:
             tokens = layer(tokens)
         hint = torch.zeros_like(x)
-        for index, (shown, factor) in enumerate(zip(maps, inside, strict=True)):
-            hint += shown * factor + net.spatial_ch_projs(tokens[:, index])[:, :, None, None] * factor
-        chosen = torch.zeros(1, self.kinds, device=x.device)
-        chosen[:, [one.kind for one in conditions]] = 1
-        shares = net.control_type_proj(chosen.flatten()).reshape(1, -1).to(x.dtype)
+        for index, (feature, factor) in enumerate(zip(maps, scales, strict=True)):
+            hint += feature * factor + net.spatial_ch_projs(tokens[:, index])[:, :, None, None] * factor
+        control_type = torch.zeros(1, self.kinds, device=x.device)
+        control_type[:, [condition.kind for condition in conditions]] = 1
+        shares = net.control_type_proj(control_type.flatten()).reshape(1, -1).to(x.dtype)
         kind = net.control_add_embedding(shares).to(self.lowering.dtype)
         return {"hint": map_of(self.lowering, hint), "kind": kind.expand(rows, -1).contiguous()}
 

@@ -1,4 +1,4 @@
-"""A UNet on any lowering as two callables: `deep` runs all of it, `shallow` only its end, on features of `deep`."""
+"""The UNet on any lowering as two callables: `deep` runs all of it, `shallow` only its end, on features of `deep`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from unet_opt.modules import DownPath, UNet
 
 A = TypeVar("A")
 Features = tuple[Tensor, ...]
-"""Maps with a row for each of the forward's: what shallow steps of every depth read (see `kept`)."""
+"""Maps with a row for each of the forward's: what shallow steps of every depth read (see `select_features`)."""
 
 
-def kept(features: Sequence[A], depth: str) -> tuple[A, ...]:
-    """Of all features that `deep` returns, what a shallow step of this depth reads."""
+def select_features(features: Sequence[A], depth: str) -> tuple[A, ...]:
+    """Select from all features that `deep` returns those that a shallow step of this depth reads."""
     return tuple(features[:-1]) if depth == BLOCK else (features[-1],)
 
 
 def shapes(unet: UNet, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-    """(height, width, channels) of each map that a shallow step of this depth reads, for latents of this size."""
+    """Return (height, width, channels) of each map that a shallow step of this depth reads, by latents' sides."""
     _, *features = trace(bind(network.deep, unet), *input_shapes(unet, height, width)).outputs
-    return [(high, wide, channels) for _, high, wide, channels in kept(features, depth)]
+    return [
+        (map_height, map_width, channels) for _, map_height, map_width, channels in select_features(features, depth)
+    ]
 
 
 def input_shapes(unet: DownPath, height: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one row of what `unet.deep` reads."""
+    """Return the shapes of one row of what `unet.deep` reads."""
     kv = sum(2 * attn.inner_dim for attn in network.cross_attentions(unet))
     added = getattr(unet, "add_embedding", None)
     vector = (1, added.linear_1.in_features if added else 1)  # else one number that nothing reads
@@ -53,7 +55,7 @@ class SplitUNet:
     """
 
     def __init__(self, lowering: Lowering, unet: UNet) -> None:
-        """Raises ValueError for a UNet whose layout, or one of whose layers, is not supported."""
+        """Build it on a lowering. Raises ValueError for a UNet of an unsupported layout or layer."""
         check_unet(unet, head_multiple=lowering.head_multiple)
         self.unet, self.lowering = unet, lowering
         attentions = network.cross_attentions(unet)
@@ -75,7 +77,7 @@ class SplitUNet:
         self, inputs: DenoiserInputs, residuals: Sequence[Tensor] = (), adapters: Sequence[Tensor] = (),
         images: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The model's output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
+        """Compute the output [B, C, h, w], then features [B, h, w, channels], which the next call may overwrite.
 
         The text is of `prepare_text`. `residuals` and `adapters` [B, h, w, channels] are as for `unet.deep`, and so are
         `images`: keys and values [B, T', width], with lengths int32 [B], 0 for rows without one. Raises ValueError for
@@ -95,7 +97,7 @@ class SplitUNet:
     def shallow(
         self, depth: str, inputs: DenoiserInputs, features: Features, residual: Tensor | None = None
     ) -> tuple[Tensor]:
-        """The model's output [B, C, h, w] from `kept` features of an earlier deep step.
+        """Compute the model's output [B, C, h, w] from `select_features` of an earlier deep step.
 
         `residual` is the first of that step's `residuals`, if it had any.
         """
@@ -112,15 +114,15 @@ class SplitUNet:
         return (out.permute(0, 3, 1, 2).contiguous(),)
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
-        """Keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
+        """Compute keys and values of all cross-attention layers: [B, T, D] to [B, T, width], once for each prompt."""
         return self._keys(hidden)[0]
 
-    def kept(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
+    def select_features(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
         """Select from all features that `deep` returns those that a shallow step of this depth reads."""
-        return kept(features, depth)
+        return select_features(features, depth)
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-        """The `shapes` of this UNet."""
+        """Return the `shapes` of this UNet."""
         return self._shapes(depth, height, width)
 
     def _check_keys(self, sample: Tensor, kv: Tensor) -> None:
@@ -129,7 +131,7 @@ class SplitUNet:
             raise ValueError(f"keys and values must be [{rows}, tokens, {width}], not {[*kv.shape]}")
 
     def _lower_controlled(self, residuals: int, images: int) -> Callable[..., tuple[Tensor, ...]]:
-        """`deep` with so many image prompts, then residuals, and as adapters what follows them."""
+        """Lower `deep` with so many image prompts, then residuals, and as adapters what follows them."""
         unet, count, key = self.unet, 2 * images, (residuals, images)
 
         def walk(ops: Ops[A], sample: A, time: A, added: A, kv: A, *more: A) -> tuple[A, ...]:
@@ -157,7 +159,7 @@ class SplitUNet:
         return self.lowering.lower(walk, name, bound=3 if reads_text else None)
 
     def _embedded(self, inputs: DenoiserInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The sample as a map, and what the embeddings of time, and of size and pooled text, read: [B, T], [B, P]."""
+        """Return the sample as a map, and the inputs of the embeddings of time [B, T] and of size and text [B, P]."""
         unet, sample, cond = self.unet, inputs.sample, inputs.conditioning.get("time_cond")
         if sample.shape[1] != unet.config.in_channels:
             raise ValueError(f"sample {[*sample.shape]} does not fit: {unet.config.in_channels} channels are wanted")

@@ -25,20 +25,20 @@ class DenoiserInputs(NamedTuple):
     conditioning: Mapping[str, Tensor]  # by the family's names, [B, …] each
 
     def without_text(self) -> DenoiserInputs:
-        """The same inputs but for a UNet's text."""
+        """Return the same inputs but for a UNet's text."""
         rest = {name: part for name, part in self.conditioning.items() if name not in (TEXT, TEXT_LENGTHS)}
         return self._replace(conditioning=rest)
 
     def lengths(self) -> dict[str, Tensor]:
-        """The option `lengths` of a lowered walk; none where all of the text counts, which every lowering takes."""
+        """Return the option `lengths` of a lowered walk; none where all text counts, which all lowerings take."""
         return {"lengths": self.conditioning[TEXT_LENGTHS]} if TEXT_LENGTHS in self.conditioning else {}
 
     def as_map(self, lowering: Lowering) -> Tensor:
-        """The sample [B, h, w, C] in the lowering's type."""
+        """Return the sample [B, h, w, C] in the lowering's type."""
         return map_of(lowering, self.sample)
 
     def added(self, lowering: Lowering, network: Any) -> Tensor:
-        """What a network's embedding of size and pooled text reads, [B, P]; zeros where it has none."""
+        """Return what a network's embedding of size and pooled text reads, [B, P]; zeros where it has none."""
         rows = len(self.sample)
         if getattr(network, "add_embedding", None) is None:
             return self.sample.new_zeros((rows, 1), dtype=lowering.dtype)
@@ -47,5 +47,5 @@ class DenoiserInputs(NamedTuple):
 
 
 def map_of(lowering: Lowering, sample: Tensor) -> Tensor:
-    """A map [B, C, h, w] as [B, h, w, C] in the lowering's type."""
+    """Convert a map [B, C, h, w] to [B, h, w, C] in the lowering's type."""
     return sample.to(lowering.dtype).permute(0, 2, 3, 1).contiguous()

@@ -18,7 +18,7 @@ from unet_opt.unet import cross_attentions
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class IPAdapter:
-    """`projection` makes `tokens` tokens of an encoder's output with so many `channels`.
+    """An IP-Adapter, whose `projection` makes `tokens` tokens of an encoder's output with so many `channels`.
 
     That output is the projected embedding [B, channels] or, of `fine` ones (Plus), the hidden states behind the last
     layer but one, [B, patches, channels]. `layers` are to_k and to_v [n, D] of each cross-attention layer, in
@@ -33,29 +33,29 @@ class IPAdapter:
 
     @property
     def width(self) -> int:
-        """Channels of what `keys` returns: `SplitUNet.text_width`."""
+        """Return the channels of what `keys` returns: `SplitUNet.text_width`."""
         return sum(len(part) for pair in self.layers for part in pair)
 
     @property
     def size_bytes(self) -> int:
-        own = sum(parameter.nbytes for parameter in self.projection.parameters())
-        return own + sum(part.nbytes for pair in self.layers for part in pair)
+        projection_bytes = sum(parameter.nbytes for parameter in self.projection.parameters())
+        return projection_bytes + sum(part.nbytes for pair in self.layers for part in pair)
 
     def project(self, seen: Tensor) -> Tensor:
-        """Tokens [B, T, D] of an encoder's output."""
-        made: Tensor = self.projection(seen.float())
-        return made
+        """Project an encoder's output to tokens [B, T, D]."""
+        tokens: Tensor = self.projection(seen.float())
+        return tokens
 
     def keys(self, tokens: Tensor, strength: float) -> Tensor:
-        """Keys and values of tokens [R, T, D] for all layers, [R, T, width] in fp32, as `unet.text_keys` packs them.
+        """Compute all layers' keys and values of tokens [R, T, D], [R, T, width] in fp32, packed as `unet.text_keys`.
 
         Values are times `strength`, which is what attention then gives of them.
         """
         return torch.cat(
-            [made for k, v in self.layers for made in (tokens @ k.float().T, tokens @ v.float().T * strength)], dim=-1
+            [part for k, v in self.layers for part in (tokens @ k.float().T, tokens @ v.float().T * strength)], dim=-1
         )
 
 
 def layer_shapes(unet: UNet) -> list[tuple[int, int]]:
-    """The shape of to_k and of to_v of each layer of this UNet's adapters."""
+    """Return the shape of to_k and of to_v of each layer of this UNet's adapters."""
     return [(attn.inner_dim, attn.to_k.in_features) for attn in cross_attentions(unet)]

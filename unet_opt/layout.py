@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_WANTED: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "addition_embed_type": ("text_time", None),
     "act_fn": ("silu", "swish"),
     "time_embedding_type": ("positional",),
@@ -32,7 +32,7 @@ _BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock
 _CONTROL = ("addition_embed_type", "act_fn", "resnet_time_scale_shift", "only_cross_attention", "class_embed_type",
             "num_class_embeds", "encoder_hid_dim_type", "upcast_attention", "mid_block_scale_factor",
             "mid_block_type")  # fmt: skip
-_ALIKE = ("cross_attention_dim", "addition_embed_type", "addition_time_embed_dim",
+_SHARED_CONFIG = ("cross_attention_dim", "addition_embed_type", "addition_time_embed_dim",
           "projection_class_embeddings_input_dim", "flip_sin_to_cos", "freq_shift")  # fmt: skip
 _DECODER: dict[str, tuple[Any, ...]] = {"act_fn": ("silu", "swish"), "norm_type": ("group",)}
 _TINY: dict[str, tuple[Any, ...]] = {
@@ -44,7 +44,7 @@ _TINY: dict[str, tuple[Any, ...]] = {
 def check_unet(unet: Any, *, head_multiple: int = 1) -> None:
     """Raise ValueError for a UNet of another layout than SDXL's, or heads of a width that the kernels do not know."""
     config = unet.config
-    _check_config("unet", config, _WANTED)
+    _check_config("unet", config, _SUPPORTED)
     _check_blocks("unet", {*config.down_block_types, *config.up_block_types} - _BLOCKS)
     _check_modules("unet", unet, head_multiple)
     last, first = unet.up_blocks[-1], unet.down_blocks[0]
@@ -59,20 +59,20 @@ def check_control(net: Any, unet: Any, scale: int, *, head_multiple: int = 1) ->
     from unet_opt.unet import cross_attentions, skip_channels
 
     config = net.config
-    _check_config("control", config, {name: _WANTED[name] for name in _CONTROL})
+    _check_config("control", config, {name: _SUPPORTED[name] for name in _CONTROL})
     _check_config("control", config, {"global_pool_conditions": (False,), "conditioning_channels": (3,)})
     _check_blocks("control", {*config.down_block_types} - _BLOCKS)
     _check_modules("control", net, head_multiple)
-    for name in _ALIKE:
-        found, wanted = (getattr(one, name, None) for one in (config, unet.config))
-        if found != wanted:
-            raise ValueError(f"control: {name} is {found!r}, and that of the model's unet is {wanted!r}")
-    for what, channels, wanted in (
+    for name in _SHARED_CONFIG:
+        actual, expected = (getattr(source, name, None) for source in (config, unet.config))
+        if actual != expected:
+            raise ValueError(f"control: {name} is {actual!r}, and that of the model's unet is {expected!r}")
+    for label, channels, expected in (
         ("skips", [layer.out_channels for layer in net.controlnet_down_blocks], skip_channels(unet)),
         ("inputs", [net.conv_in.in_channels], [unet.conv_out.out_channels]),
     ):
-        if channels != wanted:
-            raise ValueError(f"control: its {what} have {channels} channels, and those of the model's unet {wanted}")
+        if channels != expected:
+            raise ValueError(f"control: its {label} have {channels} channels, and those of the model's unet {expected}")
     pixels = 2 ** (len(config.conditioning_embedding_out_channels) - 1)
     if pixels != scale:
         raise ValueError(f"control: it reads {pixels} pixels for each latent along a side, and the model has {scale}")
@@ -112,8 +112,8 @@ def check_tiny_decoder(vae: Any) -> None:
         raise ValueError(f"vae-tiny: decoder_block_out_channels is {widths}; supported is one width")
 
 
-def _check_config(part: str, config: Any, wanted: dict[str, tuple[Any, ...]]) -> None:
-    for name, allowed in wanted.items():
+def _check_config(part: str, config: Any, supported: dict[str, tuple[Any, ...]]) -> None:
+    for name, allowed in supported.items():
         if getattr(config, name, allowed[0]) not in allowed:
             raise ValueError(f"{part}: {name} is {getattr(config, name)!r}; supported is {allowed[0]!r}")
 
@@ -125,9 +125,9 @@ def _check_blocks(part: str, unknown: set[str]) -> None:
 
 def _check_attention(where: str, module: Any, head_multiple: int) -> None:
     _check_width(where, module, head_multiple)
-    for what in ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"):
-        if getattr(module, what, None):
-            raise ValueError(f"{where}: {what} is set, which is not supported")
+    for option in ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "residual_connection"):
+        if getattr(module, option, None):
+            raise ValueError(f"{where}: {option} is set, which is not supported")
     if module.rescale_output_factor != 1:
         raise ValueError(f"{where}: rescale_output_factor is {module.rescale_output_factor}, not 1")
 

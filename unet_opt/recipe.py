@@ -18,7 +18,7 @@ CONV_ALPHA = 0.5  # least error for SDXL's widths, and a fifth of no smoothing's
 
 
 def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for this UNet. `alpha` is of its linear layers; None is plain INT8, of convolutions too."""
+    """Return the recipe for this UNet. `alpha` is of its linear layers; None is plain INT8, of convolutions too."""
     halves, smooth = _halves(model), None if alpha is None else CONV_ALPHA
     return Recipe(
         name="sdxl-unet-plain" if alpha is None else f"sdxl-unet-alpha{alpha:g}",
@@ -43,7 +43,7 @@ def unet(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
 
 
 def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for a ControlNet: as for the UNet whose down path and mid block it has."""
+    """Return the recipe for a ControlNet: as for the UNet whose down path and mid block it has."""
     smooth = None if alpha is None else CONV_ALPHA
     return Recipe(
         name="sdxl-control-plain" if alpha is None else f"sdxl-control-alpha{alpha:g}",
@@ -71,7 +71,7 @@ def control(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
 
 
 def decoder(model: nn.Module) -> Recipe:
-    """The recipe for a VAE, of which only the decoder is used here: convolutions of all but the first up block."""
+    """Return the recipe for a VAE, of which only the decoder is used: convolutions behind the first up block."""
     first = r"decoder\.up_blocks\.0\..*"
     return Recipe(
         name="sdxl-vae-decoder",
@@ -89,11 +89,11 @@ def decoder(model: nn.Module) -> Recipe:
 
 
 def _halves(model: Any) -> dict[str, int]:
-    """Where the skip's channels begin in what the up blocks' first convolutions read."""
-    found = {}
+    """Return where the skip's channels begin in what the up blocks' first convolutions read."""
+    offsets = {}
     width = model.mid_block.resnets[-1].out_channels
     for i, block in enumerate(model.up_blocks):
         for j, resnet in enumerate(block.resnets):
-            found[f"up_blocks.{i}.resnets.{j}.conv1"] = width
+            offsets[f"up_blocks.{i}.resnets.{j}.conv1"] = width
             width = resnet.out_channels
-    return found
+    return offsets

@@ -17,7 +17,7 @@ A = TypeVar("A")
 
 
 def decode(ops: Ops[A], decoder: Any, z: A) -> A:
-    """Clamped latents [B, h, w, C] to pixels [B, H, W, 3] in about [0, 1]."""
+    """Decode clamped latents [B, h, w, C] to pixels [B, H, W, 3] in about [0, 1]."""
     h = ops.conv(z, decoder.layers[0], act="relu")
     doubles = False
     for layer in decoder.layers[2:]:
@@ -31,7 +31,7 @@ def decode(ops: Ops[A], decoder: Any, z: A) -> A:
 
 
 def _block(ops: Ops[A], convs: Any, x: A) -> A:
-    """AutoencoderTinyBlock: three convolutions around a residual."""
+    """Run an AutoencoderTinyBlock: three convolutions around a residual."""
     h = ops.conv(ops.conv(x, convs[0], act="relu"), convs[2], act="relu")
     return ops.conv(h, convs[4], residual=x, act="relu")
 
@@ -40,7 +40,7 @@ class TinyDecoder:
     """The decoder on any lowering."""
 
     def __init__(self, lowering: Lowering, vae: Any) -> None:
-        """Raises ValueError for a decoder whose layout, or one of whose layers, is not supported."""
+        """Build it on a lowering. Raises ValueError for a decoder of an unsupported layout or layer."""
         check_tiny_decoder(vae)
         self.vae, self.lowering = vae, lowering
         walk = bind(decode, vae.decoder)
@@ -48,7 +48,7 @@ class TinyDecoder:
         self._decode = lowering.lower(walk, "vae-tiny")
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, h, w] as the denoiser leaves them, to pixels [B, H, W, 3] in about [-1, 1].
+        """Decode latents [B, C, h, w] as the denoiser leaves them, to pixels [B, H, W, 3] in about [-1, 1].
 
         Raises ValueError for another number of channels.
         """

@@ -1,4 +1,4 @@
-"""SDXL's UNet, written down once: deep, DeepCache's shallow end, and the text's keys and values.
+"""The UNet of SDXL, written down once: deep, DeepCache's shallow end, and the text's keys and values.
 
 The layout is that of diffusers' UNet2DConditionModel (Podell et al., 2023), whose modules hold the weights. DeepCache
 (Ma et al., 2023) in the variant of NVIDIA's MLPerf v4.0 submission: a shallow step computes conv_in, the last up block
@@ -22,15 +22,15 @@ def deep(
     ops: Ops[A], unet: UNet, sample: A, time: A, added: A, kv: A, residuals: Sequence[A] = (),
     adapters: Sequence[A] = (), images: Sequence[tuple[A, A]] = (), prompted: A | None = None,
 ) -> tuple[A, ...]:  # fmt: skip
-    """The model's output, then the features: what each residual block of the last up block reads.
+    """Compute the model's output, then the features: what each residual block of the last up block reads.
 
     `sample` [B, h, w, C]; `time` [B, T] and `added` [B, P]: what the time and the added embedding read; `kv` [B, T, n]:
     `text_keys`. The features are the last up block's input, the skips of all its blocks but the last, and the input of
     its last residual block. `residuals` are what a ControlNet (Zhang et al., 2023) adds to each skip, in the order in
     which the down path makes them, and to the mid block's output; `adapters` what a T2I-Adapter (Mou et al., 2023) adds
-    within the down path, and behind the mid block (`adapted`). `images` are keys and values of image prompts, as `kv`
-    with the strength in the values, and how many of each row's tokens count [B]: what attention gives of them is added
-    to the text's (IP-Adapter; Ye et al., 2023). `prompted` [B] is 0 for rows that have none.
+    within the down path, and behind the mid block (`adapter_shapes`). `images` are keys and values of image prompts, as
+    `kv` with the strength in the values, and how many of each row's tokens count [B]: what attention gives of them is
+    added to the text's (IP-Adapter; Ye et al., 2023). `prompted` [B] is 0 for rows that have none.
     """
     times, text = embed_times(ops, unet, time, added), read_text(ops, unet, kv, images, prompted)
     joints = _joints(ops, unet, sample)
@@ -40,8 +40,8 @@ def deep(
     for more in adapters[len(unet.down_blocks) :]:
         h = ops.place(ops.add(h, more), joints[0][0])
     if residuals:
-        given = zip(skips, residuals[:-1], slots, strict=True)
-        skips = [ops.place(ops.add(skip, more), slot) for skip, more, slot in given]
+        aligned = zip(skips, residuals[:-1], slots, strict=True)
+        skips = [ops.place(ops.add(skip, more), slot) for skip, more, slot in aligned]
         h = ops.place(ops.add(h, residuals[-1]), joints[0][0])
     at = 0
     for block in unet.up_blocks[:-1]:
@@ -59,7 +59,7 @@ def deep(
 def shallow(
     ops: Ops[A], unet: UNet, sample: A, time: A, added: A, kv: A | None, *features: A, residual: A | None = None
 ) -> tuple[A]:  # fmt: skip
-    """The model's output [B, h, w, C] from features of an earlier deep step.
+    """Compute the model's output [B, h, w, C] from features of an earlier deep step.
 
     Either from all but the last of them: the whole block, or from the last alone: its last residual block. `kv` is read
     by a last up block with attention only, which SDXL's has not. `residual` is the first of the deep step's: the
@@ -78,7 +78,7 @@ def shallow(
 
 
 def text_keys(ops: Ops[A], attentions: Sequence[Attention], hidden: A) -> A:
-    """Keys and values of all cross-attention layers, [B, T, D] to [B, T, n], computed once for each prompt.
+    """Compute keys and values of all cross-attention layers, [B, T, D] to [B, T, n], once for each prompt.
 
     `attentions` are `cross_attentions`.
     """
@@ -86,7 +86,7 @@ def text_keys(ops: Ops[A], attentions: Sequence[Attention], hidden: A) -> A:
 
 
 def cross_attentions(unet: DownPath) -> tuple[Attention, ...]:
-    """In the order in which `text_keys` packs them. Searched for once: that takes SDXL's UNet 4 ms."""
+    """Return the cross-attention layers in the order of `text_keys`; the search takes SDXL's UNet 4 ms, once."""
     if unet not in _attentions:
         layers = [unet.get_submodule(name.removesuffix(".processor")) for name in unet.attn_processors]
         _attentions[unet] = tuple(attn for attn in layers if attn.is_cross_attention)
@@ -101,7 +101,7 @@ Times = Callable[[ResBlock], A]
 
 
 class Keys(NamedTuple, Generic[A]):
-    """What a cross-attention layer reads: keys and values [B, T, C] of the text, and of image prompts, with their
+    """The input of a cross-attention layer: keys and values [B, T, C] of the text, and of image prompts, with their
     lengths; `prompted` [B] is 0 for rows without one.
     """
 
@@ -119,38 +119,38 @@ def down(
     ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], slots: Sequence[A | None] = (),
     adapters: Sequence[A] = (),
 ) -> list[A]:  # fmt: skip
-    """The skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others; `adapters`
-    are added to what the blocks make, before a block with attention halves it (as diffusers has it).
+    """Compute the skips of the down path behind `conv_in`, whose output h is the first. `slots` are of the others;
+    `adapters` are added to what the blocks make, before a block with attention halves it (as diffusers has it).
     """
     at, skips, more = iter(slots), [h], iter(adapters)
     for block in unet.down_blocks:
-        own, slot, added = next(more, None), None, hasattr(block, "attentions")
+        adapter, slot, added = next(more, None), None, hasattr(block, "attentions")
         for pair in _pairs(block):
             slot = next(at, None)
             h = _step(ops, pair, h, times, text, slot)
             skips.append(h)
-        if own is not None and added:
-            h = skips[-1] = ops.place(ops.add(h, own), slot)
+        if adapter is not None and added:
+            h = skips[-1] = ops.place(ops.add(h, adapter), slot)
         for sampler in block.downsamplers or ():
             slot = next(at, None)
             h = ops.conv(h, sampler.conv, out=slot)
             skips.append(h)
-        if own is not None and not added:
-            h = skips[-1] = ops.place(ops.add(h, own), slot)
+        if adapter is not None and not added:
+            h = skips[-1] = ops.place(ops.add(h, adapter), slot)
     return skips
 
 
-def adapted(unet: DownPath) -> list[tuple[int, int]]:
-    """Of each map that an adapter may add: its channels, and how many times its sides are halved."""
-    found = []
+def adapter_shapes(unet: DownPath) -> list[tuple[int, int]]:
+    """Return for each map that an adapter may add its channels, and how many times its sides are halved."""
+    shapes = []
     for level, block in enumerate(unet.down_blocks):
         halved = not hasattr(block, "attentions") and bool(block.downsamplers)
-        found.append((block.resnets[-1].out_channels, level + halved))
-    return [*found, (unet.mid_block.resnets[-1].out_channels, len(unet.down_blocks) - 1)]
+        shapes.append((block.resnets[-1].out_channels, level + halved))
+    return [*shapes, (unet.mid_block.resnets[-1].out_channels, len(unet.down_blocks) - 1)]
 
 
 def middle(ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], out: A | None = None) -> A:
-    """The mid block."""
+    """Run the mid block."""
     mid = unet.mid_block
     h = resnet(ops, mid.resnets[0], h, times(mid.resnets[0]))
     for attention_, resnet_ in zip(mid.attentions, mid.resnets[1:], strict=True):
@@ -160,7 +160,7 @@ def middle(ops: Ops[A], unet: DownPath, h: A, times: Times[A], text: Text[A], ou
 
 
 def resnet(ops: Ops[A], block: ResBlock, x: A, time: A | None = None, out: A | None = None) -> A:
-    """ResnetBlock2D: GroupNorm, SiLU, convolution, + time, GroupNorm, SiLU, convolution, + x or its 1×1 convolution."""
+    """Run a ResnetBlock2D: GroupNorm, SiLU, convolution, + time, the same again, + x or its 1×1 convolution."""
     h = ops.group_norm(x, block.norm1, silu=True, to=(block.conv1,))
     h = ops.conv(h, block.conv1, bias=time)
     h = ops.group_norm(h, block.norm2, silu=True, to=(block.conv2,))
@@ -169,7 +169,7 @@ def resnet(ops: Ops[A], block: ResBlock, x: A, time: A | None = None, out: A | N
 
 
 def attention(ops: Ops[A], attn: Attention, x: A, h: A) -> A:
-    """Self-attention of the normalized h, added to x."""
+    """Add self-attention of the normalized h to x."""
     qkv = ops.linear(h, attn.to_q, attn.to_k, attn.to_v)
     width = attn.inner_dim
     q, k, v = (ops.columns(qkv, at * width, width) for at in range(3))
@@ -178,7 +178,7 @@ def attention(ops: Ops[A], attn: Attention, x: A, h: A) -> A:
 
 
 def transformer(ops: Ops[A], model: Transformer, x: A, text: Text[A] | None, out: A | None = None) -> A:
-    """Transformer2DModel over the pixels of a map."""
+    """Run a Transformer2DModel over the pixels of a map."""
     h = ops.group_norm(x, model.norm, to=(model.proj_in,))
     h = ops.linear(h, model.proj_in)
     for block in model.transformer_blocks:
@@ -187,10 +187,10 @@ def transformer(ops: Ops[A], model: Transformer, x: A, text: Text[A] | None, out
 
 
 def _transformer_block(ops: Ops[A], block: TransformerBlock, x: A, text: Text[A] | None) -> A:
-    """BasicTransformerBlock: self-attention, cross-attention, gated feed-forward."""
-    own, cross, enter, leave = block.attn1, block.attn2, block.ff.net[0].proj, block.ff.net[2]
-    h = ops.layer_norm(x, block.norm1, to=(own.to_q, own.to_k, own.to_v))
-    x = attention(ops, own, x, h)
+    """Run a BasicTransformerBlock: self-attention, cross-attention, gated feed-forward."""
+    self_attn, cross, enter, leave = block.attn1, block.attn2, block.ff.net[0].proj, block.ff.net[2]
+    h = ops.layer_norm(x, block.norm1, to=(self_attn.to_q, self_attn.to_k, self_attn.to_v))
+    x = attention(ops, self_attn, x, h)
     h = ops.layer_norm(x, block.norm2, to=(cross.to_q,))
     assert text is not None
     x = _cross(ops, cross, x, ops.linear(h, cross.to_q), text(cross))
@@ -199,7 +199,7 @@ def _transformer_block(ops: Ops[A], block: TransformerBlock, x: A, text: Text[A]
 
 
 def _cross(ops: Ops[A], attn: Attention, x: A, q: A, keys: Keys[A]) -> A:
-    """Attention to the text, plus that to each image prompt, added to x.
+    """Add attention to the text, and to each image prompt, to x.
 
     With image prompts the sum may exceed what the layer behind it was calibrated for: its scales know texts alone.
     """
@@ -213,7 +213,7 @@ def _cross(ops: Ops[A], attn: Attention, x: A, q: A, keys: Keys[A]) -> A:
 def _step(
     ops: Ops[A], pair: tuple[ResBlock, Transformer | None], x: A, times: Times[A], text: Text[A] | None, out: A | None
 ) -> A:  # fmt: skip
-    """A residual block, and the transformer behind it, if there is one."""
+    """Run a residual block, and the transformer behind it, if there is one."""
     block, attention_ = pair
     if attention_ is None:
         return resnet(ops, block, x, times(block), out)
@@ -225,7 +225,7 @@ def _end(
     ops: Ops[A], unet: UNet, h: A, skips: list[A], joints: Sequence[tuple[A | None, A | None]], times: Times[A],
     text: Text[A] | None,
 ) -> tuple[A, A]:  # fmt: skip
-    """The last up block from where so many skips are left, and the head; and the last residual block's input."""
+    """Run the last up block from where so many skips are left, and the head; also return the last block's input."""
     last = h
     for number, pair in enumerate(list(_pairs(unet.up_blocks[-1]))[-len(skips) :], 1):
         last = h
@@ -236,7 +236,7 @@ def _end(
 
 
 def embed_times(ops: Ops[A], unet: DownPath, time: A, added: A, kind: A | None = None) -> Times[A]:
-    """What each residual block adds of time, size and pooled text: all blocks' projections are one product.
+    """Compute what each residual block adds of time, size and pooled text: all blocks' projections are one product.
 
     `kind` [B, C] is added to the embedding of the time (ControlNet-Union).
     """
@@ -248,35 +248,35 @@ def embed_times(ops: Ops[A], unet: DownPath, time: A, added: A, kind: A | None =
         hidden = ops.linear(added, second.linear_1, act="silu")
         emb = ops.linear(hidden, second.linear_2, residual=emb, act="silu")
     projections = {id(r): r.time_emb_proj for r in resnets(unet)}
-    whole, starts, at = ops.biases(emb, *projections.values()), {}, 0
+    projected, starts, at = ops.biases(emb, *projections.values()), {}, 0
     for key, layer in projections.items():
         starts[key] = at
         at += layer.out_features
-    return lambda block: ops.columns(whole, starts[id(block)], block.out_channels)
+    return lambda block: ops.columns(projected, starts[id(block)], block.out_channels)
 
 
 def read_text(
     ops: Ops[A], unet: DownPath, kv: A, images: Sequence[tuple[A, A]] = (), prompted: A | None = None
 ) -> Text[A]:  # fmt: skip
-    """Of each cross-attention layer its part of `text_keys`, and of the `images` of `deep`."""
+    """Return a function from a cross-attention layer to its part of `text_keys`, and of the `images` of `deep`."""
     starts, at = {}, 0
     for attn in cross_attentions(unet):
         starts[id(attn)] = at
         at += 2 * attn.inner_dim
 
-    def of(attn: Attention) -> Keys[A]:
+    def keys_of(attn: Attention) -> Keys[A]:
         start, width = starts[id(attn)], attn.inner_dim
 
-        def own(packed: A) -> tuple[A, A]:
+        def unpack(packed: A) -> tuple[A, A]:
             return ops.columns(packed, start, width), ops.columns(packed, start + width, width)
 
-        return Keys(*own(kv), [(*own(packed), lengths) for packed, lengths in images], prompted)
+        return Keys(*unpack(kv), [(*unpack(packed), lengths) for packed, lengths in images], prompted)
 
-    return of
+    return keys_of
 
 
 def resnets(unet: DownPath) -> list[ResBlock]:
-    """All residual blocks, in the order in which they run; a ControlNet has no up blocks."""
+    """Return all residual blocks, in the order in which they run; a ControlNet has no up blocks."""
     blocks = (*unet.down_blocks, unet.mid_block, *getattr(unet, "up_blocks", ()))
     return [r for block in blocks for r in block.resnets]
 
@@ -287,16 +287,16 @@ def _pairs(block: Level) -> Iterator[tuple[ResBlock, Transformer | None]]:
 
 
 def skip_channels(unet: DownPath) -> list[int]:
-    """Channels of the skips, in the order in which the down path makes them."""
-    found = [unet.conv_in.out_channels]
+    """Return the channels of the skips, in the order in which the down path makes them."""
+    channels = [unet.conv_in.out_channels]
     for block in unet.down_blocks:
-        found += [r.out_channels for r in block.resnets]
-        found += [block.resnets[-1].out_channels for _ in block.downsamplers or ()]
-    return found
+        channels += [r.out_channels for r in block.resnets]
+        channels += [block.resnets[-1].out_channels for _ in block.downsamplers or ()]
+    return channels
 
 
 def _joints(ops: Ops[A], unet: UNet, sample: A) -> list[tuple[A | None, A | None]]:
-    """Of each residual block of the up path the slots of what is concatenated there, from below and from the skip."""
+    """Return the slots of what each residual block of the up path concatenates, from below and from the skip."""
     skips, hidden = skip_channels(unet), unet.mid_block.resnets[-1].out_channels
     joints = []
     for level, block in enumerate(unet.up_blocks):

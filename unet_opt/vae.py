@@ -17,7 +17,7 @@ A = TypeVar("A")
 
 
 def decode(ops: Ops[A], vae: Any, z: A) -> A:
-    """Latents [B, h, w, C] as the decoder reads them, to pixels [B, H, W, 3] in about [-1, 1]."""
+    """Decode latents [B, h, w, C] as the decoder reads them, to pixels [B, H, W, 3] in about [-1, 1]."""
     decoder = vae.decoder
     if getattr(vae, "post_quant_conv", None) is not None:
         z = ops.linear(z, vae.post_quant_conv)
@@ -31,7 +31,7 @@ def decode(ops: Ops[A], vae: Any, z: A) -> A:
 
 
 def _middle(ops: Ops[A], block: Any, h: A) -> A:
-    """UNetMidBlock2D: residual blocks around attention over all pixels, if it has any."""
+    """Run a UNetMidBlock2D: residual blocks around attention over all pixels, if it has any."""
     h = resnet(ops, block.resnets[0], h)
     for attn, resnet_ in zip(block.attentions, block.resnets[1:], strict=True):
         if attn is not None:
@@ -49,7 +49,7 @@ class VaeDecoder:
     """The decoder on any lowering."""
 
     def __init__(self, lowering: Lowering, vae: Any) -> None:
-        """Raises ValueError for a decoder whose layout, or one of whose layers, is not supported."""
+        """Build it on a lowering. Raises ValueError for a decoder of an unsupported layout or layer."""
         check_decoder(vae, head_multiple=lowering.head_multiple)
         self.vae, self.lowering = vae, lowering
         walk = bind(decode, vae)
@@ -57,7 +57,7 @@ class VaeDecoder:
         self._decode = lowering.lower(walk, "vae")
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, h, w] as the decoder reads them, to pixels [B, H, W, 3] in about [-1, 1].
+        """Decode latents [B, C, h, w] as the decoder reads them, to pixels [B, H, W, 3] in about [-1, 1].
 
         Raises ValueError for another number of channels.
         """

@@ -1,4 +1,4 @@
-"""How many rows of a UNet's forward a device's measured tiles were found for (`core/kernels/cuda/tiles.py`)."""
+"""Finds how many rows of a UNet's forward a device's measured tiles were tuned for (`core/kernels/cuda/tiles.py`)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _PRODUCTS = ("conv", "upsample", "gated", "linear")
 
 
 def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
-    """The most rows, of latents of this size, that all of the UNet's products on this device have a measured tile for.
+    """Return the most rows of latents of this size for which all of the UNet's products have a measured tile.
 
     `device` is its name as CUDA gives it. Products that were measured at no width are left out; None where there is no
     other, as on a device without a table.
     """
     measured = tiles.table(device)
-    found = []
+    row_counts = []
     for kernel, columns, depth, positions in products(unet, height, width):
         rows = measured.get(kernel, {}).get(f"{columns},{depth}", {})
         if rows:
-            found.append(max(map(int, rows)) // positions)
-    return min(found, default=None)
+            row_counts.append(max(map(int, rows)) // positions)
+    return min(row_counts, default=None)
 
 
 def products(unet: Any, height: int, width: int) -> Iterator[tuple[str, int, int, int]]:
-    """Each product in 8 bits as tiles are looked up for it, with what one row of latents brings into it.
+    """Yield each product in 8 bits as tiles are looked up for it, with what one row of latents brings into it.
 
     Yields (kernel, columns N, depth K, positions of one row): tokens of linear layers, pixels of convolutions' output.
     """
@@ -39,8 +39,8 @@ def products(unet: Any, height: int, width: int) -> Iterator[tuple[str, int, int
     for call in trace(bind(network.deep, unet), *input_shapes(unet, height, width)).calls:
         if call.operation not in _PRODUCTS or any(rules.rule(names[id(layer)]).reason for layer in call.layers):
             continue  # computes no product, or one in floats
-        (*_, depth), (_, high, wide, columns) = call.inputs, call.output
-        positions = high * wide
+        (*_, depth), (_, map_height, map_width, columns) = call.inputs, call.output
+        positions = map_height * map_width
         match call.operation:
             case "conv":
                 yield "conv", columns, 9 * depth, positions

@@ -15,9 +15,9 @@ from contract.precision import is_quantized
 from core.config import AUTO, Settings, SettingsError
 from core.kernels.device import KernelChoice
 from pipeline.backends.backend import ImageBackend, Widths
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.checkpoints.load import ImageModel
 from workers.devices import choose_kernels, fused, kernels, widest

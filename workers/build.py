@@ -151,7 +151,7 @@ def precision(settings: Settings, device: str) -> str:
         return asked
     plain = unquantized(device)
     own = variants.has_own(settings, "int8")
-    if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).is_made):
+    if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).exists):
         log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
     if declined := backends.without_int8(settings):

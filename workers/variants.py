@@ -38,7 +38,7 @@ def unet_of(
     if not is_quantized(chosen) or settings.lora or has_own(settings, chosen):
         return None
     place = cached(settings, device, cast(Scheme, chosen), plain)
-    if not place.is_made:
+    if not place.exists:
         quantize_into(place, settings, open_model, say, count)
     return place.denoiser
 

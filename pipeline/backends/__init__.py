@@ -1,1 +1,1 @@
-"""Backends: how an image model's phases run. One class each, behind the protocol of `backend.py`."""
+"""The backends: how an image model's phases run. One class each, behind the protocol of `backend.py`."""

@@ -35,7 +35,7 @@ class BatchGroup(NamedTuple):
 
 
 class ExecutionPlan(NamedTuple):
-    """A way to run an iteration: `rows` includes padding, `seconds` is the expected time."""
+    """A plan of an iteration: `rows` includes padding, `seconds` is the expected time."""
 
     function: Callable[..., Any]
     compiled: bool  # or recorded: timed separately from the same phase without
@@ -63,7 +63,7 @@ class Widths:
 
 
 NO_GRAPHS = GraphSet(GraphCache({}, None), {}, lambda key, run: None)
-"""Of a backend that records none."""
+"""The graphs of a backend that records none."""
 
 
 class ImageBackend(Protocol):
@@ -84,15 +84,15 @@ class ImageBackend(Protocol):
     batch_invariant: bool = False  # a row's bits do not depend on others: how many they are, how long their texts
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        """The cheapest way to run so many rows of a group whose phase is in `phases`. For a mode, always the same
-        bucket and executable. `live`: the iteration runs now, and what it lacks is made next.
+        """Return the cheapest plan of running so many rows of a group whose phase is in `phases`. For a mode, always
+        the same bucket and executable. `live`: the iteration runs now, and what it lacks is built next.
         """
         ...
 
     def deterministic_mode(
         self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
     ) -> str:
-        """The mode for a deterministic request that begins now, which it keeps to its end; not empty.
+        """Return the mode for a deterministic request that begins now, which it keeps to its end; not empty.
 
         `depth` is that of its shallow steps; "" without any. `decode` is the phase that decodes it, `chunks` are those
         of its text. `controlled`: its steps are launched directly, with what control networks, image prompts or LoRAs
@@ -101,11 +101,11 @@ class ImageBackend(Protocol):
         ...
 
     def beside(self, network: Any) -> Lowering:
-        """A lowering like the denoiser's, for a network that runs beside it."""
+        """Return a lowering like the denoiser's, for a network that runs beside it."""
         return TorchLowering(self.model.dtype)
 
     def executable(self, mode: str) -> str:
-        """What a request of this mode may have run on, for its fingerprint."""
+        """Return what a request of this mode may have run on, for its fingerprint."""
         ...
 
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
@@ -115,7 +115,8 @@ class ImageBackend(Protocol):
         ...
 
     def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
-        """Context: row i of every forward gets the LoRAs `owners[i]`. `apart`: its bits depend on nothing but the row.
+        """Enter a context in which row i of every forward gets the LoRAs `owners[i]`. `apart`: its bits depend on
+        nothing but the row.
 
         A backend that neither packs adapters nor is that of LoRAs has requests without LoRAs only.
         """
@@ -133,7 +134,7 @@ class ImageBackend(Protocol):
         return
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of what it holds beside the model's own weights, by name, as far as it knows them."""
+        """Return the bytes of what it holds beside the model's own weights, by name, as far as it knows them."""
         return {}
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -148,11 +149,13 @@ class ImageBackend(Protocol):
 def planned(
     backend: ImageBackend, group: BatchGroup, rows: int, function: Callable[..., Any], compiled: bool = False
 ) -> ExecutionPlan:
-    """So many rows with this function, and the seconds that it is known to take."""
+    """Return the plan of running so many rows with this function, with the seconds that it is known to take."""
     return ExecutionPlan(function, compiled, rows, backend.costs.curve(group.phase, group.size, compiled)(rows))
 
 
 def executables(mode: str, backends: Iterable[ImageBackend]) -> str:
-    """What a request of this mode that ran on all of these may have run on; what another text includes is left out."""
-    told = [*dict.fromkeys(backend.executable(mode) for backend in backends)]
-    return " and ".join(one for one in told if not any(one != other and one in other for other in told))
+    """Return what a request of this mode that ran on all of these backends may have run on; names that another one
+    contains are left out.
+    """
+    names = [*dict.fromkeys(backend.executable(mode) for backend in backends)]
+    return " and ".join(name for name in names if not any(name != other and name in other for other in names))

@@ -1,4 +1,4 @@
-"""Which graphs a forward runs and which widths are recorded, by what graphs cost and the same kernels launched."""
+"""Chooses which graphs a forward runs and which widths are recorded, by costs of graphs and of launched kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ NARROW = 4  # rows, up to which launching kernels may take longer than they do
 
 
 def worth_recording(key: ExecutableKey, sizes: Collection[Hashable]) -> bool:
-    """Whether the first forward that lacks it has it recorded. Graphs keep their inputs, and push others out: of longer
-    texts only narrow ones are worth it, and of sizes that anybody may ask for none, unless there is room and they pay.
+    """Return whether the first forward that lacks the graph has it recorded. Graphs keep their inputs, and push others
+    out: of longer texts only narrow ones are worth it, and of sizes that anybody may ask for none, unless there is room
+    and they pay.
     """
     return key.size in sizes and (key.chunks == 1 or key.rows <= NARROW)
 
@@ -35,14 +36,14 @@ class GraphChoice:
         self._traffic = TrafficCounter()
 
     def recorded(self, key: ExecutableKey, rows: int) -> int | None:
-        """The recorded width, up to the key's, at which so many rows cost least; None: launching kernels does."""
+        """Return the recorded width, up to the key's, at which so many rows cost least; None: launching does."""
         widths = self._graphs.recorded(replace(key, rows=rows), key.rows)
         if len(widths) < 2 and key.rows in widths:  # launched, the same kernels take no less
             return key.rows
         size: Any = key.size
         direct = self._costs.curve(key.phase, size, False)
-        known = key.rows in direct.measured and key.rows not in widths
-        launched_s = direct(key.rows) if known else math.inf
+        is_measured = key.rows in direct.measured and key.rows not in widths
+        launched_s = direct(key.rows) if is_measured else math.inf
         return cheapest(rows, widths, StepCosts(self._costs.curve(key.phase, size, True), lambda _: launched_s, 0.0))
 
     def count(self, key: ExecutableKey, rows: int) -> None:
@@ -54,8 +55,8 @@ class GraphChoice:
             return
         size: Any = key.size
         graph, direct = self._costs.curve(key.phase, size, True), self._costs.curve(key.phase, size, False)
-        usual = (width for width in self._widths if worth_recording(replace(key, rows=width), self._sizes))
-        known = {*usual, *self._graphs.recorded(replace(key, rows=0), self._widths[0])}
+        usual_widths = (width for width in self._widths if worth_recording(replace(key, rows=width), self._sizes))
+        widths = {*usual_widths, *self._graphs.recorded(replace(key, rows=0), self._widths[0])}
 
         def replayed(rows: int) -> float:
             return graph(rows) if graph.measured else direct(rows) - self._launching_s(key.phase, size, rows)
@@ -64,17 +65,17 @@ class GraphChoice:
             return direct(self._graphs.width(key.phase, rows)) if direct.measured else math.inf
 
         costs = StepCosts(replayed, launched, self._graphs.recording_s)
-        for rows in graph_widths.worth_recording(traffic, known, costs, self._graphs.room):
+        for rows in graph_widths.worth_recording(traffic, widths, costs, self._graphs.room):
             self._graphs.choose(replace(key, rows=rows))
 
     def _launching_s(self, phase: str, size: tuple[int, int], rows: int) -> float:
-        """What a graph saves of such a forward at least: as of the next one at a usual size that has no fewer pixels,
-        and so hides more of it behind the device's own time.
+        """Return the least that a graph saves of such a forward: by the next one at a usual size that has no fewer
+        pixels, and so hides more of it behind the device's own time.
         """
-        saved = []
+        savings = []
         for width, height in self._sizes:
             graph, direct = (self._costs.curve(phase, (width, height), compiled) for compiled in (True, False))
-            both = graph.measured.keys() & direct.measured.keys()
-            saved += [(known * width * height, direct(known) - graph(known)) for known in both]
-        enough = [one for one in saved if one[0] >= rows * size[0] * size[1]]
-        return max(0.0, min(enough, default=(0, 0.0))[1])
+            common = graph.measured.keys() & direct.measured.keys()
+            savings += [(row_count * width * height, direct(row_count) - graph(row_count)) for row_count in common]
+        candidates = [pair for pair in savings if pair[0] >= rows * size[0] * size[1]]
+        return max(0.0, min(candidates, default=(0, 0.0))[1])

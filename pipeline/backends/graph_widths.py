@@ -16,7 +16,7 @@ _KINDS = 64  # that are counted, those that ran last
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a forward by its rows, replayed from a graph and launched kernel by kernel, and of one recording."""
+    """The seconds of a forward by its rows, replayed from a graph and launched by kernels, and of one recording."""
 
     graph: Seconds
     direct: Seconds
@@ -24,37 +24,37 @@ class StepCosts(NamedTuple):
 
 
 def cheapest(rows: int, recorded: Collection[int], costs: StepCosts) -> int | None:
-    """The recorded width that a forward is padded to; None: launching it, without padding, takes no longer."""
-    wide = [(costs.graph(width), width) for width in recorded if width >= rows]
-    seconds, width = min(wide, default=(math.inf, 0))
+    """Return the recorded width that a forward is padded to; None: launching it, without padding, takes no longer."""
+    candidates = [(costs.graph(width), width) for width in recorded if width >= rows]
+    seconds, width = min(candidates, default=(math.inf, 0))
     return width if seconds < costs.direct(rows) else None
 
 
 def expected_s(traffic: Traffic, recorded: Collection[int], costs: StepCosts) -> float:
-    """Seconds of such traffic with these widths."""
-    ways = {rows: cheapest(rows, recorded, costs) for rows in traffic}
+    """Return the seconds of such traffic with these widths."""
+    widths = {rows: cheapest(rows, recorded, costs) for rows in traffic}
     return sum(
-        count * (costs.direct(rows) if (width := ways[rows]) is None else costs.graph(width))
+        count * (costs.direct(rows) if (width := widths[rows]) is None else costs.graph(width))
         for rows, count in traffic.items()
     )
 
 
 def worth_recording(traffic: Traffic, recorded: Collection[int], costs: StepCosts, room: int) -> list[int]:
-    """Widths to record too, at most `room`, those first that save most: each saves more of such traffic's time than its
-    recording takes.
+    """Return the widths to record too, at most `room`, those first that save most: each saves more of such traffic's
+    time than its recording takes.
 
     What a set of widths saves is submodular: where no single one pays any more, no set of them does.
     """
-    found: list[int] = []
-    while len(found) < room:
-        own = [*recorded, *found]
-        now_s = expected_s(traffic, own, costs)
-        gains = {rows: now_s - expected_s(traffic, [*own, rows], costs) for rows in traffic if rows not in own}
+    selected: list[int] = []
+    while len(selected) < room:
+        widths = [*recorded, *selected]
+        now_s = expected_s(traffic, widths, costs)
+        gains = {rows: now_s - expected_s(traffic, [*widths, rows], costs) for rows in traffic if rows not in widths}
         best = max(gains, key=lambda rows: (gains[rows], -rows), default=None)
         if best is None or not gains[best] > costs.record_s:
             break
-        found.append(best)
-    return found
+        selected.append(best)
+    return selected
 
 
 class TrafficCounter:
@@ -73,7 +73,7 @@ class TrafficCounter:
         total = counts.total()
         if total % _EVERY:
             return None
-        told = dict(counts)
+        traffic = dict(counts)
         if total >= _LATELY:
             self._kinds[kind] = Counter({rows: count // 2 for rows, count in counts.items() if count > 1})
-        return told
+        return traffic

@@ -46,7 +46,7 @@ _CAPACITY = 128  # graphs: about thirty of all widths of a size, or three of eac
 
 
 class GraphBackend(ImageBackend):
-    """Rows are padded to the next recorded width. Until a graph exists, its kernels run one by one.
+    """A backend whose rows are padded to the next recorded width. Until a graph exists, its kernels run one by one.
 
     Requests with LoRAs of their own share forwards with all others; a forward with any has graphs of its own, so that
     one without is as fast as ever.
@@ -89,9 +89,9 @@ class GraphBackend(ImageBackend):
         self._choice = GraphChoice(self.graphs, self.costs, self.widths.descending, self._sizes)
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        """The graph, of the next usual width or a narrower one that paid to be recorded; while it is missing, the next
-        wider one if that is known to cost less, else the same kernels at the same width one by one. A mode keeps one
-        width, and either graphs or none.
+        """Return the graph, of the next usual width or a narrower one that paid to be recorded; while it is missing,
+        the next wider one if that is known to cost less, else the same kernels at the same width one by one. A mode
+        keeps one width, and either graphs or none.
         """
         phase, size, mode, _, chunks, _ = group
         # Costs are queried for more rows than any forward has; nothing wider than the widest graph ever runs.
@@ -121,7 +121,7 @@ class GraphBackend(ImageBackend):
     def deterministic_mode(
         self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
     ) -> str:
-        """Graphs, if all that it needs are recorded by now; none of longer texts, nor with controls or LoRAs.
+        """Return graphs, if all that it needs are recorded by now; none of longer texts, nor with controls or LoRAs.
 
         cuBLAS and cuDNN may choose other algorithms while a graph is recorded, so that bits differ from the same
         kernels launched one by one.
@@ -134,7 +134,7 @@ class GraphBackend(ImageBackend):
         return LAYERS if mode == LAYERS else GRAPHS
 
     def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
-        """Also records within this time; what remains stays `graphs.pending`."""
+        """Record within this time as well; what remains stays `graphs.pending`."""
         size, widths = size or (self.model.native, self.model.native), self.widths.descending
         until = time.monotonic() + measure_s
         if self.graphs.records:
@@ -157,7 +157,7 @@ class GraphBackend(ImageBackend):
         self._lowering.clear_branches()
 
     def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """`TEXT`, at the next width of a graph."""
+        """Run `TEXT`, at the next width of a graph."""
         rows = len(ids[0])
         key = ExecutableKey(TEXT, self.graphs.width(TEXT, rows), (0, 0))
         padded = [to_device(torch.cat([part, *[part[:1]] * (key.rows - rows)]), self.model.device) for part in ids]
@@ -169,8 +169,8 @@ class GraphBackend(ImageBackend):
         """Record the graph on an example, and time it."""
         size: Any = key.size
         branches = key.variant if isinstance(key.variant, BranchShape) else None
-        like = nullcontext() if branches is None else self._lowering.adapted_like(branches)
-        with torch.inference_mode(), like:
+        branch_context = nullcontext() if branches is None else self._lowering.adapted_like(branches)
+        with torch.inference_mode(), branch_context:
             self._timer.example(key.phase, key.rows, size, chunks=key.chunks)(
                 without_text(self.denoiser, key.phase, record)
             )
@@ -180,14 +180,14 @@ class GraphBackend(ImageBackend):
                 self._timer(key, self._layers[key.phase], False, runs=2)
 
     def _function(self, key: ExecutableKey) -> Callable[..., Any]:
-        """The graph of this key, or with LoRAs the one of their shape; until it is recorded kernels one by one."""
+        """Return the graph of this key, or with LoRAs that of their shape; until it is recorded, its kernels."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            own, shape = key, self._lowering.branch_shape
+            graph_key, shape = key, self._lowering.branch_shape
             if shape is not None and key.phase in STEPS:
-                own = replace(key, variant=shape)
-                if worth_recording(own, self._sizes):
-                    self.graphs.missed(own)
-            return self.graphs.function(own)(*arguments, **options)
+                graph_key = replace(key, variant=shape)
+                if worth_recording(graph_key, self._sizes):
+                    self.graphs.missed(graph_key)
+            return self.graphs.function(graph_key)(*arguments, **options)
 
         return without_text(self.denoiser, key.phase, run)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from pipeline.backends.backend import Widths
-from pipeline.backends.eager import TorchBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.extensions.adapted import AdaptedModel
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 
 
 class LoraBackend(TorchBackend):
-    """Encodes such requests' prompts and takes their steps, eagerly; what decodes them has no LoRA."""
+    """A backend that encodes such requests' prompts and takes their steps, eagerly; what decodes them has no LoRA."""
 
     def __init__(self, model: ImageModel, widths: Widths | None = None) -> None:
         """`model` is unquantized, and keeps its UNet's weights."""

@@ -37,16 +37,16 @@ TEXT_WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def fixed_rows(phase: str, rows: int) -> int:
-    """The rows of every forward of a deterministic request, where a row's bits depend on them; `rows` in steps."""
+    """Return the rows of each forward of a deterministic request, where its bits depend on them; `rows` in steps."""
     return rows if phase in STEPS else 1
 
 
 def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableKey]:
-    """Every graph of this size: first those for one image, then the widest, for a busy server; other depths than
+    """Return every graph of this size: first those for one image, then the widest, for a busy server; other depths than
     DeepCache's default and tiny decoders last. `buckets` are the widths of steps.
     """
     shallow = SHALLOW[AUTO.depth]
-    one = [
+    single_image = [
         ExecutableKey(TEXT, 2, (0, 0)),
         ExecutableKey(VAE, 1, size),
         ExecutableKey(DEEP, 2, size),
@@ -57,20 +57,20 @@ def likeliest(buckets: Sequence[int], size: tuple[int, int]) -> list[ExecutableK
     texts = [ExecutableKey(TEXT, rows, (0, 0)) for rows in TEXT_WIDTHS]
     phases = dict.fromkeys((DEEP, shallow, *SHALLOW.values()))
     steps = [ExecutableKey(phase, rows, size) for phase in phases for rows in sorted(buckets, reverse=True)]
-    return [*one, *busy, *decodes, *texts, *steps, *tiny]
+    return [*single_image, *busy, *decodes, *texts, *steps, *tiny]
 
 
 def timed(buckets: Sequence[int], size: tuple[int, int], decodes: Sequence[int], *, tiny: bool) -> list[ExecutableKey]:
-    """What is timed at start-up, the most likely widths first; other depths than DeepCache's default last, and a tiny
-    decoder, if there is one. `decodes` are decoders' widths beside a single picture.
+    """Return what is timed at start-up, the most likely widths first; other depths than DeepCache's default last, and a
+    tiny decoder, if there is one. `decodes` are decoders' widths beside a single picture.
     """
     shallow = SHALLOW[AUTO.depth]
-    others = [phase for phase in SHALLOW.values() if phase != shallow]
+    other_phases = [phase for phase in SHALLOW.values() if phase != shallow]
     steps = [(phase, rows) for phase in (DEEP, shallow) for rows in buckets]
-    wide = [(VAE, rows) for rows in decodes]
-    rare = [(phase, rows) for phase in others for rows in buckets]
+    wide_decodes = [(VAE, rows) for rows in decodes]
+    rare = [(phase, rows) for phase in other_phases for rows in buckets]
     rare += [(VAE_TINY, rows) for rows in (1, *decodes) if tiny]
-    return [ExecutableKey(*one, size) for one in [(VAE, 1), (DEEP, 2), (shallow, 2), *steps, *wide, *rare]]
+    return [ExecutableKey(*pair, size) for pair in [(VAE, 1), (DEEP, 2), (shallow, 2), *steps, *wide_decodes, *rare]]
 
 
 Phases = dict[str, Callable[..., Any]]
@@ -92,12 +92,12 @@ class Networks(NamedTuple):
 
 
 def on_torch(model: ImageModel) -> Networks:
-    """Raises `ModelError` for a UNet without SDXL's layout."""
+    """Build the networks on torch. Raises `ModelError` for a UNet without SDXL's layout."""
     return _networks(model, TorchLowering(model.dtype), TorchLowering(model.vae.dtype), TorchLowering(model.dtype))
 
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
-    """On fused layers, at most so many rows at a time. Raises `ModelError` for parts that these do not support."""
+    """Build the networks on fused layers, at most so many rows at a time. Raises `ModelError` for unsupported parts."""
     denoiser = CudaLowering(model.dtype, rows, model.denoiser)
     decoder, tiny = (CudaLowering(dtype, rows) for dtype in (model.vae.dtype, model.dtype))
     # Constants as existing tensors: graphs cannot copy any from the host.
@@ -108,7 +108,7 @@ def on_gpu(model: ImageModel, rows: int) -> Networks:
 
 
 def on_kernels(model: ImageModel, kernels: ctypes.CDLL) -> Networks:
-    """Raises `ModelError` for parts that the CPU kernels do not support."""
+    """Build the networks on the CPU kernels. Raises `ModelError` for unsupported parts."""
     half = model.precision != "fp32"
     denoiser, decoder = (CpuLowering(kernels, part, half=half) for part in (model.denoiser, model.vae))
     tiny = None if model.tiny_vae is None else CpuLowering(kernels, model.tiny_vae.network)

@@ -21,7 +21,7 @@ KERNELS = "kernels"
 
 
 class ProgramBackend(ImageBackend):
-    """Deterministic requests share forwards with all others, unpadded, and so do requests with LoRAs of their own."""
+    """A backend in which all requests share forwards, unpadded: deterministic ones, and those with LoRAs too."""
 
     batch_invariant = True
     packs = True
@@ -39,16 +39,16 @@ class ProgramBackend(ImageBackend):
         """
         self.model = model
         self._library = kernels
-        made = on_kernels(model, kernels)
-        self.denoiser, self.phases = made.denoiser, made.phases
+        networks = on_kernels(model, kernels)
+        self.denoiser, self.phases = networks.denoiser, networks.phases
         self.kernels = KernelIdentity.on_cpu(kernels)
         self.costs = PhaseCosts(skip_first=True)
         self.widths = widths or Widths()
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         self._lowerings: dict[str, CpuLowering] = {}
-        lowerings = {model.family.denoiser: made.denoiser.lowering, "vae": made.decoder.lowering}
-        if made.tiny is not None:
-            lowerings[VAE_TINY] = made.tiny.lowering
+        lowerings = {model.family.denoiser: networks.denoiser.lowering, "vae": networks.decoder.lowering}
+        if networks.tiny is not None:
+            lowerings[VAE_TINY] = networks.tiny.lowering
         for name, lowering in lowerings.items():
             assert isinstance(lowering, CpuLowering)
             self._lowerings[name] = lowering
@@ -91,18 +91,18 @@ class ProgramBackend(ImageBackend):
         return self._lowerings[self.model.family.denoiser]
 
     def held_bytes(self) -> dict[str, int]:
-        """Of packed weights, and of each program's buffers.
+        """Return the bytes of packed weights, and of each program's buffers.
 
         Programs of one network share buffers: together they use what the largest needs.
         """
         weights = {f"{part} weights": lowering.size_bytes[0] for part, lowering in self._lowerings.items()}
         _, buffers = self._denoiser_lowering.size_bytes
-        held = {
+        buffer_bytes = {
             f"{SHALLOW.get(name, name)} × {shape[0]}, {_sides(shape)}": size for (name, shape), size in buffers.items()
         }
-        return {**weights, **held}
+        return {**weights, **buffer_bytes}
 
 
 def _sides(shape: tuple[int, ...]) -> str:
-    """Of an input: latents' sides, or tokens."""
+    """Describe an input's shape: latents' sides, or tokens."""
     return f"latents {shape[2]}x{shape[1]}" if len(shape) == 4 else f"{shape[1]} tokens"

@@ -29,8 +29,8 @@ class DeviceEvent(Protocol):
 
 
 class _Queued(NamedTuple):
-    begun: DeviceEvent
-    ended: DeviceEvent
+    start_event: DeviceEvent
+    end_event: DeviceEvent
     expected_s: float
     observe: Callable[[float], None]
 
@@ -55,7 +55,7 @@ class RunAhead:
 
     @contextmanager
     def iteration(self, expected_s: float, observe: Callable[[float], None]) -> Iterator[None]:
-        """An iteration whose work the body submits; infinite `expected_s`: it has ended when this returns.
+        """Enter an iteration whose work the body submits; infinite `expected_s`: it has ended when this returns.
 
         `observe` is called, now or in a later iteration, with the seconds that the device spent on it, which include
         those in which it waited for the host. Not if the body raises.
@@ -64,12 +64,12 @@ class RunAhead:
             started = time.perf_counter()
             yield
             return observe(time.perf_counter() - started)
-        begun, ended = self._event(), self._event()
-        begun.record()
+        start_event, end_event = self._event(), self._event()
+        start_event.record()
         yield
-        ended.record()
-        self._queued.append(_Queued(begun, ended, expected_s, observe))
-        while self._queued and (self._ahead_s > self._seconds or self._queued[0].ended.query()):
+        end_event.record()
+        self._queued.append(_Queued(start_event, end_event, expected_s, observe))
+        while self._queued and (self._ahead_s > self._seconds or self._queued[0].end_event.query()):
             self._wait()
 
     @property
@@ -77,7 +77,7 @@ class RunAhead:
         return sum(queued.expected_s for queued in self._queued)
 
     def _wait(self) -> None:
-        """For the oldest one."""
-        begun, ended, _, observe = self._queued.popleft()
-        ended.synchronize()
-        observe(begun.elapsed_time(ended) / 1e3)
+        """Wait for the oldest iteration."""
+        start_event, end_event, _, observe = self._queued.popleft()
+        end_event.synchronize()
+        observe(start_event.elapsed_time(end_event) / 1e3)

@@ -1,4 +1,4 @@
-"""Cost curves of a backend's phases, and their measurement with random inputs."""
+"""The cost curves of a backend's phases, and their measurement with random inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.families.family import ImageModel, Network
 from unet_opt.inputs import DenoiserInputs
 
 Size = tuple[int, int]
-_GUESS_S = 0.05
+_DEFAULT_S = 0.05
 _RUNS = 3
 
 
@@ -26,18 +26,18 @@ def synchronize(device: torch.device) -> None:
 
 
 class PhaseCosts:
-    """Seconds by rows for each phase and size; compiled and recorded code has curves of its own."""
+    """The seconds by rows for each phase and size; compiled and recorded code has curves of its own."""
 
     def __init__(self, *, skip_first: bool = False) -> None:
         """`skip_first`: the first run of a shape that is neither compiled nor recorded is not counted, because it
         compiles kernels or writes a program.
         """
-        self._table = CostTable(_GUESS_S)
+        self._table = CostTable(_DEFAULT_S)
         self._skip_first = skip_first
         self._seen: set[ExecutableKey] = set()
 
     def curve(self, phase: str, size: Size, compiled: bool, field: str = "") -> CostCurve:
-        """Of a phase, or of what an extension of this field adds to it."""
+        """Return the curve of a phase, or of what an extension of this field adds to it."""
         return self._table[(field, phase) if field else phase, size, compiled]
 
     def observe(self, key: ExecutableKey, compiled: bool, seconds: float, field: str = "") -> None:
@@ -47,11 +47,11 @@ class PhaseCosts:
         self._table[(field, key.phase) if field else key.phase, key.size, compiled].observe(key.rows, seconds)
 
     def warmed(self, key: ExecutableKey) -> None:
-        """The shape has run once."""
+        """Note that the shape has run once."""
         self._seen.add(key)
 
     def measured(self) -> dict[Any, Mapping[int, float]]:
-        """Measured seconds by rows, for each (phase, size, compiled); an extension's phase is (field, phase)."""
+        """Return measured seconds by rows, for each (phase, size, compiled); an extension's phase is (field, phase)."""
         return {**self._table.measured()}
 
 
@@ -92,7 +92,7 @@ class PhaseTimer:
     def example(
         self, phase: str, rows: int, size: Size, seed: int = 0, *, chunks: int = 1
     ) -> Callable[[Callable[..., Any]], Any]:
-        """A call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
+        """Return a call of the phase with random inputs of the right shapes; for `TEXT` with no words."""
         model = self._model
         height, width = size[1] // model.vae_scale, size[0] // model.vae_scale
         # A generator of its own: a failed recording may leave the device's default one unusable.

@@ -11,24 +11,24 @@ from typing import NamedTuple
 from contract.printable import printable
 from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.safetensors_header import MOST_BYTES
+from pipeline.checkpoints.safetensors_header import MAX_BYTES
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 TEXT, TEXT_2 = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
 CONV_IN = f"{UNET}input_blocks.0.0.weight"
 INPAINTING_CHANNELS = 9  # latents, mask and the masked image's latents
-_BESIDE = "not a checkpoint; put it into a folder and name that with"
-_LORA = f"is a LoRA, {_BESIDE} --lora-dir"
+_PUT_INTO_FOLDER = "not a checkpoint; put it into a folder and name that with"
+_LORA = f"is a LoRA, {_PUT_INTO_FOLDER} --lora-dir"
 # What other files are, by a pattern that a key has; the first that any key has decides.
-_OTHERS = (
+_OTHER_FILES = (
     (r"lora_(unet|te\d?|transformer)_|[._]lora(_[AB]|_down|_up|\.(up|down))[._]|\.lora_[AB]$", _LORA),
     (r"\.(hada_w\d|lokr_w\d|oft_(diag|blocks)|dora_scale)", _LORA),
-    (r"^(ip_adapter|image_proj)\.", f"is an IP-Adapter, {_BESIDE} --ip-adapter-dir"),
+    (r"^(ip_adapter|image_proj)\.", f"is an IP-Adapter, {_PUT_INTO_FOLDER} --ip-adapter-dir"),
     (
         r"^(control_model|controlnet_(cond_embedding|down_blocks)|input_hint_block|lora_controlnet)(\.|$)",
-        f"is a ControlNet, {_BESIDE} --control-dir",
+        f"is a ControlNet, {_PUT_INTO_FOLDER} --control-dir",
     ),
-    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", f"is a T2I-Adapter, {_BESIDE} --control-dir"),
+    (r"^(adapter\.)?body\.\d+\.(in_conv|block1|resnets)", f"is a T2I-Adapter, {_PUT_INTO_FOLDER} --control-dir"),
     (r"^conditioner\.embedders\.0\.model\.", "is an SDXL refiner, which is not supported"),
     (r"^cond_stage_model\.", "is a checkpoint of Stable Diffusion 1 or 2, and only SDXL's are converted"),
     (r"double_blocks\.|single_transformer_blocks\.", "is a checkpoint of Flux, which is not supported"),
@@ -36,7 +36,7 @@ _OTHERS = (
     (r"(^|\.)cap_embedder\.", "is a transformer of Lumina's or Z-Image's kind, of which only folders are read"),
 )
 # What a file without some part of a checkpoint is, where all of its keys are of one kind.
-_ALONE = (
+_PARTS_ALONE = (
     (r"^(clip_[lg]|emb_params|string_to_param\..*)$", "is a textual inversion, not a checkpoint"),
     (
         r"^(first_stage_model\.|vae\.)?((encoder|decoder|quant_conv|post_quant_conv|loss)\.|model_ema)",
@@ -50,7 +50,7 @@ _UNET_READS = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 1280: "an 
 
 
 class Header(NamedTuple):
-    """What a safetensors file says before its data: the shape and type of each tensor, and its metadata."""
+    """The header of a safetensors file: the shape and type of each tensor, and its metadata."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
@@ -58,13 +58,13 @@ class Header(NamedTuple):
 
 
 def header_bytes(start: bytes) -> int:
-    """How many of a safetensors file's first bytes hold its header, by the first nine; 0 for another format."""
+    """Return how many of a safetensors file's first bytes hold its header, by the first nine; 0 for another format."""
     length = int.from_bytes(start[:8], "little")
-    return 8 + length if start[8:9] == b"{" and length <= MOST_BYTES else 0
+    return 8 + length if start[8:9] == b"{" and length <= MAX_BYTES else 0
 
 
 def read_header(file: Path, name: str = "", size_bytes: int | None = None) -> Header:
-    """The header of a file that is whole, or that will be once it has `size_bytes`.
+    """Read the header of a file that is whole, or that will be once it has `size_bytes`.
 
     `name` is what messages call it; default: its path. Raises `ModelError` for a file that is missing, cut short,
     damaged or of another format, which its first bytes tell whatever its name ends in: pickles are not read.
@@ -98,10 +98,10 @@ def _check_format(name: str, start: bytes) -> None:
         return
     length = int.from_bytes(start[:8], "little")
     if start[8:9] == b"{" and length < 2**40:
-        raise ModelError(f"{name}: its header has {length} bytes, and at most {MOST_BYTES} are read")
+        raise ModelError(f"{name}: its header has {length} bytes, and at most {MAX_BYTES} are read")
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80" or start[257:262] == b"ustar":
-        why = "can run code when it is loaded; only safetensors files are read"
-        raise ModelError(f"{name}: is a pickle, whatever its name ends in, and such a file {why}")
+        reason = "can run code when it is loaded; only safetensors files are read"
+        raise ModelError(f"{name}: is a pickle, whatever its name ends in, and such a file {reason}")
     if start[:4] == b"GGUF":
         raise ModelError(f"{name}: is a GGUF file, and only safetensors files are read")
     if start.lstrip()[:1] == b"<":
@@ -110,56 +110,56 @@ def _check_format(name: str, start: bytes) -> None:
 
 
 class Sign(NamedTuple):
-    """What a file is, and the key that tells."""
+    """The kind of a file, and the key that tells it."""
 
     kind: str
     key: str
 
 
 def sign_of(header: Header, kinds: Sequence[tuple[str, str]]) -> Sign | None:
-    """The first of `kinds`, (pattern, kind), whose pattern any of the file's keys has; None if there is none."""
-    found = (Sign(kind, key) for pattern, kind in kinds for key in header.shapes if re.search(pattern, key))
-    return next(found, None)
+    """Return the first of `kinds`, (pattern, kind), whose pattern any of the file's keys has; None if there is none."""
+    signs = (Sign(kind, key) for pattern, kind in kinds for key in header.shapes if re.search(pattern, key))
+    return next(signs, None)
 
 
 def check_checkpoint(name: str, header: Header) -> None:
     """Raise `ModelError` for anything but a whole SDXL checkpoint, saying what else it is and which key tells."""
     shapes = header.shapes
-    if (other := sign_of(header, _OTHERS)) is not None:
+    if (other := sign_of(header, _OTHER_FILES)) is not None:
         raise ModelError(f"{name}: {other.kind} (it has {printable(other.key)})")
     missing = [
-        (sign, what)
-        for sign, what in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
+        (sign, label)
+        for sign, label in ((UNET, "UNet"), (TEXT, "first text encoder"), (TEXT_2, "second text encoder"))
         if not any(key.startswith(sign) for key in shapes)
     ]
     if missing:
-        sign, what = missing[0]
+        sign, label = missing[0]
         first = printable(min(shapes, default="no key at all"))
         raise ModelError(
-            f"{name}: {_alone(shapes)}it has no {what} (keys that begin with {sign}); its first key is {first}"
+            f"{name}: {_alone(shapes)}it has no {label} (keys that begin with {sign}); its first key is {first}"
         )
     channels = _second(shapes.get(CONV_IN, (0, 4)))
     if channels not in (4, INPAINTING_CHANNELS):
-        what = "a model that edits by instructions" if channels == 8 else "a model of another kind"
-        raise ModelError(f"{name}: is {what}, which is not supported: {CONV_IN} has {channels} channels, not 4 or 9")
+        label = "a model that edits by instructions" if channels == 8 else "a model of another kind"
+        raise ModelError(f"{name}: is {label}, which is not supported: {CONV_IN} has {channels} channels, not 4 or 9")
 
 
 def _alone(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a file is that lacks some part of a checkpoint, and a semicolon; "" where nothing tells."""
+    """Describe a file that lacks some part of a checkpoint, with a semicolon; "" where nothing tells what it is."""
     reads = next((_second(shape) for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")), 0)
     if any(key.startswith(UNET) for key in shapes) and not any(key.startswith((TEXT, TEXT_2)) for key in shapes):
         whose = f" of {_UNET_READS[reads]}" if reads in _UNET_READS else ""
         return f"is a UNet{whose} without text encoders; "
-    kinds = (what for pattern, what in _ALONE if shapes and all(re.search(pattern, key) for key in shapes))
-    found = next(kinds, "")
-    return f"{found}; " if found else ""
+    kinds = (kind for pattern, kind in _PARTS_ALONE if shapes and all(re.search(pattern, key) for key in shapes))
+    label = next(kinds, "")
+    return f"{label}; " if label else ""
 
 
 def _second(shape: tuple[int, ...]) -> int:
-    """The second side of a tensor, which is a weight's input channels; 0 where it has none."""
+    """Return the second side of a tensor, which is a weight's input channels; 0 where it has none."""
     return shape[1] if len(shape) > 1 else 0
 
 
 def only_vae(keys: Collection[str]) -> bool:
-    """Whether all of these keys are a VAE's."""
-    return bool(keys) and all(re.search(_ALONE[1][0], key) for key in keys)
+    """Return whether all of these keys are a VAE's."""
+    return bool(keys) and all(re.search(_PARTS_ALONE[1][0], key) for key in keys)

@@ -24,15 +24,15 @@ from pipeline.checkpoints.folder import ModelError
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 30.0  # without a byte
-_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_RETRIED_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 _START_BYTES = 512
 _NUMBER = "[0-9]{1,18}"  # in headers, where int() also takes digits of other scripts
 _VALIDATOR = re.compile(r"[ -~]{1,500}")
-_BROKEN = (OSError, http.client.HTTPException)
+_NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 class Downloaded(NamedTuple):
-    """The file, and the name that the server or the address gives it."""
+    """The downloaded file, and the name that the server or the address gives it."""
 
     file: Path
     name: str
@@ -40,9 +40,9 @@ class Downloaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DownloadOptions:
-    """Limits of a download.
+    """The limits of a download.
 
-    most_bytes: the largest file.
+    max_bytes: the largest file.
     attempts: how often in a row the connection may break without bringing anything new.
     pause_s: before the second attempt, and twice as long before each further one.
     check_start: called with the file's path and its whole size in bytes once its header is there, given by
@@ -50,7 +50,7 @@ class DownloadOptions:
     count: called with the bytes that are there and those of the whole.
     """
 
-    most_bytes: int
+    max_bytes: int
     check_start: Callable[[Path, int], None]
     start_bytes: Callable[[bytes], int]
     count: Callable[[int, int], None] = lambda done, total: None
@@ -58,14 +58,14 @@ class DownloadOptions:
     pause_s: float = 1.0
 
 
-def shown(url: str) -> str:
-    """An address without its query, which may hold a token."""
+def redacted(url: str) -> str:
+    """Return an address without its query, which may hold a token."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def download(url: str, folder: Path, options: DownloadOptions) -> Downloaded:
-    """The file at an address, in `folder`. What a broken download left there is gone on with.
+    """Download the file at an address into `folder`. A broken download that is there is resumed.
 
     That needs a server that tells versions apart (a strong ETag or Last-Modified) and answers ranges; else it begins
     anew. Raises `ModelError`.
@@ -79,14 +79,14 @@ def download(url: str, folder: Path, options: DownloadOptions) -> Downloaded:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise ModelError(f"{shown(url)}: is being downloaded by another process") from None
+                raise ModelError(f"{redacted(url)}: is being downloaded by another process") from None
             return _Download(url, part, stream, options).run()
     except OSError as error:
         raise ModelError(f"{folder}: cannot be written ({error.strerror or error})") from error
 
 
 def remove(file: Path) -> None:
-    """Delete a download and what is noted of it."""
+    """Delete a download and its note."""
     file.unlink(missing_ok=True)
     _note(file).unlink(missing_ok=True)
 
@@ -96,7 +96,7 @@ def _note(part: Path) -> Path:
 
 
 class _Download:
-    """One file on its way."""
+    """A download in progress."""
 
     def __init__(self, url: str, part: Path, stream: IO[bytes], options: DownloadOptions) -> None:
         self._url, self._part, self._stream, self._options = url, part, stream, options
@@ -104,32 +104,34 @@ class _Download:
         self._name = ""
 
     def run(self) -> Downloaded:
-        """Until it is whole. Raises `ModelError`."""
-        failed, most = 0, 0
+        """Download until the file is whole. Raises `ModelError`."""
+        failed, largest_size = 0, 0
         while True:
-            most = max(most, self._size)
+            largest_size = max(largest_size, self._size)
             try:
                 if self._attempt():
                     return Downloaded(self._part, self._name)
                 reason = "it ended early"
             except urllib.error.HTTPError as error:
-                if error.code not in _AGAIN:
+                if error.code not in _RETRIED_STATUSES:
                     answer = f"{error.code} {printable(str(error.reason))}"
-                    raise ModelError(f"{shown(self._url)}: the server answers {answer}") from error
+                    raise ModelError(f"{redacted(self._url)}: the server answers {answer}") from error
                 reason = f"the server answers {error.code}"
-            except _BROKEN as error:
+            except _NETWORK_ERRORS as error:
                 if isinstance(error, OSError) and error.filename is not None:  # the disk's, not the network's
                     raise
                 reason = printable(str(getattr(error, "reason", error)) or type(error).__name__)
             except ModelError:
                 raise
             except (ValueError, LookupError) as error:  # of the libraries that read addresses and headers
-                why = printable(f"{type(error).__name__}: {error}")
-                raise ModelError(f"{shown(self._url)}: the server's answer cannot be read ({why})") from error
-            failed = 1 if self._size > most else failed + 1
+                detail = printable(f"{type(error).__name__}: {error}")
+                raise ModelError(f"{redacted(self._url)}: the server's answer cannot be read ({detail})") from error
+            failed = 1 if self._size > largest_size else failed + 1
             if failed >= self._options.attempts:
-                kept = f"; {self._size} bytes are kept, and the same command goes on from there" if self._size else ""
-                raise ModelError(f"{shown(self._url)}: the connection broke {failed} times ({reason}){kept}")
+                resume_note = (
+                    f"; {self._size} bytes are kept, and the same command goes on from there" if self._size else ""
+                )
+                raise ModelError(f"{redacted(self._url)}: the connection broke {failed} times ({reason}){resume_note}")
             time.sleep(self._options.pause_s * 2 ** (failed - 1))
 
     @property
@@ -137,17 +139,17 @@ class _Download:
         return self._part.stat().st_size
 
     def _attempt(self) -> bool:
-        """Whether the file is whole after this one."""
-        noted = self._noted()
-        if not noted.get("validator"):
+        """Connect once, and return whether the file is whole after that."""
+        note = self._read_note()
+        if not note.get("validator"):
             self._begin_anew()
-        elif self._size == noted["total"]:
-            self._name = noted["name"]
-            self._check_start(noted["total"])
+        elif self._size == note["total"]:
+            self._name = note["name"]
+            self._check_start(note["total"])
             return True
         headers = {"Accept-Encoding": "identity", "User-Agent": "diptych"}
         if self._size:
-            headers |= {"Range": f"bytes={self._size}-", "If-Range": noted["validator"]}
+            headers |= {"Range": f"bytes={self._size}-", "If-Range": note["validator"]}
         try:
             answer = _opener().open(urllib.request.Request(self._url, headers=headers), timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
@@ -168,12 +170,12 @@ class _Download:
                 self._options.count(self._size, max(total, self._size))
         if total and self._size < total:
             return False
-        self._check_start(self._size, whole=True)
+        self._check_start(self._size, is_complete=True)
         return True
 
     def _take_headers(self, answer: Any) -> int:
-        """The whole file's size, or 0 where the server does not say; the file is emptied unless it is gone on with."""
-        given, total = answer.headers.get("Content-Length"), 0
+        """Return the whole file's size, or 0 where the server does not say; empty the file if it is not resumed."""
+        content_length, total = answer.headers.get("Content-Length"), 0
         span = re.fullmatch(rf"bytes ({_NUMBER})-{_NUMBER}/({_NUMBER})", answer.headers.get("Content-Range", ""))
         if answer.status == 206 and span is not None and int(span[1]) == self._size:
             total = int(span[2])
@@ -181,25 +183,27 @@ class _Download:
             self._begin_anew()
             if answer.status != 200:
                 raise http.client.HTTPException(f"the server answers {answer.status} with another part of the file")
-            total = int(given) if given and re.fullmatch(_NUMBER, given) else 0
+            total = int(content_length) if content_length and re.fullmatch(_NUMBER, content_length) else 0
         self._check_limit(total)
         free = shutil.disk_usage(self._part.parent).free
         if total - self._size > free:
-            raise ModelError(f"{shown(self._url)}: has {total} bytes, and {self._part.parent} has room for {free} more")
+            raise ModelError(
+                f"{redacted(self._url)}: has {total} bytes, and {self._part.parent} has room for {free} more"
+            )
         tag = answer.headers.get("ETag", "")
         validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
         if not _VALIDATOR.fullmatch(validator):  # it is sent back in a header
             validator = ""
         self._name = _name(answer.headers.get_filename() or urllib.parse.urlsplit(answer.url).path)
         if total and validator:
-            told = {"validator": validator, "total": total, "name": self._name}
-            _note(self._part).write_text(json.dumps(told), "utf-8")
+            note = {"validator": validator, "total": total, "name": self._name}
+            _note(self._part).write_text(json.dumps(note), "utf-8")
         return total
 
-    def _noted(self) -> dict[str, Any]:
+    def _read_note(self) -> dict[str, Any]:
         try:
-            found = json.loads(_note(self._part).read_text("utf-8"))
-            return {**found, "total": int(found["total"]), "name": str(found["name"])}
+            note = json.loads(_note(self._part).read_text("utf-8"))
+            return {**note, "total": int(note["total"]), "name": str(note["name"])}
         except (OSError, ValueError, TypeError, KeyError):
             return {}
 
@@ -209,18 +213,18 @@ class _Download:
         self._checked = False
 
     def _check_limit(self, size: int) -> None:
-        if size > self._options.most_bytes:
+        if size > self._options.max_bytes:
             remove(self._part)
-            raise ModelError(f"{shown(self._url)}: has more than the {self._options.most_bytes} bytes allowed")
+            raise ModelError(f"{redacted(self._url)}: has more than the {self._options.max_bytes} bytes allowed")
 
-    def _check_start(self, total: int, *, whole: bool = False) -> None:
+    def _check_start(self, total: int, *, is_complete: bool = False) -> None:
         """Refuse the file once its header is there, or ended without one."""
         if self._checked:
             return
         with self._part.open("rb") as stream:
             needed = max(_START_BYTES, self._options.start_bytes(stream.read(_START_BYTES)))
         size = self._size
-        if not whole and size < min(needed, total or needed):
+        if not is_complete and size < min(needed, total or needed):
             return
         try:
             self._options.check_start(self._part, total or size)
@@ -231,7 +235,7 @@ class _Download:
 
 
 def _name(path: str) -> str:
-    """The last word of an address or file name, without its ending."""
+    """Return the last word of an address or file name, without its ending."""
     last = urllib.parse.unquote(path).replace("\\", "/").rstrip("/").rpartition("/")[2]
     return last.removesuffix(".safetensors")
 
@@ -249,7 +253,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         try:
             _check_address(url)
             if _on_this_machine(url) and not _on_this_machine(request.full_url):
-                raise ModelError(f"{shown(request.full_url)}: leads to {shown(url)}, an address of this machine")
+                raise ModelError(f"{redacted(request.full_url)}: leads to {redacted(url)}, an address of this machine")
         except ModelError:
             answer.close()
             raise
@@ -271,7 +275,7 @@ def _check_address(url: str) -> None:
         raise ModelError(f"{url[:200]}: is not an address")
     if parts.scheme == "https" or (parts.scheme == "http" and _is_here(host)):
         return
-    raise ModelError(f"{shown(url)}: must begin with https://, so that nobody on the way can change the file")
+    raise ModelError(f"{redacted(url)}: must begin with https://, so that nobody on the way can change the file")
 
 
 def _on_this_machine(url: str) -> bool:
@@ -290,4 +294,6 @@ def _is_here(host: str) -> bool:
         except (OSError, UnicodeError):
             return False
     mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
-    return any(known.is_loopback or known.is_unspecified for known in (address, mapped) if known is not None)
+    return any(
+        candidate.is_loopback or candidate.is_unspecified for candidate in (address, mapped) if candidate is not None
+    )

@@ -36,12 +36,12 @@ class ModelError(ValueError):
         super().__init__(f"{kind} {self.detail}".lstrip())
 
     def again(self) -> ModelError:
-        """The same error without a traceback and causes, which would keep what was read."""
+        """Return the same error without a traceback and causes, which would keep what was read."""
         return ModelError(self.detail, kind=self.kind)
 
     @property
     def lasting(self) -> bool:
-        """Whether the same files fail again: neither the operating system nor a lack of memory is the cause."""
+        """Return whether the same files fail again: neither the operating system nor a lack of memory is the cause."""
         cause: BaseException | None = self
         while cause is not None:
             if isinstance(cause, OSError | MemoryError | OutOfMemory | DeviceLost):
@@ -69,48 +69,48 @@ class Part:
 
     @property
     def stem(self) -> str:
-        """How the names of its weight files begin; "" for a part without weights."""
+        """Return how the names of its weight files begin; "" for a part without weights."""
         return _STEMS.get(self.kind, "")
 
 
 def find(name: str, variant: str | None, parts: Callable[[Path], Mapping[str, Part]]) -> Path:
-    """The folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`.
+    """Return the folder of a model, downloaded first if `name` is a hub id and no folder. Raises `ModelError`.
 
     `parts` reads the model's parts from its folder, which may hold no more than its model_index.json yet.
     """
     if variant is not None and not re.fullmatch(r"[\w-]+", variant):
         raise ModelError(f"variant: must be a word such as fp16, not {variant!r}")
-    found = local(name)
-    if found is not None:
-        return found
+    folder = local(name)
+    if folder is not None:
+        return folder
     index = _download(name, ["model_index.json"])
     # Only one variant's files: a repository often holds the same weights three times.
-    wanted = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS)]
-    for part, told in parts(index).items():
-        if told.stem and variant:
-            wanted += [f"{part}/{told.stem}*{variant}*.safetensors"]
-        elif told.stem:
-            wanted += [f"{part}/{told.stem}.safetensors", f"{part}/{told.stem}-?????-of-?????.safetensors"]
-    wanted += [f"{TINY_VAE}/{_STEMS['network']}.safetensors"]
-    return _download(name, wanted)
+    patterns = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS)]
+    for part_name, part in parts(index).items():
+        if part.stem and variant:
+            patterns += [f"{part_name}/{part.stem}*{variant}*.safetensors"]
+        elif part.stem:
+            patterns += [f"{part_name}/{part.stem}.safetensors", f"{part_name}/{part.stem}-?????-of-?????.safetensors"]
+    patterns += [f"{TINY_VAE}/{_STEMS['network']}.safetensors"]
+    return _download(name, patterns)
 
 
 def find_network(name: str) -> Path:
-    """The folder of one network: `name`, or of a hub id, downloaded first. Raises `ModelError`."""
+    """Return the folder of one network: `name`, or of a hub id, downloaded first. Raises `ModelError`."""
     return local(name) or _download(name, ["config.json", f"{_STEMS['network']}.safetensors"])
 
 
 def find_configs(name: str, *more: str) -> Path:
-    """The folder of a model of which only configs and tokenizers are needed, and files by these patterns.
+    """Return the folder of a model of which only configs and tokenizers are needed, and files by these patterns.
 
     Downloaded first, as `find` does. Raises `ModelError`.
     """
-    wanted = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS), *more]
-    return local(name) or _download(name, wanted)
+    patterns = ["model_index.json", *(f"*/*.{ending}" for ending in _TEXTS), *more]
+    return local(name) or _download(name, patterns)
 
 
 def local(name: str) -> Path | None:
-    """The folder of a model, or None for a hub id. Raises `ModelError` if the name is neither."""
+    """Return the folder of a model, or None for a hub id. Raises `ModelError` if the name is neither."""
     if not name:
         raise ModelError("the name is empty; a model is a folder in diffusers' format or a hub id")
     short = _short(name)
@@ -134,20 +134,20 @@ def _short(name: str) -> str:
     return name if len(name) <= 200 else f"{name[:200]}…"
 
 
-def _download(name: str, wanted: list[str]) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     short = _short(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except HFValidationError as error:
         raise ModelError(f"{short}: no such folder, and not a hub id of the form owner/name") from error
     except HfHubHTTPError as error:  # missing, or access denied
         raise ModelError(f"{short}: no such folder, and the hub says: {first_line(error)}") from error
     except OSError as error:
-        what = "the hub cannot be reached and its cache does not hold it"
-        raise ModelError(f"{short}: no such folder, and {what} ({type(error).__name__})") from error
+        reason = "the hub cannot be reached and its cache does not hold it"
+        raise ModelError(f"{short}: no such folder, and {reason} ({type(error).__name__})") from error
 
 
 def check(
@@ -165,7 +165,7 @@ def check(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelError`."""
+    """Read the JSON object in a file. Raises `ModelError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, shortened and printable."""
+    """Return the first line of an error's message, shortened and printable."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
 
 
@@ -196,13 +196,13 @@ def _check_index(folder: Path, parts: Mapping[str, Part], label: str) -> dict[st
     return index
 
 
-def _check_class(path: Path, name: str, part: Part, found: object) -> None:
-    if part.classes and found not in part.classes:
-        raise ModelError(f"{path}: {name} is of class {found}; this engine runs {part.classes[0]}")
+def _check_class(path: Path, name: str, part: Part, class_name: object) -> None:
+    if part.classes and class_name not in part.classes:
+        raise ModelError(f"{path}: {name} is of class {class_name}; this engine runs {part.classes[0]}")
 
 
 def check_part(where: Path, name: str, part: Part, variant: str | None = None) -> list[Path]:
-    """The weight files of the part in this folder, each checked to be complete; none for a part without weights.
+    """Return the weight files of the part in this folder, each checked to be complete; none for a part without weights.
 
     Raises `ModelError`, as `check`.
     """
@@ -250,11 +250,11 @@ def _weight_files(where: Path, stem: str, variant: str | None) -> list[Path]:
         if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
             raise ModelError(f"{listing}: has no weight_map")
         return [where / shard for shard in sorted(set(shards.values()))]
-    found = sorted(path.name for path in where.glob("*.safetensors") if path.is_file())
+    weight_names = sorted(path.name for path in where.glob("*.safetensors") if path.is_file())
     pickles = sorted(path.name for path in where.iterdir() if path.suffix in (".bin", ".ckpt", ".pt", ".pth"))
     also = ""
-    if found:
-        also = f" (there is {', '.join(found)[:200]}{'' if variant else ': give its variant'})"
+    if weight_names:
+        also = f" (there is {', '.join(weight_names)[:200]}{'' if variant else ': give its variant'})"
     elif pickles:
         also = f" (there is {', '.join(pickles)[:200]}: pickles can run code and are not read; save as safetensors)"
     raise ModelError(f"{where}: {single.name} is missing{also}")
@@ -278,16 +278,18 @@ def _check_safetensors(file: Path, *, old_buffers: bool) -> None:
 
 
 def digest(folder: Path, files: Mapping[str, list[Path]]) -> str:
-    """SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
+    """Compute SHA-256 (16 hex digits) over all that determines the model, independent of its folder's path.
 
     `files` are the weight files of each part.
     """
     texts = [p for part in files for ending in _TEXTS for p in sorted((folder / part).glob(f"*.{ending}"))]
-    return digest_of(folder, [folder / "model_index.json", *texts, *(file for own in files.values() for file in own)])
+    return digest_of(
+        folder, [folder / "model_index.json", *texts, *(file for part_files in files.values() for file in part_files)]
+    )
 
 
 def check_facts(which: str, facts: Iterable[Fact]) -> None:
     """Raise `ModelError` for the first fact that differs; `which` begins the message: "sdxl: not an SDXL refiner"."""
-    for what, found, wanted in facts:
-        if found != wanted:
-            raise ModelError(f"{which}: {what} is {found}, not {wanted}")
+    for name, actual, expected in facts:
+        if actual != expected:
+            raise ModelError(f"{which}: {name} is {actual}, not {expected}")

@@ -68,8 +68,10 @@ def load(
         raise ModelError(f"precision: must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     where = _device(device)
     dtype = getattr(torch, dtype_of(precision, where.type))
-    found = registry.seeded(name)
-    source = _read_folder(name, precision, dtype, variant) if found is None else _build(name, *found, where)
+    seeded_model = registry.seeded(name)
+    source = (
+        _read_folder(name, precision, dtype, variant) if seeded_model is None else _build(name, *seeded_model, where)
+    )
     family, parts, digest = source.family, source.parts, source.digest
     family.check(name, parts)
     _check_sampler(name, family, parts["scheduler"])
@@ -87,20 +89,20 @@ def load(
         digest = lora.digest(digest, loras)
     scheduler, config = parts.pop("scheduler"), parts[family.denoiser].config
     _place(parts, family, where, dtype)
-    student = _student(source.name, family, scheduler, config, [one.name for one in loras if one.scale > 0])
+    student = _student(source.name, family, scheduler, config, [entry.name for entry in loras if entry.scale > 0])
     model = ImageModel(
         source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
     )
-    own = None if source.folder is None else source.folder / folders.TINY_VAE
-    found_tiny = folders.find_network(tiny_vae) if tiny_vae else own
-    if found_tiny is not None and (tiny_vae or found_tiny.is_dir()):
-        model.tiny_vae = _tiny_vae(found_tiny.resolve(), model)
+    default_folder = None if source.folder is None else source.folder / folders.TINY_VAE
+    tiny_folder = folders.find_network(tiny_vae) if tiny_vae else default_folder
+    if tiny_folder is not None and (tiny_vae or tiny_folder.is_dir()):
+        model.tiny_vae = _tiny_vae(tiny_folder.resolve(), model)
     model.trained = sizes.trained(source.folder, family.multiple(model))
     return model
 
 
 class _Source(NamedTuple):
-    """A model's parts by name as they were read or built: without LoRAs, not quantized, on the CPU or the device."""
+    """The parts of a model by name as they were read or built: without LoRAs, not quantized, on CPU or device."""
 
     name: str
     digest: str
@@ -125,16 +127,16 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
     index, files = folders.check(folder, variant, family.parts, family.label)
     # The VAE in fp32 until its config is read: rounding to fp16 is irreversible. So are layers before quantization:
     # rounding first would give another quantized model.
-    late = {"vae"} if dtype is torch.float16 else {*family.quantized} if is_quantized(precision) else set()
+    fp32_parts = {"vae"} if dtype is torch.float16 else {*family.quantized} if is_quantized(precision) else set()
     parts = {
-        part: load_part(folder, part, told, torch.float32 if part in late else dtype, variant)
-        for part, told in family.parts.items()
+        part: load_part(folder, part, spec, torch.float32 if part in fp32_parts else dtype, variant)
+        for part, spec in family.parts.items()
     }
     return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
 
 
 def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
-    """The tiny decoder in this folder, on the model's device. Raises `ModelError` for one of another model."""
+    """Load the tiny decoder in this folder, on the model's device. Raises `ModelError` for one of another model."""
     from unet_opt.layout import check_tiny_decoder
 
     files = folders.check_part(where, folders.TINY_VAE, _TINY_VAE)
@@ -144,18 +146,18 @@ def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
     except ValueError as error:
         raise ModelError(f"{where}: {error}") from error
     scale = 2 ** (len(network.config.decoder_block_out_channels) - 1)
-    for what, has, wanted in (
+    for label, actual, expected in (
         ("latent_channels", network.config.latent_channels, model.latent_channels),
         ("pixels per latent", scale, model.vae_scale),
     ):
-        if has != wanted:
-            raise ModelError(f"{where}: {what}: {has}, and the VAE of {model.name} has {wanted}")
+        if actual != expected:
+            raise ModelError(f"{where}: {label}: {actual}, and the VAE of {model.name} has {expected}")
     network.to(model.device).eval().requires_grad_(False)
     return TinyVae(network, digest_of(where, [where / "config.json", *files]))
 
 
 def _short(name: str) -> str:
-    """A folder is called by its own name, independent of the path given; a hub id by its last word."""
+    """Return the short name: a folder's own, independent of the path given; a hub id's last word."""
     return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
 
 
@@ -172,12 +174,12 @@ def _place(parts: Mapping[str, Any], family: Family, device: torch.device, dtype
     with _quiet():
         for name, part in family.parts.items():
             if part.stem:
-                own = torch.float32 if name == "vae" and upcast else dtype
-                parts[name].to(device=device, dtype=own).eval().requires_grad_(False)
+                part_dtype = torch.float32 if name == "vae" and upcast else dtype
+                parts[name].to(device=device, dtype=part_dtype).eval().requires_grad_(False)
 
 
 def seeded(name: str) -> bool:
-    """Whether this names a model with random weights, built in code."""
+    """Return whether this names a model with random weights, built in code."""
     return registry.seeded(name) is not None
 
 
@@ -188,33 +190,33 @@ def check_name(name: str) -> None:
 
 
 def weights_digest(name: str, *, variant: str | None = None, device: str = "cpu") -> str:
-    """The digest of the model's weights without quantization and LoRAs. Raises `ModelError`."""
-    found = registry.seeded(name)
-    if found is not None:
-        return _seeded_digest(name, found[1], _device(device))
+    """Return the digest of the model's weights without quantization and LoRAs. Raises `ModelError`."""
+    seeded_model = registry.seeded(name)
+    if seeded_model is not None:
+        return _seeded_digest(name, seeded_model[1], _device(device))
     folder, family = _find(name, variant)
     return folders.digest(folder, folders.check(folder, variant, family.parts, family.label)[1])
 
 
 def family_of(name: str, variant: str | None = None) -> tuple[Family, Path | None]:
-    """The model's family, and its folder unless it is seeded. Raises `ModelError`."""
-    found = registry.seeded(name)
-    if found is not None:
-        return found[0], None
+    """Return the model's family, and its folder unless it is seeded. Raises `ModelError`."""
+    seeded_model = registry.seeded(name)
+    if seeded_model is not None:
+        return seeded_model[0], None
     folder, family = _find(name, variant)
     return family, folder
 
 
 def defaults_of(name: str, variant: str | None = None, loras: str = "") -> ImageDefaults:
-    """What requests of the model default to, with the LoRAs of this selection in its weights. Raises `ModelError`."""
-    found = registry.seeded(name)
-    if found is not None:
-        return found[0].defaults
+    """Return the defaults of a model's requests, with the LoRAs of this selection in it. Raises `ModelError`."""
+    seeded_model = registry.seeded(name)
+    if seeded_model is not None:
+        return seeded_model[0].defaults
     folder, family = _find(name, variant)
     config = folders.read_json(folder / family.denoiser / "config.json")
     scheduler = folders.read_json(folder / "scheduler" / "scheduler_config.json")
     try:
-        fused = [one.name for one in selection.read(loras) if one.scale > 0]
+        fused = [entry.name for entry in selection.read(loras) if entry.scale > 0]
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
     return _student(_short(name), family, scheduler, config, fused) or family.defaults
@@ -223,16 +225,19 @@ def defaults_of(name: str, variant: str | None = None, loras: str = "") -> Image
 def _student(
     name: str, family: Family, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any], loras: Sequence[str]
 ) -> ImageDefaults | None:
-    """How the model is drawn if it, or one of the LoRAs in its weights, is a student that its family can draw."""
-    found = [students.of_model(name, scheduler, denoiser), *map(students.of_lora, loras)]
-    return next((one for one in found if one is not None and one.scheduler in family.samplers), None)
+    """Return how the model is drawn if it, or one of the LoRAs in its weights, is a student the family can draw."""
+    candidates = [students.of_model(name, scheduler, denoiser), *map(students.of_lora, loras)]
+    return next(
+        (candidate for candidate in candidates if candidate is not None and candidate.scheduler in family.samplers),
+        None,
+    )
 
 
 def _seeded_digest(name: str, seeded: Seeded, device: torch.device) -> str:
     import torch
 
-    drawn = f"-{device.type}" if seeded.on_device else ""
-    return f"{name}-seed0-torch{torch.__version__}{drawn}"
+    suffix = f"-{device.type}" if seeded.on_device else ""
+    return f"{name}-seed0-torch{torch.__version__}{suffix}"
 
 
 def _device(name: str) -> torch.device:
@@ -266,13 +271,13 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
         reason = folders.first_line(error).split(". If you want")[0]  # advice for programmers follows
         raise ModelError(f"{folder}/{name}: does not load ({type(error).__name__}: {reason})") from error
     # Unused weights of a text encoder are harmless; a denoiser with more weights than its config is a different one.
-    wrong = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part.strict else [])
-    for what in wrong:
-        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(what) or ())
-        keys = [key for key in keys if what != "missing_keys" or not key.startswith(part.unread)]
+    problems = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part.strict else [])
+    for problem in problems:
+        keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(problem) or ())
+        keys = [key for key in keys if problem != "missing_keys" or not key.startswith(part.unread)]
         if keys:
             raise ModelError(
-                f"{folder}/{name}: does not fit its config.json: {len(keys)} {what.replace('_', ' ')}, "
+                f"{folder}/{name}: does not fit its config.json: {len(keys)} {problem.replace('_', ' ')}, "
                 f"the first is {keys[0]}"
             )
     return loaded
@@ -291,24 +296,24 @@ def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the libraries' progress bars and advice: loading has its own progress display."""
+    """Silence the libraries' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 
-    loud = [logging.getLogger("diffusers"), logging.getLogger("transformers")]
-    levels = [logger.level for logger in loud]
+    loggers = [logging.getLogger("diffusers"), logging.getLogger("transformers")]
+    levels = [logger.level for logger in loggers]
     from diffusers.utils import logging as diffusers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()
-    for logger in loud:
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loud, levels, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()

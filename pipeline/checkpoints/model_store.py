@@ -23,7 +23,7 @@ _LEFT_OUT = shutil.ignore_patterns("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpac
 
 
 class Added(NamedTuple):
-    """A model's folder, and the SHA-256 of the file that it was made of; "" if it was a folder."""
+    """The folder of a model, and the SHA-256 of the file that it was converted from; "" if it was a folder."""
 
     folder: Path
     sha256: str
@@ -31,21 +31,21 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
-    """How a model is added.
+    """The options of adding a model.
 
     name: by which it will be found; "": the file's, folder's or repository's own.
     sha256: that the file must have, in hexadecimal; "": any.
-    most_bytes: the largest file to download.
+    max_bytes: the largest file to download.
     variant: of a folder's weight files, such as fp16.
-    taken: names that are other models'.
+    is_taken: whether a name is another model's.
     """
 
     checkpoint: CheckpointOptions
-    most_bytes: int
+    max_bytes: int
     name: str = ""
     sha256: str = ""
     variant: str | None = None
-    taken: Callable[[str], bool] = lambda name: False
+    is_taken: Callable[[str], bool] = lambda name: False
     say: Callable[[str], None] = lambda text: None
     count: Callable[[str, int, int], None] = lambda text, done, total: None
 
@@ -71,18 +71,18 @@ def add(source: str, store: Path, options: AddOptions) -> Added:
 
 
 def _add_address(url: str, store: Path, options: AddOptions) -> Added:
-    shown = download.shown(url)
+    label = download.redacted(url)
 
     def check_start(file: Path, size_bytes: int) -> None:
-        checkpoint.check_checkpoint(shown, checkpoint.read_header(file, shown, size_bytes))
+        checkpoint.check_checkpoint(label, checkpoint.read_header(file, label, size_bytes))
 
     limits = download.DownloadOptions(
-        options.most_bytes, check_start, checkpoint.header_bytes,
+        options.max_bytes, check_start, checkpoint.header_bytes,
         lambda done, total: options.count("downloading", done, total),
     )  # fmt: skip
     file, name = download.download(url, store / _DOWNLOADS, limits)
     try:
-        added = _add_file(file, shown, store, options, name)
+        added = _add_file(file, label, store, options, name)
     except _WrongHash:
         download.remove(file)  # another download would bring the same
         raise
@@ -102,23 +102,23 @@ def _add_file(file: Path, label: str, store: Path, options: AddOptions, name: st
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     if options.sha256 and sha256 != options.sha256.lower():
         raise _WrongHash(f"{label}: its SHA-256 is {sha256}, not {options.sha256.lower()}")
-    single_file.convert(file, _made(out), options.checkpoint, name=label, say=options.say)
+    single_file.convert(file, _ensure_parent(out), options.checkpoint, name=label, say=options.say)
     return Added(out, sha256)
 
 
 def _add_folder(source: str, store: Path, options: AddOptions) -> Path:
-    own = folders.local(source)
-    options.say(f"reading {source}" if own else f"downloading {source}")
-    found = folders.find(source, options.variant, lambda folder: registry.read(folder).parts)
-    family = registry.read(found)
-    folders.check(found, options.variant, family.parts, family.label)
-    name = found.resolve().name if own else Path(source).name
-    out = _made(store / (options.name or _check_name(name, store, options)))
+    local_folder = folders.local(source)
+    options.say(f"reading {source}" if local_folder else f"downloading {source}")
+    model_folder = folders.find(source, options.variant, lambda folder: registry.read(folder).parts)
+    family = registry.read(model_folder)
+    folders.check(model_folder, options.variant, family.parts, family.label)
+    name = model_folder.resolve().name if local_folder else Path(source).name
+    out = _ensure_parent(store / (options.name or _check_name(name, store, options)))
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         # The hub's cache keeps files that nobody changes; a folder's owner may.
-        shutil.copytree(found, partial, ignore=_LEFT_OUT, copy_function=shutil.copy2 if own else _link)
+        shutil.copytree(model_folder, partial, ignore=_LEFT_OUT, copy_function=shutil.copy2 if local_folder else _link)
         partial.rename(out)
     except (OSError, shutil.Error) as error:
         raise ModelError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
@@ -134,7 +134,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _made(out: Path) -> Path:
+def _ensure_parent(out: Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,13 +145,13 @@ def _made(out: Path) -> Path:
 def _check_name(name: str, store: Path, options: AddOptions) -> str:
     if not _NAME.fullmatch(name):
         raise ModelError(f"--name: must be letters, digits, '.', '_' and '-', not {name[:100]!r}")
-    if options.taken(name) or (store / name).exists():
+    if options.is_taken(name) or (store / name).exists():
         raise ModelError(f"--name: there is a model {name} already; give another")
     return name
 
 
 def names(store: Path) -> list[str]:
-    """The models in the folder."""
+    """Return the names of the models in the folder."""
     try:
         return sorted(path.name for path in store.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     except OSError:

@@ -15,17 +15,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MOST_BYTES = 8 * 2**20
-MOST_TENSORS = 16_384  # a checkpoint of SDXL has 2,500, a LoRA of all its layers 3,300, in LyCORIS's layouts 6,000
-MOST_METADATA = 1_024  # entries; training scripts write about a hundred
-MOST_NAME = 512  # characters of a tensor's or a metadata entry's name
-_MOST_ENTRY = 1_024  # characters of a tensor's type, shape and place
-_MOST_TEXT = 2**19  # characters of the metadata's texts that are decoded
-_MOST_SIDES = 8
+MAX_BYTES = 8 * 2**20
+MAX_TENSORS = 16_384  # a checkpoint of SDXL has 2,500, a LoRA of all its layers 3,300, in LyCORIS's layouts 6,000
+MAX_METADATA = 1_024  # entries; training scripts write about a hundred
+MAX_NAME = 512  # characters of a tensor's or a metadata entry's name
+_MAX_ENTRY = 1_024  # characters of a tensor's type, shape and place
+_MAX_TEXT = 2**19  # characters of the metadata's texts that are decoded
+_MAX_DIMS = 8
 _LARGEST = 2**53
 _KEPT = 4
 _SPACE = re.compile(r"[ \t\n\r]*")
-_NAME = re.compile(rf'"((?:[^"\\\x00-\x1f]|\\.){{0,{MOST_NAME}}})"')
+_NAME = re.compile(rf'"((?:[^"\\\x00-\x1f]|\\.){{0,{MAX_NAME}}})"')
 _PIECE = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})){0,4096}+')  # of a text
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -49,38 +49,38 @@ class TensorTable(NamedTuple):
     texts: Mapping[str, str]
 
     def text(self, name: str) -> str | None:
-        """A text of the metadata; None if there is none. Raises ValueError for one that is damaged or too long."""
+        """Return a text of the metadata, or None. Raises ValueError for one that is damaged or too long."""
         text = self.texts.get(name)
-        if text is not None and len(text) > _MOST_TEXT:
-            raise ValueError(f"its metadata's {name} has {len(text)} characters, and at most {_MOST_TEXT} are read")
+        if text is not None and len(text) > _MAX_TEXT:
+            raise ValueError(f"its metadata's {name} has {len(text)} characters, and at most {_MAX_TEXT} are read")
         return None if text is None else str(json.loads(text))
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The texts that are not too long."""
-        return {name: str(json.loads(text)) for name, text in self.texts.items() if len(text) <= _MOST_TEXT}
+        """Return the texts that are not too long."""
+        return {name: str(json.loads(text)) for name, text in self.texts.items() if len(text) <= _MAX_TEXT}
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Return the bytes of all tensors."""
         return max((entry.end for entry in self.tensors.values()), default=0)
 
 
 def header_end(start: bytes) -> int:
-    """Where the header ends, by a file's first eight bytes. Raises ValueError for one that is too large, and for none.
+    """Return where the header ends, by a file's first eight bytes. Raises ValueError if it is too large or missing.
 
     The number of bytes that are read of a file is never taken from elsewhere.
     """
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not length or length >= 2**40:  # text, or another format
         raise ValueError("it has no header")
-    if length > MOST_BYTES:
-        raise ValueError(f"its header has {length} bytes, and at most {MOST_BYTES} are read")
+    if length > MAX_BYTES:
+        raise ValueError(f"its header has {length} bytes, and at most {MAX_BYTES} are read")
     return 8 + length
 
 
 def read(file: Path, size_bytes: int | None = None) -> TensorTable:
-    """The header of a file that is whole, or that will be once it has `size_bytes`.
+    """Read the header of a file that is whole, or that will be once it has `size_bytes`.
 
     Raises OSError, and ValueError for what is damaged, cut short or beyond the limits.
     """
@@ -98,12 +98,12 @@ def read(file: Path, size_bytes: int | None = None) -> TensorTable:
 
 @lru_cache(_KEPT)
 def parse(text: bytes) -> TensorTable:
-    """The header in these bytes. Raises ValueError for what is damaged or beyond the limits.
+    """Parse the header in these bytes. Raises ValueError for what is damaged or beyond the limits.
 
     The last ones are kept: a header is checked before a file's tensors are read, and then read with them.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"its header has {len(text)} bytes, and at most {MOST_BYTES} are read")
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"its header has {len(text)} bytes, and at most {MAX_BYTES} are read")
     try:
         return _Parser(text.decode()).table()
     except UnicodeDecodeError as error:
@@ -130,8 +130,8 @@ class _Parser:
                 continue
             if name in tensors:
                 raise ValueError(f"its header names {name[:100]!a} twice")
-            if len(tensors) == MOST_TENSORS:
-                raise ValueError(f"it has more than {MOST_TENSORS} tensors")
+            if len(tensors) == MAX_TENSORS:
+                raise ValueError(f"it has more than {MAX_TENSORS} tensors")
             tensors[name] = self._entry(name)
         self._skip()
         if self._at != len(self._text):
@@ -144,7 +144,7 @@ class _Parser:
         self._at = match.end()
 
     def _next(self, character: str) -> bool:
-        """Whether this is the next character; then it is passed."""
+        """Return whether this is the next character; then it is passed."""
         self._skip()
         if not self._text.startswith(character, self._at):
             return False
@@ -152,7 +152,7 @@ class _Parser:
         return True
 
     def _name(self, *, first: bool) -> str | None:
-        """The next name of the object and its colon; None at the object's end."""
+        """Return the next name of the object and its colon; None at the object's end."""
         if self._next("}"):
             return None
         if not first and not self._next(","):
@@ -160,7 +160,7 @@ class _Parser:
         self._skip()
         match = _NAME.match(self._text, self._at)
         if match is None:
-            raise ValueError(f"at character {self._at} of its header is no name of at most {MOST_NAME} characters")
+            raise ValueError(f"at character {self._at} of its header is no name of at most {MAX_NAME} characters")
         self._at = match.end()
         if not self._next(":"):
             raise ValueError(f"its header is damaged at character {self._at}")
@@ -168,7 +168,7 @@ class _Parser:
 
     def _entry(self, name: str) -> TensorEntry:
         self._skip()
-        end = self._text.find("}", self._at, self._at + _MOST_ENTRY)
+        end = self._text.find("}", self._at, self._at + _MAX_ENTRY)
         entry: Any = None
         try:
             entry = json.loads(self._text[self._at : end + 1]) if end >= 0 else None
@@ -180,7 +180,7 @@ class _Parser:
             numbers = (*shape, begin, last)
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"its header has no type, shape and place of {name[:100]!a}") from error
-        if type(dtype) is not str or type(shape) is not list or len(shape) > _MOST_SIDES:
+        if type(dtype) is not str or type(shape) is not list or len(shape) > _MAX_DIMS:
             raise ValueError(f"the type or shape of {name[:100]!a} is none")
         if not all(type(number) is int and 0 <= number < _LARGEST for number in numbers):
             raise ValueError(f"the shape or place of {name[:100]!a} is no whole numbers")
@@ -194,15 +194,15 @@ class _Parser:
             return {}
         if not self._next("{"):
             raise ValueError("its metadata are no object")
-        found: dict[str, str] = {}
-        while (name := self._name(first=not found)) is not None:
-            if len(found) == MOST_METADATA:
-                raise ValueError(f"its metadata have more than {MOST_METADATA} entries")
-            found[name] = self._quoted(name)
-        return found
+        entries: dict[str, str] = {}
+        while (name := self._name(first=not entries)) is not None:
+            if len(entries) == MAX_METADATA:
+                raise ValueError(f"its metadata have more than {MAX_METADATA} entries")
+            entries[name] = self._quoted(name)
+        return entries
 
     def _quoted(self, name: str) -> str:
-        """The text that comes next, with its quotes."""
+        """Return the text that comes next, with its quotes."""
         self._skip()
         start = self._at
         end = start + 1 if self._text.startswith('"', start) else start
@@ -215,7 +215,7 @@ class _Parser:
 
 
 def _in_order(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors as they lie. Raises ValueError where they overlap or leave a gap."""
+    """Return the tensors in the order of their offsets. Raises ValueError where they overlap or leave a gap."""
     at, ordered = 0, sorted(tensors.items(), key=lambda item: item[1][2:])
     for name, entry in ordered:
         if entry.begin != at:

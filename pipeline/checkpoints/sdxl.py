@@ -1,4 +1,4 @@
-"""SDXL base 1.0's architecture with seeded random weights, for performance measurements; its images are noise.
+"""The architecture of SDXL base 1.0 with seeded random weights, for performance measurements; its images are noise.
 
 It is built on its target device: 3.5 billion parameters take a minute on a CPU.
 """
@@ -60,7 +60,7 @@ CLIP_G: dict[str, Any] = {
 
 
 def parts(device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """The parts of a pipeline by their names, in bf16 on this device; equal seeds, equal weights on equal devices."""
+    """Return a pipeline's parts by name, in bf16 on this device; equal seeds give equal weights on equal devices."""
     import torch
 
     # Full module paths: diffusers' and transformers' top levels import slowly.
@@ -80,7 +80,7 @@ def parts(device: torch.device, seed: int = 0) -> dict[str, Any]:
     }
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
-        made = {part: build().to(torch.bfloat16).eval() for part, build in builds.items()}
+        modules = {part: build().to(torch.bfloat16).eval() for part, build in builds.items()}
     scheduler = EulerDiscreteScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -89,4 +89,4 @@ def parts(device: torch.device, seed: int = 0) -> dict[str, Any]:
         timestep_spacing="leading",
         steps_offset=1,
     )
-    return {**made, "tokenizer": tokenizer, "tokenizer_2": byte_tokenizer(pad="!"), "scheduler": scheduler}
+    return {**modules, "tokenizer": tokenizer, "tokenizer_2": byte_tokenizer(pad="!"), "scheduler": scheduler}

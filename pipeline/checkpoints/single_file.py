@@ -37,13 +37,14 @@ _EDM = {"_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "final_
 _COSXL = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_min": 0.002, "sigma_max": 120.0}
 _PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.002, "sigma_max": 80.0}
 _PLAYGROUND_SCALE = 0.5
-_TOLD = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}  # by modelspec.prediction_type
+# By modelspec.prediction_type.
+_DECLARED_TYPES = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """What a checkpoint lacks, or what is taken in place of what it says.
+    """The parts and settings that a checkpoint lacks, or that replace its own.
 
     base: a folder of SDXL in diffusers' format, or a hub id: configs and tokenizers are taken from there, and the VAE
         where there is no other.
@@ -104,14 +105,14 @@ def _write_parts(
     name: str, metadata: Mapping[str, str], weights: Mapping[str, Any], base: Path, out: Path,
     options: CheckpointOptions, say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    baked = not options.vae and any(key.startswith(VAE) for key in weights)
+    has_vae = not options.vae and any(key.startswith(VAE) for key in weights)
     for part_name, part in registry.read(base).parts.items():
         say(f"converting {part_name}")
         if part.kind == "tokenizer":
             shutil.copytree(base / part_name, out / part_name)
         elif part.kind == "scheduler":
             _write_scheduler(base / part_name, out / part_name, metadata, weights, options)
-        elif part_name == "vae" and not baked:
+        elif part_name == "vae" and not has_vae:
             _copy_vae(Path(options.vae) if options.vae else base / part_name, base, out)
         else:
             _write_part(name, part_name, part, weights, base, out)
@@ -119,28 +120,28 @@ def _write_parts(
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
-    """The tensors, mapped from the file, `in_16_bits`."""
+    """Return the tensors, mapped from the file, `in_16_bits`."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(file), framework="pt") as opened:
-            found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{name}: is no whole safetensors file ({folders.first_line(error)})") from error
-    return {key: in_16_bits(value) for key, value in found.items()}
+    return {key: in_16_bits(value) for key, value in tensors.items()}
 
 
 def _write_index(base: Path, out: Path, inpaints: bool) -> None:
     index = folders.read_json(base / "model_index.json")
     if inpaints or index["_class_name"] == _INPAINTING:
         index["_class_name"] = _INPAINTING if inpaints else _PLAIN
-    if found := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
-        index["scheduler"] = ["diffusers", found]
+    if class_name := folders.read_json(out / "scheduler/scheduler_config.json").get("_class_name"):
+        index["scheduler"] = ["diffusers", class_name]
     _write_json(out / "model_index.json", index)
 
 
 def _copy_vae(source: Path, base: Path, out: Path) -> None:
-    """The VAE of a folder as it is, or of a safetensors file with the base's config."""
+    """Copy the VAE of a folder as it is, or of a safetensors file with the base's config."""
     part = registry.read(base).parts["vae"]
     source = source.expanduser()
     if source.is_dir():
@@ -175,44 +176,44 @@ def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any
     with torch.device("meta"):
         configured = getattr(cls, "config_class", None)  # of transformers
         network = cls.from_config(config) if configured is None else cls(configured(**config))
-    found = _renamed(part_name, weights, config, network)
-    _check_fit(name, part_name, found, network)
-    network.load_state_dict(found, strict=True, assign=True)
+    state_dict = _renamed(part_name, weights, config, network)
+    _check_fit(name, part_name, state_dict, network)
+    network.load_state_dict(state_dict, strict=True, assign=True)
     network.save_pretrained(out / part_name, safe_serialization=True)
 
 
 def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
-    """A part's weights by diffusers' and transformers' names."""
+    """Return a part's weights by diffusers' and transformers' names."""
     from diffusers.loaders import single_file_utils as tables
 
     if part == "unet":
-        own = {key: value for key, value in weights.items() if key.startswith(UNET)}
-        return dict(tables.convert_ldm_unet_checkpoint(own, config))
+        state_dict = {key: value for key, value in weights.items() if key.startswith(UNET)}
+        return dict(tables.convert_ldm_unet_checkpoint(state_dict, config))
     if part == "vae":
         if any(key.startswith("decoder.up_blocks.") for key in weights):
             return dict(weights)  # a VAE's file by diffusers' own names
-        own = {key: value for key, value in weights.items() if key.startswith(VAE)} or dict(weights)
-        return dict(tables.convert_ldm_vae_checkpoint(own, config))
+        state_dict = {key: value for key, value in weights.items() if key.startswith(VAE)} or dict(weights)
+        return dict(tables.convert_ldm_vae_checkpoint(state_dict, config))
     if part == "text_encoder":
-        own = {key.removeprefix(TEXT): value for key, value in weights.items() if key.startswith(TEXT)}
+        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items() if key.startswith(TEXT)}
     else:
-        own = {key: value for key, value in weights.items() if key.startswith(TEXT_2)}
-        own = dict(tables.convert_open_clip_checkpoint(network, own, prefix=TEXT_2))
-    return {key: value for key, value in own.items() if not key.endswith(("position_ids", "logit_scale"))}
+        state_dict = {key: value for key, value in weights.items() if key.startswith(TEXT_2)}
+        state_dict = dict(tables.convert_open_clip_checkpoint(network, state_dict, prefix=TEXT_2))
+    return {key: value for key, value in state_dict.items() if not key.endswith(("position_ids", "logit_scale"))}
 
 
-def _check_fit(name: str, part: str, found: Mapping[str, Any], network: Any) -> None:
+def _check_fit(name: str, part: str, state_dict: Mapping[str, Any], network: Any) -> None:
     """Raise `ModelError` for a weight that is missing, of another shape, not finite, or unknown to the network."""
-    wanted = network.state_dict()
-    for key, tensor in wanted.items():
-        if key not in found:
+    expected = network.state_dict()
+    for key, tensor in expected.items():
+        if key not in state_dict:
             raise ModelError(f"{name}: has no weights for {part}.{key}")
-        if found[key].shape != tensor.shape:
-            shapes = f"{list(found[key].shape)}, not {list(tensor.shape)}"
+        if state_dict[key].shape != tensor.shape:
+            shapes = f"{list(state_dict[key].shape)}, not {list(tensor.shape)}"
             raise ModelError(f"{name}: does not fit the base's config: {part}.{key} is {shapes}")
-        if not found[key].isfinite().all():  # an overflow in fp16, or a merge gone wrong
+        if not state_dict[key].isfinite().all():  # an overflow in fp16, or a merge gone wrong
             raise ModelError(f"{name}: {part}.{key} has values that are not finite")
-    if unknown := sorted(found.keys() - wanted.keys()):
+    if unknown := sorted(state_dict.keys() - expected.keys()):
         raise ModelError(f"{name}: has weights that the base's {part} has no use for, the first is {unknown[0]}")
 
 
@@ -226,11 +227,11 @@ def _write_scheduler(
         _write_json(out / "scheduler_config.json", config)
         return
     config = folders.read_json(base / "scheduler_config.json")
-    told = _TOLD.get(metadata.get("modelspec.prediction_type", ""))
+    declared = _DECLARED_TYPES.get(metadata.get("modelspec.prediction_type", ""))
     if "v_pred" in weights or metadata.get("ss_v_parameterization") == "True":
-        told = "v_prediction"
-    if predicts := options.prediction_type or told:
-        config["prediction_type"] = predicts
+        declared = "v_prediction"
+    if prediction_type := options.prediction_type or declared:
+        config["prediction_type"] = prediction_type
     zero_snr = "ztsnr" in weights or metadata.get("ss_zero_terminal_snr") == "True"
     if zero_snr if options.zero_snr is None else options.zero_snr:
         # trailing timesteps begin at the one of noise alone
@@ -240,12 +241,17 @@ def _write_scheduler(
     _write_json(out / "scheduler_config.json", config)
 
 
-def _edm(weights: Mapping[str, Any], predicts: str | None) -> dict[str, Any] | None:
-    """The scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022); None: it is not one."""
-    own = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
-    if predicts == EDM_V or (predicts is None and own):
-        return {**_EDM, **_COSXL, "sigma_schedule": "exponential", **{end: float(value) for end, value in own.items()}}
-    if predicts is None and all(key in weights for key in _EDM_KEYS):
+def _edm(weights: Mapping[str, Any], prediction_type: str | None) -> dict[str, Any] | None:
+    """Return the scheduler's config of a model trained at EDM's noise levels (Karras et al., 2022), or None."""
+    sigmas = {end: weights[key] for end in ("sigma_max", "sigma_min") if (key := f"edm_vpred.{end}") in weights}
+    if prediction_type == EDM_V or (prediction_type is None and sigmas):
+        return {
+            **_EDM,
+            **_COSXL,
+            "sigma_schedule": "exponential",
+            **{end: float(value) for end, value in sigmas.items()},
+        }
+    if prediction_type is None and all(key in weights for key in _EDM_KEYS):
         return {**_EDM, **_PLAYGROUND, "sigma_schedule": "karras"}
     return None
 

@@ -1,4 +1,4 @@
-"""Small SDXL-shaped models: their dimensions, and such models with seeded random weights.
+"""The small SDXL-shaped models: their dimensions, and such models with seeded random weights.
 
 They have every part of SDXL. Random weights are for tests and benchmarks, and their images show nothing; training/
 trains them.
@@ -51,7 +51,7 @@ class SDXLShape:
     scheduler: dict[str, Any] = field(default_factory=dict)
 
     def unet(self) -> dict[str, Any]:
-        """Arguments of `UNet2DConditionModel`: SDXL's blocks with `text_time` conditioning."""
+        """Return the arguments of `UNet2DConditionModel`: SDXL's blocks with `text_time` conditioning."""
         down = ("DownBlock2D",) + ("CrossAttnDownBlock2D",) * (len(self.channels) - 1)
         return {
             "sample_size": self.native // FACTOR,
@@ -73,7 +73,7 @@ class SDXLShape:
         }
 
     def vae(self) -> dict[str, Any]:
-        """Arguments of `AutoencoderKL`: four latent channels, one resnet a level less than SDXL's."""
+        """Return the arguments of `AutoencoderKL`: four latent channels, one resnet a level less than SDXL's."""
         levels = len(self.vae_channels)
         if 2 ** (levels - 1) != FACTOR:
             raise ValueError(f"vae_channels: {levels} levels do not give factor {FACTOR}")
@@ -93,7 +93,7 @@ class SDXLShape:
         }
 
     def text(self, encoder: int, vocabulary: int, pad: int) -> dict[str, Any]:
-        """Arguments of the `CLIPTextConfig` of encoder 0 or 1; two special tokens close the vocabulary, as in CLIP."""
+        """Return the arguments of encoder 0's or 1's `CLIPTextConfig`; two special tokens close the vocabulary."""
         return {
             "vocab_size": vocabulary,
             "hidden_size": self.text_width,
@@ -109,7 +109,7 @@ class SDXLShape:
         }
 
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `EulerDiscreteScheduler`."""
+        """Return the arguments of `EulerDiscreteScheduler`."""
         return {
             "num_train_timesteps": TIMESTEPS,
             "beta_start": BETAS[0],
@@ -164,7 +164,7 @@ def save(folder: Path, shape: SDXLShape, seed: int = 0, *, variant: str | None =
 
 
 def make(shape: SDXLShape, seed: int = 0) -> Any:
-    """A `StableDiffusionXLPipeline` of the shape's `parts`."""
+    """Build a `StableDiffusionXLPipeline` of the shape's `parts`."""
     from diffusers import StableDiffusionXLPipeline
 
     return StableDiffusionXLPipeline(
@@ -173,7 +173,7 @@ def make(shape: SDXLShape, seed: int = 0) -> Any:
 
 
 def parts(shape: SDXLShape, seed: int = 0) -> dict[str, Any]:
-    """The parts of a pipeline of this shape by their names, with seeded random weights, in fp32 on the CPU."""
+    """Return the parts of a pipeline of this shape by their names, with seeded random weights, in fp32 on the CPU."""
     import torch
 
     # Full module paths: diffusers' and transformers' top levels import slowly.
@@ -208,7 +208,7 @@ def parts(shape: SDXLShape, seed: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
-    """A CLIP tokenizer whose tokens are single bytes: it reads any text, and needs no file. Pads as SDXL's two do."""
+    """Build a CLIP tokenizer of single bytes, which reads any text and needs no file. Pads as SDXL's two do."""
     from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
     letters = byte_letters()
@@ -218,7 +218,7 @@ def byte_tokenizer(pad: str = "<|endoftext|>") -> Any:
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte (Radford et al., 2019)."""
+    """Return the printable letter that byte-level BPE writes for each byte (Radford et al., 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index, _ in enumerate(others)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + index) for index, _ in enumerate(unprintable)]

@@ -1,4 +1,4 @@
-"""Small Z-Image-shaped models: their dimensions, and such models with seeded random weights.
+"""The small Z-Image-shaped models: their dimensions, and such models with seeded random weights.
 
 They have every part of Z-Image. Random weights are for tests and benchmarks, and their images show nothing;
 training/zimage.py trains them.
@@ -53,7 +53,7 @@ class ZImageShape:
     shift: float = 3.0
 
     def transformer(self) -> dict[str, Any]:
-        """Arguments of `ZImageTransformer2DModel`: patches of 2×2, feed-forward layers of 8/3 of the width."""
+        """Return the arguments of `ZImageTransformer2DModel`: patches of 2×2, feed-forward of 8/3 of the width."""
         return {
             "in_channels": CHANNELS,
             "dim": self.width,
@@ -66,7 +66,7 @@ class ZImageShape:
         }
 
     def text(self, vocabulary: int, pad: int) -> dict[str, Any]:
-        """Arguments of the `Qwen3Config`; the transformer reads what enters the last layer."""
+        """Return the arguments of the `Qwen3Config`; the transformer reads what enters the last layer."""
         return {
             "vocab_size": vocabulary,
             "hidden_size": self.text_width,
@@ -82,7 +82,7 @@ class ZImageShape:
         }
 
     def vae(self) -> dict[str, Any]:
-        """Arguments of `AutoencoderKL`: sixteen latent channels and no 1×1 convolutions around them, as FLUX's."""
+        """Return the arguments of `AutoencoderKL`: 16 latent channels, no 1×1 convolutions around them."""
         levels = len(self.vae_channels)
         if 2 ** (levels - 1) != FACTOR:
             raise ValueError(f"vae_channels: {levels} levels do not give factor {FACTOR}")
@@ -105,7 +105,7 @@ class ZImageShape:
         }
 
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `FlowMatchEulerDiscreteScheduler`: Z-Image-Turbo's static shift."""
+        """Return the arguments of `FlowMatchEulerDiscreteScheduler`: Z-Image-Turbo's static shift."""
         return {"num_train_timesteps": TIMESTEPS, "shift": self.shift, "use_dynamic_shifting": False}
 
 
@@ -129,14 +129,14 @@ SHAPES = {TINY_Z: ZImageShape(), EMOJI_Z: EMOJI}
 
 
 def make(shape: ZImageShape, seed: int = 0) -> Any:
-    """A `ZImagePipeline` of the shape's `parts`."""
+    """Build a `ZImagePipeline` of the shape's `parts`."""
     from diffusers import ZImagePipeline
 
     return ZImagePipeline(**parts(shape, seed))
 
 
 def parts(shape: ZImageShape, seed: int = 0) -> dict[str, Any]:
-    """The parts of a pipeline of this shape by their names, with seeded random weights, in fp32 on the CPU."""
+    """Return the parts of a pipeline of this shape by their names, with seeded random weights, in fp32 on the CPU."""
     import torch
 
     # Full module paths: diffusers' and transformers' top levels import slowly.
@@ -167,13 +167,13 @@ def parts(shape: ZImageShape, seed: int = 0) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> Any:
-    """A Qwen tokenizer whose tokens are single bytes, with the ChatML template: it reads any text, from no file."""
+    """Build a Qwen tokenizer of single bytes with the ChatML template: it reads any text, from no file."""
     vocabulary = {token: index for index, token in enumerate((*byte_letters(), *SPECIAL))}
     return tokenizer_of(vocabulary, [])
 
 
 def tokenizer_of(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """A `Qwen2Tokenizer` of a byte-level vocabulary that holds `SPECIAL`; pads at the right."""
+    """Build a `Qwen2Tokenizer` of a byte-level vocabulary that holds `SPECIAL`; pads at the right."""
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
     return Qwen2Tokenizer(

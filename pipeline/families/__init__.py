@@ -1,1 +1,1 @@
-"""Model families: what is particular to each kind of diffusion model that the pipeline runs."""
+"""The model families: what is particular to each kind of diffusion model that the pipeline runs."""

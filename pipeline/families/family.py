@@ -37,7 +37,7 @@ class TinyVae(NamedTuple):
 
 @dataclass(eq=False)
 class ImageModel:
-    """One model's parts, in evaluation mode on one device. `digest` identifies its weights."""
+    """The parts of one model, in evaluation mode on one device. `digest` identifies its weights."""
 
     name: str
     digest: str
@@ -58,12 +58,12 @@ class ImageModel:
 
     @property
     def denoiser(self) -> Any:
-        """The network that is run at every step: a UNet or a transformer."""
+        """Return the network that is run at every step: a UNet or a transformer."""
         return self.parts[self.family.denoiser]
 
     @property
     def defaults(self) -> ImageDefaults:
-        """Of requests: the student's, or the family's."""
+        """Return the defaults of requests: the student's, or the family's."""
         return self.student or self.family.defaults
 
     @property
@@ -72,7 +72,7 @@ class ImageModel:
 
     @property
     def vae_scale(self) -> int:
-        """Pixels per latent, along one side."""
+        """Return the pixels per latent, along one side."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
@@ -81,44 +81,44 @@ class ImageModel:
 
     @property
     def input_channels(self) -> int:
-        """Channels of what the denoiser reads at every step."""
+        """Return the channels of what the denoiser reads at every step."""
         return int(self.denoiser.config.in_channels)
 
     @property
     def inpaints(self) -> bool:
-        """Whether the denoiser reads a mask and a masked image's latents beside the sample."""
+        """Return whether the denoiser reads a mask and a masked image's latents beside the sample."""
         return self.input_channels == 2 * self.latent_channels + 1
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """The samplers that a request may name."""
+        """Return the samplers that a request may name."""
         return samplers.offered(self.scheduler_config, self.family.samplers)
 
     @property
     def vaes(self) -> tuple[str, ...]:
-        """The decoders that a request may name."""
+        """Return the decoders that a request may name."""
         return (FULL,) if self.tiny_vae is None else (FULL, TINY)
 
     @property
     def native(self) -> int:
-        """The native side length of a square image, in pixels."""
+        """Return the native side length of a square image, in pixels."""
         return self.family.native(self)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """The (width, height) pairs that it is best at, in pixels."""
+        """Return the (width, height) pairs that it is best at, in pixels."""
         allowed = [size for size in self.trained if not self.max_pixels or size[0] * size[1] <= self.max_pixels]
         return tuple(sorted({*sizes(self.native, self.family.grid(self)), *allowed}))
 
     @property
     def size_range(self) -> SizeRange:
-        """All sizes that it draws."""
+        """Return the range of all sizes that it draws."""
         return size_range(self.native, self.family.multiple(self), self.max_pixels)
 
     def sampler_table(
         self, name: str, steps: int, size: Size, begin: int = 0, schedule: NoiseSchedule | None = None
     ) -> SamplerTable:
-        """The sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
+        """Return the sampler's table for a picture of this size. Raises ValueError, as `sigmas.table`."""
         from contract.schedule import OWN
         from pipeline.sampling import sigmas
 
@@ -126,7 +126,7 @@ class ImageModel:
         return sigmas.table(self.scheduler_config, name, steps, begin, tokens, schedule or OWN)
 
     def with_parts(self, **parts: Any) -> ImageModel:
-        """The same model with these parts in place of its own."""
+        """Return the same model with these parts in place of its own."""
         return replace(self, parts={**self.parts, **parts})
 
 
@@ -139,7 +139,7 @@ Prepare = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 class Network(Protocol):
-    """A family's denoiser on one lowering.
+    """A denoiser of a family on one lowering.
 
     text_width: channels of what `prepare_text` returns.
     shallow_reads_text: whether `shallow` needs the text.
@@ -150,11 +150,11 @@ class Network(Protocol):
     shallow_reads_text: bool
 
     def prepare_text(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the denoiser computes of the text alone, once a prompt: [B, T, D] to [B, T, width]."""
+        """Compute what the denoiser reads of the text alone, once a prompt: [B, T, D] to [B, T, width]."""
         ...
 
     def deep(self, inputs: DenoiserInputs) -> tuple[torch.Tensor, ...]:
-        """The whole network: output [B, C, h, w], and features.
+        """Run the whole network: output [B, C, h, w], and features.
 
         Features [B, …, channels] are what `shallow` reads of a deep step; the next call may overwrite them. Where the
         family says `controls` or `image_prompts`, what these add are further arguments, as of `SplitUNet`.
@@ -164,15 +164,15 @@ class Network(Protocol):
     def shallow(
         self, depth: str, inputs: DenoiserInputs, features: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """What a step of this depth computes anew, on features of an earlier deep one: the output [B, C, h, w]."""
+        """Run a shallow step of this depth on features of an earlier deep one: the output [B, C, h, w]."""
         ...
 
-    def kept(self, features: Sequence[torch.Tensor], depth: str) -> tuple[torch.Tensor, ...]:
-        """Of all features that `deep` returns, what a shallow step of this depth reads."""
+    def select_features(self, features: Sequence[torch.Tensor], depth: str) -> tuple[torch.Tensor, ...]:
+        """Select from all features that `deep` returns those that a shallow step of this depth reads."""
         ...
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-        """The shape of one row of each feature that a shallow step of this depth reads, for latents of this size."""
+        """Return the shape of one row of each feature that a shallow step of this depth reads, by latents' sides."""
         ...
 
 
@@ -186,7 +186,7 @@ class Seeded(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapters:
-    """How LoRA files of a family are read.
+    """The reader of a family's LoRA files.
 
     parts: the parts that they may change, the denoiser first.
     models: the family's models in messages, with an article.
@@ -203,7 +203,7 @@ class Adapters:
 
 
 def on_first_call(module: str, name: str) -> Callable[..., Any]:
-    """A function or class of a module that is imported by the first call: those that import torch."""
+    """Return a function or class of a module that the first call imports: those that import torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(module), name)(*arguments, **options)
@@ -300,30 +300,30 @@ class Family:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """The parts that may have quantized variants, the denoiser first."""
+        """Return the parts that may have quantized variants, the denoiser first."""
         return self.denoiser, "vae"
 
     def recipes(self, parts: Mapping[str, Any], alpha: float | None) -> dict[str, Recipe]:
-        """The quantization recipe of each part in `quantized`. `alpha` None: without SmoothQuant."""
+        """Return the quantization recipe of each part in `quantized`. `alpha` None: without SmoothQuant."""
         from unet_opt.recipe import decoder
 
         return {self.denoiser: self.recipe(parts[self.denoiser], alpha=alpha), "vae": decoder(parts["vae"])}
 
-    def rows(self, model: ImageModel, wanted: ImageParameters) -> int:
-        """The rows of a request in a forward: 2 with classifier-free guidance, else 1.
+    def rows(self, model: ImageModel, parameters: ImageParameters) -> int:
+        """Return the rows of a request in a forward: 2 with classifier-free guidance, else 1.
 
         Distilled models take the guidance scale as an input, in one row.
         """
         distilled = getattr(model.denoiser.config, "time_cond_proj_dim", None) is not None
-        return 1 if distilled else self.defaults.rows(wanted.guidance_scale)
+        return 1 if distilled else self.defaults.rows(parameters.guidance_scale)
 
-    def negative(self, model: ImageModel, wanted: ImageParameters) -> str | None:
-        """The negative prompt of a request with two rows; None: no text is encoded for it."""
+    def negative(self, model: ImageModel, parameters: ImageParameters) -> str | None:
+        """Return the negative prompt of a request with two rows; None: no text is encoded for it."""
         absent = None if model.options.get("force_zeros") else ""
-        return absent if wanted.negative_prompt is None else wanted.negative_prompt
+        return absent if parameters.negative_prompt is None else parameters.negative_prompt
 
     def example_ids(self, model: ImageModel, rows: int) -> list[torch.Tensor]:
-        """Ids of the longest prompt for `embed`."""
+        """Return ids of the longest prompt for `embed`."""
         import torch
 
         shape, tokenizers = (rows, self.text_encoder(model).tokens), [n for n in model.parts if "tokenizer" in n]

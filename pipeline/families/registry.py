@@ -18,31 +18,31 @@ GROUP = "diptych.families"
 
 
 def read(folder: Path) -> Family:
-    """The family of the model in this folder, by its model_index.json. Raises `ModelError`."""
+    """Return the family of the model in this folder, by its model_index.json. Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
-    found = index.get("_class_name")
+    class_name = index.get("_class_name")
     for family in BUILT_IN:
-        if family.reads(index) if family.reads else found in family.pipelines:
+        if family.reads(index) if family.reads else class_name in family.pipelines:
             return family
     added = entry_points(group=GROUP)
-    if str(found) not in added.names:
-        known = ", ".join([family.pipelines[0] for family in BUILT_IN if family.pipelines] + sorted(added.names))
-        raise ModelError(f"{folder}/model_index.json: is a {found}; this engine runs {known}")
-    (entry, *_) = added.select(name=str(found))
+    if str(class_name) not in added.names:
+        supported = ", ".join([family.pipelines[0] for family in BUILT_IN if family.pipelines] + sorted(added.names))
+        raise ModelError(f"{folder}/model_index.json: is a {class_name}; this engine runs {supported}")
+    (entry, *_) = added.select(name=str(class_name))
     try:
         loaded: Family = entry.load()
     except Exception as error:  # of another package
-        why = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(
-            f"{folder}/model_index.json: the family {found} ({entry.value}) does not load ({why})"
+            f"{folder}/model_index.json: the family {class_name} ({entry.value}) does not load ({reason})"
         ) from error
     return loaded
 
 
 def seeded(name: str) -> tuple[Family, Seeded] | None:
-    """The family and the seeded model of this name, if there is one."""
+    """Return the family and the seeded model of this name, if there is one."""
     for family in BUILT_IN:
-        found = family.seeded(name)
-        if found is not None:
-            return family, found
+        seeded_model = family.seeded(name)
+        if seeded_model is not None:
+            return family, seeded_model
     return None

@@ -1,1 +1,1 @@
-"""Pictures: the VAE with its tiles, edits of source images, and the PNG with its parameters."""
+"""The room of pictures: the VAE with its tiles, edits of source images, and the PNG with its parameters."""

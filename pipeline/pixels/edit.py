@@ -1,4 +1,4 @@
-"""Image-to-image and inpainting: encodes the source image, adds noise, and restores the kept region.
+"""Encodes the source image of image-to-image and inpainting, adds noise, and restores the kept region.
 
 Follows diffusers' image-to-image and inpainting pipelines of SDXL, the latter with UNets of four and of nine channels;
 with a soft mask Differential Diffusion (Levin and Fried, 2023), which begins as image-to-image.
@@ -19,7 +19,7 @@ from pipeline.sampling.sigmas import SamplerTable
 
 
 class EncodedSource(NamedTuple):
-    """An edit's source as the steps read it.
+    """The source of an edit as the steps read it.
 
     image: its latents, fp32 [1, C, h, w]; None where nothing of it is in the first sample or put back.
     masked: for a denoiser that inpaints, the mask and the latents of the image outside of it, fp32 [1, 1 + C, h, w].
@@ -29,31 +29,31 @@ class EncodedSource(NamedTuple):
     masked: torch.Tensor | None
 
 
-def encode(model: ImageModel, wanted: ImageParameters, generator: torch.Generator) -> EncodedSource:
-    """The source's latents. The VAE's noise is the first that an edit draws from its seed.
+def encode(model: ImageModel, parameters: ImageParameters, generator: torch.Generator) -> EncodedSource:
+    """Encode the source to latents. The VAE's noise is the first that an edit draws from its seed.
 
     A denoiser that inpaints reads the masked image's latents too, whose noise diffusers draws after the starting noise:
     it is drawn here from a copy of the generator.
     """
-    assert wanted.edit is not None
+    assert parameters.edit is not None
     scale, channels = model.vae_scale, model.latent_channels
-    shape = (1, channels, wanted.height // scale, wanted.width // scale)
-    pixels = _pixels(wanted)[None]
+    shape = (1, channels, parameters.height // scale, parameters.width // scale)
+    pixels = _pixels(parameters)[None]
     image = None
-    if not model.inpaints or wanted.edit.strength < 1:
+    if not model.inpaints or parameters.edit.strength < 1:
         image = vae.encode(model, pixels, torch.randn(shape, generator=generator))
     if not model.inpaints:
         return EncodedSource(image, None)
     ahead = generator.clone_state()
     torch.randn(shape, generator=ahead)  # the starting noise
-    mask = _mask(wanted)
+    mask = _mask(parameters)
     return EncodedSource(
         image, with_mask(mask, vae.encode(model, pixels, torch.randn(shape, generator=ahead), blank=mask))
     )
 
 
 def with_mask(mask: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """What a denoiser that inpaints reads beside the sample, [1, 1 + C, h, w].
+    """Return what a denoiser that inpaints reads beside the sample, [1, 1 + C, h, w].
 
     `mask` [H, W] is true where it is repainted; `masked` are the masked image's latents [1, C, h, w].
     """
@@ -61,55 +61,63 @@ def with_mask(mask: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
 
 
 def begin(
-    wanted: ImageParameters, table: SamplerTable, source: EncodedSource, noise: torch.Tensor, generator: torch.Generator
+    parameters: ImageParameters,
+    table: SamplerTable,
+    source: EncodedSource,
+    noise: torch.Tensor,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, InpaintMask | None]:
-    """The sample before the first step, and the kept region if there is a mask and a denoiser that ignores it.
+    """Return the sample before the first step, and the kept region if there is a mask and a denoiser that ignores it.
 
     `noise` is of unit variance, fp32 [1, C, h, w].
     """
-    assert wanted.edit is not None
-    image, soft = source.image, wanted.edit.soft_mask
-    if wanted.edit.mask is not None and not soft:
+    assert parameters.edit is not None
+    image, soft = source.image, parameters.edit.soft_mask
+    if parameters.edit.mask is not None and not soft:
         # Of the masked image's latents: diffusers draws it even for a UNet of four channels, which does not read them.
         torch.randn(noise.shape, generator=generator)
-    if image is None or (wanted.edit.mask is not None and wanted.edit.strength == 1 and not soft):
+    if image is None or (parameters.edit.mask is not None and parameters.edit.strength == 1 and not soft):
         x = noise * table.init_noise_sigma  # nothing of the image is left where it is repainted
     else:
         signal, level = table.levels[0].tolist()
         x = signal * image + level * noise
-    if wanted.edit.mask is None or source.masked is not None:
+    if parameters.edit.mask is None or source.masked is not None:
         return x, None
     assert image is not None
     if soft:
-        return x, InpaintMask(_reduced(_values(wanted) / 255, image, mode="area"), image, noise, table.steps)
-    return x, InpaintMask(_reduced(_mask(wanted), image), image, noise)
+        return x, InpaintMask(_reduced(_values(parameters) / 255, image, mode="area"), image, noise, table.steps)
+    return x, InpaintMask(_reduced(_mask(parameters), image), image, noise)
 
 
-def _reduced(mask: torch.Tensor, like: torch.Tensor, mode: str = "nearest") -> torch.Tensor:
-    """The mask [H, W] at the size of latents, fp32 [1, 1, h, w] on their device."""
-    return F.interpolate(mask.float()[None, None].to(like.device), size=like.shape[-2:], mode=mode)
+def _reduced(mask: torch.Tensor, latents: torch.Tensor, mode: str = "nearest") -> torch.Tensor:
+    """Return the mask [H, W] at the size of latents, fp32 [1, 1, h, w] on their device."""
+    return F.interpolate(mask.float()[None, None].to(latents.device), size=latents.shape[-2:], mode=mode)
 
 
-def finish(wanted: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
-    """The image, uint8 [H, W, 3] on the CPU, with the source's own pixels outside the mask."""
-    if wanted.edit is None or wanted.edit.mask is None:
+def finish(parameters: ImageParameters, pixels: torch.Tensor) -> torch.Tensor:
+    """Return the image, uint8 [H, W, 3] on the CPU, with the source's own pixels outside the mask."""
+    if parameters.edit is None or parameters.edit.mask is None:
         return pixels
-    return torch.where(_mask(wanted)[..., None], pixels, _pixels(wanted))
+    return torch.where(_mask(parameters)[..., None], pixels, _pixels(parameters))
 
 
-def _pixels(wanted: ImageParameters) -> torch.Tensor:
-    assert wanted.edit is not None and isinstance(wanted.edit.image, bytes)
+def _pixels(parameters: ImageParameters) -> torch.Tensor:
+    assert parameters.edit is not None and isinstance(parameters.edit.image, bytes)
     # A copy: torch warns of read-only buffers.
-    return torch.frombuffer(bytearray(wanted.edit.image), dtype=torch.uint8).view(wanted.height, wanted.width, 3)
+    return torch.frombuffer(bytearray(parameters.edit.image), dtype=torch.uint8).view(
+        parameters.height, parameters.width, 3
+    )
 
 
-def _mask(wanted: ImageParameters) -> torch.Tensor:
-    """bool [H, W]: where it is repainted; of a soft mask, in any step."""
-    assert wanted.edit is not None
-    return _values(wanted) > (0 if wanted.edit.soft_mask else 127)
+def _mask(parameters: ImageParameters) -> torch.Tensor:
+    """Return where the image is repainted, bool [H, W]; of a soft mask, in any step."""
+    assert parameters.edit is not None
+    return _values(parameters) > (0 if parameters.edit.soft_mask else 127)
 
 
-def _values(wanted: ImageParameters) -> torch.Tensor:
-    """The mask as it was given, uint8 [H, W]."""
-    assert wanted.edit is not None and isinstance(wanted.edit.mask, bytes)
-    return torch.frombuffer(bytearray(wanted.edit.mask), dtype=torch.uint8).view(wanted.height, wanted.width)
+def _values(parameters: ImageParameters) -> torch.Tensor:
+    """Return the mask as the request has it, uint8 [H, W]."""
+    assert parameters.edit is not None and isinstance(parameters.edit.mask, bytes)
+    return torch.frombuffer(bytearray(parameters.edit.mask), dtype=torch.uint8).view(
+        parameters.height, parameters.width
+    )

@@ -19,13 +19,13 @@ _HASH_DIGITS = 10
 
 
 def infotext(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, Any]) -> str:
-    """The prompt, a line `Negative prompt: …` if there is one, and a line of `name: value` pairs with commas between.
+    """Write the prompt, a line `Negative prompt: …` if there is one, and a line of `name: value` pairs.
 
     `sampler` is the name of the one that ran. LoRAs are `<lora:name:scale>` behind the prompt. Readers take the blanks
     off each line's ends, and a prompt's line that begins with `Negative prompt:` for what it says: the file holds all
     fields exactly beside this.
     """
-    named = [f"<lora:{one.name}:{one.scale:g}>" for one in loras.read(parameters.lora)]
+    named = [f"<lora:{lora.name}:{lora.scale:g}>" for lora in loras.read(parameters.lora)]
     lines = [" ".join([parameters.prompt.strip(), *named])]
     if negative := (parameters.negative_prompt or "").strip():
         lines.append(f"Negative prompt: {negative}")
@@ -57,6 +57,6 @@ def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, 
 
 
 def _quoted(value: Any) -> str:
-    """As text, in JSON's quotes where the line's own signs are in it."""
+    """Return the value as text, in JSON's quotes where the line's own signs are in it."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if any(sign in text for sign in ',:"\n') else text

@@ -36,12 +36,12 @@ class Picture:
 
     @property
     def infotext(self) -> str:
-        """Its parameters as AUTOMATIC1111's web UI writes them."""
+        """Return its parameters as AUTOMATIC1111's web UI writes them."""
         return infotext(self.parameters, self.sampler, self.fingerprint)
 
     def png(self, *, metadata: bool = True) -> bytes:
-        """The picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as JSON, and
-        `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
+        """Return the picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as
+        JSON, and `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -70,7 +70,7 @@ class Picture:
 
 
 def file_name(parameters: ImageParameters, name: str = "") -> str:
-    """File name of an image: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
+    """Return the file name of an image: `name` if it has one, words of its prompt, its seed. Below 200 bytes."""
     plain = unicodedata.normalize("NFKD", parameters.prompt[:200]).encode("ascii", "ignore").decode().lower()
     words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:48].rstrip("-") or "picture"
     safe = re.sub(r"[^\w.-]+", "_", name).strip(".").encode()[:96].decode("utf-8", "ignore")
@@ -78,5 +78,5 @@ def file_name(parameters: ImageParameters, name: str = "") -> str:
 
 
 def to_json(value: dict[str, Any]) -> str:
-    """As embedded in files: equal values are equal texts. Raises ValueError for NaN and infinity."""
+    """Serialize a value for files: equal values give equal texts. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False)

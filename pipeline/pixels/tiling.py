@@ -20,13 +20,13 @@ OVERLAP = 0.25  # of two neighbouring tiles
 Compute = Callable[[Tensor], Tensor]
 
 
-def in_tiles(x: Tensor, compute: Compute, side: int, made: int, finish: Compute = lambda tile: tile) -> Tensor:
-    """`compute` of a large x [B, h, w, C], tile by tile: [B, H, W, D].
+def in_tiles(x: Tensor, compute: Compute, side: int, out_side: int, finish: Compute = lambda tile: tile) -> Tensor:
+    """Apply `compute` to a large x [B, h, w, C], tile by tile: [B, H, W, D].
 
-    A tile of x has `side` elements along each side, and `compute` makes `made` of them. Where tiles overlap the results
-    are mixed linearly. `finish` is applied to each blended tile, element by element; only its results are kept.
+    A tile of x has `side` elements along each side, and its result `out_side`. Where tiles overlap the results are
+    mixed linearly. `finish` is applied to each blended tile, element by element; only its results are kept.
     """
-    stride, extent = int(side * (1 - OVERLAP)), int(made * OVERLAP)
+    stride, extent = int(side * (1 - OVERLAP)), int(out_side * OVERLAP)
     rows, above = [], list[Tensor]()  # the lowest `extent` lines of the tiles above
     for top in range(0, x.shape[1], stride):
         row, below, before = [], list[Tensor](), None
@@ -36,16 +36,17 @@ def in_tiles(x: Tensor, compute: Compute, side: int, made: int, finish: Compute 
                 tile = _blend(above[column], tile, extent, 1)
             if before is not None:
                 tile = _blend(before, tile, extent, 2)
-            below.append(tile[:, made - extent : made].clone())
-            before = tile[:, :, made - extent : made].clone()
-            row.append(finish(tile[:, : made - extent, : made - extent]).clone())  # `compute` may use its memory again
+            below.append(tile[:, out_side - extent : out_side].clone())
+            before = tile[:, :, out_side - extent : out_side].clone()
+            # A copy: `compute` may use its memory again.
+            row.append(finish(tile[:, : out_side - extent, : out_side - extent]).clone())
         rows.append(torch.cat(row, dim=2))
         above = below
     return torch.cat(rows, dim=1)
 
 
 def _blend(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
-    """The tile, whose first elements along this side fade in over the last of the tile before it."""
+    """Return the tile, whose first elements along this side fade in over the last of the tile before it."""
     count = min(before.shape[dim], tile.shape[dim], extent)
     if not count:
         return tile
@@ -57,13 +58,13 @@ def _blend(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
 
 
 def tile_side(model: ImageModel, size: Size) -> int:
-    """The side of the tiles in pixels in which a picture of this (width, height) is decoded; 0: it is not divided."""
+    """Return the side in pixels of the tiles in which a picture of this size is decoded; 0: it is not divided."""
     side = model.native // model.vae_scale * model.vae_scale
     return side if size[0] * size[1] > model.tiled_above and max(size) > side else 0
 
 
 def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Compute:
-    """`finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles and one by one.
+    """Return `finish(decode(…))` of latents [B, C, h, w] to pixels [B, H, W, 3], of large pictures in tiles.
 
     `decode` turns latents into pixels [B, H, W, 3].
     """
@@ -74,25 +75,25 @@ def decoder(model: ImageModel, decode: Compute, finish: Compute) -> Compute:
         if not side:
             return finish(decode(latents))
 
-        def one(tile: Tensor) -> Tensor:
+        def decode_tile(tile: Tensor) -> Tensor:
             return decode(tile.permute(0, 3, 1, 2).contiguous())
 
-        each = latents.permute(0, 2, 3, 1).split(1)
-        return torch.cat([in_tiles(x, one, side // scale, side, finish) for x in each])
+        images = latents.permute(0, 2, 3, 1).split(1)
+        return torch.cat([in_tiles(x, decode_tile, side // scale, side, finish) for x in images])
 
     return run
 
 
 def posterior(model: ImageModel, pixels: Tensor) -> Any:
-    """The VAE's posterior of pixels [B, 3, H, W] in [-1, 1], of large pictures in tiles."""
+    """Return the VAE's posterior of pixels [B, 3, H, W] in [-1, 1], of large pictures in tiles."""
     side = tile_side(model, (pixels.shape[3], pixels.shape[2]))
     if not side:
         return model.vae.encode(pixels, return_dict=False)[0]
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     def moments(tile: Tensor) -> Tensor:
-        found: Tensor = model.vae.encode(tile.permute(0, 3, 1, 2), return_dict=False)[0].parameters
-        return found.permute(0, 2, 3, 1)
+        parameters: Tensor = model.vae.encode(tile.permute(0, 3, 1, 2), return_dict=False)[0].parameters
+        return parameters.permute(0, 2, 3, 1)
 
     blended = in_tiles(pixels.permute(0, 2, 3, 1), moments, side, side // model.vae_scale)
     return DiagonalGaussianDistribution(blended.permute(0, 3, 1, 2).contiguous())

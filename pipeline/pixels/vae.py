@@ -29,7 +29,7 @@ def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
-    """The inverse of `unscale`."""
+    """Apply diffusion's latent scaling, the inverse of `unscale`."""
     factor = float(config.scaling_factor)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
     if mean is None or std is None:
@@ -42,7 +42,7 @@ def scale(latents: torch.Tensor, config: Any) -> torch.Tensor:
 def encode(
     model: ImageModel, pixels: torch.Tensor, noise: torch.Tensor, blank: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Latents of images: uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
+    """Encode images, uint8 [B, H, W, 3] to fp32 [B, C, h, w], drawn from the VAE's posterior with this `noise`.
 
     As in diffusers' pipelines: a sample, not the mean. Where `blank` is true, bool [H, W], all channels are halfway
     between black and white.
@@ -51,9 +51,9 @@ def encode(
     if blank is not None:
         values = values.masked_fill(blank, 0)
     posterior = tiling.posterior(model, values.to(model.device, model.vae.dtype))
-    drawn = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
+    sample = posterior.mean + posterior.std * noise.to(model.device, model.vae.dtype)
     # All latents have this memory format: convolutions of others round differently.
-    return scale(drawn.float(), model.vae.config).contiguous()
+    return scale(sample.float(), model.vae.config).contiguous()
 
 
 @torch.inference_mode()
@@ -69,20 +69,20 @@ def decode(model: ImageModel, latents: torch.Tensor) -> torch.Tensor:
 
 
 def levels(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels in about [-1, 1] to uint8, rounded as diffusers does: to [0, 1], clamped, in fp32, half to even."""
+    """Quantize pixels in about [-1, 1] to uint8 as diffusers does: to [0, 1], clamped, in fp32, half to even."""
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
-def reduced(pixels: torch.Tensor, most: int) -> NDArray[np.uint8]:
-    """One picture, uint8 [1, H, W, 3], averaged over areas so that no side is longer than `most`: [h, w, 3]."""
+def reduced(pixels: torch.Tensor, max_side: int) -> NDArray[np.uint8]:
+    """Average one picture, uint8 [1, H, W, 3], over areas so that no side is longer than `max_side`: [h, w, 3]."""
     height, width = pixels.shape[1:3]
-    share = min(1.0, most / max(height, width))
+    share = min(1.0, max_side / max(height, width))
     if share < 1:
         size = max(1, round(height * share)), max(1, round(width * share))
         means = F.adaptive_avg_pool2d(pixels.permute(0, 3, 1, 2).float(), size)
         pixels = means.round().to(torch.uint8).permute(0, 2, 3, 1)
-    seen: NDArray[np.uint8] = pixels[0].cpu().numpy().copy()
-    return seen
+    image: NDArray[np.uint8] = pixels[0].cpu().numpy().copy()
+    return image
 
 
 def to_host(pixels: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def to_host(pixels: torch.Tensor) -> torch.Tensor:
 
 
 class LinearPreview:
-    """Small previews computed from latents by a linear map, fitted once to the model's own VAE.
+    """A linear map that computes small previews from latents, fitted once to the model's own VAE.
 
     A latent's four channels nearly determine the mean colour of its 8×8 pixels, so least squares over a few decoded
     latents gives a usable preview at hardly any cost. Pass the estimate of the finished latent.
@@ -118,11 +118,11 @@ class LinearPreview:
         self._map = torch.linalg.lstsq(inputs, colours.permute(0, 2, 3, 1).reshape(-1, 3).double().cpu()).solution
 
     def __call__(self, x0: torch.Tensor) -> NDArray[np.uint8]:
-        """One latent estimate [1, C, h, w] to uint8 [h, w, 3]."""
+        """Map one latent estimate [1, C, h, w] to uint8 [h, w, 3]."""
         height, width = x0.shape[-2:]
         colours = self._flat(x0).double().cpu() @ self._map
-        seen: NDArray[np.uint8] = colours.clamp(0, 1).mul(255).round().to(torch.uint8).numpy()
-        return seen.reshape(height, width, 3)
+        image: NDArray[np.uint8] = colours.clamp(0, 1).mul(255).round().to(torch.uint8).numpy()
+        return image.reshape(height, width, 3)
 
     @staticmethod
     def _flat(latents: torch.Tensor) -> torch.Tensor:

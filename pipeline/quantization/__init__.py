@@ -1,1 +1,1 @@
-"""A model in 8 bits: calibration on prompts, SmoothQuant's variants on disk, sensitivity of layers."""
+"""The room of models in 8 bits: calibration on prompts, SmoothQuant's variants on disk, sensitivity of layers."""

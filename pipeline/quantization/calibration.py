@@ -34,12 +34,12 @@ _PROMPTS = Path(__file__).resolve().with_name("calibration_prompts.txt")
 
 @cache
 def default_prompts() -> tuple[str, ...]:
-    """The bundled captions, for models quantized without prompts of their own."""
+    """Return the bundled captions, for models quantized without prompts of their own."""
     return tuple(_PROMPTS.read_text("utf-8").splitlines())
 
 
 def settings_of(family: Family, defaults: ImageDefaults) -> CalibrationSettings:
-    """The family's, or all steps of a student as it is drawn."""
+    """Return the family's settings, or all steps of a student as it is drawn."""
     if not defaults.student:
         return CalibrationSettings(**family.calibration)
     return CalibrationSettings(steps=defaults.steps, watched_steps=defaults.steps, guidance=defaults.guidance_scale)
@@ -56,7 +56,7 @@ def collect(
     sampled: Mapping[str, Sequence[str]] | None = None,
     tell: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Statistics]:
-    """Statistics of these layers over the prompts, run in the model's own dtype on its device, at its native size.
+    """Collect statistics of these layers over the prompts, run in the model's dtype on its device, at native size.
 
     Of `sampled` layers rows are kept as well.
     Without layers of the VAE only the observed steps are run. With `kernels` an fp32 model runs on the CPU's kernels if
@@ -75,8 +75,8 @@ def collect(
         )  # fmt: skip
         if "vae" in layers:
             with around("vae", 0), torch.inference_mode():
-                for some in latents.split(_DECODED):
-                    networks.decoder(unscale(some.to(model.vae.dtype), model.vae.config))
+                for part in latents.split(_DECODED):
+                    networks.decoder(unscale(part.to(model.vae.dtype), model.vae.config))
 
     parts: dict[str, Watched] = {
         name: Watched(names, observe[name], (checkpoints or {}).get(name), (sampled or {}).get(name, ()))
@@ -86,20 +86,20 @@ def collect(
 
 
 def seed(prompt: str) -> int:
-    """A seed derived from the prompt's text: independent of its batch."""
+    """Derive a seed from the prompt's text: independent of its batch."""
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4])
 
 
 def observed(model: ImageModel, kernels: ctypes.CDLL | None) -> tuple[Networks, Mapping[str, Observe]]:
-    """The model's networks, and how the layers of each are observed."""
+    """Return the model's networks, and how the layers of each are observed."""
     name = model.family.denoiser
     if kernels is not None and model.dtype is torch.float32 and model.device.type == "cpu":
         try:
-            made = on_kernels(model, kernels)
+            networks = on_kernels(model, kernels)
         except ModelError as error:
             log.warning("calibration runs on torch: %s", error)
         else:
-            lowerings = made.denoiser.lowering, made.decoder.lowering
+            lowerings = networks.denoiser.lowering, networks.decoder.lowering
             assert all(isinstance(lowering, CpuLowering) for lowering in lowerings)
-            return made, dict(zip((name, "vae"), map(observe_programs, lowerings), strict=True))
+            return networks, dict(zip((name, "vae"), map(observe_programs, lowerings), strict=True))
     return on_torch(model), {name: observe_modules(model.denoiser), "vae": observe_modules(model.vae)}

@@ -65,11 +65,11 @@ def make(
     Raises `ModelError` for a network that does not fit the model.
     """
     settings = settings_of(model.family, model.defaults)
-    found = control_file.read(name, path, model, model.dtype)
-    if type(found.network).__name__ == control_file.ADAPTER:
-        why = "is a T2I-Adapter, which runs once a picture: there is nothing to gain"
-        raise ModelError(f"{name}: {why}", kind="control")
-    net = found.network.to(model.device).eval().requires_grad_(False)
+    control = control_file.read(name, path, model, model.dtype)
+    if type(control.network).__name__ == control_file.ADAPTER:
+        reason = "is a T2I-Adapter, which runs once a picture: there is nothing to gain"
+        raise ModelError(f"{name}: {reason}", kind="control")
+    net = control.network.to(model.device).eval().requires_grad_(False)
     strength = None if plain or not is_calibrated(scheme) else model.family.alpha if alpha is None else alpha
     recipe = recipes.control(net, alpha=strength)
     out.mkdir(parents=True, exist_ok=True)
@@ -77,29 +77,29 @@ def make(
     statistics = None
     if is_calibrated(scheme):
         layers = recipe.targets(net)
-        statistics = _collect(model, found, layers, prompts, settings, kernels, checkpoint, tell)
-    report = quantize_(net, recipe, statistics, scheme=scheme, digest=found.digest)
+        statistics = _collect(model, control, layers, prompts, settings, kernels, checkpoint, tell)
+    report = quantize_(net, recipe, statistics, scheme=scheme, digest=control.digest)
     calibration = calibration_of(scheme, prompts, settings)
-    manifest = manifest_of(net, report, recipe, scheme, found.digest, model.dtype, calibration)
+    manifest = manifest_of(net, report, recipe, scheme, control.digest, model.dtype, calibration)
     size_bytes = store.save(net, folder(out, name, scheme), manifest, weights=weights)
     checkpoint.unlink(missing_ok=True)
     return report, size_bytes
 
 
 def _collect(
-    model: ImageModel, found: ControlFile, layers: Sequence[str], prompts: Sequence[str],
+    model: ImageModel, control: ControlFile, layers: Sequence[str], prompts: Sequence[str],
     settings: CalibrationSettings, kernels: ctypes.CDLL | None, checkpoint: Path, tell: Callable[[int], None],
 ) -> Statistics:  # fmt: skip
-    """Statistics of the network's layers: each prompt is drawn, and then drawn again by the edges of what was drawn."""
+    """Collect statistics of the network's layers: each prompt is drawn, then drawn again by the edges of that."""
     networks, _ = observed(model, kernels)
     on_programs = isinstance(networks.denoiser.lowering, CpuLowering) and kernels is not None
-    lowering = CpuLowering(kernels, found.network) if on_programs and kernels else TorchLowering(model.dtype)
+    lowering = CpuLowering(kernels, control.network) if on_programs and kernels else TorchLowering(model.dtype)
     try:
-        kind = UnionBranch if type(found.network).__name__ == control_file.UNION else ControlBranch
-        branch = kind(lowering, found.network, model.denoiser, model.vae_scale)
+        kind = UnionBranch if type(control.network).__name__ == control_file.UNION else ControlBranch
+        branch = kind(lowering, control.network, model.denoiser, model.vae_scale)
     except ValueError as error:
         raise ModelError(f"control: is of another model: {error}") from error
-    observe = observe_programs(lowering) if isinstance(lowering, CpuLowering) else observe_modules(found.network)
+    observe = observe_programs(lowering) if isinstance(lowering, CpuLowering) else observe_modules(control.network)
     drawing = Denoiser(model, networks.denoiser, guidance=settings.guidance, steps=settings.steps)
 
     deep: Callable[..., tuple[Tensor, ...]] = networks.denoiser.deep  # a UNet's, which takes residuals
@@ -113,26 +113,28 @@ def _collect(
 
         def forward(inputs: DenoiserInputs) -> tuple[Tensor, ...]:
             read = inputs.sample[:, : model.latent_channels]
-            each = zip(read.split(rows), hints.split(1), strict=True)
-            moving = [branch.moving(own, [Condition(hint, 1.0, kind)]) for own, hint in each]
-            given = {name: torch.cat([one[name] for one in moving]) for name in moving[0]}
-            made = branch(DenoiserInputs(read, inputs.timestep, {**inputs.conditioning, **given, TEXT: kv}))
-            return deep(inputs, residuals=[part.clone() for part in made])
+            pairs = zip(read.split(rows), hints.split(1), strict=True)
+            moving = [branch.moving(sample, [Condition(hint, 1.0, kind)]) for sample, hint in pairs]
+            control_inputs = {name: torch.cat([entry[name] for entry in moving]) for name in moving[0]}
+            residuals = branch(
+                DenoiserInputs(read, inputs.timestep, {**inputs.conditioning, **control_inputs, TEXT: kv})
+            )
+            return deep(inputs, residuals=[part.clone() for part in residuals])
 
         drawing.latents(
             batch, seeds, forward=forward, until=settings.watched_steps, around=lambda step: around(_PART, step)
         )
 
     parts = {_PART: CalibrationPart(layers, observe, checkpoint)}
-    return calibrate(parts, prompts, run, digest=found.digest, settings=settings, tell=tell)[_PART]
+    return calibrate(parts, prompts, run, digest=control.digest, settings=settings, tell=tell)[_PART]
 
 
 @torch.inference_mode()
 def _hints(model: ImageModel, branch: ControlBranch, decoder: Any, latents: Tensor) -> Tensor:
-    """The embeddings [B, h, w, C] of the edges of finished latents' pictures."""
-    found = []
-    for one in latents.split(1):
-        pixels = vae.levels(decoder(vae.unscale(one.to(model.vae.dtype), model.vae.config)))[0].cpu().numpy()
+    """Return the embeddings [B, h, w, C] of the edges of finished latents' pictures."""
+    hints = []
+    for latent in latents.split(1):
+        pixels = vae.levels(decoder(vae.unscale(latent.to(model.vae.dtype), model.vae.config)))[0].cpu().numpy()
         edges = canny.edges(np.ascontiguousarray(pixels))
-        found.append(branch.hint(torch.from_numpy(edges)[None]))
-    return torch.cat(found)
+        hints.append(branch.hint(torch.from_numpy(edges)[None]))
+    return torch.cat(hints)

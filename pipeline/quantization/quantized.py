@@ -33,40 +33,40 @@ Ranges = Mapping[str, Statistics]  # by part
 
 
 def recipes_of(model: ImageModel, alpha: float | None = None, *, plain: bool = False) -> dict[str, Recipe]:
-    """The recipe of each part, with the family's own `alpha` if none is given; `plain` is without SmoothQuant."""
+    """Return each part's recipe, with the family's own `alpha` if none is given; `plain` is without SmoothQuant."""
     family = model.family
     return family.recipes(model.parts, None if plain else family.alpha if alpha is None else alpha)
 
 
 def ranges(model: ImageModel, prompts: Sequence[str], **options: Any) -> Ranges:
-    """Input ranges of the layers to be quantized; options as for `calibration.collect`."""
+    """Collect input ranges of the layers to be quantized; options as for `calibration.collect`."""
     return collect(model, _targets(model, recipes_of(model)), prompts, **options)
 
 
 def in_8_bits(
     model: ImageModel,
     part: str,
-    found: Ranges,
+    statistics: Ranges,
     *,
     scheme: Scheme = "int8",
     recipe: Recipe | None = None,
     gptq: bool = False,
 ) -> tuple[Any, QuantizationReport]:
-    """The part in 8 bits, and a report. The model's own part is unchanged.
+    """Return the part in 8 bits, and a report. The model's own part is unchanged.
 
-    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory. `found` is
-    for schemes with calibration, as is the alpha of the default recipe.
+    Tensors of unquantized layers are shared with it: quantized ones take half or a quarter of its memory.
+    `statistics` is for schemes with calibration, as is the alpha of the default recipe.
     """
-    own = model.parts[part]
-    module = copy.deepcopy(own, {id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())})
+    original = model.parts[part]
+    module = copy.deepcopy(original, {id(tensor): tensor for tensor in (*original.parameters(), *original.buffers())})
     recipe = recipe or recipes_of(model, plain=not is_calibrated(scheme))[part]
-    report = quantize_(module, recipe, found.get(part), scheme=scheme, digest=model.digest, gptq=gptq)
+    report = quantize_(module, recipe, statistics.get(part), scheme=scheme, digest=model.digest, gptq=gptq)
     return module, report
 
 
 @dataclass(frozen=True)
 class Layerwise:
-    """What is decided layer by layer.
+    """The options that are decided layer by layer.
 
     search: scales are chosen by the layers' errors on what all steps read (`core.quant.search`). keep: a regular
     expression; layers whose whole name matches stay in floating point. gptq: weights are rounded by what all steps
@@ -79,7 +79,7 @@ class Layerwise:
 
     @property
     def samples(self) -> bool:
-        """Whether it needs rows of each input."""
+        """Return whether it needs rows of each input."""
         return self.gptq or self.search
 
 
@@ -111,28 +111,28 @@ def calibrated(
 
     The arguments, and what is raised, are as for `make`.
     """
-    how = layerwise or Layerwise()
+    options = layerwise or Layerwise()
     settings = settings or settings_of(model.family, model.defaults)
-    if how.samples:
+    if options.samples:
         settings = replace(settings, watched_steps=settings.steps)
     out.mkdir(parents=True, exist_ok=True)
     checkpoints = {part: out / f".{part}-{scheme}.statistics" for part in model.family.quantized}
     recipes = recipes_of(model, alpha, plain=plain or not is_calibrated(scheme))
-    if how.keep is not None:
-        recipes = _keeping(model, recipes, how.keep)
-    found: Ranges = {}
+    if options.keep is not None:
+        recipes = _keeping(model, recipes, options.keep)
+    statistics: Ranges = {}
     choices: dict[str, Mapping[str, Choice]] = {}
     if is_calibrated(scheme):
         inputs = {part: search.sampled(recipe, model.parts[part]) for part, recipe in recipes.items()}
-        found = collect(
+        statistics = collect(
             model, _targets(model, recipes), prompts, settings=settings, kernels=kernels, checkpoints=checkpoints,
-            sampled=inputs if how.samples else None, tell=tell,
+            sampled=inputs if options.samples else None, tell=tell,
         )  # fmt: skip
-    if how.search:
+    if options.search:
         for part, recipe in recipes.items():
-            choices[part] = search.search(model.parts[part], recipe, found[part], scheme=scheme)
+            choices[part] = search.search(model.parts[part], recipe, statistics[part], scheme=scheme)
             recipes[part] = search.chosen(recipe, choices[part])
-    return Calibrated(recipes, found, choices, settings, checkpoints)
+    return Calibrated(recipes, statistics, choices, settings, checkpoints)
 
 
 def make(
@@ -156,26 +156,26 @@ def make(
     Returns the report and the bytes written, by part. Raises what calibration, recipes and the store raise:
     `StatisticsError`, `RecipeError`, `QuantizedStoreError`; and OSError if `out` cannot be created.
     """
-    how = layerwise or Layerwise()
-    if how.gptq and not (weights and scheme == "int8"):
+    options = layerwise or Layerwise()
+    if options.gptq and not (weights and scheme == "int8"):
         raise RecipeError("gptq: rounds weights of int8, which are to be stored")
-    made: dict[str, tuple[QuantizationReport, int]] = {}
-    found = calibrated(
-        model, prompts, out, scheme=scheme, alpha=alpha, plain=plain, layerwise=how, settings=settings,
+    reports: dict[str, tuple[QuantizationReport, int]] = {}
+    result = calibrated(
+        model, prompts, out, scheme=scheme, alpha=alpha, plain=plain, layerwise=options, settings=settings,
         kernels=kernels, tell=tell,
     )  # fmt: skip
-    for part, recipe in found.recipes.items():
-        module, report = in_8_bits(model, part, found.statistics, scheme=scheme, recipe=recipe, gptq=how.gptq)
-        calibration = calibration_of(scheme, prompts, found.settings)
-        if part in found.choices:
-            calibration["search"] = {name: asdict(choice) for name, choice in found.choices[part].items()}
-        if how.gptq:
+    for part, recipe in result.recipes.items():
+        module, report = in_8_bits(model, part, result.statistics, scheme=scheme, recipe=recipe, gptq=options.gptq)
+        calibration = calibration_of(scheme, prompts, result.settings)
+        if part in result.choices:
+            calibration["search"] = {name: asdict(choice) for name, choice in result.choices[part].items()}
+        if options.gptq:
             calibration["gptq"] = report.compensated
         manifest = manifest_of(module, report, recipe, scheme, model.digest, model.dtype, calibration)
-        made[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
-    for checkpoint in found.checkpoints.values():
+        reports[part] = report, store.save(module, folder(out, part, scheme), manifest, weights=weights)
+    for checkpoint in result.checkpoints.values():
         checkpoint.unlink(missing_ok=True)
-    return made
+    return reports
 
 
 def manifest_of(
@@ -187,7 +187,7 @@ def manifest_of(
     dtype: torch.dtype,
     calibration: dict[str, Any],
 ) -> store.Manifest:
-    """The manifest of a part that `quantize_` changed; `source` is the digest of what it was, in this type."""
+    """Return the manifest of a part that `quantize_` changed; `source` is the digest of what it was, in this type."""
     return store.Manifest(
         scheme=scheme,
         recipe=recipe.name,
@@ -199,11 +199,11 @@ def manifest_of(
 
 
 def calibration_of(scheme: Scheme, prompts: Sequence[str], settings: CalibrationSettings) -> dict[str, Any]:
-    """The manifest's description of the calibration; empty for a scheme without."""
+    """Return the manifest's description of the calibration; empty for a scheme without."""
     if not is_calibrated(scheme):
         return {}
-    said = "\n".join(prompts).encode("utf-8", "surrogatepass")
-    return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(said).hexdigest()}
+    joined = "\n".join(prompts).encode("utf-8", "surrogatepass")
+    return asdict(settings) | {"prompts": len(prompts), "prompts_sha256": hashlib.sha256(joined).hexdigest()}
 
 
 def watch(
@@ -218,17 +218,17 @@ def watch(
     collect(model, {part: layers}, prompts, settings=settings, checkpoints={part: path})
 
 
-def _keeping(model: ImageModel, of: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
-    """The recipes without the layers that match. Raises `RecipeError` if there are none, or if the pattern is none."""
+def _keeping(model: ImageModel, full_recipes: Mapping[str, Recipe], pattern: str) -> dict[str, Recipe]:
+    """Return the recipes without the layers that match. Raises `RecipeError` if none do, or for a bad pattern."""
     try:
-        wanted = re.compile(pattern)
+        regex = re.compile(pattern)
     except re.error as error:
         raise RecipeError(f"keep: {pattern!r} is no regular expression ({error})") from error
-    kept = {part: recipe.keeping(model.parts[part], wanted, _KEPT) for part, recipe in of.items()}
-    if all(len(kept[part].layer_rules) == len(recipe.layer_rules) for part, recipe in of.items()):
+    recipes = {part: recipe.keeping(model.parts[part], regex, _KEPT) for part, recipe in full_recipes.items()}
+    if all(len(recipes[part].layer_rules) == len(recipe.layer_rules) for part, recipe in full_recipes.items()):
         raise RecipeError(f"keep: no layer that would be quantized has a name that matches {pattern!r}")
-    return kept
+    return recipes
 
 
-def _targets(model: ImageModel, of: Mapping[str, Recipe]) -> dict[str, list[str]]:
-    return {part: recipe.targets(model.parts[part]) for part, recipe in of.items()}
+def _targets(model: ImageModel, recipes: Mapping[str, Recipe]) -> dict[str, list[str]]:
+    return {part: recipe.targets(model.parts[part]) for part, recipe in recipes.items()}

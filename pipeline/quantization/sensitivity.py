@@ -35,7 +35,7 @@ _LEFT = "measured alone"
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What 8 bits in these layers, which read one input, cost and save.
+    """The cost and savings of 8 bits in these layers, which read one input.
 
     arithmetic: their share of the denoiser's multiplications. errors: relative root mean squared errors of its output
     at `SHARES` of the steps. psnr_db: of finished pictures against those in floating point, the mean over pictures;
@@ -49,7 +49,7 @@ class Sensitivity:
 
     @property
     def error(self) -> float:
-        """The root of the mean of the squared errors."""
+        """Return the root of the mean of the squared errors."""
         return math.sqrt(sum(error**2 for error in self.errors) / len(self.errors))
 
 
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Forwards at `SHARES` of the steps, and finished pictures."""
+    """The forwards at `SHARES` of the steps, and finished pictures."""
 
     calls: list[Call]
     pictures: Tensor  # uint8 [N, H, W, 3]
@@ -78,70 +78,72 @@ def measure(
     pictures: int = PICTURES,
     kernels: ctypes.CDLL | None = None,
 ) -> list[Sensitivity]:
-    """All inputs of layers that `recipe` quantizes, those with the largest errors first.
+    """Measure all inputs of layers that `recipe` quantizes, those with the largest errors first.
 
     `pictures` of them are drawn as well. Raises what `quantize_` raises.
     """
     part = model.family.denoiser
     drawing = _Drawing(model, prompts, kernels)
     reference = drawing.reference()
-    work = arithmetic(model, reference.calls[0])
+    multiplications = arithmetic(model, reference.calls[0])
     families = recipe.families(model.denoiser)
-    drawn = min(pictures, len(families))
-    alone = [_alone(recipe, family, families) for family in families]
-    found: list[tuple[Sensitivity, Recipe]] = []
+    picture_count = min(pictures, len(families))
+    recipes = [_alone(recipe, family, families) for family in families]
+    results: list[tuple[Sensitivity, Recipe]] = []
 
-    def quantized(own: Recipe) -> Networks:
-        module, _ = in_8_bits(model, part, {part: statistics}, scheme=scheme, recipe=own)
+    def quantized(variant: Recipe) -> Networks:
+        module, _ = in_8_bits(model, part, {part: statistics}, scheme=scheme, recipe=variant)
         return observed(model.with_parts(**{part: module}), kernels)[0]
 
-    for family, own in zip(families, alone, strict=True):
-        errors = drawing.errors(quantized(own), reference.calls)
-        share = sum(work[name] for name in family) / sum(work.values())
-        found.append((Sensitivity(tuple(family), share, errors), own))
-    found.sort(key=lambda one: -one[0].error)
-    for at in range(drawn):
-        one, own = found[at]
-        found[at] = replace(one, psnr_db=_psnr(drawing.pictures(quantized(own)), reference.pictures)), own
-    return [one for one, _ in found]
+    for family, variant in zip(families, recipes, strict=True):
+        errors = drawing.errors(quantized(variant), reference.calls)
+        share = sum(multiplications[name] for name in family) / sum(multiplications.values())
+        results.append((Sensitivity(tuple(family), share, errors), variant))
+    results.sort(key=lambda result: -result[0].error)
+    for at in range(picture_count):
+        result, variant = results[at]
+        results[at] = replace(result, psnr_db=_psnr(drawing.pictures(quantized(variant)), reference.pictures)), variant
+    return [result for result, _ in results]
 
 
 def report(model: ImageModel, prompts: Sequence[str], out: Path, *, scheme: Scheme = "int8", **options: Any) -> str:
-    """The table for a model that is calibrated on the prompts first, as `quantized.make` does; it is measured on 8.
+    """Return the table for a model that is first calibrated as `quantized.make` does; it is measured on 8 prompts.
 
     `options` are those of `quantized.calibrated`. Checkpoints stay in `out`: `make` with the same goes on from them.
     """
-    found = calibrated(model, prompts, out, scheme=scheme, **options)
+    calibration = calibrated(model, prompts, out, scheme=scheme, **options)
     part, kernels = model.family.denoiser, options.get("kernels")
-    some = prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
-    return table(measure(model, found.recipes[part], found.statistics[part], some, scheme=scheme, kernels=kernels))
+    subset = prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
+    return table(
+        measure(model, calibration.recipes[part], calibration.statistics[part], subset, scheme=scheme, kernels=kernels)
+    )
 
 
-def table(found: Sequence[Sensitivity]) -> str:
-    """As text: a row for each input, errors and shares in percent."""
+def table(sensitivities: Sequence[Sensitivity]) -> str:
+    """Format a row for each input, errors and shares in percent."""
     steps = "".join(f"{f'at {share:.0%}':>8}" for share in SHARES)
     lines = [f"{'error %':>8}{steps}{'work %':>8}{'PSNR dB':>9}  layers"]
-    for one in found:
-        errors = "".join(f"{100 * error:8.3f}" for error in one.errors)
-        psnr = "" if one.psnr_db is None else f"{one.psnr_db:.1f}"
-        lines.append(f"{100 * one.error:8.3f}{errors}{100 * one.arithmetic:8.2f}{psnr:>9}  {' '.join(one.layers)}")
+    for row in sensitivities:
+        errors = "".join(f"{100 * error:8.3f}" for error in row.errors)
+        psnr = "" if row.psnr_db is None else f"{row.psnr_db:.1f}"
+        lines.append(f"{100 * row.error:8.3f}{errors}{100 * row.arithmetic:8.2f}{psnr:>9}  {' '.join(row.layers)}")
     return "\n".join(lines)
 
 
 def recorded(model: ImageModel, prompts: Sequence[str], kernels: ctypes.CDLL | None = None) -> Reference:
-    """The prompts as the model draws them in floating point."""
+    """Return the prompts as the model draws them in floating point."""
     return _Drawing(model, prompts, kernels).reference()
 
 
 def arithmetic(model: ImageModel, call: Call) -> dict[str, int]:
-    """Multiplications in each linear layer and convolution of the denoiser in a recorded call, by the layer's name."""
-    found: dict[str, int] = {}
+    """Count multiplications in each linear layer and convolution of the denoiser in a recorded call, by name."""
+    counts: dict[str, int] = {}
 
     def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, _: Any, out: Tensor) -> None:
             weight = module.weight
             assert isinstance(weight, Tensor)
-            found[name] = found.get(name, 0) + out.numel() // len(weight) * weight.numel()
+            counts[name] = counts.get(name, 0) + out.numel() // len(weight) * weight.numel()
 
         return hook
 
@@ -152,9 +154,9 @@ def arithmetic(model: ImageModel, call: Call) -> dict[str, int]:
         with torch.inference_mode():
             network.deep(call.inputs)
     finally:
-        for one in hooks:
-            one.remove()
-    return {name: found.get(name, 0) for name, _ in layers}
+        for handle in hooks:
+            handle.remove()
+    return {name: counts.get(name, 0) for name, _ in layers}
 
 
 class _Drawing:
@@ -167,17 +169,17 @@ class _Drawing:
         self._guidance = defaults.guidance_scale
 
     def reference(self) -> Reference:
-        """Calls at `SHARES` of the steps with what they return, and finished pictures, all as the model is."""
+        """Return calls at `SHARES` of the steps with their outputs, and finished pictures, all as the model is."""
         networks, _ = observed(self._model, self._kernels)
         recorded: list[Call] = []
-        wanted = {round(share * self._steps) for share in SHARES}
+        recorded_steps = {round(share * self._steps) for share in SHARES}
 
         def forward(inputs: DenoiserInputs) -> tuple[Tensor, ...]:
-            made = networks.denoiser.deep(inputs)
+            outputs = networks.denoiser.deep(inputs)
             step = next(steps)
-            if step in wanted:
-                recorded.append(Call(step, inputs, made[0].clone()))
-            return made
+            if step in recorded_steps:
+                recorded.append(Call(step, inputs, outputs[0].clone()))
+            return outputs
 
         latents = []
         for start in range(0, len(self._prompts), _BATCH):
@@ -187,40 +189,42 @@ class _Drawing:
 
     @torch.inference_mode()
     def errors(self, networks: Networks, calls: Sequence[Call]) -> tuple[float, ...]:
-        """Of each recorded step, the relative root mean squared error of the output."""
-        off: dict[int, float] = {}
-        power: dict[int, float] = {}
-        for step, inputs, wanted in calls:
-            made = networks.denoiser.deep(inputs)[0]
-            off[step] = off.get(step, 0.0) + float((made - wanted).float().square().sum())
-            power[step] = power.get(step, 0.0) + float(wanted.float().square().sum())
-        return tuple((off[step] / (power[step] or 1.0)) ** 0.5 for step in sorted(off))
+        """Return the relative root mean squared error of the output at each recorded step."""
+        squared_errors: dict[int, float] = {}
+        squared_norms: dict[int, float] = {}
+        for step, inputs, expected in calls:
+            output = networks.denoiser.deep(inputs)[0]
+            squared_errors[step] = squared_errors.get(step, 0.0) + float((output - expected).float().square().sum())
+            squared_norms[step] = squared_norms.get(step, 0.0) + float(expected.float().square().sum())
+        return tuple((squared_errors[step] / (squared_norms[step] or 1.0)) ** 0.5 for step in sorted(squared_errors))
 
     def pictures(self, networks: Networks) -> Tensor:
-        """Finished pictures, uint8 [N, H, W, 3]."""
-        parts = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
-        return _decoded(self._model, networks, torch.cat([self._latents(networks, some) for some in parts]))
+        """Return finished pictures, uint8 [N, H, W, 3]."""
+        batches = [self._prompts[start : start + _BATCH] for start in range(0, len(self._prompts), _BATCH)]
+        return _decoded(self._model, networks, torch.cat([self._latents(networks, batch) for batch in batches]))
 
-    def _latents(self, networks: Networks, some: Sequence[str], forward: Forward | None = None) -> Tensor:
+    def _latents(self, networks: Networks, batch: Sequence[str], forward: Forward | None = None) -> Tensor:
         drawing = Denoiser(self._model, networks.denoiser, guidance=self._guidance, steps=self._steps)
-        return drawing.latents(some, [seed(prompt) for prompt in some], forward=forward)
+        return drawing.latents(batch, [seed(prompt) for prompt in batch], forward=forward)
 
 
 @torch.inference_mode()
 def _decoded(model: ImageModel, networks: Networks, latents: Tensor) -> Tensor:
-    made = [levels(networks.decoder(unscale(one.to(model.vae.dtype), model.vae.config))) for one in latents.split(1)]
-    return torch.cat(made).cpu()
+    images = [
+        levels(networks.decoder(unscale(latent.to(model.vae.dtype), model.vae.config))) for latent in latents.split(1)
+    ]
+    return torch.cat(images).cpu()
 
 
-def _psnr(made: Tensor, wanted: Tensor) -> float:
-    """The mean over pictures of PSNR in dB; equal ones count as 100."""
-    error = (made.double() - wanted.double()).square().flatten(1).mean(1)
-    found: Tensor = 10 * torch.log10(255**2 / error.clamp_min(255**2 / 1e10))
-    return float(found.mean())
+def _psnr(actual: Tensor, expected: Tensor) -> float:
+    """Return the mean over pictures of PSNR in dB; equal ones count as 100."""
+    error = (actual.double() - expected.double()).square().flatten(1).mean(1)
+    psnr: Tensor = 10 * torch.log10(255**2 / error.clamp_min(255**2 / 1e10))
+    return float(psnr.mean())
 
 
 def _alone(recipe: Recipe, family: Sequence[str], families: Sequence[Sequence[str]]) -> Recipe:
-    """The recipe with all but this family left in floating point."""
+    """Return the recipe with all but this family left in floating point."""
     left: Mapping[str, Rule] = {
         name: replace(recipe.rule(name), reason=_LEFT) for other in families if other is not family for name in other
     }

@@ -47,7 +47,7 @@ class CachedVariant:
         return folder(self.folder, self.parts[0], self.scheme)
 
     @property
-    def is_made(self) -> bool:
+    def exists(self) -> bool:
         return all((folder(self.folder, part, self.scheme) / store.MANIFEST).is_file() for part in self.parts)
 
     def make(
@@ -63,11 +63,11 @@ class CachedVariant:
         the prompts done and their number; `wait` is called once before waiting for another process. An interrupted
         calibration resumes. Raises `ModelError`, also for a cache that is not writable, and what `open_model` raises.
         """
-        prompts, partial = default_prompts(), self._beside(".part")
+        prompts, partial = default_prompts(), self._sibling(".part")
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with _held(FileLock(self._beside(".lock")), wait):
-                if self.is_made:
+            with _locked(FileLock(self._sibling(".lock")), wait):
+                if self.exists:
                     return
                 model, kernels = open_model()
                 quantized.make(
@@ -84,19 +84,20 @@ class CachedVariant:
                 raise ModelError(f"cannot be quantized to {self.scheme}: {error}") from error
             raise self._unusable(str(error)) from error
 
-    def _beside(self, ending: str) -> Path:
+    def _sibling(self, ending: str) -> Path:
         return self.folder.with_name(self.folder.name + ending)
 
-    def _unusable(self, why: str) -> ModelError:
+    def _unusable(self, reason: str) -> ModelError:
         return ModelError(
-            f"cannot be quantized to {self.scheme}: the cache cannot be used ({why}); DIPTYCH_CACHE_DIR names another"
+            f"cannot be quantized to {self.scheme}: the cache cannot be used ({reason}); "
+            "DIPTYCH_CACHE_DIR names another"
         )
 
 
 def find(
     cache: Path, source: str, family: Family, scheme: Scheme, precision: str, defaults: ImageDefaults | None = None
 ) -> CachedVariant:
-    """The path for the variant of a model whose weights have the digest `source`, calibrated in `precision`.
+    """Return the path for the variant of a model whose weights have the digest `source`, calibrated in `precision`.
 
     `defaults` are the model's, where they are not the family's.
     """
@@ -113,7 +114,7 @@ def find(
 
 
 @contextmanager
-def _held(lock: FileLock, wait: Callable[[], None]) -> Iterator[None]:
+def _locked(lock: FileLock, wait: Callable[[], None]) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -11,7 +11,7 @@ import torch
 
 
 def _x0(scheduler: Any, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a_x and a_m, [S], for a variance-preserving x = alpha · x0 + sigma · eps, by prediction type."""
+    """Return a_x and a_m, [S], for a variance-preserving x = alpha · x0 + sigma · eps, by prediction type."""
     kind = scheduler.config["prediction_type"]
     if kind == "epsilon":
         return 1 / alpha, -sigma / alpha
@@ -21,61 +21,68 @@ def _x0(scheduler: Any, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch
 
 
 def _sigmas(scheduler: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(alpha, now, next), [S] float64: signal level and noise level at each step, and the level it steps to.
+    """Return (alpha, sigma, next sigma), [S] float64: signal and noise level at each step, and the level it steps to.
 
-    now and next are noise over signal (the sigma of Karras et al. 2022). The object may hold more sigmas
+    The sigmas are noise over signal (the sigma of Karras et al. 2022). The object may hold more sigmas
     than steps + 1 (log_linear interpolation); diffusers reads the first of them.
     """
     sigmas = scheduler.sigmas[: steps + 1].double()
-    now, following = sigmas[:-1], sigmas[1:]
-    return 1 / (now**2 + 1).sqrt(), now, following
+    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    return 1 / (sigma**2 + 1).sqrt(), sigma, sigma_next
 
 
 def flow_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    """Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
+    """Compute Euler steps of a rectified flow x = (1 - sigma) · x0 + sigma · eps, whose model returns x0 - eps."""
     sigmas = scheduler.sigmas[: steps + 1].double()
-    now, kept = sigmas[:-1], sigmas[1:] / sigmas[:-1]
-    return {"a_x": torch.ones_like(now), "a_m": now, "b_x": kept, "b_0": 1 - kept, "signal": 1 - now, "noise": now}
+    sigma, ratio = sigmas[:-1], sigmas[1:] / sigmas[:-1]
+    return {
+        "a_x": torch.ones_like(sigma),
+        "a_m": sigma,
+        "b_x": ratio,
+        "b_0": 1 - ratio,
+        "signal": 1 - sigma,
+        "noise": sigma,
+    }
 
 
 def euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    alpha, now, following = _sigmas(scheduler, steps)
-    a_x, a_m = _x0(scheduler, alpha, now * alpha)
-    kept = following / now
+    alpha, sigma, sigma_next = _sigmas(scheduler, steps)
+    a_x, a_m = _x0(scheduler, alpha, sigma * alpha)
+    ratio = sigma_next / sigma
     # Euler's x is x0 + sigma · eps, so 1 / alpha times the variance-preserving one.
-    own = {"signal": torch.ones_like(now), "noise": now}
-    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": kept, "b_0": 1 - kept, **own}
+    levels = {"signal": torch.ones_like(sigma), "noise": sigma}
+    return {"c_in": alpha, "a_x": a_x * alpha, "a_m": a_m, "b_x": ratio, "b_0": 1 - ratio, **levels}
 
 
 def edm_euler(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    """Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
-    _, now, following = _sigmas(scheduler, steps)
+    """Compute Euler steps of x = x0 + sigma · eps with the preconditioning of Karras et al. 2022, table 1."""
+    _, sigma, sigma_next = _sigmas(scheduler, steps)
     data = float(scheduler.config["sigma_data"])
-    whole = now**2 + data**2
+    variance = sigma**2 + data**2
     sign = -1 if scheduler.config["prediction_type"] == "v_prediction" else 1
-    kept = following / now
+    ratio = sigma_next / sigma
     return {
-        "c_in": whole.rsqrt(), "a_x": data**2 / whole, "a_m": sign * now * data * whole.rsqrt(),
-        "b_x": kept, "b_0": 1 - kept, "signal": torch.ones_like(now), "noise": now,
+        "c_in": variance.rsqrt(), "a_x": data**2 / variance, "a_m": sign * sigma * data * variance.rsqrt(),
+        "b_x": ratio, "b_0": 1 - ratio, "signal": torch.ones_like(sigma), "noise": sigma,
     }  # fmt: skip
 
 
 def euler_ancestral(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    _, now, following = _sigmas(scheduler, steps)
-    ratio = following / now
+    _, sigma, sigma_next = _sigmas(scheduler, steps)
+    ratio = sigma_next / sigma
     # sigma_down = next² / now, sigma_up = next · sqrt(1 - ratio²): diffusers', without the cancellation.
-    up = following * (1 - ratio**2).sqrt()
+    up = sigma_next * (1 - ratio**2).sqrt()
     return {**euler(scheduler, steps), "b_x": ratio**2, "b_0": 1 - ratio**2, "b_n": up}
 
 
 def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
-    """DPM-Solver++ of order 1 or 2; its SDE (Lu et al. 2022, section 5) where the scheduler's algorithm says so."""
-    alpha, now, following = _sigmas(scheduler, steps)
-    a_x, a_m = _x0(scheduler, alpha, now * alpha)
-    alpha_next = 1 / (following**2 + 1).sqrt()
+    """Compute DPM-Solver++ of order 1 or 2, or its SDE (Lu et al. 2022, section 5), by the scheduler's algorithm."""
+    alpha, sigma, sigma_next = _sigmas(scheduler, steps)
+    a_x, a_m = _x0(scheduler, alpha, sigma * alpha)
+    alpha_next = 1 / (sigma_next**2 + 1).sqrt()
     config = scheduler.config
     sde = config["algorithm_type"] == "sde-dpmsolver++"
-    ratio = following / now  # exp(-h)
+    ratio = sigma_next / sigma  # exp(-h)
     decay = ratio**2 if sde else ratio  # of x0's share
     first = alpha_next * (1 - decay)
     lower_at_end = (
@@ -86,8 +93,8 @@ def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
     last = steps - 1 if lower_at_end else steps
     # The first step has no history.
     second = slice(begin + 1, last if config["solver_order"] == 2 else begin + 1)
-    h = (now / following)[second].log()
-    h_previous = (now[:-1] / now[1:]).log()[begin : begin + len(h)]
+    h = (sigma / sigma_next)[second].log()
+    h_previous = (sigma[:-1] / sigma[1:]).log()[begin : begin + len(h)]
     # Written without h in a denominator: it is 0 where Karras sigmas end in final_sigmas_type sigma_min.
     if config["solver_type"] == "heun":
         scale = 2 if sde else 1
@@ -99,18 +106,18 @@ def dpm(scheduler: Any, steps: int, begin: int) -> dict[str, torch.Tensor]:
     columns = {
         "a_x": a_x,
         "a_m": a_m,
-        "b_x": alpha_next * following / (alpha * now) * (ratio if sde else 1),
+        "b_x": alpha_next * sigma_next / (alpha * sigma) * (ratio if sde else 1),
         "b_0": first + correction,
         "b_p": 0 - correction,  # not -correction: no negative zeros
         "signal": alpha,
-        "noise": now * alpha,
+        "noise": sigma * alpha,
     }
-    return columns | ({"b_n": alpha_next * following * (1 - decay).sqrt()} if sde else {})
+    return columns | ({"b_n": alpha_next * sigma_next * (1 - decay).sqrt()} if sde else {})
 
 
 def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
-    kept = scheduler.alphas_cumprod.double()[scheduler.timesteps]  # [S]
-    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    alpha_prod = scheduler.alphas_cumprod.double()[scheduler.timesteps]  # [S]
+    alpha, sigma = alpha_prod.sqrt(), (1 - alpha_prod).sqrt()
     a_x, a_m = _x0(scheduler, alpha, sigma)
     scaled = scheduler.timesteps.double() * scheduler.config["timestep_scaling"]
     sigma_data = 0.5
@@ -129,22 +136,22 @@ def lcm(scheduler: Any, steps: int) -> dict[str, torch.Tensor]:
 
 
 def tcd(scheduler: Any, steps: int, eta: float) -> dict[str, torch.Tensor]:
-    """Trajectory consistency (Zheng et al., 2024): each step goes to timestep s and adds noise up to the next one."""
-    clock = scheduler.alphas_cumprod.double()
-    following = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
-    kept, kept_next = clock[scheduler.timesteps], clock[following]
-    kept_s = clock[((1 - eta) * following).floor().long()]
-    alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+    """Compute trajectory consistency (Zheng et al., 2024): a step goes to timestep s, and noise to the next one."""
+    alphas_cumprod = scheduler.alphas_cumprod.double()
+    next_timesteps = torch.cat([scheduler.timesteps[1:], torch.zeros(1, dtype=torch.long)])
+    alpha_prod, alpha_prod_next = alphas_cumprod[scheduler.timesteps], alphas_cumprod[next_timesteps]
+    alpha_prod_s = alphas_cumprod[((1 - eta) * next_timesteps).floor().long()]
+    alpha, sigma = alpha_prod.sqrt(), (1 - alpha_prod).sqrt()
     a_x, a_m = _x0(scheduler, alpha, sigma)
-    again = kept_next / kept_s if eta > 0 else torch.ones(steps, dtype=torch.float64)
-    again[-1] = 1  # the last step adds no noise
-    carried = (again * (1 - kept_s)).sqrt() / sigma  # of eps = (x - alpha · x0) / sigma
+    alpha_ratio = alpha_prod_next / alpha_prod_s if eta > 0 else torch.ones(steps, dtype=torch.float64)
+    alpha_ratio[-1] = 1  # the last step adds no noise
+    carried = (alpha_ratio * (1 - alpha_prod_s)).sqrt() / sigma  # of eps = (x - alpha · x0) / sigma
     return {
         "a_x": a_x,
         "a_m": a_m,
         "b_x": carried,
-        "b_0": (again * kept_s).sqrt() - carried * alpha,
-        "b_n": (1 - again).sqrt(),
+        "b_0": (alpha_ratio * alpha_prod_s).sqrt() - carried * alpha,
+        "b_n": (1 - alpha_ratio).sqrt(),
         "signal": alpha,
         "noise": sigma,
     }

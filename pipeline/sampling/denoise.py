@@ -1,4 +1,4 @@
-"""One denoiser forward for rows of different requests, and one step of each request with its own sampler."""
+"""The denoiser's forward for rows of different requests, and one step of each request with its own sampler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from unet_opt.inputs import DenoiserInputs
 
 @dataclass(slots=True, eq=False)
 class Conditioning:
-    """A request's constant inputs of the denoiser; R is 2 with classifier-free guidance (negative, then positive),
-    else 1.
-    """
+    """The constant inputs of a request; R is 2 with classifier-free guidance (negative, then positive), else 1."""
 
     tensors: Mapping[str, torch.Tensor]  # by the family's names, [R, …] each
     guidance_scale: float  # of negative + scale · (positive - negative)
@@ -28,7 +26,7 @@ class Conditioning:
         return next(iter(self.tensors.values())).shape[0]
 
     def unguided(self) -> Conditioning:
-        """Of the positive prompt alone, on the same memory."""
+        """Return the conditioning of the positive prompt alone, on the same memory."""
         return Conditioning({name: tensor[-1:] for name, tensor in self.tensors.items()}, self.guidance_scale)
 
 
@@ -47,7 +45,7 @@ class InpaintMask:
     steps: int = 0  # n, of a soft mask; 0: it is none
 
     def put_back(self, x: torch.Tensor, step: int, signal: float, noise: float) -> torch.Tensor:
-        """The sample [1, C, h, w] before this step, with the kept region restored at its level of signal and noise."""
+        """Return the sample [1, C, h, w] before this step, with the kept region at its level of signal and noise."""
         mask = self.mask
         if self.steps:
             if step == self.steps:
@@ -58,7 +56,7 @@ class InpaintMask:
 
 @dataclass(slots=True, eq=False)
 class DenoisingState:
-    """A request's state between noise and image. Immutable: a step returns a new one."""
+    """The state of a request between noise and image. Immutable: a step returns a new one."""
 
     table: sigmas.SamplerTable
     step: int
@@ -77,7 +75,7 @@ class _GatheredConditioning(NamedTuple):
     """The batched conditioning of these requests, and which request each row belongs to."""
 
     tensors: Mapping[str, torch.Tensor]
-    rider: torch.Tensor  # [B]: the request's index
+    request_index: torch.Tensor  # [B]: the request's index
 
 
 class BatchGatherer:
@@ -93,34 +91,36 @@ class BatchGatherer:
         self._padded = padded
         self._last: tuple[tuple[int, ...], list[Conditioning], _GatheredConditioning] | None = None
 
-    def inputs(self, riders: Sequence[DenoisingState], rows: int) -> DenoiserInputs:
-        """Arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
-        made = self._conditioning([r.conditioning for r in riders], rows - sum(r.conditioning.rows for r in riders))
-        scaled = sigmas.model_input(torch.cat([rider.x for rider in riders]), _coefficients(riders))
-        masked = [rider.masked for rider in riders if rider.masked is not None]
+    def inputs(self, states: Sequence[DenoisingState], rows: int) -> DenoiserInputs:
+        """Return arguments of `rows` rows; padding repeats the first request's row, which keeps it finite."""
+        gathered = self._conditioning([r.conditioning for r in states], rows - sum(r.conditioning.rows for r in states))
+        scaled = sigmas.model_input(torch.cat([state.x for state in states]), _coefficients(states))
+        masked = [state.masked for state in states if state.masked is not None]
         if masked:  # then every request of the model has one
             scaled = torch.cat([scaled, torch.cat(masked)], dim=1)
-        times = to_device(torch.stack([rider.table.timesteps[rider.step] for rider in riders]), scaled.device)
-        return DenoiserInputs(scaled.to(self._dtype)[made.rider], times[made.rider], made.tensors)
+        times = to_device(torch.stack([state.table.timesteps[state.step] for state in states]), scaled.device)
+        return DenoiserInputs(
+            scaled.to(self._dtype)[gathered.request_index], times[gathered.request_index], gathered.tensors
+        )
 
-    def conditioning(self, riders: list[Conditioning], padding: int) -> Mapping[str, torch.Tensor]:
-        """The requests' conditioning in one batch, and `padding` times the first row."""
-        return self._conditioning(riders, padding).tensors
+    def conditioning(self, conditionings: list[Conditioning], padding: int) -> Mapping[str, torch.Tensor]:
+        """Return the requests' conditioning in one batch, and `padding` times the first row."""
+        return self._conditioning(conditionings, padding).tensors
 
-    def _conditioning(self, riders: list[Conditioning], padding: int) -> _GatheredConditioning:
-        key = (*(id(rider) for rider in riders), -padding)
+    def _conditioning(self, conditionings: list[Conditioning], padding: int) -> _GatheredConditioning:
+        key = (*(id(conditioning) for conditioning in conditionings), -padding)
         if self._last is None or self._last[0] != key:
             tensors: dict[str, torch.Tensor] = {}
-            for name in riders[0].tensors:
-                parts, multiple = [rider.tensors[name] for rider in riders], self._padded.get(name)
+            for name in conditionings[0].tensors:
+                parts, multiple = [conditioning.tensors[name] for conditioning in conditionings], self._padded.get(name)
                 if multiple is None and len({part.shape[1:] for part in parts}) > 1:
                     multiple = 1
                     tensors[f"{name}_lengths"] = _lengths(parts, padding)
                 tensors[name] = gather(parts, padding, multiple)
-            own = [number for number, rider in enumerate(riders) for _ in range(rider.rows)]
-            rider = to_device(torch.tensor(own + [0] * padding), next(iter(tensors.values())).device)
+            indices = [number for number, conditioning in enumerate(conditionings) for _ in range(conditioning.rows)]
+            request_index = to_device(torch.tensor(indices + [0] * padding), next(iter(tensors.values())).device)
             # The requests are kept with the result, so that no other object can take over their identity.
-            self._last = (key, riders, _GatheredConditioning(tensors, rider))
+            self._last = (key, conditionings, _GatheredConditioning(tensors, request_index))
         return self._last[2]
 
     def clear_cache(self) -> None:
@@ -128,7 +128,7 @@ class BatchGatherer:
 
 
 def gather(parts: Sequence[torch.Tensor], padding: int, multiple: int | None) -> torch.Tensor:
-    """Rows [R, …] of many requests in one tensor, and `padding` times the first row.
+    """Concatenate rows [R, …] of many requests, and `padding` times the first row.
 
     With `multiple` their lengths [R, T, …] may differ: zeros extend them to a multiple of it.
     """
@@ -139,62 +139,62 @@ def gather(parts: Sequence[torch.Tensor], padding: int, multiple: int | None) ->
 
 
 def _lengths(parts: Sequence[torch.Tensor], padding: int) -> torch.Tensor:
-    """Of each row of `gather`, int32."""
-    own = [part.shape[1] for part in parts for _ in range(part.shape[0])]
-    return torch.tensor(own + [parts[0].shape[1]] * padding, dtype=torch.int32, device=parts[0].device)
+    """Return the length of each row of `gather`, int32."""
+    lengths = [part.shape[1] for part in parts for _ in range(part.shape[0])]
+    return torch.tensor(lengths + [parts[0].shape[1]] * padding, dtype=torch.int32, device=parts[0].device)
 
 
-def guide(output: torch.Tensor, riders: Sequence[DenoisingState]) -> torch.Tensor:
-    """Classifier-free guidance (Ho and Salimans, 2022) for requests with two rows: to fp32 [requests, …]."""
-    count = len(riders)
-    if all(rider.conditioning.rows == 2 for rider in riders):
+def guide(output: torch.Tensor, states: Sequence[DenoisingState]) -> torch.Tensor:
+    """Apply classifier-free guidance (Ho and Salimans, 2022) for requests with two rows: to fp32 [requests, …]."""
+    count = len(states)
+    if all(state.conditioning.rows == 2 for state in states):
         pairs = output[: 2 * count].float().unflatten(0, (count, 2))
-        scales = torch.tensor([rider.conditioning.guidance_scale for rider in riders]).view(-1, 1, 1, 1)
+        scales = torch.tensor([state.conditioning.guidance_scale for state in states]).view(-1, 1, 1, 1)
         scales = to_device(scales, output.device)
         mixed: torch.Tensor = pairs[:, 0] + scales * (pairs[:, 1] - pairs[:, 0])
         return mixed
     output = output.float()
-    if all(rider.conditioning.rows == 1 for rider in riders):
+    if all(state.conditioning.rows == 1 for state in states):
         return output[:count]
     guided, row = [], 0
-    for rider in riders:
-        if rider.conditioning.rows == 2:
+    for state in states:
+        if state.conditioning.rows == 2:
             negative, positive = output[row : row + 1], output[row + 1 : row + 2]
-            guided.append(negative + rider.conditioning.guidance_scale * (positive - negative))
+            guided.append(negative + state.conditioning.guidance_scale * (positive - negative))
         else:
             guided.append(output[row : row + 1])
-        row += rider.conditioning.rows
+        row += state.conditioning.rows
     return torch.cat(guided)
 
 
 def advance(
-    riders: Sequence[DenoisingState], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
+    states: Sequence[DenoisingState], output: torch.Tensor, noise: Sequence[torch.Tensor | None]
 ) -> list[DenoisingState]:
-    """Each request's next trajectory, from the denoiser's output for all rows. The inputs are unchanged."""
-    m = guide(output, riders)
-    x = torch.cat([rider.x for rider in riders])
-    x0 = torch.cat([rider.x0 for rider in riders])
-    if any(drawn is not None for drawn in noise):
-        parts = [torch.zeros_like(r.x) if n is None else n for r, n in zip(riders, noise, strict=True)]
-        drawn = torch.cat(parts)
+    """Return each request's next trajectory, from the denoiser's output for all rows. The inputs are unchanged."""
+    m = guide(output, states)
+    x = torch.cat([state.x for state in states])
+    x0 = torch.cat([state.x0 for state in states])
+    if any(part is not None for part in noise):
+        parts = [torch.zeros_like(r.x) if n is None else n for r, n in zip(states, noise, strict=True)]
+        sampled_noise = torch.cat(parts)
     else:
-        drawn = torch.zeros_like(x)
-    x, x0 = sigmas.step(x, m, x0, drawn, _coefficients(riders))
+        sampled_noise = torch.zeros_like(x)
+    x, x0 = sigmas.step(x, m, x0, sampled_noise, _coefficients(states))
     # Views of the whole batch: a waiting latent keeps its companions' of that step alive, which is little.
     return [
-        replace(rider, step=rider.step + 1, x=_put_back(rider, own), x0=own_x0)
-        for rider, own, own_x0 in zip(riders, torch.split(x, 1), torch.split(x0, 1), strict=True)
+        replace(state, step=state.step + 1, x=_put_back(state, sample), x0=sample_x0)
+        for state, sample, sample_x0 in zip(states, torch.split(x, 1), torch.split(x0, 1), strict=True)
     ]
 
 
-def _coefficients(riders: Sequence[DenoisingState]) -> torch.Tensor:
-    """Of each request's next step, fp32 [requests, 7]."""
-    rows = torch.stack([rider.table.coefficients[rider.step] for rider in riders])
-    return to_device(rows, riders[0].x.device)
+def _coefficients(states: Sequence[DenoisingState]) -> torch.Tensor:
+    """Return the coefficients of each request's next step, fp32 [requests, 7]."""
+    rows = torch.stack([state.table.coefficients[state.step] for state in states])
+    return to_device(rows, states[0].x.device)
 
 
-def _put_back(rider: DenoisingState, moved: torch.Tensor) -> torch.Tensor:
-    if rider.kept is None:
-        return moved
-    signal, noise = rider.table.levels[rider.step + 1].tolist()
-    return rider.kept.put_back(moved, rider.step + 1, signal, noise)
+def _put_back(state: DenoisingState, sample: torch.Tensor) -> torch.Tensor:
+    if state.kept is None:
+        return sample
+    signal, noise = state.table.levels[state.step + 1].tolist()
+    return state.kept.put_back(sample, state.step + 1, signal, noise)

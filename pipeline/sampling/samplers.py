@@ -24,7 +24,7 @@ _UNCLIPPED = {"thresholding": _OFF, "clip_sample": _OFF}  # a quantile or a clam
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """One sampler.
+    """A sampler.
 
     module, class_name: of diffusers' scheduler.
     formula: the function of `pipeline.sampling.coefficients`, and which of `begin` and `eta` it takes.
@@ -46,20 +46,22 @@ class Sampler:
     noise: str = ""
 
     def load(self) -> Any:
-        """diffusers' class."""
+        """Import diffusers' class."""
         return getattr(importlib.import_module(f"diffusers.schedulers.{self.module}"), self.class_name)
 
     def columns(self, scheduler: Any, steps: int, begin: int, eta: float) -> dict[str, torch.Tensor]:
-        """Its coefficients for a scheduler whose timesteps are set."""
+        """Return its coefficients for a scheduler whose timesteps are set."""
         from pipeline.sampling import coefficients
 
-        name, *taken = self.formula
-        given = {"begin": begin, "eta": eta}
-        found: dict[str, torch.Tensor] = getattr(coefficients, name)(scheduler, steps, *(given[one] for one in taken))
-        return found
+        name, *names = self.formula
+        arguments = {"begin": begin, "eta": eta}
+        columns: dict[str, torch.Tensor] = getattr(coefficients, name)(
+            scheduler, steps, *(arguments[key] for key in names)
+        )
+        return columns
 
     def noisy(self, last: bool, eta: float) -> bool:
-        """Whether it draws noise at a step."""
+        """Return whether it draws noise at a step."""
         if "eta" in self.takes and eta == 0:
             return False
         return self.noise == "every" or (self.noise == "inner" and not last)
@@ -131,7 +133,7 @@ SCHEDULERS: tuple[str, ...] = tuple(name for name in SAMPLERS if name not in (*F
 
 
 def offered(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
-    """The samplers of a model whose scheduler_config.json is `config`, by those that its family offers.
+    """Return the samplers of a model whose scheduler_config.json is `config`, by those that its family offers.
 
     A model trained as EDM says (Karras et al., 2022, table 1) reads other timesteps, and takes none of the others.
     """
@@ -140,11 +142,11 @@ def offered(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_name(config: Mapping[str, Any], offered: Sequence[str] = SCHEDULERS) -> str:
-    """The sampler that a scheduler_config.json names by its `_class_name`, if it is offered, else ValueError."""
+    """Return the sampler that a scheduler_config.json names by its `_class_name`, if it is offered, else ValueError."""
     class_name = config.get("_class_name")
-    found = [name for name in offered if SAMPLERS[name].class_name == class_name]
-    if found:
+    matches = [name for name in offered if SAMPLERS[name].class_name == class_name]
+    if matches:
         sde = config.get("algorithm_type") == _SDE["algorithm_type"]
-        return found[-1] if sde else found[0]
+        return matches[-1] if sde else matches[0]
     known_names = ", ".join(dict.fromkeys(SAMPLERS[name].class_name for name in offered))
     raise ValueError(f"_class_name={class_name!r} is not a supported scheduler; supported: {known_names}")

@@ -1,4 +1,4 @@
-"""Samplers as tables of seven numbers per step, so that rows at different steps, with different step counts and
+"""The samplers as tables of seven numbers per step, so that rows at different steps, with different step counts and
 samplers, are stepped together by one formula.
 
 Model outputs, after guidance, and noise are arguments.
@@ -31,7 +31,7 @@ COLUMNS: tuple[str, ...] = ("c_in", "a_x", "a_m", "b_x", "b_0", "b_p", "b_n")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplerTable:
-    """One sampler at one step count: what every step feeds to the model and how it moves the sample.
+    """A sampler at one step count: what every step feeds to the model and how it moves the sample.
 
     Tables are cached and shared between requests: read them, never write to their tensors.
 
@@ -65,7 +65,7 @@ def table(
     tokens: int = 0,
     schedule: NoiseSchedule = OWN,
 ) -> SamplerTable:
-    """The table of sampler `name` for `steps` steps of the model whose scheduler_config.json is `config`.
+    """Return the table of sampler `name` for `steps` steps of the model whose scheduler_config.json is `config`.
 
     The first `begin` of these steps are left out, as by a pipeline that begins with a picture instead of noise.
     `tokens` is the number of a picture's tokens, by which a flow schedule with dynamic shift is shifted. `schedule`
@@ -92,7 +92,7 @@ def table(
 
 
 def model_input(x: torch.Tensor, coefficients_rows: torch.Tensor) -> torch.Tensor:
-    """What the denoiser gets for samples x [B, C, H, W] and their rows [B, 7]: c_in · x."""
+    """Return what the denoiser reads of samples x [B, C, H, W] and their rows [B, 7]: c_in · x."""
     return coefficients_rows[:, 0].reshape(-1, 1, 1, 1) * x
 
 
@@ -103,7 +103,7 @@ def step(
     noise: torch.Tensor,
     coefficients_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Moves every row by one step of its own sampler.
+    """Move every row by one step of its own sampler.
 
     x0 = a_x · x + a_m · m
     x' = b_x · x + b_0 · x0 + b_p · x0_previous + b_n · noise
@@ -118,12 +118,12 @@ def step(
     x0 = a_x * x + a_m * m
     # Selected, not multiplied by zero: a NaN left in a slot by a failed request must not reach this row.
     history = torch.where(b_p == 0, 0.0, b_p * x0_previous)
-    drawn = torch.where(b_n == 0, 0.0, b_n * noise)
-    return b_x * x + b_0 * x0 + history + drawn, x0
+    scaled_noise = torch.where(b_n == 0, 0.0, b_n * noise)
+    return b_x * x + b_0 * x0 + history + scaled_noise, x0
 
 
 def _plain(value: Any) -> Any:
-    """A JSON form of the numpy arrays and numbers that a live config may hold (`trained_betas`)."""
+    """Return a JSON form of the numpy arrays and numbers that a live config may hold (`trained_betas`)."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(f"scheduler config holds a {type(value).__name__}, which is no plain value")
@@ -169,8 +169,8 @@ def _check(config: Mapping[str, Any], name: str, schedule: NoiseSchedule) -> Non
     """Reject what the tables cannot express, and what the sampler does not take of a request's schedule."""
     sampler = SAMPLERS[name]
     if schedule.schedule_type is not None and schedule.schedule_type not in sampler.schedule_types:
-        known = ", ".join(sampler.schedule_types) or "its own only"
-        raise Invalid("schedule_type", f"{schedule.schedule_type} is not supported by {name}; supported: {known}")
+        supported = ", ".join(sampler.schedule_types) or "its own only"
+        raise Invalid("schedule_type", f"{schedule.schedule_type} is not supported by {name}; supported: {supported}")
     for field in ("timesteps", "sigmas", "eta"):
         if getattr(schedule, field) is not None and field not in sampler.takes:
             raise Invalid(field, f"is not supported by {name}")
@@ -182,7 +182,7 @@ def _check(config: Mapping[str, Any], name: str, schedule: NoiseSchedule) -> Non
 
 
 def _spacing(schedule: NoiseSchedule) -> dict[str, Any]:
-    """The settings of a diffusers scheduler that a request's schedule replaces."""
+    """Return the settings of a diffusers scheduler that a request's schedule replaces."""
     if schedule.steps is None and schedule.schedule_type is None:
         return {}
     curves = {f"use_{curve}_sigmas": curve == schedule.schedule_type for curve in CURVES} | {"use_lu_lambdas": False}
@@ -190,7 +190,7 @@ def _spacing(schedule: NoiseSchedule) -> dict[str, Any]:
 
 
 def _scheduler(config: dict[str, Any], name: str, steps: int, tokens: int, schedule: NoiseSchedule) -> Any:
-    """The diffusers object for `name`, its timesteps set."""
+    """Build the diffusers object for `name`, its timesteps set."""
     sampler = SAMPLERS[name]
     try:
         cls = sampler.load()
@@ -214,22 +214,22 @@ def _scheduler(config: dict[str, Any], name: str, steps: int, tokens: int, sched
 
 
 def _set_timesteps(scheduler: Any, name: str, steps: int, tokens: int, schedule: NoiseSchedule) -> None:
-    most = scheduler.config["num_train_timesteps"]
-    if steps > most:
-        raise ValueError(f"steps={steps} is more than num_train_timesteps={most}")
+    limit = scheduler.config["num_train_timesteps"]
+    if steps > limit:
+        raise ValueError(f"steps={steps} is more than num_train_timesteps={limit}")
     if schedule.timesteps is not None:
-        if schedule.timesteps[0] >= most:
-            raise Invalid("timesteps.0", f"must be less than the model's num_train_timesteps={most}")
+        if schedule.timesteps[0] >= limit:
+            raise Invalid("timesteps.0", f"must be less than the model's num_train_timesteps={limit}")
         scheduler.set_timesteps(timesteps=[*schedule.timesteps])
         return
-    given = None if schedule.sigmas is None else [sigma for sigma in schedule.sigmas if sigma > 0]
+    sigmas = None if schedule.sigmas is None else [sigma for sigma in schedule.sigmas if sigma > 0]
     if name in FLOW_SCHEDULERS:
-        if given and given[0] > 1:
+        if sigmas and sigmas[0] > 1:
             raise Invalid("sigmas.0", "must be at most 1 for flow matching, where it is the share of noise")
-        given = given or torch.linspace(1.0, 1 / steps, steps).tolist()
-        scheduler.set_timesteps(sigmas=given, mu=_shift(scheduler.config, tokens))
-    elif given is not None:
-        scheduler.set_timesteps(sigmas=[*given, 0.0])
+        sigmas = sigmas or torch.linspace(1.0, 1 / steps, steps).tolist()
+        scheduler.set_timesteps(sigmas=sigmas, mu=_shift(scheduler.config, tokens))
+    elif sigmas is not None:
+        scheduler.set_timesteps(sigmas=[*sigmas, 0.0])
     else:
         original = scheduler.config.get("original_inference_steps")  # of LCM and TCD
         if original is not None and steps > original:
@@ -239,7 +239,7 @@ def _set_timesteps(scheduler: Any, name: str, steps: int, tokens: int, schedule:
 
 @contextmanager
 def _silent(module: str) -> Iterator[None]:
-    """Without diffusers' advice on ignored settings and untrained timesteps, which would come once for each table."""
+    """Silence diffusers' advice on ignored settings and untrained timesteps, which would come once for each table."""
     loggers = [logging.getLogger(name) for name in (module, "diffusers.configuration_utils")]
     with _QUIET:
         before = [logger.disabled for logger in loggers]
@@ -253,7 +253,7 @@ def _silent(module: str) -> Iterator[None]:
 
 
 def _shift(config: Mapping[str, Any], tokens: int) -> float:
-    """The shift mu of a picture of so many tokens, as diffusers' pipelines compute it (`calculate_shift`)."""
+    """Return the shift mu of a picture of so many tokens, as diffusers' pipelines compute it (`calculate_shift`)."""
     few, many = config["base_image_seq_len"], config["max_image_seq_len"]
     slope = (config["max_shift"] - config["base_shift"]) / (many - few)
     return float(tokens * slope + (config["base_shift"] - slope * few))

@@ -1,1 +1,1 @@
-"""Prompts to conditioning: chunks of tokens, weights of words, textual inversions, and the cache of embeddings."""
+"""The room of prompts: chunks of tokens, weights of words, textual inversions, and the cache of embeddings."""

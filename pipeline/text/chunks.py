@@ -19,7 +19,7 @@ _PLACE = 0  # the id of a token whose embedding is replaced; never an end, which
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A prompt as one encoder reads it, in C chunks of T tokens. `count` is the number of its own tokens."""
+    """The tokens of a prompt as one encoder reads it, in C chunks of T. `count` is the number of its own tokens."""
 
     ids: torch.Tensor  # [C, T]
     weights: torch.Tensor  # [C, T], fp32: 1 for start, end and padding
@@ -30,7 +30,7 @@ class Tokens:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens of one chunk without start and end."""
+    """The tokens of one chunk without start and end."""
 
     ids: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -38,13 +38,13 @@ class _Chunk:
     vectors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def row(self, tokenizer: Any, room: int) -> list[int]:
-        """With start, end and padding."""
+        """Return its ids with start, end and padding."""
         padding = [tokenizer.pad_token_id] * (room - len(self.ids))
         return [tokenizer.bos_token_id, *self.ids, tokenizer.eos_token_id, *padding]
 
 
 class _Chunks(list[_Chunk]):
-    """Chunks that are filled one after another, with `room` for so many tokens each."""
+    """The chunks that are filled one after another, with `room` for so many tokens each."""
 
     def __init__(self, room: int) -> None:
         super().__init__([_Chunk()])
@@ -54,7 +54,7 @@ class _Chunks(list[_Chunk]):
         self.append(_Chunk())
 
     def add(self, ids: list[int], vectors: torch.Tensor | None, weight: float, part: int) -> None:
-        """Tokens, or places of vectors, which stay together."""
+        """Add tokens, or places of vectors, which stay together."""
         while ids:
             left = self.room - len(self[-1].ids)
             if not left or (vectors is not None and left < len(ids)):
@@ -63,10 +63,10 @@ class _Chunks(list[_Chunk]):
             last = self[-1]
             if vectors is not None:
                 last.vectors.append((1 + len(last.ids), vectors))
-            own, ids = ids[:left], ids[left:]
-            last.ids += own
-            last.weights += [weight] * len(own)
-            last.parts += [part] * len(own)
+            fitting, ids = ids[:left], ids[left:]
+            last.ids += fitting
+            last.weights += [weight] * len(fitting)
+            last.parts += [part] * len(fitting)
 
 
 def split(
@@ -76,26 +76,26 @@ def split(
     embeddings: Sequence[TextualInversion] = (),
     key: str = "",
 ) -> Tokens:
-    """The prompt in at least so many chunks; missing ones are empty. `key` is the encoder's name in embedding files."""
+    """Split the prompt into at least so many chunks; missing ones are empty. `key` names the encoder in files."""
     marked = WeightedPrompt(((prompt, 1.0),)) if isinstance(prompt, str) else prompt
-    made = _Chunks(tokenizer.model_max_length - 2)
+    filled = _Chunks(tokenizer.model_max_length - 2)
     for number, (text, weight) in enumerate((*marked.parts, ("", 1.0))):
         for _ in range(marked.breaks.count(number)):
-            made.begin()
+            filled.begin()
         for ids, vectors in _pieces(tokenizer, text, embeddings, key):
-            made.add(ids, vectors, weight, number)
-    count = sum(len(chunk.ids) for chunk in made)
-    while len(made) < chunks:
-        made.begin()
+            filled.add(ids, vectors, weight, number)
+    count = sum(len(chunk.ids) for chunk in filled)
+    while len(filled) < chunks:
+        filled.begin()
 
-    def padded(values: Sequence[float], around: float) -> list[float]:
-        return [around, *values, *[around] * (made.room + 1 - len(values))]
+    def padded(values: Sequence[float], fill: float) -> list[float]:
+        return [fill, *values, *[fill] * (filled.room + 1 - len(values))]
 
     return Tokens(
-        torch.tensor([one.row(tokenizer, made.room) for one in made]),
-        torch.tensor([padded(one.weights, 1.0) for one in made]),
-        torch.tensor([padded(one.parts, -1) for one in made]),
-        tuple((number, at, vectors) for number, one in enumerate(made) for at, vectors in one.vectors),
+        torch.tensor([item.row(tokenizer, filled.room) for item in filled]),
+        torch.tensor([padded(item.weights, 1.0) for item in filled]),
+        torch.tensor([padded(item.parts, -1) for item in filled]),
+        tuple((number, at, vectors) for number, item in enumerate(filled) for at, vectors in item.vectors),
         count,
     )
 
@@ -103,17 +103,17 @@ def split(
 def _pieces(
     tokenizer: Any, text: str, embeddings: Sequence[TextualInversion], key: str
 ) -> Iterator[tuple[list[int], torch.Tensor | None]]:
-    """Ids of the text, and in their place the vectors of each embedding that it names."""
+    """Yield ids of the text, and in their place the vectors of each embedding that it names."""
 
     def tokens(part: str) -> list[int]:
-        found: list[int] = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        return found
+        ids: list[int] = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
-    known, end = {one.name: one.vectors[key] for one in embeddings}, 0
-    pattern = words(known)
+    by_name, end = {embedding.name: embedding.vectors[key] for embedding in embeddings}, 0
+    pattern = words(by_name)
     for match in pattern.finditer(text) if pattern else ():
         yield tokens(text[end : match.start()]), None
-        vectors = known[match[1]]
+        vectors = by_name[match[1]]
         yield [_PLACE] * len(vectors), vectors
         end = match.end()
     yield tokens(text[end:]), None

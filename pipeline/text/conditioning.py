@@ -22,7 +22,7 @@ NamedIn = Callable[[Mapping[str, str]], tuple[TextualInversion, ...]]
 
 
 class Told(NamedTuple):
-    """A request's conditioning, what people should know of it, and the embeddings [R, T, D] that it was made of."""
+    """The conditioning of a request, its warnings, and the embeddings [R, T, D] that it was made of."""
 
     conditioning: denoise.Conditioning
     warnings: list[str]
@@ -39,60 +39,62 @@ class Conditioner:
         self._prepare = prepare
         self._named_in = named_in
 
-    def __call__(self, wanted: Sequence[ImageParameters], works: Sequence[ImageState], bucket: int = 0) -> list[Told]:
-        """The conditioning of each request: all plain prompts go through the encoders in one batch.
+    def __call__(
+        self, parameters: Sequence[ImageParameters], states: Sequence[ImageState], bucket: int = 0
+    ) -> list[Told]:
+        """Return the conditioning of each request: all plain prompts go through the encoders in one batch.
 
         `bucket` is as for `Encoder.encode`.
         """
-        return self.conditions(wanted, bucket, [work.prompts for work in works])
+        return self.conditions(parameters, bucket, [state.prompts for state in states])
 
     def conditions(
         self,
-        wanted: Sequence[ImageParameters],
+        parameters: Sequence[ImageParameters],
         bucket: int = 0,
         read: Sequence[RequestPrompts] | None = None,
         *,
         of: Hashable = None,
     ) -> list[Told]:
-        """The same from parameters alone, or with the prompts `read` from them. `of` is as for `Encoder.encode`."""
-        own = [self.read(one) for one in wanted] if read is None else read
-        flat = [prompt for one in own for prompt in one.prompts]
-        known = dict(zip(flat, self.encoder.encode(flat, bucket, of=of), strict=True))
+        """Return the same from parameters alone, or with their prompts `read`. `of` is as for `Encoder.encode`."""
+        request_prompts = [self.read(item) for item in parameters] if read is None else read
+        all_prompts = [prompt for item in request_prompts for prompt in item.prompts]
+        embeddings = dict(zip(all_prompts, self.encoder.encode(all_prompts, bucket, of=of), strict=True))
         return [
-            self._condition(one, [known[prompt] for prompt in found.prompts])
-            for one, found in zip(wanted, own, strict=True)
+            self._condition(item, [embeddings[prompt] for prompt in encoded.prompts])
+            for item, encoded in zip(parameters, request_prompts, strict=True)
         ]
 
-    def read(self, wanted: ImageParameters) -> RequestPrompts:
-        """The prompts of a checked request. Raises `Invalid` for what the model's encoders cannot read."""
+    def read(self, parameters: ImageParameters) -> RequestPrompts:
+        """Return the prompts of a checked request. Raises `Invalid` for what the model's encoders cannot read."""
         family = self._model.family
-        prompts.check_known(wanted.values(prompts.FIELDS), family.prompt_fields)
-        negative = family.negative(self._model, wanted) if family.rows(self._model, wanted) == 2 else None
+        prompts.check_known(parameters.values(prompts.FIELDS), family.prompt_fields)
+        negative = family.negative(self._model, parameters) if family.rows(self._model, parameters) == 2 else None
 
         def parse(text: str | None) -> str | WeightedPrompt | None:
-            return None if text is None else prompts.read(text, wanted.prompt_weighting)
+            return None if text is None else prompts.read(text, parameters.prompt_weighting)
 
         fields = PromptFields(
-            prompts.read(wanted.prompt, wanted.prompt_weighting),
+            prompts.read(parameters.prompt, parameters.prompt_weighting),
             parse(negative),
-            parse(wanted.prompt_2),
-            None if negative is None else parse(wanted.negative_prompt_2),
-            wanted.clip_skip or 0,
+            parse(parameters.prompt_2),
+            None if negative is None else parse(parameters.negative_prompt_2),
+            parameters.clip_skip or 0,
         )
         return self.encoder.read(replace(fields, embeddings=self._named_in(fields.texts)))
 
-    def _condition(self, wanted: ImageParameters, found: list[Embedding]) -> Told:
-        read: list[torch.Tensor] = []
+    def _condition(self, parameters: ImageParameters, embeddings: list[Embedding]) -> Told:
+        hidden_states: list[torch.Tensor] = []
 
         def prepare(hidden: torch.Tensor) -> torch.Tensor:
-            read.append(hidden)
+            hidden_states.append(hidden)
             return self._prepare(hidden)
 
-        conditioning = self._model.family.condition(self._model, wanted, found, prepare)
-        fields = ("negative_prompt", "prompt")[-len(found) :]
+        conditioning = self._model.family.condition(self._model, parameters, embeddings, prepare)
+        fields = ("negative_prompt", "prompt")[-len(embeddings) :]
         warnings = [
             f"{name}: only the first {self.encoder.tokens} tokens were read; left out: {embedding.dropped!r}"
-            for name, embedding in zip(fields, found, strict=True)
+            for name, embedding in zip(fields, embeddings, strict=True)
             if embedding.dropped
         ]
-        return Told(conditioning, warnings, read[0])
+        return Told(conditioning, warnings, hidden_states[0])

@@ -40,16 +40,16 @@ Prompt = str | MarkedPrompt
 
 
 class RequestPrompts(NamedTuple):
-    """A request's prompts: the negative one, if one is encoded, and the prompt. `chunks` are those of each."""
+    """The prompts of a request: the negative one, if one is encoded, and the prompt. `chunks` are those of each."""
 
     prompts: tuple[Prompt, ...]
     chunks: int = 1
 
     @property
     def embeddings(self) -> dict[str, str]:
-        """The digests of the textual inversions in them, by name."""
+        """Return the digests of the textual inversions in them, by name."""
         marked = (prompt for prompt in self.prompts if isinstance(prompt, MarkedPrompt))
-        return {one.name: one.digest for prompt in marked for one in prompt.embeddings}
+        return {embedding.name: embedding.digest for prompt in marked for embedding in prompt.embeddings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class PromptFields:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Without marks, of the fields that are given."""
-        given = {name: getattr(self, name) for name in TEXTS}
+        """Return the texts without marks, of the fields that are given."""
+        fields = {name: getattr(self, name) for name in TEXTS}
         return {
             name: text.text if isinstance(text, WeightedPrompt) else text
-            for name, text in given.items()
+            for name, text in fields.items()
             if text is not None
         }
 
@@ -78,25 +78,25 @@ TEXTS = ("negative_prompt", "negative_prompt_2", "prompt", "prompt_2")
 
 
 class TextEncoder(Protocol):
-    """A family's text encoders. `tokens` is the most that they read at once."""
+    """The text encoders of a family. `tokens` is the most that they read at once."""
 
     tokens: int
 
     def read(self, fields: PromptFields) -> RequestPrompts:
-        """The prompts of a request. Raises `Invalid` for what these encoders cannot read."""
+        """Return the prompts of a request. Raises `Invalid` for what these encoders cannot read."""
         ...
 
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
-        """The embeddings of prompts, in one batch."""
+        """Return the embeddings of prompts, in one batch."""
         ...
 
     def marked(self, prompt: MarkedPrompt) -> Embedding:
-        """The embedding of one prompt, in batches whose sizes follow from it."""
+        """Return the embedding of one prompt, in batches whose sizes follow from it."""
         ...
 
 
 def read_plain(fields: PromptFields) -> RequestPrompts:
-    """`TextEncoder.read` of encoders that read plain texts only."""
+    """Read the prompts of a request for encoders that read plain texts only."""
     texts = [text for text in (fields.negative_prompt, fields.prompt) if text is not None]
     return RequestPrompts(tuple(text if isinstance(text, str) else text.text for text in texts))
 
@@ -107,37 +107,37 @@ class Encoder:
     def __init__(self, text: TextEncoder, capacity: int = 256) -> None:
         self._text = text
         self._capacity = capacity
-        self._known: OrderedDict[tuple[Prompt, int, Hashable], Embedding] = OrderedDict()
+        self._cache: OrderedDict[tuple[Prompt, int, Hashable], Embedding] = OrderedDict()
         self.read = lru_cache(maxsize=1024)(text.read)  # admission asks again and again
         self.hits = 0
         self.misses = 0
 
     @property
     def tokens(self) -> int:
-        """The most tokens that are read at once."""
+        """Return the most tokens that are read at once."""
         return self._text.tokens
 
     def encode(self, prompts: Sequence[Prompt], bucket: int = 0, *, of: Hashable = None) -> list[Embedding]:
-        """An embedding for each prompt, in order; uncached prompts go through the encoders in one batch.
+        """Return an embedding for each prompt, in order; uncached prompts go through the encoders in one batch.
 
         With `bucket` > 0 prompts go through `bucket` at a time, padded, and are cached separately: the last bits of an
         embedding depend on the batch size. A marked prompt is encoded alone in either case. `of` identifies the
         encoders' state where it varies: embeddings of one state are not used for another.
         """
-        unknown = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._known))
-        self.misses += len(unknown)
-        self.hits += len(prompts) - len(unknown)
-        fresh: dict[Prompt, Embedding] = {p: self._text.marked(p) for p in unknown if isinstance(p, MarkedPrompt)}
-        plain = [p for p in unknown if isinstance(p, str)]
+        uncached = list(dict.fromkeys(p for p in prompts if (p, bucket, of) not in self._cache))
+        self.misses += len(uncached)
+        self.hits += len(prompts) - len(uncached)
+        computed: dict[Prompt, Embedding] = {p: self._text.marked(p) for p in uncached if isinstance(p, MarkedPrompt)}
+        plain = [p for p in uncached if isinstance(p, str)]
         size = bucket or max(1, len(plain))
         for start in range(0, len(plain), size):
             chunk = plain[start : start + size]
             padded = chunk + [""] * (bucket - len(chunk))
-            fresh |= zip(chunk, self._text.plain(padded), strict=False)
-        found = [fresh.get(p) or self._known[p, bucket, of] for p in prompts]
-        for prompt, embedding in zip(prompts, found, strict=True):
-            self._known[prompt, bucket, of] = embedding
-            self._known.move_to_end((prompt, bucket, of))
-        while len(self._known) > self._capacity:
-            self._known.popitem(last=False)
-        return found
+            computed |= zip(chunk, self._text.plain(padded), strict=False)
+        embeddings = [computed.get(p) or self._cache[p, bucket, of] for p in prompts]
+        for prompt, embedding in zip(prompts, embeddings, strict=True):
+            self._cache[prompt, bucket, of] = embedding
+            self._cache.move_to_end((prompt, bucket, of))
+        while len(self._cache) > self._capacity:
+            self._cache.popitem(last=False)
+        return embeddings

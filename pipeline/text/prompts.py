@@ -21,7 +21,7 @@ class PromptsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `row` counts from 1 as in an editor; `name` is the start of the image's file name."""
+    """A prompt. `row` counts from 1 as in an editor; `name` is the start of the image's file name."""
 
     text: str
     row: int
@@ -31,7 +31,7 @@ class Prompt:
 def read(
     path: Path, limit: int | None = None, *, columns: Sequence[str] = COLUMNS, names: Sequence[str] = ("id",)
 ) -> list[Prompt]:
-    """The prompts of a file, the first `limit` of them. What comes after those is not looked at.
+    """Return the prompts of a file, the first `limit` of them. What comes after those is not looked at.
 
     A `.tsv` or `.csv` needs a header with one of `columns`; the first of the columns `names` that is there becomes the
     name. Any other file holds one prompt a line, and empty lines are passed over.
@@ -66,13 +66,13 @@ def read(
 
 
 def _tabs(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(row, cells) of a table without quoting: captions in TSV hold bare quotes."""
+    """Yield (row, cells) of a table without quoting: captions in TSV hold bare quotes."""
     for row, line in enumerate(text.split("\n"), 1):
         yield row, line.split("\t")
 
 
 def _commas(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """(first row, cells) of a table whose quoted cells may hold line ends."""
+    """Yield (first row, cells) of a table whose quoted cells may hold line ends."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     row = 1
     try:
@@ -109,10 +109,10 @@ def _table(
 def _header(
     path: Path, row: int, cells: Sequence[str], columns: Sequence[str], names: Sequence[str]
 ) -> tuple[list[str], int, int | None]:
-    """The columns' names, and the indices of the prompt's and, if there is one, of the name's."""
+    """Return the columns' names, and the indices of the prompt's and, if there is one, of the name's."""
     header = [cell.strip().lower() for cell in cells]
     column = next((header.index(name) for name in columns if name in header), None)
     if column is None:
-        there = ascii(", ".join(header)[:200])  # quoted: it may hold binary data or terminal escapes
-        raise PromptsError(f"{path}: row {row} names no column {' or '.join(columns)}; it has {there}")
+        listed = ascii(", ".join(header)[:200])  # quoted: it may hold binary data or terminal escapes
+        raise PromptsError(f"{path}: row {row} names no column {' or '.join(columns)}; it has {listed}")
     return header, column, next((header.index(name) for name in names if name in header), None)

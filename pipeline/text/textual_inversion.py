@@ -1,4 +1,4 @@
-"""Textual inversions (Gal et al., 2022): vectors that stand for a word of a prompt, from the files of one folder."""
+"""The textual inversions (Gal et al., 2022) of one folder: vectors that stand for a word of a prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT = 256  # files in memory
 
 @dataclass(frozen=True, slots=True)
 class TextualInversion:
-    """An embedding file's vectors by encoder, [n, D] each. `digest` is the file's SHA-256."""
+    """The vectors of an embedding file by encoder, [n, D] each. `digest` is the file's SHA-256."""
 
     name: str
     digest: str
@@ -41,30 +41,30 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
     kind = "embedding"
     missing = "{} is no longer in the folder"
 
-    def __init__(self, folder: Path, widths: Mapping[str, int], most: int) -> None:
-        """`widths` are the channels of each encoder's token embeddings, by the files' keys (clip_l, clip_g), and `most`
-        the vectors of one embedding at most, which is never split between chunks of tokens.
+    def __init__(self, folder: Path, widths: Mapping[str, int], max_vectors: int) -> None:
+        """Open the folder. `widths` are the channels of each encoder's token embeddings, by the files' keys (clip_l,
+        clip_g), and `max_vectors` limits the vectors of one embedding, which is never split between chunks of tokens.
         """
         super().__init__(folder, _KEPT, most_bytes=_MAX_FILE_BYTES)
         self._widths = widths
-        self._most = most
+        self._max_vectors = max_vectors
         self._listed: tuple[int, re.Pattern[str] | None] = (-1, None)
         self._listing = threading.Lock()
 
     def named_in(self, texts: Mapping[str, str]) -> tuple[TextualInversion, ...]:
-        """Those that the texts of these fields name, by name. Raises `Invalid`, naming the field and the file."""
-        found: dict[str, TextualInversion] = {}
+        """Return the embeddings that these fields' texts name, by name. Raises `Invalid`, naming field and file."""
+        embeddings: dict[str, TextualInversion] = {}
         for name, text in texts.items():
             pattern = self._pattern()
             for word in {match[1] for match in pattern.finditer(text)} if pattern else ():
                 try:
-                    found[word] = self.get(word)
+                    embeddings[word] = self.get(word)
                 except ModelError as error:
                     raise Invalid(name, str(error)) from error
-        return tuple(found[name] for name in sorted(found))
+        return tuple(embeddings[name] for name in sorted(embeddings))
 
     def _pattern(self) -> re.Pattern[str] | None:
-        """Finds names, also of pickles, which are refused; made again when the folder has changed."""
+        """Return a pattern of names, also of pickles, which are refused; it follows the folder's changes."""
         try:
             stamp = self.folder.stat().st_mtime_ns
             with self._listing:
@@ -88,24 +88,26 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
         digest = hashlib.sha256(data).hexdigest()
         return ReadFile(TextualInversion(key, digest, vectors), digest, 1)
 
-    def _fitted(self, name: str, file: str, key: str, given: Tensor | None) -> Tensor:
-        """Vectors [n, D] in fp32."""
-        if given is None:
+    def _fitted(self, name: str, file: str, key: str, tensor: Tensor | None) -> Tensor:
+        """Return vectors [n, D] in fp32."""
+        if tensor is None:
             raise self._error(name, f"{file} has no {key}; wanted are {' and '.join(self._widths)}")
-        vectors = given[None] if given.dim() == 1 else given
+        vectors = tensor[None] if tensor.dim() == 1 else tensor
         width = self._widths[key]
         if vectors.dim() != 2 or vectors.shape[1] != width or not vectors.is_floating_point():
-            shape = [*given.shape]
+            shape = [*tensor.shape]
             raise self._error(name, f"{file}: {key} is {shape}, and this model needs [vectors, {width}] in floats")
-        if not 1 <= len(vectors) <= self._most:
-            raise self._error(name, f"{file}: {key} has {len(vectors)} vectors, at most {self._most} are allowed")
+        if not 1 <= len(vectors) <= self._max_vectors:
+            raise self._error(
+                name, f"{file}: {key} has {len(vectors)} vectors, at most {self._max_vectors} are allowed"
+            )
         if not bool(torch.isfinite(vectors).all()):
             raise self._error(name, f"{file}: {key} holds what is no finite number")
         return vectors.float()
 
 
 def words(names: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds these names as words of a text, as group 1, with or without `embedding:` before; None for no names."""
+    """Return a pattern of these names as words, as group 1, with or without `embedding:` before; None for no names."""
     longest_first = sorted(names, key=len, reverse=True)
     if not longest_first:
         return None

@@ -18,16 +18,16 @@ from pipeline.text.chunks import Tokens
 _LEAST = 1e-5  # replaces a weight of 0, whose share would be infinite
 
 
-def lowered(prompt: str | WeightedPrompt, read: Tokens) -> list[int]:
-    """Indices of the parts below 1 that the encoder reads: each needs an embedding of the prompt without it."""
+def lowered(prompt: str | WeightedPrompt, tokens: Tokens) -> list[int]:
+    """Return the indices of the read parts below 1: each needs an embedding of the prompt without it."""
     if isinstance(prompt, str):
         return []
-    seen = {int(number) for number in read.parts.unique()}
-    return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in seen]
+    read_parts = {int(number) for number in tokens.parts.unique()}
+    return [number for number, (_, weight) in enumerate(prompt.parts) if weight < 1 and number in read_parts]
 
 
 def apply(hidden: torch.Tensor, empty: torch.Tensor, weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """The weighted embedding [T, D], fp32.
+    """Return the weighted embedding [T, D], fp32.
 
     `hidden` [1 + L, T, D] is the prompt, and the prompt with each of the L parts below 1 masked; `empty` [T, D] the
     empty prompt; `weights` [T, 1]. Every token is moved away from the empty prompt's, or towards it, by its weight.
@@ -40,10 +40,10 @@ def apply(hidden: torch.Tensor, empty: torch.Tensor, weights: torch.Tensor, shar
 
 
 def share(weight: float) -> float:
-    """The weight of the prompt without a part of this weight, below 1, relative to 1 for the prompt with it."""
+    """Return the weight of the prompt without a part of this weight, below 1, relative to 1 for the prompt with it."""
     return math.tan((1 - max(_LEAST, weight)) * math.pi / 2)
 
 
 def scaled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """A1111's weighted embedding [T, D], fp32: every token's is multiplied by its weight [T, 1]."""
+    """Return A1111's weighted embedding [T, D], fp32: every token's is multiplied by its weight [T, 1]."""
     return hidden.float() * weights

@@ -86,7 +86,7 @@ def test_plans_are_found_named_and_used(shell: Shell, prompts: str) -> None:
     assert named != found["plans"]["best"] and named in [one["fields"] for one in found["front"]]
     page = (shell.folder / "tuned" / "report.html").read_text()
     assert "Speed against quality" in page and page.count("data:image/webp") > 6
-    assert plans.read(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
+    assert plans.read_plans(shell.folder / "plans.json", "fp32").keys() == {"fast", "best"}
     words = [
         "generate",
         "x",

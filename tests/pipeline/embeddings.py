@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pipeline.backends.eager import TorchBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.load import ImageModel
 from pipeline.extensions.embedding_extension import EmbeddingExtension
 from pipeline.runner import ImageRunner

@@ -16,13 +16,13 @@ FOUND: dict[str, Any] = {"plans": {"fast": {"steps": 8}}, "prompts": 64}
 
 def test_precisions_have_plans_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / plans.FILE
-    assert plans.read(path, "int8") == {} == plans.of_model(tmp_path, "", "int8", "auto")
+    assert plans.read_plans(path, "int8") == {} == plans.of_model(tmp_path, "", "int8", "auto")
     plans.write(path, "int8", FOUND)
     plans.write(path, "fp32", {"plans": {"best": {"deepcache": "off"}}})
-    assert plans.read(path, "int8") == {"fast": {"steps": 8}} and plans.read(path, "bf16") == {}
+    assert plans.read_plans(path, "int8") == {"fast": {"steps": 8}} and plans.read_plans(path, "bf16") == {}
     assert json.loads(path.read_text())["tuned"]["int8"]["prompts"] == 64
     plans.write(path, "int8", {"plans": {}})
-    assert plans.read(path, "int8") == {} and plans.read(path, "fp32") == {"best": {"deepcache": "off"}}
+    assert plans.read_plans(path, "int8") == {} and plans.read_plans(path, "fp32") == {"best": {"deepcache": "off"}}
     assert [found.name for found in tmp_path.iterdir()] == [plans.FILE]
 
 
@@ -53,7 +53,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / plans.FILE
     path.write_text(text)
     with pytest.raises(ModelError, match=r"plans\.json"):
-        plans.read(path, "int8")
+        plans.read_plans(path, "int8")
 
 
 def test_what_is_no_plan_is_not_written(tmp_path: Path) -> None:

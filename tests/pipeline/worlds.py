@@ -28,9 +28,9 @@ from core.batching.runner import Lane, Ticket
 from core.batching.scheduler import Scheduler
 from core.cuda_graphs import Recorder
 from pipeline.backends.backend import ImageBackend, Widths
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.load import ImageModel, load
 from pipeline.checkpoints.tiny import SDXLShape

@@ -13,7 +13,7 @@ from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, on_kernels, stock, unet
 from tests.unet_opt.test_fused_unet import BASE, DEVICE, on_fused, placed
 from unet_opt import deepcache
-from unet_opt.deepcache import Features, SplitUNet, kept, shapes
+from unet_opt.deepcache import Features, SplitUNet, select_features, shapes
 
 
 def on_torch(of: torch.nn.Module) -> SplitUNet:
@@ -65,7 +65,7 @@ def test_shallow_on_fresh_features_has_the_bits_of_deep(on: str, name: str, sche
     others = inputs(one, 5, 8, 4, seed=7)
     deep(split, placed(others) if on == "fused" else others)  # which use the buffers meanwhile
     for depth in DEPTHS:
-        read = kept(features, depth)
+        read = select_features(features, depth)
         assert [map_.shape[1:] for map_ in read] == [torch.Size(shape) for shape in shapes(one, depth, 8, 4)]
         assert torch.equal(shallow(split, depth, read, given), eps)
 
@@ -87,8 +87,8 @@ def test_on_old_features_kernels_and_torch_agree_and_differ_from_the_whole(depth
     split, programs = on_torch(one), on_kernels(one)
     before, now = inputs(one, 4, 8, 8), inputs(one, 4, 8, 8)
     now = now._replace(sample=now.sample * 0.9 + 0.3, timestep=now.timestep - 20)
-    of_torch = kept(deep(split, before)[1:], depth)
-    of_kernels = own(kept(deep(programs, before)[1:], depth))
+    of_torch = select_features(deep(split, before)[1:], depth)
+    of_kernels = own(select_features(deep(programs, before)[1:], depth))
     for ours, theirs in zip(of_kernels, of_torch, strict=True):
         assert (ours - theirs).abs().max() <= 2e-5
     wanted = shallow(split, depth, of_torch, now)
@@ -104,7 +104,7 @@ def test_on_old_features_kernels_and_torch_agree_and_differ_from_the_whole(depth
 def test_a_shallow_rows_bits_depend_on_nothing_but_the_row(depth: str) -> None:
     one = in_8_bits("three-levels")
     split, given = on_kernels(one, half=True), inputs(one, 5, 8, 8)
-    features = own(kept(deep(split, given)[1:], depth))
+    features = own(select_features(deep(split, given)[1:], depth))
     together = shallow(split, depth, features, given)
     for which in ([0], [4], [2, 3], [4, 3, 2, 1, 0], [1, 1, 3]):
         some = tuple(feature[which] for feature in features)
@@ -119,7 +119,7 @@ def test_no_weight_is_copied() -> None:
     assert isinstance(split.lowering, CpuLowering)
     before = split.lowering.layers.size_bytes
     for depth in DEPTHS:
-        shallow(split, depth, kept(features, depth), given)
+        shallow(split, depth, select_features(features, depth), given)
     assert split.lowering.layers.size_bytes == before
 
 
@@ -134,7 +134,7 @@ def test_a_last_block_with_attention_reads_the_text_again(lowering: str) -> None
     with torch.inference_mode():
         kv, others = split.prepare_text(given.hidden), split.prepare_text(given.hidden + 1)
     for depth in DEPTHS:
-        read = kept(features, depth)
+        read = select_features(features, depth)
         assert torch.equal(shallow(split, depth, read, given, kv), eps)
         assert not torch.equal(shallow(split, depth, read, given, others), eps)
         with pytest.raises(ValueError, match="keys and values must be "):

@@ -18,7 +18,7 @@ from core.quant.store import round_
 from tests.core.quant.stage import check_close, threads
 from tests.pipeline.worlds import SHAPES, model
 from tests.unet_opt.shapes import UNETS, in_8_bits, inputs, on_kernels, ours, stock, unet
-from unet_opt.layout import _WANTED, check_unet
+from unet_opt.layout import _SUPPORTED, check_unet
 from unet_opt.unet import cross_attentions
 
 
@@ -141,7 +141,7 @@ class Other:
         self.down_blocks, self.up_blocks = of.down_blocks, of.up_blocks
 
 
-@pytest.mark.parametrize("name", _WANTED)
+@pytest.mark.parametrize("name", _SUPPORTED)
 def test_what_the_programs_would_compute_otherwise_is_refused(name: str) -> None:
     one = unet("plain")
     check_unet(one)

@@ -15,8 +15,8 @@ from PIL import Image
 
 from core.config import Settings, SettingsError
 from core.config import read as read_settings
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load

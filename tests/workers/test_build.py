@@ -25,8 +25,8 @@ from llm import tiny as texts
 from llm.load import load as load_text
 from llm.quantized import make as quantize_text
 from pipeline.backends.backend import ImageBackend, Widths
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load

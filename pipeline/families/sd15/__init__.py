@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x (Rombach et al., 2022): a UNet of SDXL's kind that reads one CLIP text encoder and no size."""
+"""The family of Stable Diffusion 1.x (Rombach et al., 2022): SDXL's kind of UNet with one CLIP encoder and no size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SDXL (Podell et al., 2023): a UNet that reads two CLIP text encoders, and models of its shape.
+"""The family of SDXL (Podell et al., 2023): a UNet that reads two CLIP text encoders, and models of its shape.
 
 Options: `force_zeros`, whether an absent negative prompt is a zero embedding.
 """
@@ -21,7 +21,7 @@ _CONDITIONING = "pipeline.families.sdxl.conditioning"
 
 
 def seeded(name: str) -> Seeded | None:
-    """Published SDXL's shape, or one of `tiny.SHAPES`, with random weights."""
+    """Return published SDXL's shape, or one of `tiny.SHAPES`, with random weights."""
     if name == sdxl.NAME:
         return Seeded(sdxl.parts, True, {"force_zeros": True})
     if name not in tiny.SHAPES:
@@ -31,7 +31,7 @@ def seeded(name: str) -> Seeded | None:
 
 
 def options(index: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The family's options, of model_index.json."""
+    """Return the family's options, of model_index.json."""
     return {"force_zeros": bool(index.get("force_zeros_for_empty_prompt", True))}
 
 

@@ -1,4 +1,4 @@
-"""LoRA files of SDXL: kohya's, Stability's and ComfyUI's layouts by `lora_names`, diffusers' old ones by its tables."""
+"""The LoRA files of SDXL: kohya's, Stability's and ComfyUI's layouts by `lora_names`, diffusers' old ones by tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of(names: tuple[str, ...], models: str) -> Adapters:
-    """The adapters of a family with a UNet, of these parts."""
+    """Return the adapters of a family with a UNet, of these parts."""
 
     def to_diffusers(state: dict[str, Tensor], parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
         from pipeline.families.sdxl import lora_names
@@ -23,16 +23,16 @@ def of(names: tuple[str, ...], models: str) -> Adapters:
 
 
 def to_peft(part: str, keys: Sequence[str]) -> dict[str, str]:
-    """The keys of one part under peft's names, by diffusers' tables."""
+    """Return the keys of one part under peft's names, by diffusers' tables."""
     from diffusers.utils import state_dict_utils as tables
 
-    old = {key: key for key in keys if ".lora_A." not in key and ".lora_B." not in key}
-    own = {key: key for key in keys if key not in old}
+    old_keys = {key: key for key in keys if ".lora_A." not in key and ".lora_B." not in key}
+    peft_keys = {key: key for key in keys if key not in old_keys}
     if part == "unet":
-        return own | dict(tables.convert_unet_state_dict_to_peft(old))
+        return peft_keys | dict(tables.convert_unet_state_dict_to_peft(old_keys))
     for table in (tables.DIFFUSERS_OLD_TO_PEFT, tables.DIFFUSERS_TO_PEFT):
-        old = tables.convert_state_dict(old, table)
-    return own | old
+        old_keys = tables.convert_state_dict(old_keys, table)
+    return peft_keys | old_keys
 
 
 ADAPTERS = of(("unet", "text_encoder", "text_encoder_2"), "an SDXL")

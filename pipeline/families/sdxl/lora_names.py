@@ -41,41 +41,43 @@ _SGM_RESNET = {
 
 
 def to_peft(state: Mapping[str, Tensor], parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The file's tensors under the part's name and the layer's, and alphas by the names of `lora_A`.
+    """Return the file's tensors under the part's name and the layer's, and alphas by the names of `lora_A`.
 
     Keys of diffusers' older layouts keep their endings. Raises ValueError, naming the key, where the model lacks a
     layer.
     """
-    layers = {prefix: _table(part, parts[part]) for part, own in _TABLED.items() if part in parts for prefix in own}
-    found: dict[str, Tensor] = {}
+    layers = {
+        prefix: _table(part, parts[part]) for part, prefixes in _TABLED.items() if part in parts for prefix in prefixes
+    }
+    tensors: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
-    lesser: dict[str, Tensor] = {}  # in Stability's names, of files that may hold a layer under both
+    fallback: dict[str, Tensor] = {}  # in Stability's names, of files that may hold a layer under both
     for key, tensor in state.items():
         name = _underscored(_ADAPTER.sub(r".\1.weight", key))
         prefix = next((prefix for prefix in layers if name.startswith(prefix)), "")
         layer, ending = _split(name.removeprefix(prefix))
         if not prefix:
-            layer = _whole(layer, parts)
+            layer = _layer_path(layer, parts)
         elif layer in layers[prefix]:
             layer, sgm = layers[prefix][layer]
             if ending in _ENDINGS and sgm:
-                lesser[f"{layer}.{_ENDINGS[ending]}"] = tensor
+                fallback[f"{layer}.{_ENDINGS[ending]}"] = tensor
                 continue
         else:
-            raise ValueError(f"{_shown(key)} names no layer of this model")
+            raise ValueError(f"{_sanitized(key)} names no layer of this model")
         if ending == _ALPHA:
             if tensor.numel() != 1:
-                raise ValueError(f"{_shown(key)} is no number")
+                raise ValueError(f"{_sanitized(key)} is no number")
             alphas[f"{layer}.lora_A.weight.alpha"] = alphas[f"{layer}.lora.down.weight.alpha"] = float(tensor)
         elif ending in _ENDINGS and (prefix or not ending.startswith(".lora.")):
-            found[f"{layer}.{_ENDINGS[ending]}"] = tensor
+            tensors[f"{layer}.{_ENDINGS[ending]}"] = tensor
         else:
-            found[layer + ending] = tensor
-    return {**lesser, **found}, alphas
+            tensors[layer + ending] = tensor
+    return {**fallback, **tensors}, alphas
 
 
 def _underscored(key: str) -> str:
-    """Stability's names with dots as kohya's; other keys are unchanged."""
+    """Rewrite Stability's names with dots as kohya's; other keys are unchanged."""
     for dotted, prefix in _DOTTED.items():
         if key.startswith(dotted):
             layer, ending = _split(key.removeprefix(dotted))
@@ -84,40 +86,40 @@ def _underscored(key: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """A layer's name, and a known ending or nothing."""
+    """Return a layer's name, and a known ending or nothing."""
     for ending in (*_ENDINGS, _ALPHA):
         if key.endswith(ending):
             return key.removesuffix(ending), ending
     return key, ""
 
 
-def _whole(name: str, parts: Mapping[str, Any]) -> str:
-    """A dotted name behind its part's."""
-    own = name.replace(_PEFT, "", 1)
-    top = own.partition(".")[0]
-    if top in parts or (top == "text_model" and own == name):
-        return own
+def _layer_path(name: str, parts: Mapping[str, Any]) -> str:
+    """Return a dotted name behind its part's."""
+    path = name.replace(_PEFT, "", 1)
+    top = path.partition(".")[0]
+    if top in parts or (top == "text_model" and path == name):
+        return path
     if top == "text_model":
-        return f"text_encoder.{own}"
-    return f"unet.{own}" if top in dict(parts["unet"].named_children()) else own
+        return f"text_encoder.{path}"
+    return f"unet.{path}" if top in dict(parts["unet"].named_children()) else path
 
 
 def _table(part: str, model: nn.Module) -> dict[str, tuple[str, bool]]:
-    """Of each name with underscores the layer behind its part's name, and whether the name is Stability's."""
-    made: dict[str, tuple[str, bool]] = {}
+    """Return for each name with underscores the layer behind its part's name, and whether the name is Stability's."""
+    table: dict[str, tuple[str, bool]] = {}
     paths = [path for path, _ in model.named_modules() if path]
     if part == "unet":
-        made |= {name: (f"{part}.{path}", True) for path, name in _sgm(model, paths)}
+        table |= {name: (f"{part}.{path}", True) for path, name in _sgm(model, paths)}
     for path in paths:
         # Some versions of transformers have one level less, and files of both are about.
         bare = path.removeprefix("text_model.")
         names = {path, bare, f"text_model.{bare}"} if part != "unet" else {path}
-        made |= {name.replace(".", "_"): (f"{part}.{path}", False) for name in names}
-    return made
+        table |= {name.replace(".", "_"): (f"{part}.{path}", False) for name in names}
+    return table
 
 
 def _sgm(unet: Any, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Each path of diffusers' UNet with Stability's name for it, as far as one is known."""
+    """Yield each path of diffusers' UNet with Stability's name for it, as far as one is known."""
     blocks = dict(_sgm_blocks(unet))
     for path in paths:
         words = path.split(".")
@@ -158,6 +160,6 @@ def _sgm_blocks(unet: Any) -> Iterator[tuple[str, str]]:
             number += 1
 
 
-def _shown(text: str) -> str:
+def _sanitized(text: str) -> str:
     """Sanitize a name from a file, which may be anything."""
     return ascii(text[:160])

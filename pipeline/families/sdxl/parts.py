@@ -26,29 +26,29 @@ _SAMPLE_SIZE = 128  # diffusers' default for a UNet without a sample size
 
 
 def tokenizers(model: ImageModel) -> tuple[Any, ...]:
-    """The tokenizers of both text encoders; of a refiner, that of the second, which is its only one."""
+    """Return the tokenizers of both text encoders; of a refiner, that of the second, which is its only one."""
     return tuple(model.parts[name] for name in ("tokenizer", "tokenizer_2") if name in model.parts)
 
 
 def text_encoders(model: ImageModel) -> tuple[Any, ...]:
-    """As `tokenizers`."""
+    """Return both text encoders; of a refiner, the second, which is its only one."""
     return tuple(model.parts[name] for name in ("text_encoder", "text_encoder_2") if name in model.parts)
 
 
 def embedding_widths(model: ImageModel) -> dict[str, int]:
-    """The channels of each encoder's token embeddings by its key in files of textual inversions."""
+    """Return the channels of each encoder's token embeddings by its key in files of textual inversions."""
     encoders = text_encoders(model)
     return {key: encoder.config.hidden_size for key, encoder in zip(KEYS[-len(encoders) :], encoders, strict=True)}
 
 
 def native(model: ImageModel) -> int:
-    """The native side length of a square image, in pixels."""
+    """Return the native side length of a square image, in pixels."""
     sample = model.denoiser.config.sample_size or _SAMPLE_SIZE
     return int(sample if isinstance(sample, int) else max(sample)) * model.vae_scale
 
 
 def grid(model: ImageModel) -> int:
-    """Sides that are multiples of this many pixels are halved evenly by each level of the UNet."""
+    """Return the pixels whose multiples are sides that each level of the UNet halves evenly."""
     return int(model.vae_scale * 2 ** (len(model.denoiser.config.block_out_channels) - 1))
 
 
@@ -76,9 +76,9 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
     check_facts(f"{name}: not a text-to-image SDXL", facts)
     for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
         config = loaded[encoder].config
-        for what, found, most in (
+        for label, actual, limit in (
             ("words", len(loaded[tokenizer]), config.vocab_size),
             ("tokens a prompt", loaded[tokenizer].model_max_length, config.max_position_embeddings),
         ):
-            if found > most:
-                raise ModelError(f"{name}: {tokenizer} has {found} {what}, and {encoder} has room for {most}")
+            if actual > limit:
+                raise ModelError(f"{name}: {tokenizer} has {actual} {label}, and {encoder} has room for {limit}")

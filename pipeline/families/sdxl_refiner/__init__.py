@@ -1,4 +1,4 @@
-"""SDXL's refiner (Podell et al., 2023, section 2.5): a UNet for the last steps of SDXL's pictures, with one encoder."""
+"""The family of SDXL's refiner (Podell et al., 2023, section 2.5): a UNet for SDXL's last steps, with one encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONDITIONING = "pipeline.families.sdxl_refiner.conditioning"
 
 
 def reads(index: Mapping[str, Any]) -> bool:
-    """Whether this model_index.json is that of a refiner: an SDXL without a first text encoder."""
+    """Return whether this model_index.json is that of a refiner: an SDXL without a first text encoder."""
     return index.get("_class_name") in sdxl.FAMILY.pipelines and index.get("text_encoder") == [None, None]
 
 

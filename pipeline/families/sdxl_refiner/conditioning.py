@@ -16,18 +16,20 @@ from pipeline.text.encode import Embedding
 SCORES = (2.5, 6.0)  # of the negative and the positive prompt: diffusers' defaults
 
 
-def condition(model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
-    """SDXL's conditioning with time_ids [R, 5]: original size, crop, score."""
-    made = conditioning.condition(model, wanted, found, prepare)
-    pooled = made.tensors["pooled"]
-    ids = [[wanted.height, wanted.width, 0, 0, score] for score in SCORES[-made.rows :]]
+def condition(
+    model: ImageModel, parameters: ImageParameters, embeddings: Sequence[Embedding], prepare: Prepare
+) -> Conditioning:
+    """Return SDXL's conditioning with time_ids [R, 5]: original size, crop, score."""
+    base = conditioning.condition(model, parameters, embeddings, prepare)
+    pooled = base.tensors["pooled"]
+    ids = [[parameters.height, parameters.width, 0, 0, score] for score in SCORES[-base.rows :]]
     time_ids = to_device(torch.tensor(ids, dtype=pooled.dtype), pooled.device)
-    return Conditioning({**made.tensors, "time_ids": time_ids}, made.guidance_scale)
+    return Conditioning({**base.tensors, "time_ids": time_ids}, base.guidance_scale)
 
 
 def example(
     model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int
 ) -> dict[str, torch.Tensor]:
-    """Random conditioning of `rows` rows of so many chunks, as `condition` makes it."""
-    made = conditioning.example(model, width, rows, generator, chunks)
-    return {**made, "time_ids": made["time_ids"][:, :5].contiguous()}
+    """Return random conditioning of `rows` rows of so many chunks, shaped as by `condition`."""
+    tensors = conditioning.example(model, width, rows, generator, chunks)
+    return {**tensors, "time_ids": tensors["time_ids"][:, :5].contiguous()}

@@ -1,4 +1,4 @@
-"""Z-Image (Tongyi-MAI, 2025): a single-stream transformer trained by flow matching, which reads Qwen3.
+"""The family of Z-Image (Tongyi-MAI, 2025): a single-stream transformer trained by flow matching, which reads Qwen3.
 
 `guidance_scale` is as in diffusers' `ZImagePipeline`: positive + scale · (positive - negative), off at 0. Defaults are
 those of Z-Image-Turbo.
@@ -10,7 +10,7 @@ from contract.card import ImageDefaults
 from pipeline.checkpoints import tiny_zimage
 from pipeline.families.family import Family, Seeded, on_first_call
 from pipeline.families.zimage.adapters import ADAPTERS
-from pipeline.families.zimage.parts import ALPHA, PARTS, TOKENS, check, image_tokens, multiple, native
+from pipeline.families.zimage.parts import ALPHA, PARTS, TOKENS, check, image_tokens, native, size_multiple
 from pipeline.sampling.samplers import FLOW_SCHEDULERS
 
 _FOLDER = "pipeline.families.zimage"
@@ -18,7 +18,7 @@ _BLOCK = 32  # the transformer pads texts to multiples of this many tokens
 
 
 def seeded(name: str) -> Seeded | None:
-    """One of `tiny_zimage.SHAPES` with random weights."""
+    """Return one of `tiny_zimage.SHAPES` with random weights."""
     if name not in tiny_zimage.SHAPES:
         return None
     shape = tiny_zimage.SHAPES[name]
@@ -41,8 +41,8 @@ FAMILY = Family(
     seeded=seeded,
     check=check,
     native=native,
-    multiple=multiple,
-    grid=multiple,
+    multiple=size_multiple,
+    grid=size_multiple,
     image_tokens=image_tokens,
     embed=on_first_call(f"{_FOLDER}.conditioning", "embed"),
     text_encoder=on_first_call(f"{_FOLDER}.conditioning", "ChatEncoder"),

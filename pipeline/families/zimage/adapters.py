@@ -1,4 +1,4 @@
-"""LoRA files of Z-Image, in the layouts that diffusers reads: peft's, and those that its converter knows."""
+"""The LoRA files of Z-Image, in the layouts that diffusers reads: peft's, and those that its converter knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def to_diffusers(state: dict[str, Tensor], parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The tensors under diffusers' names; the converter multiplies alphas into the matrices."""
+    """Return the tensors under diffusers' names; the converter multiplies alphas into the matrices."""
     from diffusers.loaders.lora_pipeline import ZImageLoraLoaderMixin
 
     return ZImageLoraLoaderMixin.lora_state_dict(state), {}

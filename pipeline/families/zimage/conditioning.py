@@ -1,4 +1,4 @@
-"""Z-Image's conditioning: a language model's hidden states of the prompt, as many as it has tokens."""
+"""The conditioning of Z-Image: a language model's hidden states of the prompt, as many as it has tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipeline.text.encode import Embedding, MarkedPrompt, PromptFields, RequestP
 
 
 def embed(model: ImageModel, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
-    """Token ids [B, T] of prompts of one length to what enters the text encoder's last layer, [B, T, D]."""
+    """Encode token ids [B, T] of prompts of one length to what enters the text encoder's last layer, [B, T, D]."""
     (tokens,) = ids
-    found = model.parts["text_encoder"](input_ids=tokens.to(model.device), output_hidden_states=True, use_cache=False)
-    return (found.hidden_states[-2],)
+    output = model.parts["text_encoder"](input_ids=tokens.to(model.device), output_hidden_states=True, use_cache=False)
+    return (output.hidden_states[-2],)
 
 
 class ChatEncoder:
-    """`TextEncoder` of Z-Image: the prompt as a user's message to Qwen3, as in diffusers' `ZImagePipeline`.
+    """The `TextEncoder` of Z-Image: the prompt as a user's message to Qwen3, as in diffusers' `ZImagePipeline`.
 
     Prompts are encoded one by one, without padding: attention is causal, so that padding at the end, as in diffusers',
     changes nothing, and a prompt's bits do not depend on other prompts.
@@ -40,8 +40,8 @@ class ChatEncoder:
 
     @torch.inference_mode()
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
-        found = {prompt: self._encode(prompt) for prompt in dict.fromkeys(prompts)}
-        return [found[prompt] for prompt in prompts]
+        embeddings = {prompt: self._encode(prompt) for prompt in dict.fromkeys(prompts)}
+        return [embeddings[prompt] for prompt in prompts]
 
     def marked(self, prompt: MarkedPrompt) -> Embedding:
         raise NotImplementedError("such requests are rejected: Family.prompt_fields")
@@ -50,32 +50,34 @@ class ChatEncoder:
         text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
-        read = self._tokenizer(text, verbose=False, return_offsets_mapping=True)
+        encoding = self._tokenizer(text, verbose=False, return_offsets_mapping=True)
         dropped = ""
-        if len(read.input_ids) > TOKENS:
+        if len(encoding.input_ids) > TOKENS:
             # The template's own words at the end are dropped first, and not told.
             start = text.rfind(prompt)
             end = start + len(prompt)
-            dropped = text[max(start, read.offset_mapping[TOKENS][0]) : end].strip()
-        (hidden,) = self._compute([torch.tensor([read.input_ids[:TOKENS]])])
+            dropped = text[max(start, encoding.offset_mapping[TOKENS][0]) : end].strip()
+        (hidden,) = self._compute([torch.tensor([encoding.input_ids[:TOKENS]])])
         return Embedding(hidden[0].clone(), dropped=dropped)
 
 
-def condition(model: ImageModel, wanted: ImageParameters, found: Sequence[Embedding], prepare: Prepare) -> Conditioning:
-    """The transformer's constant inputs.
+def condition(
+    model: ImageModel, parameters: ImageParameters, embeddings: Sequence[Embedding], prepare: Prepare
+) -> Conditioning:
+    """Return the transformer's constant inputs.
 
     text: [R, T, width], zeros after a row's own tokens; lengths: [R], the number of these. Z-Image guides by
     positive + s · (positive - negative), which is the usual form with a scale of s + 1.
     """
-    rows = [prepare(embedding.hidden[None]) for embedding in found]
+    rows = [prepare(embedding.hidden[None]) for embedding in embeddings]
     lengths = torch.tensor([row.shape[1] for row in rows], device=rows[0].device)
-    return Conditioning({"text": gather(rows, 0, 1), "lengths": lengths}, wanted.guidance_scale + 1)
+    return Conditioning({"text": gather(rows, 0, 1), "lengths": lengths}, parameters.guidance_scale + 1)
 
 
 def example(
     model: ImageModel, width: int, rows: int, generator: torch.Generator, chunks: int
 ) -> dict[str, torch.Tensor]:
-    """Random conditioning of `rows` rows of the longest prompt, as `condition` makes it; it has one chunk."""
+    """Return random conditioning of `rows` rows of the longest prompt, shaped as by `condition`; it has one chunk."""
     shape = (rows, TOKENS, width)
     return {
         "text": torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator),

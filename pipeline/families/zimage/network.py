@@ -1,4 +1,4 @@
-"""Z-Image's transformer, written down once: the whole of it, and what a step on cached features computes anew.
+"""The transformer of Z-Image, written down once: the whole of it, and what a step on cached features computes anew.
 
 The layout is that of diffusers' ZImageTransformer2DModel (Z-Image, Tongyi, 2025): a single stream of image tokens and
 text tokens, RMSNorm before and after each part, modulated by the time. Text tokens pass their own refiner, which reads
@@ -18,7 +18,7 @@ PATCH = "2-1"  # of 2×2 latents in one frame
 
 
 def modulations(ops: Ops[A], model: Any, time: A) -> tuple[A, A]:
-    """The time's [B, 256] share: four vectors [B, 4·C] of each modulated block, side by side, and the head's [B, C]."""
+    """Compute from the time [B, 256] four vectors [B, 4·C] for each modulated block, and the head's [B, C]."""
     enter, _, leave = model.t_embedder.mlp
     hidden = ops.linear(time, enter, act="silu")
     blocks = ops.biases(ops.linear(hidden, leave), *(block.adaLN_modulation[0] for block in modulated(model)))
@@ -27,18 +27,18 @@ def modulations(ops: Ops[A], model: Any, time: A) -> tuple[A, A]:
 
 
 def modulated(model: Any) -> list[Any]:
-    """The blocks that read the time, in the order in which they run."""
+    """Return the blocks that read the time, in the order in which they run."""
     return [*model.noise_refiner, *model.layers]
 
 
 def embed_text(ops: Ops[A], model: Any, hidden: A) -> A:
-    """A prompt's hidden states [B, T, D] as tokens [B, T, C]."""
+    """Project a prompt's hidden states [B, T, D] to tokens [B, T, C]."""
     norm, layer = model.cap_embedder
     return ops.linear(ops.rms_norm(hidden, norm, to=(layer,)), layer)
 
 
 def refine_text(ops: Ops[A], model: Any, x: A, angles: A) -> A:
-    """The text tokens [B, T, C] as the stream takes them."""
+    """Refine the text tokens [B, T, C] for the stream."""
     for block in model.context_refiner:
         x = _block(ops, block, x, angles, None, None)
     return x
@@ -48,7 +48,7 @@ def deep(
     ops: Ops[A], model: Any, patches: A, pads: A | None, blocks: A, head: A, angles: A, text: A, lengths: A,
     image_angles: A,
 ) -> tuple[A, A, A]:  # fmt: skip
-    """The model's output [B, S, patch]; the image's tokens [B, S, C] behind the first block and behind the last.
+    """Compute the output [B, S, patch], and the image's tokens [B, S, C] behind the first block and the last.
 
     `patches` [B, S, patch]; `pads` [B, P, C] fill the image's tokens up; `blocks` and `head` are `modulations` with 1 +
     scales and tanh of gates; `text` [B, T, C] is refined; `lengths` [B] count tokens of image, pads and text; `angles`
@@ -66,7 +66,7 @@ def shallow(
     ops: Ops[A], model: Any, patches: A, pads: A | None, blocks: A, head: A, angles: A, text: A, lengths: A,
     image_angles: A, rest: A,
 ) -> A:  # fmt: skip
-    """The output on `rest` [B, S, C]: what the blocks behind the first one added in the last deep step."""
+    """Compute the output on `rest` [B, S, C]: what the blocks behind the first one added in the last deep step."""
     first, count = _first(ops, model, patches, pads, blocks, angles, text, lengths, image_angles)
     return _head(ops, model, ops.add(ops.tokens(first, count), rest), head)
 
@@ -74,7 +74,7 @@ def shallow(
 def _first(
     ops: Ops[A], model: Any, patches: A, pads: A | None, blocks: A, angles: A, text: A, lengths: A, image_angles: A
 ) -> tuple[A, int]:
-    """The stream behind the first block, and the number of patches."""
+    """Compute the stream behind the first block, and the number of patches."""
     x = ops.linear(patches, model.all_x_embedder[PATCH])
     x = x if pads is None else ops.join(x, pads)
     for number, block in enumerate(model.noise_refiner):
@@ -85,7 +85,7 @@ def _first(
 
 
 def _block(ops: Ops[A], block: Any, x: A, angles: A, vectors: tuple[A, ...] | None, lengths: A | None) -> A:
-    """ZImageTransformerBlock: self-attention with QK-norm and rotary positions, SwiGLU, both between two RMSNorms."""
+    """Run a ZImageTransformerBlock: self-attention with QK-norm and rotary positions, SwiGLU, each between RMSNorms."""
     scale, gate, scale_2, gate_2 = vectors or (None,) * 4
     attn, ff = block.attention, block.feed_forward
     q, k, v, out = attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]
@@ -102,7 +102,7 @@ def _block(ops: Ops[A], block: Any, x: A, angles: A, vectors: tuple[A, ...] | No
 
 
 def _vectors(ops: Ops[A], blocks: A, number: int, block: Any) -> tuple[A, ...]:
-    """Scale and gate of attention, scale and gate of the feed-forward, [B, C] each."""
+    """Return scale and gate of attention, scale and gate of the feed-forward, [B, C] each."""
     width = block.dim
     return tuple(ops.columns(blocks, (4 * number + at) * width, width) for at in range(4))
 

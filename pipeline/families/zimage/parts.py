@@ -28,19 +28,19 @@ PATCH = 2  # latents, along one side of an image token
 
 
 def native(model: ImageModel) -> int:
-    """The native side length of a square image, in pixels: the transformer has none, its VAE says one."""
+    """Return the native side length of a square image, in pixels: the transformer has none, its VAE says one."""
     return int(model.vae.config.sample_size)
 
 
-def multiple(model: ImageModel) -> int:
-    """Sides are multiples of this many pixels: those of an image token."""
+def size_multiple(model: ImageModel) -> int:
+    """Return the pixels of which every side is a multiple: those of an image token."""
     return PATCH * model.vae_scale
 
 
 def image_tokens(model: ImageModel, size: Size) -> int:
-    """The number of image tokens of a picture."""
+    """Return the number of image tokens of a picture."""
     width, height = size
-    return (width // multiple(model)) * (height // multiple(model))
+    return (width // size_multiple(model)) * (height // size_multiple(model))
 
 
 def check(name: str, loaded: Mapping[str, Any]) -> None:
@@ -59,11 +59,11 @@ def check(name: str, loaded: Mapping[str, Any]) -> None:
         raise ModelError(f"{name}: vae sample_size is {vae.sample_size}, no multiple of a token's {token} pixels")
     reach = 2 * vae.sample_size // token  # of the longest side that is offered
     # Text tokens are numbered from 1, and image tokens come after them.
-    for what, most, needed in zip(
+    for label, limit, needed in zip(
         ("text tokens", "rows", "columns"), transformer.axes_lens, (TOKENS + 2, reach, reach), strict=True
     ):
-        if most < needed:
-            raise ModelError(f"{name}: transformer axes_lens has room for {most} {what}, of {needed}")
+        if limit < needed:
+            raise ModelError(f"{name}: transformer axes_lens has room for {limit} {label}, of {needed}")
     tokenizer = loaded["tokenizer"]
     if len(tokenizer) > text.vocab_size:
         raise ModelError(

@@ -13,7 +13,7 @@ from pipeline.families.zimage.parts import ALPHA
 
 
 def transformer(model: Any, *, alpha: float | None = ALPHA) -> Recipe:
-    """The recipe for any Z-Image transformer. `alpha` None is plain INT8.
+    """Return the recipe for any Z-Image transformer. `alpha` None is plain INT8.
 
     Queries, keys and values read one input and get equal scales, and so do gate and hidden half of the feed-forward.
     """

@@ -1,4 +1,4 @@
-"""Z-Image's transformer on any lowering: tokens of latents, positions, the time, and the walks of `network` on them."""
+"""The transformer of Z-Image on any lowering: tokens of latents, positions, time, and `network` on them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TIME = 256  # channels of the time's sinusoids
 
 
 class ZImageNetwork:
-    """`pipeline.families.family.Network` of a diffusers ZImageTransformer2DModel."""
+    """A `pipeline.families.family.Network` of a diffusers ZImageTransformer2DModel."""
 
     shallow_reads_text = True
 
     def __init__(self, lowering: Lowering, model: Any) -> None:
-        """Raises ValueError for a transformer whose layout, or one of whose layers, is not supported."""
+        """Build it on a lowering. Raises ValueError for a transformer of an unsupported layout or layer."""
         check(model, head_multiple=lowering.head_multiple)
         self.lowering, self.model = lowering, model
         self.text_width: int = model.dim
@@ -32,7 +32,7 @@ class ZImageNetwork:
         self._prepare()
 
     def prepare_text(self, hidden: Tensor) -> Tensor:
-        """Refined text tokens of one prompt's hidden states [1, n, D]: [1, T, C], T the next multiple of 32."""
+        """Refine text tokens of one prompt's hidden states [1, n, D]: [1, T, C], T the next multiple of 32."""
         count = hidden.shape[1]
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, -count % MULTIPLE)).to(self.lowering.dtype)
         (x,) = self._lowered("embed_text", network.embed_text)(padded)
@@ -41,7 +41,7 @@ class ZImageNetwork:
         return self._lowered("refine_text", network.refine_text)(x, self._text_angles(1, x.shape[1], x.device))[0]
 
     def deep(self, inputs: DenoiserInputs) -> tuple[Tensor, ...]:
-        """The model's output [B, C, h, w], then what the blocks behind the first one added, [B, h·w / 4, C].
+        """Compute the model's output [B, C, h, w], then what the blocks behind the first one added, [B, h·w / 4, C].
 
         The time is 1 - sigma; the conditioning is `text` [B, T, C] of `prepare_text`, and how many of its tokens are
         each row's own: `lengths` [B]. The second result lies in buffers that the next call may overwrite.
@@ -50,22 +50,22 @@ class ZImageNetwork:
         return self._latents(out, inputs.sample), last - first
 
     def shallow(self, depth: str, inputs: DenoiserInputs, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The model's output [B, C, h, w] on `features` of an earlier deep step; of any `depth` the same."""
+        """Compute the model's output [B, C, h, w] on `features` of an earlier deep step; of any `depth` the same."""
         (out,) = self._step("shallow", network.shallow, (*self._inputs(inputs), features[0]))
         return (self._latents(out, inputs.sample),)
 
-    def kept(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
-        """All: every `depth` is the same cut."""
+    def select_features(self, features: Sequence[Tensor], depth: str) -> tuple[Tensor, ...]:
+        """Return all features: every `depth` is the same cut."""
         return tuple(features)
 
     def feature_shapes(self, depth: str, height: int, width: int) -> list[tuple[int, ...]]:
-        """One row of the image's tokens."""
+        """Return the shape of one row of the image's tokens."""
         return [((height // 2) * (width // 2), self.model.dim)]
 
     # -- inputs ------------------------------------------------------------------------------------------------------
 
     def _inputs(self, inputs: DenoiserInputs) -> tuple[Tensor | None, ...]:
-        """What `network.deep` reads, in order."""
+        """Return what `network.deep` reads, in order."""
         sample, timestep, (text, lengths) = *inputs[:2], (inputs.conditioning[name] for name in ("text", "lengths"))
         rows, channels, height, width = sample.shape
         if channels != self.model.in_channels or height % 2 or width % 2:
@@ -76,23 +76,23 @@ class ZImageNetwork:
         patches = sample.unfold(2, 2, 2).unfold(3, 2, 2)  # [B, C, h/2, w/2, 2, 2]
         patches = patches.permute(0, 2, 3, 4, 5, 1).reshape(rows, -1, 4 * channels).to(self.lowering.dtype)
         count = patches.shape[1]
-        missing = -count % MULTIPLE
-        pads = self.model.x_pad_token.detach().to(patches.dtype).expand(rows, missing, -1) if missing else None
-        image = self._image_angles(height // 2, width // 2, lengths, missing)
+        padding = -count % MULTIPLE
+        pads = self.model.x_pad_token.detach().to(patches.dtype).expand(rows, padding, -1) if padding else None
+        image = self._image_angles(height // 2, width // 2, lengths, padding)
         angles = torch.cat([image, self._text_angles(rows, text.shape[1], sample.device)], dim=1)
-        seen = (lengths + (count + missing)).to(torch.int32)
-        return patches, pads, blocks, head, angles, text.to(self.lowering.dtype), seen, image
+        token_counts = (lengths + (count + padding)).to(torch.int32)
+        return patches, pads, blocks, head, angles, text.to(self.lowering.dtype), token_counts, image
 
     def _modulations(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
-        """`network.modulations` as the blocks multiply them: 1 + scales and tanh of gates, fp32."""
+        """Return `network.modulations` as the blocks multiply them: 1 + scales and tanh of gates, fp32."""
         time = self.model.t_embedder.timestep_embedding(timestep * self.model.t_scale, _TIME)
         blocks, head = self._lowered("time", network.modulations)(time.to(self.lowering.dtype))
         scale, gate, scale_2, gate_2 = blocks.float().unflatten(-1, (-1, 4, self.model.dim)).unbind(2)
         parts = (1 + scale, gate.tanh(), 1 + scale_2, gate_2.tanh())
         return torch.stack(parts, dim=2).flatten(1), 1 + head.float()
 
-    def _image_angles(self, height: int, width: int, lengths: Tensor, missing: int) -> Tensor:
-        """[B, S + P, d]: the first axis counts on behind the text, the others are rows and columns; pads are at 0."""
+    def _image_angles(self, height: int, width: int, lengths: Tensor, padding: int) -> Tensor:
+        """Return angles [B, S + P, d]: the first axis counts on from the text, then rows and columns; pads are at 0."""
         key = (height, width, lengths.device)
         if key not in self._grids:
             ys, xs = (torch.arange(side, device=lengths.device) for side in (height, width))
@@ -103,28 +103,28 @@ class ZImageNetwork:
         both = torch.cat(
             [first[:, None].expand(-1, len(grid), -1, -1), grid[None].expand(len(first), -1, -1, -1)], dim=-1
         )
-        if missing:
+        if padding:
             zero = torch.zeros(1, dtype=torch.long, device=lengths.device)
             pad = torch.cat([self._axis(axis, zero) for axis in range(3)], dim=-1)
-            both = torch.cat([both, pad[None].expand(len(first), missing, -1, -1)], dim=1)
+            both = torch.cat([both, pad[None].expand(len(first), padding, -1, -1)], dim=1)
         return both.flatten(2)
 
     def _text_angles(self, rows: int, count: int, device: torch.device) -> Tensor:
-        """[B, T, d]: text tokens count from 1 along the first axis."""
-        places = torch.arange(1, count + 1, device=device)
-        parts = [self._axis(0, places), *(self._axis(axis, torch.zeros_like(places)) for axis in (1, 2))]
+        """Return angles [B, T, d]: text tokens count from 1 along the first axis."""
+        positions = torch.arange(1, count + 1, device=device)
+        parts = [self._axis(0, positions), *(self._axis(axis, torch.zeros_like(positions)) for axis in (1, 2))]
         return torch.cat(parts, dim=-1).flatten(1)[None].expand(rows, -1, -1)
 
-    def _axis(self, axis: int, places: Tensor) -> Tensor:
-        """Cosines and sines [n, 2, d / 2] of one axis at these places."""
-        if self._axes[axis].device != places.device:
-            self._axes[axis] = self._axes[axis].to(places.device)
-        return self._axes[axis][places]
+    def _axis(self, axis: int, positions: Tensor) -> Tensor:
+        """Return cosines and sines [n, 2, d / 2] of one axis at these places."""
+        if self._axes[axis].device != positions.device:
+            self._axes[axis] = self._axes[axis].to(positions.device)
+        return self._axes[axis][positions]
 
     # -- walks -------------------------------------------------------------------------------------------------------
 
-    def _step(self, name: str, walk: Callable[..., Any], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        patches, pads, *rest = given
+    def _step(self, name: str, walk: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        patches, pads, *rest = inputs
         if pads is not None:
             return self._lowered(name, walk)(patches, pads, *rest)
 
@@ -138,9 +138,9 @@ class ZImageNetwork:
             self._walks[name] = self.lowering.lower(bind(walk, self.model), name)
         return self._walks[name]
 
-    def _latents(self, out: Tensor, like: Tensor) -> Tensor:
-        """Patches [B, S, 4·C] back to [B, C, h, w]."""
-        rows, channels, height, width = like.shape
+    def _latents(self, out: Tensor, sample: Tensor) -> Tensor:
+        """Unpack patches [B, S, 4·C] to [B, C, h, w]."""
+        rows, channels, height, width = sample.shape
         x = out.view(rows, height // 2, width // 2, 2, 2, channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(rows, channels, height, width)
 
@@ -159,10 +159,10 @@ class ZImageNetwork:
 
 
 def _tables(model: Any) -> list[Tensor]:
-    """Cosines and sines [places, 2, d / 2] of each rotary axis."""
+    """Return cosines and sines [places, 2, d / 2] of each rotary axis."""
     embedder = model.rope_embedder
-    found = embedder.precompute_freqs_cis(embedder.axes_dims, embedder.axes_lens, theta=embedder.theta)
-    return [torch.stack([table.real, table.imag], dim=1).contiguous() for table in found]
+    tables = embedder.precompute_freqs_cis(embedder.axes_dims, embedder.axes_lens, theta=embedder.theta)
+    return [torch.stack([table.real, table.imag], dim=1).contiguous() for table in tables]
 
 
 def check(model: Any, *, head_multiple: int = 1) -> None:

@@ -12,7 +12,7 @@ from contract.plan import DeepCache
 from core.batching.request import Request
 from core.batching.runner import NotYet, Runner
 from pipeline.backends.backend import Widths
-from pipeline.backends.eager import TorchBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.load import load
 from pipeline.runner import ImageRunner
 from tests.benchmarks.simulation.tables import SIZE, affine

@@ -22,7 +22,7 @@ from tests.core.quant.stage import kernels, normal
 from tests.unet_opt.shapes import UNETS, quantized, unet, vae
 from tests.unet_opt.test_vae import CONFIGS
 from unet_opt import unet as network
-from unet_opt.deepcache import input_shapes, kept
+from unet_opt.deepcache import input_shapes, select_features
 from unet_opt.vae import decode
 
 TRACED = {"linear", "biases", "gated", "conv", "upsample", "group_norm", "layer_norm", "attend"}
@@ -104,7 +104,7 @@ def test_of_a_unet(name: str, scheme: str) -> None:
     out, *features = whole.outputs
     assert out == (3, 8, 12, one.config.out_channels)
     for depth in DEPTHS:
-        read = kept(features, depth)
+        read = select_features(features, depth)
 
         def shallow(ops: Any, sample: Any, time: Any, added: Any, *features: Any) -> Any:
             return network.shallow(ops, one, sample, time, added, None, *features)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.backends.backend import BatchGroup, ImageBackend, Widths, executables
-from pipeline.backends.eager import TorchBackend
+from pipeline.backends.torch_backend import TorchBackend
 from tests.children import ROOT
 from tests.pipeline.worlds import model
 

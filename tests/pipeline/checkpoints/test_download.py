@@ -161,7 +161,7 @@ def test_without_a_length_it_ends_with_the_connection(site: Site, tmp_path: Path
 def test_more_than_the_limit_is_refused_and_not_kept(site: Site, tmp_path: Path, sized: bool) -> None:
     site.sized = sized
     with pytest.raises(ModelError, match=f"more than the {MIB} bytes allowed"):
-        download(site.url, tmp_path, options(most_bytes=MIB))
+        download(site.url, tmp_path, options(max_bytes=MIB))
     assert not list(tmp_path.iterdir())
 
 

@@ -157,7 +157,7 @@ def test_what_cannot_be_added_is_named(
     source: str, changed: dict[str, Any], told: str, file: Path, base: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "folder").mkdir()
-    given = options(base, taken=lambda name: name == "taken", **changed)
+    given = options(base, is_taken=lambda name: name == "taken", **changed)
     with pytest.raises(ModelError, match=told):
         add(source.format(file=file, base=base, folder=tmp_path / "folder"), tmp_path / "store", given)
     assert not [path for path in tmp_path.glob("store/**/*") if path.is_file()]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline.checkpoints import checkpoint, folder, safetensors_header, tiny
 from pipeline.checkpoints.folder import Part
 from pipeline.checkpoints.load import load
-from pipeline.checkpoints.safetensors_header import MOST_BYTES, MOST_TENSORS, parse
+from pipeline.checkpoints.safetensors_header import MAX_BYTES, MAX_TENSORS, parse
 from pipeline.extensions import control_file, ip_adapter_file, weight_files
 from pipeline.extensions.adapters import LoraFolder
 from pipeline.extensions.upscaling import UpscalerFolder
@@ -87,9 +87,9 @@ def test_files_as_people_share_them_are_within_the_limits(count: int, name: str,
 
 _ENTRY = b'{"dtype":"F16","shape":[0],"data_offsets":[0,0]}'
 HOSTILE = {
-    "brackets": (b'{"a":' + b"[]," * (MOST_BYTES // 3 - 3), "no type, shape and place"),
-    "nested": (b"[" * MOST_BYTES, "no object"),
-    "nested metadata": (b'{"__metadata__":' + b"[" * (MOST_BYTES - 30), "metadata are no object"),
+    "brackets": (b'{"a":' + b"[]," * (MAX_BYTES // 3 - 3), "no type, shape and place"),
+    "nested": (b"[" * MAX_BYTES, "no object"),
+    "nested metadata": (b'{"__metadata__":' + b"[" * (MAX_BYTES - 30), "metadata are no object"),
     "many tensors": (b"{" + b",".join(b'"%d":%s' % (n, _ENTRY) for n in range(120_000)) + b"}",
                      "more than 16384 tensors"),
     "many notes": (b'{"__metadata__":{' + b",".join(b'"%d":""' % n for n in range(9_000)) + b"}}",
@@ -134,8 +134,8 @@ def test_hostile_headers_are_refused_in_small_calls(kind: str, monkeypatch: pyte
 
 
 def test_at_most_so_many_tensors_are_read() -> None:
-    shapes = {str(n): [0] for n in range(MOST_TENSORS)}
-    assert len(parse(json.dumps(_table(shapes)).encode()).tensors) == MOST_TENSORS
+    shapes = {str(n): [0] for n in range(MAX_TENSORS)}
+    assert len(parse(json.dumps(_table(shapes)).encode()).tensors) == MAX_TENSORS
     with pytest.raises(ValueError, match="more than 16384 tensors"):
         parse(json.dumps(_table({**shapes, "more": [0]})).encode())
 
@@ -168,8 +168,8 @@ def _read_by_all(path: Path) -> dict[str, Any]:
 def test_every_reader_goes_through_the_same_limits(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     read = _read_by_all(path)[kind]
-    path.write_bytes(struct.pack("<Q", MOST_BYTES + 8) + b"{" + b" " * (MOST_BYTES + 7))
-    with pytest.raises(ValueError, match=f"its header has {MOST_BYTES + 8} bytes, and at most {MOST_BYTES} are read"):
+    path.write_bytes(struct.pack("<Q", MAX_BYTES + 8) + b"{" + b" " * (MAX_BYTES + 7))
+    with pytest.raises(ValueError, match=f"its header has {MAX_BYTES + 8} bytes, and at most {MAX_BYTES} are read"):
         read()
     text = HOSTILE["many tensors"][0]
     path.write_bytes(struct.pack("<Q", len(text)) + text)

@@ -165,7 +165,7 @@ def test_a_shallow_step_of_the_same_inputs_repeats_the_deep_one(depth: str, nets
     residuals = [torch.randn(shape, generator=generator) for shape in shapes]
     with torch.inference_mode():
         deep, *features = network.deep(inputs, residuals=residuals)
-        kept = network.kept(features, depth)
+        kept = network.select_features(features, depth)
         (again,) = network.shallow(depth, inputs, kept, residual=residuals[0])
         (without,) = network.shallow(depth, inputs, kept)
     assert torch.equal(deep, again) and not torch.allclose(deep, without, atol=1e-2)

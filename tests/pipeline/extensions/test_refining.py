@@ -19,8 +19,8 @@ from contract.errors import Invalid
 from contract.image import Edit, ImageParameters
 from contract.plan import DeepCache
 from contract.refining import Refining
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.phases import ENCODE
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load

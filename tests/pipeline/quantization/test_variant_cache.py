@@ -52,10 +52,10 @@ def place(cache: Path, **other: Any) -> CachedVariant:
 
 def test_a_variant_is_made_once_and_found_again(kernels: ctypes.CDLL, tmp_path: Path) -> None:
     found, opener, told = place(tmp_path), Opener(kernels), list[tuple[int, int]]()
-    assert not found.is_made
+    assert not found.exists
     found.make(opener, tell=lambda done, total: told.append((done, total)))
     assert told == [(done, PROMPTS) for done in range(0, PROMPTS + 1, 8)]
-    assert found.is_made and place(tmp_path).is_made
+    assert found.exists and place(tmp_path).exists
     place(tmp_path).make(opener)
     assert opener.count == 1
     model = load(tiny.TINY, precision="int8", unet=found.denoiser)
@@ -80,9 +80,9 @@ def test_a_process_that_is_killed_leaves_no_half_and_its_work_is_gone_on_with(
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_fork(lambda: found.make(lambda: (model, None), tell=kill)) == -signal.SIGKILL
-    assert not found.is_made and not found.folder.exists()
+    assert not found.exists and not found.folder.exists()
     found.make(Opener(kernels), tell=lambda done, total: told.append(done))
-    assert told[0] == 24 and found.is_made
+    assert told[0] == 24 and found.exists
     assert not list(tmp_path.rglob("*.statistics")) and not list(tmp_path.rglob("*.part"))
 
 
@@ -105,16 +105,16 @@ def test_a_second_process_waits_for_the_first_and_says_so(kernels: ctypes.CDLL, 
     go_on.set()
     for thread in threads:
         thread.join(120)
-    assert place(tmp_path).is_made and (first.count, second.count) == (1, 0)
+    assert place(tmp_path).exists and (first.count, second.count) == (1, 0)
 
 
 def test_a_place_that_lost_a_part_is_made_anew(kernels: ctypes.CDLL, tmp_path: Path) -> None:
     found, opener = place(tmp_path), Opener(kernels)
     found.make(opener)
     (found.folder / "vae-int8" / "quantization.json").unlink()
-    assert not found.is_made
+    assert not found.exists
     found.make(opener)
-    assert found.is_made and opener.count == 2
+    assert found.exists and opener.count == 2
 
 
 def test_a_cache_that_is_no_folder_is_said_by_its_setting(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_cache_that_takes_no_more_is_said_by_its_setting(tmp_path: Path) -> No
             full.make(lambda: (model, None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not full.is_made
+    assert not full.exists
 
 
 def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_quantized_is_not_blamed_on_the_cache(tmp_path: P
 
     with pytest.raises(ModelError, match=r"cannot be quantized to int8: .*range is not finite") as caught:
         place(tmp_path).make(broken)
-    assert "DIPTYCH_CACHE_DIR" not in str(caught.value) and not place(tmp_path).is_made
+    assert "DIPTYCH_CACHE_DIR" not in str(caught.value) and not place(tmp_path).exists
 
 
 def test_int8_of_a_model_without_a_variant_still_names_the_command() -> None:

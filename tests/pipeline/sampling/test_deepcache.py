@@ -29,7 +29,7 @@ from pipeline.checkpoints.load import load
 from pipeline.quantization import quantized
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock, stock_picture
-from unet_opt.deepcache import SplitUNet, kept
+from unet_opt.deepcache import SplitUNet, select_features
 from unet_opt.inputs import DenoiserInputs
 
 # Stock diffusers hands torch tensors to numpy in a way that numpy 2 complains about.
@@ -105,7 +105,7 @@ def stepping(schedule: DeepCache, steps: int) -> Iterator[None]:
         if next(plan):
             eps, *features[:] = split.deep(inputs)
         else:
-            (eps,) = split.shallow(schedule.depth, inputs, kept(features, schedule.depth))
+            (eps,) = split.shallow(schedule.depth, inputs, select_features(features, schedule.depth))
         return (eps,)
 
     unet.forward = forward

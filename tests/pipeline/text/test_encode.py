@@ -110,12 +110,12 @@ def test_the_least_recently_used_go_first_and_no_more_are_kept_than_said(plain: 
     encoder.encode(["a", "b", "c"])
     encoder.encode(["a"])
     encoder.encode(["d"])
-    assert [key[0] for key in encoder._known] == ["c", "a", "d"]
+    assert [key[0] for key in encoder._cache] == ["c", "a", "d"]
     many = [str(i) for i in range(8)]
     assert len(encoder.encode(many)) == 8  # more at once than are kept
-    assert [key[0] for key in encoder._known] == many[-3:]
+    assert [key[0] for key in encoder._cache] == many[-3:]
     encoder.encode([str(i) for i in range(6)])  # some known, some gone
-    assert len(encoder._known) == 3
+    assert len(encoder._cache) == 3
 
 
 def test_a_known_prompt_survives_newcomers_in_its_own_batch(plain: ImageModel) -> None:

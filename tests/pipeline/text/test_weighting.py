@@ -19,7 +19,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from contract.markup import WeightedPrompt
 from core.batching.request import Request
-from pipeline.backends.eager import TorchBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.load import ImageModel
 from pipeline.families.sdxl.conditioning import CLIPPair, embed
 from pipeline.families.sdxl.parts import text_encoders, tokenizers

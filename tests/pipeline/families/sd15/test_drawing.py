@@ -17,9 +17,9 @@ from contract.plan import DeepCache
 from core.batching.engine import Engine
 from core.batching.request import Request
 from pipeline.backends.backend import ImageBackend
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load

@@ -12,8 +12,8 @@ import torch
 from contract.image import ImageParameters
 from core.graphs import ExecutableKey, compiler
 from pipeline.backends.backend import BatchGroup
-from pipeline.backends.eager import TorchBackend
 from pipeline.backends.phases import DEEP, VAE
+from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.tiny import SDXLShape
 from tests.pipeline import worlds
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, stock_picture

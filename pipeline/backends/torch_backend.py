@@ -17,7 +17,7 @@ EAGER, COMPILED = "eager", "compiled"
 
 
 class TorchBackend(ImageBackend):
-    """On a CPU also compiled, one executable per shape: free requests take what is cheaper by measured times."""
+    """The model's own modules; on CPUs also compiled by shape: free requests take what is cheaper by measured times."""
 
     def __init__(
         self, model: ImageModel, widths: Widths | None = None, *, compiled: bool = False, cache: Path | None = None
@@ -44,9 +44,9 @@ class TorchBackend(ImageBackend):
         for bucket in self._executables.buckets(phase, size) if chunks == 1 else ():
             if bucket < rows:
                 continue
-            found = self._executables.find(ExecutableKey(phase, bucket, size))
-            if found is not None:
-                plan = planned(self, group, bucket, found, True)
+            executable = self._executables.find(ExecutableKey(phase, bucket, size))
+            if executable is not None:
+                plan = planned(self, group, bucket, executable, True)
                 # An executable without a measured time is used once, to measure it.
                 if bucket not in self.costs.curve(phase, size, True).measured or plan.seconds < best.seconds:
                     best = plan
@@ -56,7 +56,7 @@ class TorchBackend(ImageBackend):
     def deterministic_mode(
         self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
     ) -> str:
-        """Compiled, if all that it needs is compiled by now; of longer texts, and with controls, nothing is."""
+        """Return compiled, if all that it needs is compiled by now; of longer texts, and with controls, nothing is."""
         phases = (DEEP, SHALLOW[depth], decode) if depth else (DEEP, decode)
         keys = [ExecutableKey(phase, fixed_rows(phase, self.widths.deterministic_rows), size) for phase in phases]
         return (
@@ -76,8 +76,8 @@ class TorchBackend(ImageBackend):
         for key in timed(widths, size, (VAE_ROWS,), tiny=VAE_TINY in self.phases):
             if not self._timer(key, self.phases[key.phase], False, until=until):
                 return
-            found = self._executables.find(key)
-            if found is not None and not self._timer(key, found, True, until=until):
+            executable = self._executables.find(key)
+            if executable is not None and not self._timer(key, executable, True, until=until):
                 return
 
     def wait(self, timeout_s: float | None = None) -> bool:
