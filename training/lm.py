@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
@@ -31,10 +32,10 @@ COCO_BLANKS = 0.2
 class Corpus:
     """Token rows [N, LENGTH], padded; `said` marks the tokens to be predicted: answers, and all of COCO's words."""
 
-    chats: torch.Tensor
-    chats_said: torch.Tensor
-    coco: torch.Tensor
-    coco_said: torch.Tensor
+    chats: Tensor
+    chats_said: Tensor
+    coco: Tensor
+    coco_said: Tensor
 
 
 def build(run: TrainingRun, draft: bool = False) -> Any:
@@ -67,7 +68,7 @@ def corpus(run: TrainingRun, count: int) -> Corpus:
     return Corpus(*_table(tokenizer, heads, tails), *_table(tokenizer, starts, [c + tokenizer.eos_token for c in coco]))
 
 
-def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[Tensor, Tensor]:
     before = tokenizer(heads, add_special_tokens=False).input_ids
     after = tokenizer(tails, add_special_tokens=False).input_ids
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if len(a) + len(b) <= LENGTH]
@@ -92,7 +93,7 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
     batch = run.batch or (256 if run.on_gpu else 32)
     talk = batch - max(1, int(batch * COCO_SHARE))
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         factory: Any = {"generator": generator, "device": run.device}
         chat_rows = torch.randint(len(chats), (talk,), **factory)
         two = torch.randint(len(coco), (batch - talk,), **factory)

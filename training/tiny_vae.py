@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training import latents, loop, vae
@@ -38,7 +38,7 @@ class TinyLoss(nn.Module):
         super().__init__()
         self.tiny = tiny
 
-    def forward(self, latent: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, latent: Tensor, true: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [B, 4, h, w] and their pixels [B, 3, H, W] to loss, error of the encoder, mean square of pixels."""
         reconstruction = self.tiny.decoder(latent).float()
         loss = F.mse_loss(self.tiny.encoder(true).float(), latent)
@@ -53,7 +53,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     tiny = build(run)
     measure: Any = torch.compile(TinyLoss(tiny)) if run.compile else TinyLoss(tiny)
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         factory: Any = {"generator": generator, "device": run.device}
         latent = latents.encode(run, codec, stream.draw(stream.at(iteration))) * scale
         spread = NOISE * torch.rand(batch, 1, 1, 1, **factory)

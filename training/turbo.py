@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.checkpoints.tiny import TIMESTEPS
 from training import loop, teacher, unet
@@ -36,7 +37,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     batch = run.batch or (512 if run.on_gpu else 32)
     signal = unet.alphas_bar(run.device)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         factory: Any = {"generator": generator, "device": run.device}
         index = torch.randint(len(pairs.ids), (batch,), **factory)
         clean = pairs.latents[index].float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evaluation.scenes import emoji
 from pipeline.checkpoints.tiny_zimage import STEPS
@@ -57,12 +57,12 @@ def build(run: TrainingRun) -> ZImageModules:
     return ZImageModules(transformer.to(run.device), text.to(run.device))
 
 
-def sigmas(run: TrainingRun) -> torch.Tensor:
+def sigmas(run: TrainingRun) -> Tensor:
     """The noise levels [8] at which `ZImagePipeline` calls the transformer, from 1 downwards."""
     return shift_sigmas(torch.linspace(1, 1 / STEPS, STEPS), run.zimage.shift)
 
 
-def shift_sigmas(sigma: torch.Tensor, shift: float) -> torch.Tensor:
+def shift_sigmas(sigma: Tensor, shift: float) -> Tensor:
     """`FlowMatchEulerDiscreteScheduler`'s static shift of noise levels."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
@@ -93,7 +93,7 @@ class Batches:
         mass = odds[:, None, None] * colour * torch.ones_like(lengths)
         self._per_picture = lengths[0].numel()
         self._table = table.flatten(0, 2)
-        self._bounds: list[torch.Tensor] = []
+        self._bounds: list[Tensor] = []
         lower = 0
         for upper in zimage_tokens.BUCKETS:
             inside = mass * ((lengths > lower) & (lengths <= upper))
@@ -105,7 +105,7 @@ class Batches:
         """The bucket that a step reads: the second one now and then, where there is anything in it."""
         return int(iteration % LONG_EVERY == LONG_EVERY - 1 and self._any_long)
 
-    def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draw(self, bucket: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Ids [B, L], their lengths [B], and latents fp32 [B, C, h, w]."""
         factory: Any = {"generator": generator, "device": self._device}
         bounds, count = self._bounds[bucket], self.size
@@ -128,7 +128,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     batch, side = batches.size, run.size // 16
     levels, shift = sigmas(run).to(run.device), run.zimage.shift
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         factory: Any = {"generator": generator, "device": run.device}
         bucket = batches.bucket(iteration)
         ids, lengths, clean = batches.draw(bucket, generator)
