@@ -149,7 +149,7 @@ class Inception:
         """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
         tensors = read_weights(path)
-        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.digest = digest_of_file(path)
         network = InceptionNetwork()
         try:
             wrong = network.load_state_dict(
@@ -170,6 +170,12 @@ class Inception:
         prepared = torch.cat([_prepare(torch.tensor(picture)) for picture in pictures])
         features: Tensor = self._network(prepared.to(self._device))
         return features.cpu()
+
+
+def digest_of_file(path: Path) -> str:
+    """A file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
