@@ -91,10 +91,10 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     stream = SceneStream(run, batch, native=True)
     towers = CLIPLoss(run).to(run.device)
     loop.begin("clip", {"towers": towers}, run)
-    model: Any = torch.compile(towers, dynamic=False) if run.compile else towers
+    model = run.compiled(towers, dynamic=False)
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+        factory = loop.factory(generator)
         scene_batch = stream.at(iteration)
         ids, foils = scene_batch.ids, scene_batch.foils
         if not run.compile:  # the towers are causal: nothing behind the longest caption matters to END
@@ -116,8 +116,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> CLIPLoss:
     """The trained towers with averaged weights; raises `FileNotFoundError` when they are not trained."""
-    towers = CLIPLoss(run).to(run.device)
-    loop.load_average("clip", {"towers": towers}, run)
+    towers: CLIPLoss = loop.load_average("clip", {"towers": CLIPLoss(run).to(run.device)}, run)
     return towers
 
 

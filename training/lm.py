@@ -89,12 +89,12 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
     model = build(run, draft)
     loop.begin(name, {"lm": model}, run)
     teacher = load(run) if draft else None
-    forward: Any = torch.compile(model) if run.compile else model
+    forward = run.compiled(model)
     batch = run.batch or (256 if run.on_gpu else 32)
     talk = batch - max(1, int(batch * COCO_SHARE))
 
     def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+        factory = loop.factory(generator)
         chat_rows = torch.randint(len(chats), (talk,), **factory)
         two = torch.randint(len(coco), (batch - talk,), **factory)
         ids = torch.cat([chats[chat_rows], coco[two]]).long()
@@ -136,9 +136,7 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
 
 def load(run: TrainingRun, draft: bool = False) -> Any:
     """The trained target or draft; raises `FileNotFoundError` when it is not trained."""
-    model = build(run, draft)
-    loop.load_average("draft" if draft else "lm", {"lm": model}, run)
-    return model
+    return loop.load_average("draft" if draft else "lm", {"lm": build(run, draft)}, run)
 
 
 if __name__ == "__main__":

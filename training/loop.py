@@ -88,14 +88,23 @@ def begin(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
     return True
 
 
-def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> None:
-    """Load a stage's averaged weights for inference; raises `FileNotFoundError` where the stage is not trained."""
+def load_average(name: str, modules: dict[str, Any], run: TrainingRun) -> Any:
+    """Load a stage's averaged weights for inference and return the first module.
+
+    Raises `FileNotFoundError` where the stage is not trained.
+    """
     state = checkpoint.load(run.folder(name) / "state.pt")
     if state is None:
         raise FileNotFoundError(f"{name}/state.pt: train the stage {name} first")
     for key, module in modules.items():
         module.load_state_dict(state["averaged"][key])
         module.eval().requires_grad_(False)
+    return next(iter(modules.values()), None)
+
+
+def factory(generator: torch.Generator) -> Any:
+    """The arguments by which random tensors come from this generator, on its device."""
+    return {"generator": generator, "device": generator.device}
 
 
 class _Trainer:

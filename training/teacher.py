@@ -69,7 +69,7 @@ def train(run: TrainingRun) -> None:
     """Draw for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
     stream = SceneStream(run, CHUNK if run.on_gpu else (run.batch or 32), native=True)
     teacher = Teacher(run)
-    denoise: Any = torch.compile(teacher) if run.compile else teacher
+    denoise = run.compiled(teacher)
     plan = sigmas.table(run.picture.sampling() | {"_class_name": "EulerDiscreteScheduler"}, "euler", STEPS)
     generator = torch.Generator(device=run.device).manual_seed(run.seed)
     steps = list(zip(plan.timesteps.to(run.device), plan.coefficients.tolist(), strict=True))

@@ -51,10 +51,10 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
     stream = SceneStream(run, batch, native=True)
     tiny = build(run)
-    measure: Any = torch.compile(TinyLoss(tiny)) if run.compile else TinyLoss(tiny)
+    measure = run.compiled(TinyLoss(tiny))
 
     def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+        factory = loop.factory(generator)
         latent = latents.encode(run, codec, stream.draw(stream.at(iteration))) * scale
         spread = NOISE * torch.rand(batch, 1, 1, 1, **factory)
         latent = latent + spread * torch.randn(latent.shape, **factory)
@@ -70,9 +70,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> Any:
     """The trained codec with averaged weights; raises `FileNotFoundError` when it is not trained."""
-    tiny = build(run)
-    loop.load_average("tiny_vae", {"vae": tiny}, run)
-    return tiny
+    return loop.load_average("tiny_vae", {"vae": build(run)}, run)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class EpsilonObjective:
 
     def noised(self, clean: Tensor, generator: torch.Generator) -> Noised:
         """One timestep out of each of B equal intervals: less variance than independent draws."""
-        factory: Any = {"generator": generator, "device": clean.device}
+        factory = loop.factory(generator)
         batch = len(clean)
         order = torch.randperm(batch, **factory)
         step = ((order + torch.rand(batch, **factory)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)

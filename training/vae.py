@@ -97,9 +97,7 @@ def load(run: TrainingRun) -> Any:
     """The trained codec with averaged weights, in evaluation mode; raises `FileNotFoundError` when it is not
     trained.
     """
-    vae = build(run)
-    loop.load_average("vae", {"vae": vae}, run)
-    return vae
+    return loop.load_average("vae", {"vae": build(run)}, run)
 
 
 if __name__ == "__main__":

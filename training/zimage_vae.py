@@ -88,12 +88,12 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     if not (run.folder("zimage_vae") / "state.pt").exists():
         adopt_(codec, run)
         _scale_output_(run, codec, images)
-    measure: Any = torch.compile(CodecLoss(codec)) if run.compile else CodecLoss(codec)
+    measure = run.compiled(CodecLoss(codec))
     batch = run.batch or (96 if run.on_gpu else 8)
     side = run.size // 8
 
     def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+        factory = loop.factory(generator)
         index = torch.randint(len(rows), (batch,), **factory)
         true = emoji.composite(on_device[index], vae.backgrounds(palette, batch, factory))
         noise = torch.randn(batch, CHANNELS, side, side, **factory)
