@@ -68,7 +68,7 @@ class _Block(nn.ModuleDict):
         for chain in chains:
             width = inside
             for name, (out, kernel, *stride) in chain.items():
-                self[name] = _Conv(width, out, kernel, *stride, padded=not stride)
+                self[name] = _Conv(width, out, kernel, next(iter(stride), 1), padded=not stride)
                 width = out
 
     def forward(self, x: Tensor) -> Tensor:
