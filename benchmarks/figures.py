@@ -149,25 +149,26 @@ def sources(names: Sequence[str], results: Results) -> list[str]:
     """One line per file: commit, date, machine, command, and changes since."""
     lines = []
     for name in names:
-        result = results(name)
+        result, is_over = results(name), name.startswith(f"{HISTORY}/")
         stamp = result["provenance"] if result else {}
         verb = "simulated" if name.startswith("simulate") else "measured"
         machine = _machine(stamp["machine"])
-        command = _command(stamp["command"])
+        command = _command(stamp["command"], is_over)
         commit = f"at commit `{stamp['commit']}`" if stamp["commit"] else "at a commit that was not recorded"
         lines.append(
             f"<sub>`{results.shown(name)}`: {verb} {commit} on {stamp['date']}{command}{machine}. "
-            f"{_PAST if name.startswith(f'{HISTORY}/') else _since(stamp['rooms'])}</sub>"
+            f"{_PAST if is_over else _since(stamp['rooms'])}</sub>"
         )
     return [line + ("\\" if number < len(lines) else "") for number, line in enumerate(lines, 1)]
 
 
-def _command(command: str | None) -> str:
-    """The command, without `python -m` where its module is no longer in the tree."""
-    module = (command or "").removeprefix("python -m ").split(" ")[0]
-    if not command or (provenance.ROOT / f"{module.replace('.', '/')}.py").is_file() or "." not in module:
-        return f" by `{command}`" if command else ""
-    return f" by `{command.removeprefix('python -m ')}` of that commit"
+def _command(command: str | None, is_over: bool) -> str:
+    """The command, without `python -m` where the study is over, or its module no longer in the tree."""
+    text = (command or "").removeprefix("python -m ")
+    module = text.split(" ")[0]
+    if is_over or ("." in module and not (provenance.ROOT / f"{module.replace('.', '/')}.py").is_file()):
+        return f" by `{text}` of that commit"
+    return f" by `{command}`" if command else ""
 
 
 def _machine(machine: dict[str, Any] | None) -> str:

@@ -30,7 +30,6 @@ _PLANS = {
     "4-steps": "4 steps without guidance (LCM)",
     "4-steps+tiny": "4 steps without guidance (LCM), tiny decoder",
 }
-_SERVED = {"off": "int8", "auto": "int8+deepcache-resnet", "2": "int8+deepcache-block"}  # rungs by DeepCache plan
 _GRAPHS = ("deep × 16", "deep × 8", "deep × 2", "shallow-resnet × 16", "shallow × 16", "vae × 1", "vae × 4")
 _CLOCKS = "{sm_mhz:.0f} MHz, {power_w:.0f} W"
 
@@ -92,15 +91,6 @@ def _deep_rows(windows: Sequence[Result]) -> float:
     return float(sum(rows * count for rows, count in deep) / sum(count for _, count in deep))
 
 
-def _service(result: Result, scored: Result) -> Rows:
-    """Throughput over HTTP by DeepCache plan, beside the engine's where that was measured too, and latency."""
-    served, engine = result["stages"]["serve"], result["stages"].get("engine", {})
-    for name, rung in _SERVED.items():
-        plan = f"deepcache {name}"
-        yield {**served[plan], "label": _RUNGS[rung][0], "engine": engine.get(plan), "alone": served["alone"].get(name),
-               **_scored(scored, rung)}  # fmt: skip
-
-
 def _loras(*results: Result) -> Rows:
     """A deep step whose rows have LoRAs beside one without, by rank, layers and where the shares are added."""
     for result in results:
@@ -134,11 +124,6 @@ TABLES: dict[str, Table | Text] = {
         "history/numerics": ("h200-numerics",), "history/cohost": ("h200-cohost",),
         "history/text": ("h200-text-steps", "h200-text-engine", "h200-text-rates"),
         "history/threads": ("h200-threads",), "history/emoji-xl": ("h200-fidelity",),
-        "history/service": ("h200-starts",),
+        "history/service": ("h200-starts", "h200-service"),
     }.items() for name in names},
-    "h200-service": Table(("history/service", "ways"), (
-        ("SDXL's shape over HTTP, {stages[serve][deepcache off][clients]} clients", "{label}"),
-        ("images/s", "{pictures_per_s:.2f}"), ("engine alone, in process", "{engine[pictures_per_s]:.2f}"),
-        ("latency p50, p99", "{p50_s:.2f} s, {p99_s:.2f} s"), ("p50 of a single client", "{alone[p50_s]:.2f} s"),
-        ("CLIP score gate on emoji-xl", "{gate}")), _service),
 }  # fmt: skip

@@ -28,7 +28,6 @@ _BENCHES = {
     "text-emoji-lm": "text --text-model models/emoji-lm --text-draft models/emoji-lm-draft --turns 2",
     "text-llama-100m": "text --text-model random:llama-100m --turns 1 --requests 32",
     "cohost": "cohost",
-    "lora-load": "lora-load --threads 1 --rounds 4 --steps 60",
     "control": "control --threads 1",
     "simulate-h200": f"simulate --costs h200 --load {_LOADS}",
     "simulate-h200-deepcache": f"simulate --costs h200 --load {_LOADS} --deepcache 2",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import simulate
-from benchmarks.harness.markdown import Columns, Result, Table, cell, interval, items
+from benchmarks.harness.markdown import Columns, Result, Table, cell, items
 
 Rows = Iterable[Mapping[str, Any]]
 _GATES_OF = {
@@ -38,10 +38,6 @@ _SERVE = (  # first column, and the keys of median and p99, in seconds or millis
     ("creating a job, at {submitted_per_s:.0f}/s", "submit_p50_s", "submit_p99_s", "1000*.0f", "ms"),
     ("`/healthz` at that load", "", "flood_healthz_p99_s", "1000*.0f", "ms"),
 )
-
-
-def _left_out(result: Result) -> str:
-    return " ".join(f"Left out: `{name}` ({reason})." for name, reason in result["left_out"].items())
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -94,12 +90,6 @@ def _stock(stock: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     left_out = [trial["left_out"] for trial in stock["trials"] if "left_out" in trial]
     return ", ".join(parts) + (f" (not compiled: {'; '.join(left_out)})" if left_out else "")
-
-
-def _published(result: Result) -> Rows:
-    for name, helper in result["contenders"].items():
-        alike = (helper["psnr_db"] or 99) > 90  # equal but for rounding
-        yield {"name": name, **helper, "psnr": None if alike else helper["psnr_db"]}
 
 
 def _plans(result: Result) -> Rows:
@@ -167,14 +157,6 @@ def _hostile(result: Result) -> Rows:
         yield {"kind": kind, "bodies": sum(statuses.values()), "answers": answers}
 
 
-def _lora_load(result: Result) -> Rows:
-    for prefix, label in (("plain", "without a load"), ("loading", "while it is read")):
-        times = {kind: f"{result[f'{prefix}_{kind}_ms']:.1f}" for kind in ("median", "mean", "p95", "worst")}
-        yield {"label": label, **times, "steps": result[f"{prefix}_steps"]}
-    ratios = {kind: f"{result[f'{kind}_ratio']:.3f}" for kind in ("median", "mean", "p95", "worst")}
-    yield {"label": "ratio", **ratios, "steps": ""}
-
-
 def control(file: str) -> Table:
     """The table of a step whose rows all have a control network, beside the step and the network by themselves."""
     columns = (
@@ -235,11 +217,6 @@ TABLES = {
         ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
         ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),
         _plans),
-    "published": Table(("history/published",), (
-        ("fp32, {captions} captions", "`{name}`"), ("FLOPs", "{operations:.0%}"), ("an image", "{seconds:1000*.0f} ms"),
-        ("of its full plan", "{of_full:.2f}"), ("PSNR", "{psnr:.1f} dB"), ("SSIM", "{ssim:.3f}"),
-        ("CLIP score", interval("clip_ratio", ".2%"))),
-        _published, _left_out),
     "agreement": Table(("agreement",), (
         ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
         ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),
@@ -285,9 +262,6 @@ TABLES = {
         "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
         "{rss_mib[1]:.0f} MiB at the end."),
     "control": control("control"),
-    "lora-load": Table(("lora-load",), (
-        ("a step, ms", "{label}"), *((kind, f"{{{kind}}}") for kind in ("median", "mean", "p95", "worst", "steps"))),
-        _lora_load),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),

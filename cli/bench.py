@@ -54,7 +54,6 @@ def add(commands: Commands) -> None:
     _add_cohost(benches)
     _add_simulate(benches)
     _add_loras(benches)
-    _add_lora_load(benches)
     _add_control(benches)
 
 
@@ -119,24 +118,6 @@ def _loras(options: argparse.Namespace) -> int:
     step = loras.LoraStep(options.rows, options.loras, options.rank, options.layers, options.rounds)
     with _opened(options) as chosen:
         loras.run(chosen, step, sdxl=options.sdxl, results=options.results)
-    return 0
-
-
-def _add_lora_load(benches: Commands) -> None:
-    text = "steps of others while a large LoRA is read, against steps without"
-    one = _parser(benches, "lora-load", text, (
-        ("mib", 200, "MiB of the file"), ("rounds", 3, "how often it is read"), ("steps", 100, "before each time"),
-        ("side", 128, "pixels of a side"),
-    ))  # fmt: skip
-    _end(one, _lora_load)
-
-
-def _lora_load(options: argparse.Namespace) -> int:
-    from benchmarks import lora_load
-
-    file = lora_load.LoraFile(options.mib, options.rounds, options.steps, options.side)
-    with _opened(options) as chosen:
-        lora_load.run(chosen, file, results=options.results)
     return 0
 
 

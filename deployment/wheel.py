@@ -35,7 +35,7 @@ __all__ = [
 
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
-_DATA = {".cpp", ".css", ".cu", ".h", ".html", ".js", ".json", ".lua", ".svg", ".txt"}
+_DATA = {".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".svg", ".txt"}
 # For the checkout only: measurements behind the docs.
 _LEFT_OUT = ("benchmarks/results/", "benchmarks/history/")
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from evaluation.hub import digest_of, load, name_of, snapshot
+from evaluation.hub import digest_of, load, name_of, normalized, snapshot
 from evaluation.inception import WeightsError
 from evaluation.pixels import Pixels
 
@@ -63,9 +63,8 @@ class Clip:
         """Unit features [N, D] of uint8 [H, W, 3] pictures; shorter side fitted by bicubic, the middle cut out."""
         features = []
         for start in range(0, len(pictures), _BATCH):
-            part = np.stack([self._fit(np.asarray(picture)) for picture in pictures[start : start + _BATCH]])
-            scaled = (torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - self._mean) / self._std
-            pooled = self._model.vision_model(pixel_values=scaled.to(self._device)).pooler_output
+            prepared = self._prepared(pictures[start : start + _BATCH])
+            pooled = self._model.vision_model(pixel_values=prepared).pooler_output
             features.append(F.normalize(self._model.visual_projection(pooled), dim=-1).cpu())
         return torch.cat(features)
 
@@ -80,6 +79,11 @@ class Clip:
             pooled = self._model.text_model(input_ids=ids.to(self._device)).pooler_output
             features.append(F.normalize(self._model.text_projection(pooled), dim=-1).cpu())
         return torch.cat(features)
+
+    def _prepared(self, pictures: Sequence[Pixels]) -> Tensor:
+        """Pictures as the vision tower reads them, on its device."""
+        fitted = [self._fit(np.asarray(picture)) for picture in pictures]
+        return normalized(fitted, self._mean, self._std).to(self._device)
 
     def _fit(self, picture: Pixels) -> Pixels:
         height, width = picture.shape[:2]
@@ -100,15 +104,14 @@ class Clip:
         return np.asarray(image.crop((left, top, left + side, top + side)))
 
 
-def _normalization(folder: Path) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [3, 1, 1] of the model's pixels, as its processor's config has them."""
+def _normalization(folder: Path) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of the model's pixels by channel, as its processor's config has them."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():
             config = json.loads((folder / name).read_text("utf-8"))
             config = config.get("image_processor", config)
             if "image_mean" in config and "image_std" in config:
-                mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("image_mean", "image_std"))
-                return mean, std
+                return config["image_mean"], config["image_std"]
     raise WeightsError(f"{folder}: has no processor config with image_mean and image_std")
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from evaluation.hub import digest_of, load, name_of
+from evaluation.hub import digest_of, load, name_of, normalized
 from evaluation.pixels import Pixels
 
 _SIDE, _BATCH = 224, 64
@@ -35,10 +35,9 @@ class DinoV2:
     def see(self, pictures: Sequence[Pixels]) -> Tensor:
         """fp32 [N, D] of uint8 [H, W, 3] pictures, each fitted to 224×224 by Pillow's bicubic filter."""
         features = []
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
         for start in range(0, len(pictures), _BATCH):
             images = [Image.fromarray(np.asarray(picture)) for picture in pictures[start : start + _BATCH]]
-            part = np.stack([np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)) for image in images])
-            scaled = (torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - mean) / std
+            part = [np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)) for image in images]
+            scaled = normalized(part, _MEAN, _STD)
             features.append(self._model(pixel_values=scaled.to(self._device)).pooler_output.float().cpu())
         return torch.cat(features)

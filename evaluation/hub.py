@@ -1,18 +1,21 @@
 """Loads feature networks: from folders in transformers' format, plain or as the hub's cache lays them out, and from
-files of weights.
+files of weights; and scales the pictures that they read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from evaluation.inception import WeightsError, read_weights
+from evaluation.inception import digest_of_file as digest_of_file
+from evaluation.pixels import Pixels
 
 
 def snapshot(folder: Path) -> Path:
@@ -96,7 +99,7 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path, title: s
     network.load_state_dict(dict(weights), assign=True)
 
 
-def digest_of_file(path: Path) -> str:
-    """A file's SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def normalized(pictures: Sequence[Pixels], mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """fp32 [N, 3, H, W] of uint8 [H, W, 3] pictures of one size: less `mean` and over `std`, each of three channels."""
+    scaled = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+    return (scaled - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from evaluation.hub import digest_of_file, file_of, fill, read_file, snapshot
+from evaluation.hub import digest_of_file, file_of, fill, normalized, read_file, snapshot
 from evaluation.inception import WeightsError
 from evaluation.pixels import Pixels
 
@@ -128,5 +128,4 @@ def _prepare(picture: Pixels) -> Tensor:
     width, height = (_SIDE if edge == short else int(_SIDE * edge / short) for edge in image.size)
     left, top = round((width - _SIDE) / 2), round((height - _SIDE) / 2)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + _SIDE, top + _SIDE))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
-    return (((torch.tensor(np.asarray(fitted)).permute(2, 0, 1).float() / 255) - mean) / std)[None]
+    return normalized([np.asarray(fitted)], _MEAN, _STD)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,103 +48,74 @@ def _mean_pool(x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
 
 
+def _max_pool(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 3, 1, 1)
+
+
 def _halve(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 3, 2)
 
 
-class _A(nn.Module):
-    def __init__(self, inside: int, pooled: int) -> None:
+class _Block(nn.ModuleDict):
+    """Chains of convolutions side by side, whose outputs are concatenated; the last chain reads what `pool` gives.
+
+    A chain has (channels, kernel, stride) by the published file's names. Names that end in "a" or "b" read the same.
+    """
+
+    def __init__(self, inside: int, pool: Callable[[Tensor], Tensor], *chains: dict[str, tuple[Any, ...]]) -> None:
         super().__init__()
-        self.branch1x1 = _Conv(inside, 64, 1)
-        self.branch5x5_1 = _Conv(inside, 48, 1)
-        self.branch5x5_2 = _Conv(48, 64, 5)
-        self.branch3x3dbl_1 = _Conv(inside, 64, 1)
-        self.branch3x3dbl_2 = _Conv(64, 96, 3)
-        self.branch3x3dbl_3 = _Conv(96, 96, 3)
-        self.branch_pool = _Conv(inside, pooled, 1)
+        self._pool, self._chains = pool, [list(chain) for chain in chains]
+        for chain in chains:
+            width = inside
+            for name, (out, kernel, *stride) in chain.items():
+                self[name] = _Conv(width, out, kernel, next(iter(stride), 1), padded=not stride)
+                width = out
 
     def forward(self, x: Tensor) -> Tensor:
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat(
-            [self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x)), double, self.branch_pool(_mean_pool(x))], 1
-        )
+        parts: list[Tensor] = []
+        for chain in self._chains:
+            y = self._pool(x) if chain is self._chains[-1] else x
+            for name in chain:
+                y = y if name.endswith(("a", "b")) else self[name](y)
+            parts += [self[name](y) for name in chain if name.endswith(("a", "b"))] or [y]
+        return torch.cat(parts, 1)
 
 
-class _B(nn.Module):
-    def __init__(self, inside: int) -> None:
-        super().__init__()
-        self.branch3x3 = _Conv(inside, 384, 3, 2, padded=False)
-        self.branch3x3dbl_1 = _Conv(inside, 64, 1)
-        self.branch3x3dbl_2 = _Conv(64, 96, 3)
-        self.branch3x3dbl_3 = _Conv(96, 96, 3, 2, padded=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat([self.branch3x3(x), double, _halve(x)], 1)
+def _a(inside: int, pooled: int) -> _Block:
+    return _Block(
+        inside, _mean_pool, {"branch1x1": (64, 1)}, {"branch5x5_1": (48, 1), "branch5x5_2": (64, 5)},
+        {"branch3x3dbl_1": (64, 1), "branch3x3dbl_2": (96, 3), "branch3x3dbl_3": (96, 3)}, {"branch_pool": (pooled, 1)},
+    )  # fmt: skip
 
 
-class _C(nn.Module):
-    def __init__(self, inside: int, middle: int) -> None:
-        super().__init__()
-        self.branch1x1 = _Conv(inside, 192, 1)
-        self.branch7x7_1 = _Conv(inside, middle, 1)
-        self.branch7x7_2 = _Conv(middle, middle, (1, 7))
-        self.branch7x7_3 = _Conv(middle, 192, (7, 1))
-        self.branch7x7dbl_1 = _Conv(inside, middle, 1)
-        self.branch7x7dbl_2 = _Conv(middle, middle, (7, 1))
-        self.branch7x7dbl_3 = _Conv(middle, middle, (1, 7))
-        self.branch7x7dbl_4 = _Conv(middle, middle, (7, 1))
-        self.branch7x7dbl_5 = _Conv(middle, 192, (1, 7))
-        self.branch_pool = _Conv(inside, 192, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
-        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return torch.cat([self.branch1x1(x), single, double, self.branch_pool(_mean_pool(x))], 1)
+def _b(inside: int) -> _Block:
+    double = {"branch3x3dbl_1": (64, 1), "branch3x3dbl_2": (96, 3), "branch3x3dbl_3": (96, 3, 2)}
+    return _Block(inside, _halve, {"branch3x3": (384, 3, 2)}, double, {})
 
 
-class _D(nn.Module):
-    def __init__(self, inside: int) -> None:
-        super().__init__()
-        self.branch3x3_1 = _Conv(inside, 192, 1)
-        self.branch3x3_2 = _Conv(192, 320, 3, 2, padded=False)
-        self.branch7x7x3_1 = _Conv(inside, 192, 1)
-        self.branch7x7x3_2 = _Conv(192, 192, (1, 7))
-        self.branch7x7x3_3 = _Conv(192, 192, (7, 1))
-        self.branch7x7x3_4 = _Conv(192, 192, 3, 2, padded=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seven = self.branch7x7x3_4(self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x))))
-        return torch.cat([self.branch3x3_2(self.branch3x3_1(x)), seven, _halve(x)], 1)
+def _c(inside: int, middle: int) -> _Block:
+    sides, names = ((7, 1), (1, 7), (7, 1)), ("branch7x7dbl_2", "branch7x7dbl_3", "branch7x7dbl_4")
+    double = {"branch7x7dbl_1": (middle, 1), **{name: (middle, side) for name, side in zip(names, sides, strict=True)}}
+    return _Block(
+        inside, _mean_pool, {"branch1x1": (192, 1)},
+        {"branch7x7_1": (middle, 1), "branch7x7_2": (middle, (1, 7)), "branch7x7_3": (192, (7, 1))},
+        {**double, "branch7x7dbl_5": (192, (1, 7))}, {"branch_pool": (192, 1)},
+    )  # fmt: skip
 
 
-class _E(nn.Module):
-    def __init__(self, inside: int, *, by_maximum: bool) -> None:
-        super().__init__()
-        self._by_maximum = by_maximum
-        self.branch1x1 = _Conv(inside, 320, 1)
-        self.branch3x3_1 = _Conv(inside, 384, 1)
-        self.branch3x3_2a = _Conv(384, 384, (1, 3))
-        self.branch3x3_2b = _Conv(384, 384, (3, 1))
-        self.branch3x3dbl_1 = _Conv(inside, 448, 1)
-        self.branch3x3dbl_2 = _Conv(448, 384, 3)
-        self.branch3x3dbl_3a = _Conv(384, 384, (1, 3))
-        self.branch3x3dbl_3b = _Conv(384, 384, (3, 1))
-        self.branch_pool = _Conv(inside, 192, 1)
+def _d(inside: int) -> _Block:
+    seven = {"branch7x7x3_1": (192, 1), "branch7x7x3_2": (192, (1, 7)), "branch7x7x3_3": (192, (7, 1))}
+    return _Block(
+        inside, _halve, {"branch3x3_1": (192, 1), "branch3x3_2": (320, 3, 2)},
+        {**seven, "branch7x7x3_4": (192, 3, 2)}, {},
+    )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
-        single = self.branch3x3_1(x)
-        double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
-        pooled = F.max_pool2d(x, 3, 1, 1) if self._by_maximum else _mean_pool(x)
-        return torch.cat(
-            [
-                self.branch1x1(x),
-                self.branch3x3_2a(single), self.branch3x3_2b(single),
-                self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double),
-                self.branch_pool(pooled),
-            ], 1,
-        )  # fmt: skip
+
+def _e(inside: int, pool: Callable[[Tensor], Tensor]) -> _Block:
+    single = {"branch3x3_1": (384, 1), "branch3x3_2a": (384, (1, 3)), "branch3x3_2b": (384, (3, 1))}
+    double = {"branch3x3dbl_1": (448, 1), "branch3x3dbl_2": (384, 3)}
+    fan = {"branch3x3dbl_3a": (384, (1, 3)), "branch3x3dbl_3b": (384, (3, 1))}
+    return _Block(inside, pool, {"branch1x1": (320, 1)}, single, {**double, **fan}, {"branch_pool": (192, 1)})
 
 
 class InceptionNetwork(nn.Sequential):
@@ -158,11 +130,11 @@ class InceptionNetwork(nn.Sequential):
             Conv2d_3b_1x1=_Conv(64, 80, 1),
             Conv2d_4a_3x3=_Conv(80, 192, 3, padded=False),
             halve_2=nn.MaxPool2d(3, 2),
-            Mixed_5b=_A(192, 32), Mixed_5c=_A(256, 64), Mixed_5d=_A(288, 64),
-            Mixed_6a=_B(288),
-            Mixed_6b=_C(768, 128), Mixed_6c=_C(768, 160), Mixed_6d=_C(768, 160), Mixed_6e=_C(768, 192),
-            Mixed_7a=_D(768),
-            Mixed_7b=_E(1280, by_maximum=False), Mixed_7c=_E(2048, by_maximum=True),
+            Mixed_5b=_a(192, 32), Mixed_5c=_a(256, 64), Mixed_5d=_a(288, 64),
+            Mixed_6a=_b(288),
+            Mixed_6b=_c(768, 128), Mixed_6c=_c(768, 160), Mixed_6d=_c(768, 160), Mixed_6e=_c(768, 192),
+            Mixed_7a=_d(768),
+            Mixed_7b=_e(1280, _mean_pool), Mixed_7c=_e(2048, _max_pool),
             pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(),
         ))  # fmt: skip
 
@@ -177,7 +149,7 @@ class Inception:
         """`weights` is the published file; None downloads it (95 MB) into torch's cache. Raises `WeightsError`."""
         path = weights or _fetch()
         tensors = read_weights(path)
-        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.digest = digest_of_file(path)
         network = InceptionNetwork()
         try:
             wrong = network.load_state_dict(
@@ -198,6 +170,12 @@ class Inception:
         prepared = torch.cat([_prepare(torch.tensor(picture)) for picture in pictures])
         features: Tensor = self._network(prepared.to(self._device))
         return features.cpu()
+
+
+def digest_of_file(path: Path) -> str:
+    """A file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -4,17 +4,15 @@ people. Where its weights are not to be had: the same distance over a CLIP's lay
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.image import lpips as library
 
 from evaluation.clip import EMBEDDED, Clip
-from evaluation.inception import WeightsError, read_weights
+from evaluation.inception import WeightsError, digest_of_file, read_weights
 from evaluation.pixels import Pixels
 
 _LEAST_SIDE = 31  # at which the last layer is one pixel wide
@@ -103,10 +101,6 @@ class ClipLayers(Clip):
             distances.append(self._measure(x, y).flatten().cpu())
         return torch.cat(distances)
 
-    def _prepared(self, pictures: Sequence[Pixels]) -> Tensor:
-        part = np.stack([self._fit(np.asarray(picture)) for picture in pictures])
-        return ((torch.from_numpy(part).permute(0, 3, 1, 2).float() / 255 - self._mean) / self._std).to(self._device)
-
 
 class Lpips:
     """LPIPS with AlexNet, version 0.1; 0 for equal images."""
@@ -122,7 +116,7 @@ class Lpips:
             network.load_state_dict({name: tensors.get(f"features.{name}") for name in network.state_dict()})
         except RuntimeError as error:
             raise WeightsError(f"{weights}: is not torchvision's AlexNet ({error})") from None
-        self.digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+        self.digest = digest_of_file(weights)
         self._measure = _Measure(network, _learned(), library.ScalingLayer()).eval().requires_grad_(False)
 
     @torch.inference_mode()

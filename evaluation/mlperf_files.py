@@ -10,7 +10,7 @@ from typing import NamedTuple
 from evaluation import captions, fid, mlperf
 from evaluation.clip import Clip
 from evaluation.inception import WEIGHTS as WEIGHTS
-from evaluation.inception import Inception, WeightsError
+from evaluation.inception import Inception, WeightsError, digest_of_file
 from evaluation.mlperf import ProtocolError
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.folder import ModelError
@@ -112,7 +112,7 @@ def _checked(name: str, path: Path, read: Callable[[Path], str | None]) -> FileC
 
 def _captions(path: Path) -> str:
     captions.read(path)
-    return sha256(path)
+    return digest_of_file(path)
 
 
 def _latent(path: Path) -> str:
@@ -130,7 +130,7 @@ def _inception(path: Path) -> str:
 
 def _clip(folder: Path) -> str:
     Clip(folder)
-    return sha256(
+    return digest_of_file(
         next(folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).exists())
     )
 
@@ -141,7 +141,7 @@ def _model(files: Path, model: str | None, variant: str | None) -> FileCheck:
     if seeded(name):
         return FileCheck(MODEL_FOLDER, path, stand_in=True)
     if path.is_file():
-        digest = sha256(path)
+        digest = digest_of_file(path)
         return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS[MODEL_FILE], digest=digest)
     if not path.is_dir():
         return FileCheck(MODEL_FOLDER, path, MISSING)
@@ -151,11 +151,5 @@ def _model(files: Path, model: str | None, variant: str | None) -> FileCheck:
         unet = weights.get("unet", [])
     except ModelError as error:
         return FileCheck(MODEL_FOLDER, path, str(error))
-    digest = sha256(unet[0]) if len(unet) == 1 else ""
+    digest = digest_of_file(unet[0]) if len(unet) == 1 else ""
     return FileCheck(MODEL_FOLDER, path, stand_in=digest not in _DIGESTS["unet"], digest=digest)
-
-
-def sha256(path: Path) -> str:
-    """A file's SHA-256."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

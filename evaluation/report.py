@@ -53,7 +53,7 @@ def _told(result: Mapping[str, Any]) -> tuple[str, str]:
     return result["lens"]["fid"], result["lens"]["score"]
 
 
-def _gate(result: Mapping[str, Any], name: str) -> tuple[str, plots.Plot] | None:
+def _gate(result: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
     """The ratios of one figure of all runs compared with the base."""
     bars = []
     for number, run in enumerate(result["runs"]):
@@ -66,10 +66,11 @@ def _gate(result: Mapping[str, Any], name: str) -> tuple[str, plots.Plot] | None
             value, low, high = (100 * (ratio[key] - 1) for key in ("value", "low", "high"))
             verdict = gate.get("verdict", "")
             bars.append(plots.Bar(run["name"], value, low, high, low_percent, high_percent, verdict, number % _SERIES))
-    return (name, plots.whiskers(bars, "% from the base run")) if bars else None
+    return (name, plots.whiskers(bars)) if bars else None
 
 
-def _speed(result: Mapping[str, Any], name: str) -> plots.Plot | None:
+def _speed(result: Mapping[str, Any], name: str) -> tuple[dict[str, Any], str] | None:
+    """The points of a figure over speed, and the name of the upward axis."""
     dots = [
         plots.Point(
             run["name"], run["pictures_per_second"], score["value"], score["low"], score["high"], number % _SERIES
@@ -78,8 +79,7 @@ def _speed(result: Mapping[str, Any], name: str) -> plots.Plot | None:
         if run["pictures_per_second"] is not None and (score := run["scores"].get(name)) is not None
     ]
     better = "lower is better" if name == result["lens"]["fid"] else "higher is better"
-    across = "images per second, while the engine was full"
-    return plots.scatter(dots, across, f"{name}, {better}") if len(dots) > 1 else None
+    return (plots.scatter(dots), f"{name}, {better}") if len(dots) > 1 else None
 
 
 def _differences(result: Mapping[str, Any], runs: Sequence[EvaluationRun]) -> Iterator[dict[str, Any]]:
@@ -97,7 +97,7 @@ def _differences(result: Mapping[str, Any], runs: Sequence[EvaluationRun]) -> It
             yield {
                 "name": entry["name"],
                 "series": number % _SERIES,
-                "plot": plots.histogram([psnr for _, psnr, _ in every], "PSNR of a picture, dB", number % _SERIES),
+                "plot": plots.histogram([psnr for _, psnr, _ in every]),
                 "changes": entry["changes"],
                 "worst": {title: [_case(runs[0], run, *case) for case in cases] for title, cases in worst.items()},
             }

@@ -173,7 +173,8 @@ class RunWriter:
         try:
             stored = EvaluationRun.load(folder) if head.exists() else None
             if stored is not None and stored.records:
-                _refuse_differences(f"{folder} holds a run with other settings", stored.settings, requested, requested)
+                known = {name: stored.settings.get(name) for name in requested}
+                refuse_differences(f"{folder} holds a run with other settings", known, requested, RunError)
                 self.run = stored
             else:  # nothing is drawn: a rejected command must not block a corrected one
                 self.run = EvaluationRun(folder, requested, captions, {})
@@ -194,8 +195,8 @@ class RunWriter:
         if not self.run.drawn_by:
             self.run.drawn_by = dict(fingerprint)
             self._write_head()
-        same = {name: fingerprint.get(name) for name in SAME}
-        _refuse_differences(f"{self.run.folder} was drawn by another model", self.run.drawn_by, dict(fingerprint), same)
+        stored, current = ({name: drawn_by.get(name) for name in SAME} for drawn_by in (self.run.drawn_by, fingerprint))
+        refuse_differences(f"{self.run.folder} was drawn by another model", stored, current, RunError)
         names = sorted({*self.run.drawn_by, *fingerprint} - {*SAME})
         unknown: list[str] = []
         if ("version" in self.run.drawn_by) != ("version" in fingerprint):
@@ -217,9 +218,7 @@ class RunWriter:
         record = ImageRecord(
             caption.index, caption.id, seed, file, hashlib.sha256(png).hexdigest(), session, round(seconds, 4)
         )
-        line = (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode()
-        if os.write(self._log, line) != len(line):  # the rest would follow half a line
-            raise OSError(errno.ENOSPC, "half a line was written", str(self.run.folder / "pictures.jsonl"))
+        append(self._log, asdict(record), self.run.folder / "pictures.jsonl")
         self.run.records[caption.index] = record
 
     def _write_head(self) -> None:
@@ -266,12 +265,18 @@ def write_json(path: Path, value: Any) -> None:
     write(path, (json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _refuse_differences(
-    title: str, stored: Mapping[str, Any], requested: Mapping[str, Any], names: Mapping[str, Any]
+def append(log: int, record: Mapping[str, Any], path: Path) -> None:
+    """Append a line of JSON to the open file `log`. Raises OSError where it is not whole."""
+    line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    if os.write(log, line) != len(line):  # the rest would follow half a line
+        raise OSError(errno.ENOSPC, "half a line was written", str(path))
+
+
+def refuse_differences(
+    title: str, stored: Mapping[str, Any], requested: Mapping[str, Any], error: type[ValueError]
 ) -> None:
-    differ = [name for name in names if stored.get(name) != requested.get(name)]
+    """Raise `error` where these settings differ, with the first five that do."""
+    differ = [name for name in dict.fromkeys([*requested, *stored]) if stored.get(name) != requested.get(name)]
     if differ:
-        differences = "; ".join(
-            f"{name} is {stored.get(name)!r} there, {requested.get(name)!r} here" for name in differ[:5]
-        )
-        raise RunError(f"{title}: {differences}")
+        differences = (f"{name} is {stored.get(name)!r} there, {requested.get(name)!r} here" for name in differ[:5])
+        raise error(f"{title}: {'; '.join(differences)}")

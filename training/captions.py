@@ -97,6 +97,15 @@ def held_out(rows: list[PictureRow], count: int, seed: int = 20) -> set[int]:
     return {by_base[base][TONES[number % len(TONES)]] for number, base in enumerate(selected)}
 
 
+def odds(rows: list[PictureRow], count: int) -> list[float]:
+    """How often training draws each picture: never the `count` held-out ones, those with a tone half as often.
+
+    A toned picture has four near-copies, an untoned one has none.
+    """
+    hidden = held_out(rows, count)
+    return [0.0 if i in hidden else 0.5 if has_tone(row.name) else 1.0 for i, row in enumerate(rows)]
+
+
 def wordings(rows: list[PictureRow], count: int, seed: int) -> Iterator[list[str]]:
     """The `count` ways to name each picture that training draws from."""
     draw = random.Random(seed)

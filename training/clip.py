@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training import loop, tokens
@@ -39,9 +39,7 @@ class CLIPLoss(nn.Module):
         self.head = nn.Linear(shape.text_width, shape.pooled_width, bias=False)
         self.pad_2 = pad_2
 
-    def forward(
-        self, pixels: torch.Tensor, ids: torch.Tensor, foils: torch.Tensor, label: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, pixels: Tensor, ids: Tensor, foils: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels [B, 3, H, W] in -1..1 and END-padded ids and foils [B, L]: the loss, the share that ranks first
         among all captions, and the share of those with a foil that ranks before it.
 
@@ -65,18 +63,18 @@ class CLIPLoss(nn.Module):
         share = before.sum() / (~none[0]).sum().clamp(min=1)
         return torch.as_tensor(loss) / 4, (scores.argmax(1) == target).float().mean(), share
 
-    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+    def see(self, pixels: Tensor) -> Tensor:
         """Image features [B, pooled_width], not normalised."""
-        features: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
+        features: Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
         return features
 
-    def read(self, ids: torch.Tensor) -> torch.Tensor:
+    def read(self, ids: Tensor) -> Tensor:
         """Text features [B, pooled_width] of END-padded ids, not normalised."""
-        features: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
+        features: Tensor = self.clip.text_projection(self.clip.text_model(input_ids=ids).pooler_output)
         return features
 
 
-def roughen(pixels: torch.Tensor, noise: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+def roughen(pixels: Tensor, noise: Tensor, kind: Tensor) -> Tensor:
     """Blurs a third of the pictures and adds a little noise to all, so that drawn pictures are not strangers.
 
     pixels [B, 3, H, W] in -1..1; noise like pixels, normal; kind [B] uniform in 0..1, which also sets the
@@ -93,10 +91,10 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     stream = SceneStream(run, batch, native=True)
     towers = CLIPLoss(run).to(run.device)
     loop.begin("clip", {"towers": towers}, run)
-    model: Any = torch.compile(towers, dynamic=False) if run.compile else towers
+    model = run.compiled(towers, dynamic=False)
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         scene_batch = stream.at(iteration)
         ids, foils = scene_batch.ids, scene_batch.foils
         if not run.compile:  # the towers are causal: nothing behind the longest caption matters to END
@@ -118,8 +116,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> CLIPLoss:
     """The trained towers with averaged weights; raises `FileNotFoundError` when they are not trained."""
-    towers = CLIPLoss(run).to(run.device)
-    loop.load_average("clip", {"towers": towers}, run)
+    towers: CLIPLoss = loop.load_average("clip", {"towers": CLIPLoss(run).to(run.device)}, run)
     return towers
 
 

@@ -106,9 +106,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> Any:
     """The trained network with averaged weights; raises `FileNotFoundError` when it is not trained."""
-    net = build(run, unet.load(run).unet)
-    loop.load_average("control", {"control": net}, run)
-    return net
+    return loop.load_average("control", {"control": build(run, unet.load(run).unet)}, run)
 
 
 def export(run: TrainingRun) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from training import checkpoint, vae
 from training.run import TrainingRun, command
@@ -26,16 +27,16 @@ def train(run: TrainingRun) -> None:
 
 
 @torch.no_grad()
-def encode(run: TrainingRun, codec: Any, pixels: torch.Tensor) -> torch.Tensor:
+def encode(run: TrainingRun, codec: Any, pixels: Tensor) -> Tensor:
     """Posterior means, float32, of pixels [B, 3, H, W] in -1..1."""
     with run.autocast():
         moments = codec.quant_conv(codec.encoder(pixels.contiguous(memory_format=torch.channels_last)))
-    mean: torch.Tensor = moments.float().chunk(2, dim=1)[0]
+    mean: Tensor = moments.float().chunk(2, dim=1)[0]
     return mean
 
 
 @torch.no_grad()
-def centre_(codec: Any, latents: torch.Tensor) -> float:
+def centre_(codec: Any, latents: Tensor) -> float:
     """Folds a shift and a relative scale per channel into the codec's two 1x1 convolutions; returns `scaling_factor`.
 
     Diffusion wants latents of mean 0 and deviation 1. SDXL's scaling factor fixes the deviation of all

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from evaluation.scenes import emoji
@@ -31,10 +32,10 @@ COCO_BLANKS = 0.2
 class Corpus:
     """Token rows [N, LENGTH], padded; `said` marks the tokens to be predicted: answers, and all of COCO's words."""
 
-    chats: torch.Tensor
-    chats_said: torch.Tensor
-    coco: torch.Tensor
-    coco_said: torch.Tensor
+    chats: Tensor
+    chats_said: Tensor
+    coco: Tensor
+    coco_said: Tensor
 
 
 def build(run: TrainingRun, draft: bool = False) -> Any:
@@ -67,7 +68,7 @@ def corpus(run: TrainingRun, count: int) -> Corpus:
     return Corpus(*_table(tokenizer, heads, tails), *_table(tokenizer, starts, [c + tokenizer.eos_token for c in coco]))
 
 
-def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(tokenizer: Any, heads: list[str], tails: list[str]) -> tuple[Tensor, Tensor]:
     before = tokenizer(heads, add_special_tokens=False).input_ids
     after = tokenizer(tails, add_special_tokens=False).input_ids
     pairs = [(a, b) for a, b in zip(before, after, strict=True) if len(a) + len(b) <= LENGTH]
@@ -88,12 +89,12 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
     model = build(run, draft)
     loop.begin(name, {"lm": model}, run)
     teacher = load(run) if draft else None
-    forward: Any = torch.compile(model) if run.compile else model
+    forward = run.compiled(model)
     batch = run.batch or (256 if run.on_gpu else 32)
     talk = batch - max(1, int(batch * COCO_SHARE))
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         chat_rows = torch.randint(len(chats), (talk,), **factory)
         two = torch.randint(len(coco), (batch - talk,), **factory)
         ids = torch.cat([chats[chat_rows], coco[two]]).long()
@@ -135,9 +136,7 @@ def train(run: TrainingRun, draft: bool = False) -> loop.StageOutcome:
 
 def load(run: TrainingRun, draft: bool = False) -> Any:
     """The trained target or draft; raises `FileNotFoundError` when it is not trained."""
-    model = build(run, draft)
-    loop.load_average("draft" if draft else "lm", {"lm": model}, run)
-    return model
+    return loop.load_average("draft" if draft else "lm", {"lm": build(run, draft)}, run)
 
 
 if __name__ == "__main__":

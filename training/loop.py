@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training import checkpoint
 from training.group import average_, values_of_first
 from training.muon import Muon
 from training.run import TrainingRun
 
-Logged = dict[str, torch.Tensor]
-Loss = Callable[[int, torch.Generator], tuple[torch.Tensor, Logged]]
+Logged = dict[str, Tensor]
+Loss = Callable[[int, torch.Generator], tuple[Tensor, Logged]]
 
 # What stands at a model's edge is no map between hidden spaces: embeddings, padding, first and last layers go to AdamW.
 _EDGES = re.compile(r"embed|pad_token|conv_in|conv_out|lm_head|^head|final_layer")
@@ -88,14 +88,23 @@ def begin(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> bool:
     return True
 
 
-def load_average(name: str, modules: dict[str, nn.Module], run: TrainingRun) -> None:
-    """Load a stage's averaged weights for inference; raises `FileNotFoundError` where the stage is not trained."""
+def load_average(name: str, modules: dict[str, Any], run: TrainingRun) -> Any:
+    """Load a stage's averaged weights for inference and return the first module.
+
+    Raises `FileNotFoundError` where the stage is not trained.
+    """
     state = checkpoint.load(run.folder(name) / "state.pt")
     if state is None:
         raise FileNotFoundError(f"{name}/state.pt: train the stage {name} first")
     for key, module in modules.items():
         module.load_state_dict(state["averaged"][key])
         module.eval().requires_grad_(False)
+    return next(iter(modules.values()), None)
+
+
+def factory(generator: torch.Generator) -> Any:
+    """The arguments by which random tensors come from this generator, on its device."""
+    return {"generator": generator, "device": generator.device}
 
 
 class _Trainer:
@@ -201,7 +210,7 @@ class _Trainer:
     @torch.no_grad()
     def _average(self, keep: float) -> None:
         for name, module in self.stage.modules.items():
-            into: list[torch.Tensor] = list(self.averaged[name].parameters())
+            into: list[Tensor] = list(self.averaged[name].parameters())
             torch._foreach_lerp_(into, [p.detach() for p in module.parameters()], 1 - keep)
             for buffer, current in zip(self.averaged[name].buffers(), module.buffers(), strict=True):
                 buffer.copy_(current)

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Quintic Newton-Schulz coefficients of the reference implementation: steepest at zero, singular values end in 0.7..1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
-def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """[N, R, C] to matrices with the same singular vectors and singular values near 1, all N at once."""
     transposed = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if transposed else matrices).float()
@@ -25,7 +26,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
         square = x @ x.mT
         inner = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
         x = torch.baddbmm(x, inner, x, beta=_A)
-    result: torch.Tensor = (x.mT if transposed else x).to(matrices.dtype)
+    result: Tensor = (x.mT if transposed else x).to(matrices.dtype)
     return result
 
 
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Applies the gradients; parameters of equal shape are orthogonalised in one batch."""
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
+            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault((p.shape[0], p.numel() // p.shape[0]), []).append(p)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,6 +81,10 @@ class TrainingRun:
         """Mixed precision where `dtype` is not float32; weights and optimizer stay in float32."""
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             yield
+
+    def compiled(self, module: Any, **options: Any) -> Any:
+        """The module, compiled where the run compiles."""
+        return torch.compile(module, **options) if self.compile else module
 
 
 def parser(description: str) -> argparse.ArgumentParser:

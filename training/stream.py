@@ -23,7 +23,6 @@ from training.run import TrainingRun
 from training.scenes import Composer, Scene
 
 SINGLES = 0.30  # share of single emoji in their own words, so that the model still draws what it is named after
-TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
 NATIVE, LARGER = 0.68, 0.20
 """Shares of batches at the native size, and at half as much again; the others share the rest."""
 
@@ -57,11 +56,9 @@ class World:
         """Read the run's data; wordings are those that `run.variants` and `run.seed` draw, and no others."""
         rows = emoji.read_rows(run.data)
         images = emoji.read_pictures(run.data, rows, run.size)
-        hidden = captions.held_out(rows, run.held_out)
-        odds = [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)]
         composer = Composer(subjects.choose(rows, images), run.seed)
         wordings = list(captions.wordings(rows, run.variants, run.seed))
-        return cls(rows, images, composer, wordings, list(accumulate(odds)))
+        return cls(rows, images, composer, wordings, list(accumulate(captions.odds(rows, run.held_out))))
 
     def scene(self, index: int, size: tuple[int, int]) -> tuple[Scene, int]:
         """The scene of this index, and the row of a single emoji or -1."""
@@ -170,7 +167,7 @@ class PerSize:
     def __init__(self, run: TrainingRun, module: nn.Module) -> None:
         self._native = (run.size, run.size)
         self._plain: Any = module
-        self._fast: Any = torch.compile(module, dynamic=False) if run.compile else module
+        self._fast: Any = run.compiled(module, dynamic=False)
 
     def at(self, size: tuple[int, int]) -> Any:
         """The callable for pictures of `size`."""

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from evaluation.scenes import hues
 
-BLOCK, LEVELS = (
-    8,
-    6,
-)  # of pixel art: a block's side in pixels (a latent's), and each channel's levels: the 216 web colours
+# Of pixel art: a block's side in pixels (a latent's), and each channel's levels: the 216 web colours
+BLOCK, LEVELS = 8, 6
 _PAPER, _GRAPHITE = (0.97, 0.95, 0.90), (0.16, 0.16, 0.19)
 _GAIN, _SHADE = 1.8, 0.30  # how dark an edge gets by its gradient, and a black surface by its darkness
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.sampling import sigmas
 from training import checkpoint, tokens, unet
@@ -24,15 +24,15 @@ CHUNK = 1024  # pictures drawn together on a GPU
 class Pairs:
     """The teacher's images and their noise: int16 ids [N, L], float16 `noise` and `latents` [N, 4, h, w]."""
 
-    ids: torch.Tensor
-    noise: torch.Tensor
-    latents: torch.Tensor
+    ids: Tensor
+    noise: Tensor
+    latents: Tensor
 
 
 class Teacher(nn.Module):
     """The frozen model: reads captions, and denoises with guidance."""
 
-    time_ids: torch.Tensor
+    time_ids: Tensor
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__()
@@ -43,24 +43,24 @@ class Teacher(nn.Module):
         self.register_buffer("time_ids", torch.tensor([side, side, 0, 0, side, side], device=run.device))
 
     @torch.no_grad()
-    def read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """END-padded ids [B, L] to states [B, L, C] and pooled [B, P]."""
         parts: Any = self
         return unet.read_text(parts, ids, tokens.repad(ids, self.end, self.pad_2))
 
-    def told(self, pooled: torch.Tensor) -> dict[str, torch.Tensor]:
+    def told(self, pooled: Tensor) -> dict[str, Tensor]:
         """The UNet's `added_cond_kwargs`."""
         return {"text_embeds": pooled, "time_ids": self.time_ids.expand(len(pooled), 6)}
 
     @torch.no_grad()
-    def forward(self, x: torch.Tensor, step: torch.Tensor, states: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, step: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
         """The noise in x [B, 4, h, w] at timesteps [B], with guidance; the unconditional embedding is zero."""
         states, pooled = (torch.cat([torch.zeros_like(predictions), predictions]) for predictions in (states, pooled))
         predictions = self.unet(
             torch.cat([x, x]), torch.cat([step, step]), states, added_cond_kwargs=self.told(pooled), return_dict=False
         )
         without, with_ = predictions[0].float().chunk(2)
-        prediction: torch.Tensor = without + GUIDANCE * (with_ - without)
+        prediction: Tensor = without + GUIDANCE * (with_ - without)
         return prediction
 
 
@@ -69,7 +69,7 @@ def train(run: TrainingRun) -> None:
     """Draw for the budget, of which an iteration is one batch, and writes `teacher/pairs.pt`."""
     stream = SceneStream(run, CHUNK if run.on_gpu else (run.batch or 32), native=True)
     teacher = Teacher(run)
-    denoise: Any = torch.compile(teacher) if run.compile else teacher
+    denoise = run.compiled(teacher)
     plan = sigmas.table(run.picture.sampling() | {"_class_name": "EulerDiscreteScheduler"}, "euler", STEPS)
     generator = torch.Generator(device=run.device).manual_seed(run.seed)
     steps = list(zip(plan.timesteps.to(run.device), plan.coefficients.tolist(), strict=True))

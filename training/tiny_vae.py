@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training import latents, loop, vae
@@ -38,7 +38,7 @@ class TinyLoss(nn.Module):
         super().__init__()
         self.tiny = tiny
 
-    def forward(self, latent: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, latent: Tensor, true: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [B, 4, h, w] and their pixels [B, 3, H, W] to loss, error of the encoder, mean square of pixels."""
         reconstruction = self.tiny.decoder(latent).float()
         loss = F.mse_loss(self.tiny.encoder(true).float(), latent)
@@ -51,10 +51,10 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     batch, scale = run.batch or (96 if run.on_gpu else 8), float(codec.config.scaling_factor)
     stream = SceneStream(run, batch, native=True)
     tiny = build(run)
-    measure: Any = torch.compile(TinyLoss(tiny)) if run.compile else TinyLoss(tiny)
+    measure = run.compiled(TinyLoss(tiny))
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         latent = latents.encode(run, codec, stream.draw(stream.at(iteration))) * scale
         spread = NOISE * torch.rand(batch, 1, 1, 1, **factory)
         latent = latent + spread * torch.randn(latent.shape, **factory)
@@ -70,9 +70,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> Any:
     """The trained codec with averaged weights; raises `FileNotFoundError` when it is not trained."""
-    tiny = build(run)
-    loop.load_average("tiny_vae", {"vae": tiny}, run)
-    return tiny
+    return loop.load_average("tiny_vae", {"vae": build(run)}, run)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 from evaluation.scenes import emoji, subjects
 from pipeline.checkpoints.tiny import TOKENS
@@ -62,14 +63,14 @@ def pad_ids(run: TrainingRun) -> tuple[int, int]:
     return clip_tokenizer(run).pad_token_id, clip_tokenizer(run, second=True).pad_token_id
 
 
-def encode(tokenizer: Any, texts: list[str]) -> torch.Tensor:
+def encode(tokenizer: Any, texts: list[str]) -> Tensor:
     """Texts to ids, int64 [B, TOKENS], padded and truncated as the pipeline does."""
     encoded = tokenizer(texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt")
-    ids: torch.Tensor = encoded.input_ids
+    ids: Tensor = encoded.input_ids
     return ids
 
 
-def repad(ids: torch.Tensor, end: int, pad: int) -> torch.Tensor:
+def repad(ids: Tensor, end: int, pad: int) -> Tensor:
     """END-padded ids [B, L] to ids padded with `pad` behind the first END, as tokenizer_2 makes them."""
     after = (ids == end).long().cumsum(1) - (ids == end).long() > 0
     return torch.where(after, torch.full_like(ids, pad), ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.checkpoints.tiny import TIMESTEPS
 from training import loop, teacher, unet
@@ -32,12 +33,12 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     """Train the student on the teacher's pairs. Its prediction is v (Salimans & Ho, 2022)."""
     pairs, source = teacher.load(run), teacher.Teacher(run)
     student = build(run)
-    predict: Any = torch.compile(student) if run.compile else student
+    predict = run.compiled(student)
     batch = run.batch or (512 if run.on_gpu else 32)
     signal = unet.alphas_bar(run.device)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         index = torch.randint(len(pairs.ids), (batch,), **factory)
         clean = pairs.latents[index].float()
         later = (1 + torch.randint(CLOCK - 1, (batch,), **factory)) * (TIMESTEPS // CLOCK) - 1
@@ -61,9 +62,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 def load(run: TrainingRun) -> Any:
     """The student with averaged weights; raises `FileNotFoundError` when it is not trained."""
-    student = build(run)
-    loop.load_average("turbo", {"unet": student}, run)
-    return student
+    return loop.load_average("turbo", {"unet": build(run)}, run)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.checkpoints.tiny import BETAS, TIMESTEPS
 from training import clip, latents, loop, tokens
@@ -58,13 +58,13 @@ def adopt_(parts: TrainedModules, towers: clip.CLIPLoss) -> None:
     parts.text_2.load_state_dict({key: trained[key] for key in state})
 
 
-def alphas_bar(device: torch.device) -> torch.Tensor:
+def alphas_bar(device: torch.device) -> Tensor:
     """Cumulative signal share per timestep, [1000], of SDXL's `scaled_linear` schedule."""
     betas = torch.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TIMESTEPS, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(0).float().to(device)
 
 
-def weights(alpha_bar: torch.Tensor) -> torch.Tensor:
+def weights(alpha_bar: Tensor) -> Tensor:
     """Loss weight of epsilon per noise level.
 
     Min-SNR-5 (Hang et al. 2023) where the signal is strong; and, where noise is strong, the fourth root of
@@ -78,9 +78,9 @@ def weights(alpha_bar: torch.Tensor) -> torch.Tensor:
 class Noised(NamedTuple):
     """Latents [B, C, h, w] with noise in them, the noise, and their timesteps [B]."""
 
-    latents: torch.Tensor
-    noise: torch.Tensor
-    step: torch.Tensor
+    latents: Tensor
+    noise: Tensor
+    step: Tensor
 
 
 class EpsilonObjective:
@@ -90,9 +90,9 @@ class EpsilonObjective:
         self._signal = alphas_bar(device)
         self._weight = weights(self._signal)
 
-    def noised(self, clean: torch.Tensor, generator: torch.Generator) -> Noised:
+    def noised(self, clean: Tensor, generator: torch.Generator) -> Noised:
         """One timestep out of each of B equal intervals: less variance than independent draws."""
-        factory: Any = {"generator": generator, "device": clean.device}
+        factory = loop.factory(generator)
         batch = len(clean)
         order = torch.randperm(batch, **factory)
         step = ((order + torch.rand(batch, **factory)) * (TIMESTEPS / batch)).long().clamp(max=TIMESTEPS - 1)
@@ -100,7 +100,7 @@ class EpsilonObjective:
         share = self._signal[step][:, None, None, None]
         return Noised(share.sqrt() * clean + (1 - share).sqrt() * noise, noise, step)
 
-    def loss(self, guess: torch.Tensor, noised: Noised) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, guess: Tensor, noised: Noised) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted error of a guess at the noise, and the plain one over all rows and over the noisiest."""
         square = (guess.float() - noised.noise).square().mean(dim=(1, 2, 3))
         late = noised.step >= 600
@@ -110,7 +110,7 @@ class EpsilonObjective:
         }
 
 
-def read_text(parts: TrainedModules, ids: torch.Tensor, ids_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_text(parts: TrainedModules, ids: Tensor, ids_2: Tensor) -> tuple[Tensor, Tensor]:
     """Both tokenizers' ids [B, L] to states [B, L, C1 + C2], of the layers before the last, and pooled [B, P]."""
     first = parts.text(input_ids=ids, output_hidden_states=True)
     second = parts.text_2(input_ids=ids_2, output_hidden_states=True)
@@ -135,16 +135,16 @@ class Frozen:
         end = int(tokens.clip_tokenizer(run).eos_token_id)
         return cls(run, parts, latents.load_codec(run), EpsilonObjective(run.device), end, tokens.pad_ids(run))
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, pixels: Tensor) -> Tensor:
         """Latents of pixels [B, 3, H, W] in -1..1."""
         return latents.encode(self.run, self.codec, pixels) * float(self.codec.config.scaling_factor)
 
-    def noised(self, pixels: torch.Tensor, generator: torch.Generator) -> Noised:
+    def noised(self, pixels: Tensor, generator: torch.Generator) -> Noised:
         """Latents of pixels [B, 3, H, W] in -1..1, with noise in them."""
         return self.objective.noised(self.encode(pixels), generator)
 
     @torch.no_grad()
-    def read_text(self, ids: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_text(self, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         """States [B, L, C] and pooled [B, P] of END-padded ids [B, L]; zeros where `keep` [B] is 0. Under autocast."""
         states, pooled = read_text(self.parts, ids, tokens.repad(ids, self.end, self.pads[1]))
         return states * keep[:, None, None], pooled * keep[:, None]
@@ -161,7 +161,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
         adopt_(parts, clip.load(run))
     unet, frozen = PerSize(run, parts.unet), Frozen.load(run, parts)
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, loop.Logged]:
         batch = stream.at(iteration)
         clean = frozen.encode(stream.draw(batch))
         silent = torch.rand(len(clean), 1, generator=generator, device=run.device) < DROP_TEXT

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training import loop
@@ -30,7 +30,7 @@ def build(run: TrainingRun) -> Any:
     return model.to(run.device, memory_format=torch.channels_last)
 
 
-def reconstruction_loss(output: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+def reconstruction_loss(output: Tensor, true: Tensor) -> Tensor:
     """L1 on pixels and on their first differences, at full, half and quarter scale. [B, 3, H, W] in -1..1."""
     total = torch.zeros((), device=output.device)
     for scale in range(3):
@@ -50,7 +50,7 @@ class VAELoss(nn.Module):
         super().__init__()
         self.vae = vae
 
-    def forward(self, true: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, true: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels [B, 3, H, W] and normal noise [B, 4, H/8, W/8] to loss, KL per element, mean square error."""
         moments = self.vae.quant_conv(self.vae.encoder(true))
         mean, log_variance = moments.float().chunk(2, dim=1)
@@ -61,7 +61,7 @@ class VAELoss(nn.Module):
         return reconstruction_loss(output, true) + KL_WEIGHT * kl, kl, F.mse_loss(output, true)
 
 
-def backgrounds(palette: torch.Tensor, count: int, factory: dict[str, Any]) -> torch.Tensor:
+def backgrounds(palette: Tensor, count: int, factory: dict[str, Any]) -> Tensor:
     """Random colours [count, 3] from 0 to 1: a quarter is white, most are of the palette [n, 3], the rest any.
 
     `factory` are the generator and the device.
@@ -80,7 +80,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     loop.begin("vae", {"vae": vae}, run)
     codec = PerSize(run, VAELoss(vae))
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         batch = stream.at(iteration)
         true = stream.draw(batch)
         shape = (len(true), 4, true.shape[-2] // 8, true.shape[-1] // 8)
@@ -97,9 +97,7 @@ def load(run: TrainingRun) -> Any:
     """The trained codec with averaged weights, in evaluation mode; raises `FileNotFoundError` when it is not
     trained.
     """
-    vae = build(run)
-    loop.load_average("vae", {"vae": vae}, run)
-    return vae
+    return loop.load_average("vae", {"vae": build(run)}, run)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evaluation.scenes import emoji
 from pipeline.checkpoints.tiny_zimage import STEPS
@@ -18,7 +18,6 @@ from training import captions, loop, zimage_tokens, zimage_vae
 from training.run import TrainingRun, command
 from training.zimage_forward import ZImageBatch
 
-TONED_WEIGHT = 0.5  # a toned picture has four near-copies, an untoned one has none
 DROP_TEXT = 0.02  # share of empty captions
 LONG_EVERY = 16  # steps: one in so many reads captions of the second bucket, which are rare
 SAMPLED = 0.5  # share of rows at the sampler's own noise levels; the others are spread over all
@@ -57,12 +56,12 @@ def build(run: TrainingRun) -> ZImageModules:
     return ZImageModules(transformer.to(run.device), text.to(run.device))
 
 
-def sigmas(run: TrainingRun) -> torch.Tensor:
+def sigmas(run: TrainingRun) -> Tensor:
     """The noise levels [8] at which `ZImagePipeline` calls the transformer, from 1 downwards."""
     return shift_sigmas(torch.linspace(1, 1 / STEPS, STEPS), run.zimage.shift)
 
 
-def shift_sigmas(sigma: torch.Tensor, shift: float) -> torch.Tensor:
+def shift_sigmas(sigma: Tensor, shift: float) -> Tensor:
     """`FlowMatchEulerDiscreteScheduler`'s static shift of noise levels."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
@@ -82,18 +81,14 @@ class Batches:
         self._empty = zimage_tokens.encode(reader, [""]).to(run.device)
         self._pad = int(reader.pad_token_id)
         self._colours = table.shape[2]
-        hidden = captions.held_out(rows, run.held_out)
-        odds = torch.tensor(
-            [0.0 if i in hidden else TONED_WEIGHT if captions.has_tone(r.name) else 1.0 for i, r in enumerate(rows)],
-            device=run.device,
-        )
+        odds = torch.tensor(captions.odds(rows, run.held_out), device=run.device)
         colour = torch.full((self._colours,), 0.5 / (self._colours - 1), device=run.device)
         colour[0] = 0.5
         lengths = (table != self._pad).sum(-1)
         mass = odds[:, None, None] * colour * torch.ones_like(lengths)
         self._per_picture = lengths[0].numel()
         self._table = table.flatten(0, 2)
-        self._bounds: list[torch.Tensor] = []
+        self._bounds: list[Tensor] = []
         lower = 0
         for upper in zimage_tokens.BUCKETS:
             inside = mass * ((lengths > lower) & (lengths <= upper))
@@ -105,9 +100,9 @@ class Batches:
         """The bucket that a step reads: the second one now and then, where there is anything in it."""
         return int(iteration % LONG_EVERY == LONG_EVERY - 1 and self._any_long)
 
-    def draw(self, bucket: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draw(self, bucket: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Ids [B, L], their lengths [B], and latents fp32 [B, C, h, w]."""
-        factory: Any = {"generator": generator, "device": self._device}
+        factory = loop.factory(generator)
         bounds, count = self._bounds[bucket], self.size
         positions = torch.rand(count, dtype=torch.float64, **factory) * bounds[-1]
         number = torch.searchsorted(bounds, positions, right=True).clamp(max=len(bounds) - 1)
@@ -124,12 +119,12 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     batches = Batches(run)
     parts = build(run)
     module = ZImageBatch(parts.transformer, parts.text)
-    predict: Any = torch.compile(module, dynamic=False) if run.compile else module
+    predict = run.compiled(module, dynamic=False)
     batch, side = batches.size, run.size // 16
     levels, shift = sigmas(run).to(run.device), run.zimage.shift
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         bucket = batches.bucket(iteration)
         ids, lengths, clean = batches.draw(bucket, generator)
         # One level out of each of `batch` equal intervals: less variance than independent draws.

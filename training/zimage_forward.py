@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 MULTIPLE = 32  # to which the transformer pads captions and pictures
@@ -22,11 +22,11 @@ class RealRotaryProcessor:
     def __call__(
         self,
         attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        freqs_cis: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        freqs_cis: Tensor | None = None,
+    ) -> Tensor:
         """[B, S, C] to [B, S, C]; no mask: all rows are as long."""
         assert freqs_cis is not None and attention_mask is None
         query, key, value = (
@@ -35,23 +35,23 @@ class RealRotaryProcessor:
         query, key = _rotate(attn.norm_q(query), freqs_cis), _rotate(attn.norm_k(key), freqs_cis)
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        out: torch.Tensor = attn.to_out[0](mixed)
+        out: Tensor = attn.to_out[0](mixed)
         return out
 
 
-def _rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     """[B, S, H, D] by `turns` [S, D / 2, 2]: cosines and sines for neighbouring pairs of channels."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = turns[:, None].unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def turns(transformer: Any, ids: torch.Tensor) -> torch.Tensor:
+def turns(transformer: Any, ids: Tensor) -> Tensor:
     """Cosines and sines [S, D / 2, 2] of positions [S, 3]."""
     return torch.view_as_real(transformer.rope_embedder(ids.cpu())).to(ids.device)
 
 
-def positions(caption: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(caption: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Positions [caption, 3] of a caption with its padding, and [S, 3] of patches with theirs, which stands at 0."""
     steps = torch.arange(1, caption + 1)
     text = torch.stack((steps, torch.zeros_like(steps), torch.zeros_like(steps)), dim=1)
@@ -70,9 +70,9 @@ class ZImageBatch(nn.Module):
         for module in transformer.modules():
             if hasattr(module, "set_processor"):
                 module.set_processor(RealRotaryProcessor())
-        self._turns: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._turns: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def turns(self, caption: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, caption: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Rotations of captions and of patches, kept; `rows` and `columns` count patches."""
         key = (caption, rows, columns)
         if key not in self._turns:
@@ -83,13 +83,13 @@ class ZImageBatch(nn.Module):
 
     def forward(
         self,
-        latents: torch.Tensor,
-        t: torch.Tensor,
-        ids: torch.Tensor,
-        lengths: torch.Tensor,
-        cap_turns: torch.Tensor,
-        x_turns: torch.Tensor,
-    ) -> torch.Tensor:
+        latents: Tensor,
+        t: Tensor,
+        ids: Tensor,
+        lengths: Tensor,
+        cap_turns: Tensor,
+        x_turns: Tensor,
+    ) -> Tensor:
         """Noisy latents [B, C, h, w], t = 1 - sigma [B] and ids [B, L] of `lengths` [B] to the transformer's output,
         [B, C, h, w]. L is a multiple of 32, and no row's length would fit the next smaller one.
         """
@@ -111,28 +111,28 @@ class ZImageBatch(nn.Module):
         both, both_turns = torch.cat((x, caption), dim=1), torch.cat((x_turns, cap_turns))
         for layer in transformer.layers:
             both = layer(both, None, both_turns, adaln)
-        prediction: torch.Tensor = transformer.all_final_layer["2-1"](both[:, :count], c=adaln)
+        prediction: Tensor = transformer.all_final_layer["2-1"](both[:, :count], c=adaln)
         return unpatchify(prediction, latents.shape)
 
 
-def read(text: Any, ids: torch.Tensor) -> torch.Tensor:
+def read(text: Any, ids: Tensor) -> Tensor:
     """`hidden_states[-2]` of a `Qwen3Model`, [B, L, C], of ids padded at the right: no token sees what follows it."""
     x = text.embed_tokens(ids)
     turned = text.rotary_emb(x, torch.arange(ids.shape[1], device=ids.device)[None])
     for layer in text.layers[:-1]:
         x = layer(x, attention_mask=None, position_embeddings=turned)
-    states: torch.Tensor = x
+    states: Tensor = x
     return states
 
 
-def patchify(latents: torch.Tensor) -> torch.Tensor:
+def patchify(latents: Tensor) -> Tensor:
     """[B, C, h, w] to patches [B, h · w / 4, 4 · C], channels last within a patch."""
     b, c, h, w = latents.shape
     split = latents.view(b, c, h // PATCH, PATCH, w // PATCH, PATCH)
     return split.permute(0, 2, 4, 3, 5, 1).reshape(b, -1, PATCH * PATCH * c)
 
 
-def unpatchify(patches: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def unpatchify(patches: Tensor, shape: torch.Size) -> Tensor:
     """Undoes `patchify` for latents of `shape`."""
     b, c, h, w = shape
     split = patches.view(b, h // PATCH, w // PATCH, PATCH, PATCH, c)

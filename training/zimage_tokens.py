@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evaluation.scenes import emoji
 from pipeline.checkpoints.tiny_zimage import SPECIAL, byte_tokenizer, tokenizer_of
@@ -46,7 +47,7 @@ def tokenizer(run: TrainingRun) -> Any:
     return Qwen2Tokenizer.from_pretrained(folder)
 
 
-def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> torch.Tensor:
+def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> Tensor:
     """Token ids of every caption that training may draw: int16 [N, variants, 1 + colours, 64], padded at the right.
 
     Colour 0 is a caption without a background, the others follow `captions.COLOUR_NAMES`. Kept in
@@ -54,7 +55,7 @@ def caption_table(run: TrainingRun, rows: list[emoji.PictureRow]) -> torch.Tenso
     """
     path = run.folder("zimage_tokens") / f"table-{run.variants}-{run.seed}.pt"
     if path.exists():
-        states: torch.Tensor = torch.load(path, weights_only=True)
+        states: Tensor = torch.load(path, weights_only=True)
         if len(states) == len(rows):
             return states
     reader = tokenizer(run)
@@ -86,7 +87,7 @@ def recased(text: str, draw: random.Random) -> str:
     return text.lower() if kind < RECASED else text
 
 
-def encode(reader: Any, texts: list[str]) -> torch.Tensor:
+def encode(reader: Any, texts: list[str]) -> Tensor:
     """Texts in their template to ids, int64 [B, 64], padded and truncated at the right."""
     written = [
         reader.apply_chat_template(
@@ -95,7 +96,7 @@ def encode(reader: Any, texts: list[str]) -> torch.Tensor:
         for text in texts
     ]
     encoded = reader(written, padding="max_length", max_length=BUCKETS[-1], truncation=True, return_tensors="pt")
-    ids: torch.Tensor = encoded.input_ids
+    ids: Tensor = encoded.input_ids
     return ids
 
 

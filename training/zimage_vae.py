@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evaluation.scenes import emoji
 from pipeline.checkpoints.tiny_zimage import CHANNELS
@@ -56,7 +56,7 @@ def adopt_(codec: Any, run: TrainingRun) -> None:
     )
 
 
-def _shared(key: str, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> bool:
+def _shared(key: str, source: dict[str, Tensor], target: dict[str, Tensor]) -> bool:
     is_border = key.startswith(("encoder.conv_out", "decoder.conv_in"))
     return not is_border and key in source and source[key].shape == target[key].shape
 
@@ -68,7 +68,7 @@ class CodecLoss(nn.Module):
         super().__init__()
         self.codec = codec
 
-    def forward(self, true: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, true: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pixels [B, 3, H, W] and scaled noise [B, 16, h, w] to loss, departure from a normal, mean square error."""
         latent = self.codec.encoder(true).float()[:, :CHANNELS]
         mean, deviation = latent.mean(dim=(0, 2, 3)), latent.std(dim=(0, 2, 3))
@@ -88,12 +88,12 @@ def train(run: TrainingRun) -> loop.StageOutcome:
     if not (run.folder("zimage_vae") / "state.pt").exists():
         adopt_(codec, run)
         _scale_output_(run, codec, images)
-    measure: Any = torch.compile(CodecLoss(codec)) if run.compile else CodecLoss(codec)
+    measure = run.compiled(CodecLoss(codec))
     batch = run.batch or (96 if run.on_gpu else 8)
     side = run.size // 8
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        factory: Any = {"generator": generator, "device": run.device}
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        factory = loop.factory(generator)
         index = torch.randint(len(rows), (batch,), **factory)
         true = emoji.composite(on_device[index], vae.backgrounds(palette, batch, factory))
         noise = torch.randn(batch, CHANNELS, side, side, **factory)
@@ -110,7 +110,7 @@ def train(run: TrainingRun) -> loop.StageOutcome:
 
 
 @torch.no_grad()
-def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
+def _scale_output_(run: TrainingRun, codec: Any, images: Tensor) -> None:
     """Give the fresh latents mean 0 and deviation 1 per channel."""
     last = codec.encoder.conv_out
     probe = encode_pictures(run, codec, *_probe(images))
@@ -120,7 +120,7 @@ def _scale_output_(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def encode_pictures(run: TrainingRun, codec: Any, images: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+def encode_pictures(run: TrainingRun, codec: Any, images: Tensor, colours: Tensor) -> Tensor:
     """Posterior means, float32 on the CPU, of premultiplied uint8 [N, 4, H, W] on RGB colours [N, 3] in 0..1."""
     latents = []
     for part in torch.arange(len(images)).split(256):
@@ -131,7 +131,7 @@ def encode_pictures(run: TrainingRun, codec: Any, images: torch.Tensor, colours:
 
 
 @torch.no_grad()
-def encode(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
+def encode(run: TrainingRun, codec: Any, images: Tensor) -> None:
     """Fixes shift and scale, one of each for all channels as in FLUX's configuration, and encodes all pictures."""
     palette = torch.tensor(list(captions.COLOURS.values())) / 255
     probe = encode_pictures(run, codec, *_probe(images))
@@ -147,18 +147,18 @@ def encode(run: TrainingRun, codec: Any, images: torch.Tensor) -> None:
     print(f"zimage_vae shift_factor={shift:.5f} scaling_factor={factor:.5f}", flush=True)
 
 
-def _probe(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _probe(images: Tensor) -> tuple[Tensor, Tensor]:
     """Some 512 pictures, and the palette's colours in turn below them."""
     palette = torch.tensor(list(captions.COLOURS.values())) / 255
     sample = torch.arange(0, len(images), max(1, len(images) // 512))
     return images[sample], palette[torch.arange(len(sample)) % len(palette)]
 
 
-def load_latents(run: TrainingRun) -> torch.Tensor:
+def load_latents(run: TrainingRun) -> Tensor:
     """Latents of mean 0 and deviation 1, float16 [colours, N, 16, h, w]; raises `FileNotFoundError` before the stage
     has run.
     """
-    values: torch.Tensor = checkpoint.need(run.work / "zimage_vae" / "latents.pt", "zimage_vae")["values"]
+    values: Tensor = checkpoint.need(run.work / "zimage_vae" / "latents.pt", "zimage_vae")["values"]
     return values
 
 

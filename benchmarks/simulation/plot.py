@@ -1,29 +1,15 @@
-"""Draws line plots as SVG files with light and dark colour schemes."""
+"""Draws line plots as SVG files with light and dark colour schemes, by the template plot.svg.jinja beside this file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-_W, _H = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 72, 52
-_STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #555; }
-.title { font-weight: 600; fill: #333; }
-.grid { stroke: #8884; stroke-width: 1; }
-.line { fill: none; stroke-width: 2.25; stroke-linejoin: round; }
-.thin { stroke-width: 1.5; stroke-dasharray: 5 4; }
-.s0 { stroke: #0a7d8c; } .s1 { stroke: #c2570c; } .s2 { stroke: #7a55c7; } .s3 { stroke: #4d7c0f; }
-.d0 { fill: #0a7d8c; } .d1 { fill: #c2570c; } .d2 { fill: #7a55c7; } .d3 { fill: #4d7c0f; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #aaa; } .title { fill: #ddd; }
-  .s0 { stroke: #35b5c6; } .s1 { stroke: #f08a3c; } .s2 { stroke: #a98cf0; } .s3 { stroke: #8fc043; }
-  .d0 { fill: #35b5c6; } .d1 { fill: #f08a3c; } .d2 { fill: #a98cf0; } .d3 { fill: #8fc043; }
-}
-"""
-_SERIES = 4  # that the style has colours for
+import jinja2
+
+_TEMPLATE = Path(__file__).with_name("plot.svg.jinja")
 
 
 class Line(NamedTuple):
@@ -35,71 +21,36 @@ class Line(NamedTuple):
     dashed: bool = False
 
 
+class Axis(NamedTuple):
+    """The ticks, from the first to the last of which the axis goes, and the coordinates of both ends."""
+
+    ticks: list[float]
+    start: float
+    end: float
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        """The coordinate of a value."""
+        low, high, at = (math.log(x) if self.log else x for x in (self.ticks[0], self.ticks[-1], value))
+        return self.start + (at - low) / (high - low or 1.0) * (self.end - self.start)
+
+
 def draw(lines: Sequence[Line], title: str, across: str, up: str, *, log_x: bool = False, log_y: bool = False) -> str:
     """Render the SVG. Logarithmic axes omit values that are not positive."""
     lines = [
         line._replace(dots=[(x, y) for x, y in line.dots if not (log_x and x <= 0) and not (log_y and y <= 0)])
         for line in lines
     ]
-    px, x_ticks = _axis([x for line in lines for x, _ in line.dots], _LEFT, _W - _RIGHT, log_x)
-    py, y_ticks = _axis([y for line in lines for _, y in line.dots], _H - _BOTTOM, _TOP, log_y)
-    parts = [f'<text class="title" x="{_LEFT}" y="22">{escape(title)}</text>']
-    for tick in y_ticks:
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_W - _RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}"/>'
-            f'<text x="{_LEFT - 8}" y="{py(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
-        )
-    for tick in x_ticks:
-        parts.append(
-            f'<line class="grid" x1="{px(tick):.1f}" x2="{px(tick):.1f}" y1="{_TOP}" y2="{_H - _BOTTOM}"/>'
-            f'<text x="{px(tick):.1f}" y="{_H - _BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
-        )
-    middle_x, middle_y = (_LEFT + _W - _RIGHT) / 2, (_TOP + _H - _BOTTOM) / 2
-    parts.append(f'<text x="{middle_x:.0f}" y="{_H - 12}" text-anchor="middle">{escape(across)}</text>')
-    turned = f"translate(18 {middle_y:.0f}) rotate(-90)"
-    parts.append(f'<text transform="{turned}" text-anchor="middle">{escape(up)}</text>')
-    body = "\n".join([*parts, *_series(lines, px, py)])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_W} {_H}" role="img" aria-label="{escape(title)}">\n'
-        f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
-    )
+    x = _axis([x for line in lines for x, _ in line.dots], 64, 696, log_x)
+    y = _axis([y for line in lines for _, y in line.dots], 348, 72, log_y)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(_TEMPLATE.read_text("utf-8"))
+    return template.render(lines=lines, title=title, across=across, up=up, x=x, y=y)
 
 
-def _series(lines: Sequence[Line], px: Callable[[float], float], py: Callable[[float], float]) -> Iterator[str]:
-    """Each line with its dots and its entry in the legend."""
-    legend_x = float(_LEFT)
-    for line in lines:
-        points = [(px(x), py(y)) for x, y in line.dots]
-        series, thin = line.series % _SERIES, " thin" if line.dashed else ""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        yield f'<polyline class="line s{series}{thin}" points="{path}"/>'
-        if not line.dashed:
-            yield from (f'<circle class="d{series}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
-        if line.label:
-            yield (
-                f'<line class="line s{series}{thin}" x1="{legend_x:.0f}" x2="{legend_x + 22:.0f}" y1="46" y2="46"/>'
-                f'<text x="{legend_x + 28:.0f}" y="50">{escape(line.label)}</text>'
-            )
-            legend_x += 52 + 6.6 * len(line.label)
-
-
-def _axis(values: Sequence[float], start: float, end: float, log: bool) -> tuple[Callable[[float], float], list[float]]:
-    """A function from values to coordinates, and the tick values."""
+def _axis(values: Sequence[float], start: float, end: float, log: bool) -> Axis:
     low, high = min(values, default=1.0), max(values, default=1.0)
-    if log:
-        ticks = _decades(low, high)
-        low, high = min(low, ticks[0]), max(high, ticks[-1])
-        scale: Callable[[float], float] = math.log
-    else:
-        ticks = _round(low, high)
-        low, high = min(low, ticks[0]), max(high, ticks[-1])
-        scale = float
-    span = scale(high) - scale(low) or 1.0
-
-    def place(value: float) -> float:
-        return start + (scale(value) - scale(low)) / span * (end - start)
-
-    return place, ticks
+    return Axis(_decades(low, high) if log else _round(low, high), start, end, log)
 
 
 def _decades(low: float, high: float) -> list[float]:

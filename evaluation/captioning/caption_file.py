@@ -10,7 +10,6 @@ Files:
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from evaluation import captions as tables
-from evaluation.run import write, write_json
+from evaluation.run import append, refuse_differences, write, write_json
 
 VERSION = 1
 
@@ -94,7 +93,9 @@ class CaptionFile:
     def _look(self) -> None:
         if self.out.exists():
             head = self._vouched()
-            _refuse_differences(f"{self.out} holds captions of other settings; name another file", head, self.settings)
+            refuse_differences(
+                f"{self.out} holds captions of other settings; name another file", head, self.settings, CaptionFileError
+            )
             self.finished = True
             self.part.unlink(missing_ok=True)  # of a process that was killed at its very end
             return
@@ -110,10 +111,8 @@ class CaptionFile:
         if not self.made:  # a command that wrote nothing must not block a corrected one
             self.rows = []
             return
-        _refuse_differences(
-            f"{self.part} is a beginning of other settings; remove it, or name another file",
-            head["settings"], self.settings,
-        )  # fmt: skip
+        title = f"{self.part} is a beginning of other settings; remove it, or name another file"
+        refuse_differences(title, head["settings"], self.settings, CaptionFileError)
         self.written_by = head["written_by"]
         os.truncate(self.part, data.rfind(b"\n") + 1)
 
@@ -138,7 +137,9 @@ class CaptionFile:
     def begin(self, written_by: Mapping[str, Any]) -> None:
         """Record the author. Raises `CaptionFileError` if another one wrote the existing rows."""
         if self.rows:
-            _refuse_differences(f"{self.part} was written by another model; remove it", self.written_by, written_by)
+            refuse_differences(
+                f"{self.part} was written by another model; remove it", self.written_by, written_by, CaptionFileError
+            )
         else:
             self.written_by = dict(written_by)
             head = {"version": VERSION, "settings": self.settings, "written_by": self.written_by}
@@ -148,9 +149,7 @@ class CaptionFile:
     def add(self, row: CaptionRow) -> None:
         """Append the next row. Raises OSError, and then it is not there."""
         assert self._log is not None and row.index == len(self.rows), "begun, and rows in their order"
-        line = (json.dumps(asdict(row), ensure_ascii=False) + "\n").encode()
-        if os.write(self._log, line) != len(line):  # the rest would follow half a line
-            raise OSError(errno.ENOSPC, "half a line was written", str(self.part))
+        append(self._log, asdict(row), self.part)
         self.rows.append(row)
 
     def finish(self) -> None:
@@ -206,12 +205,3 @@ def _read_row(part: Path, index: int, line: bytes) -> CaptionRow:
     except (ValueError, TypeError):
         pass
     raise CaptionFileError(f"{part}: line {index + 2} is not row {index}; remove the file")
-
-
-def _refuse_differences(title: str, stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    differ = [name for name in dict.fromkeys([*current, *stored]) if stored.get(name) != current.get(name)]
-    if differ:
-        differences = "; ".join(
-            f"{name} is {stored.get(name)!r} there, {current.get(name)!r} here" for name in differ[:5]
-        )
-        raise CaptionFileError(f"{title}: {differences}")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
+from torch import Tensor
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
@@ -71,7 +72,7 @@ def read_rows(data: Path) -> list[PictureRow]:
     return rows
 
 
-def read_pictures(data: Path, rows: list[PictureRow], size: int) -> torch.Tensor:
+def read_pictures(data: Path, rows: list[PictureRow], size: int) -> Tensor:
     """Read the rows' pictures from `emoji/images.zip`, as uint8 [N, 4, size, size], colour premultiplied by alpha.
 
     Premultiplied, because resizing straight colours bleeds the hidden colour of transparent pixels into
@@ -103,13 +104,13 @@ def premultiply(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     return premultiplied
 
 
-def composite(pictures: torch.Tensor, colours: torch.Tensor) -> torch.Tensor:
+def composite(pictures: Tensor, colours: Tensor) -> Tensor:
     """Lay premultiplied uint8 [B, 4, H, W] on plain RGB `colours` [B, 3] in 0..1; returns [B, 3, H, W] in -1..1."""
     layers = pictures.to(colours.dtype) / 255
     return (layers[:, :3] + (1 - layers[:, 3:]) * colours[:, :, None, None]) * 2 - 1
 
 
-def to_images(pixels: torch.Tensor) -> list[Image.Image]:
+def to_images(pixels: Tensor) -> list[Image.Image]:
     """[B, 3, H, W] in -1..1 to PIL pictures."""
     values = ((pixels.detach().float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return [Image.fromarray(value.permute(1, 2, 0).cpu().numpy()) for value in values]

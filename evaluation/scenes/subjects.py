@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from evaluation.scenes import hues
@@ -97,7 +98,7 @@ def named(row: PictureRow) -> bool:
     return not many and not _GRAMMAR.intersection(words)
 
 
-def choose(rows: list[PictureRow], images: torch.Tensor) -> list[Subject]:
+def choose(rows: list[PictureRow], images: Tensor) -> list[Subject]:
     """The subjects among `rows`, whose premultiplied pictures are uint8 `images` [N, 4, S, S].
 
     Of pictures that look alike the first is taken, so that a picture of a scene has one reading.
@@ -113,7 +114,7 @@ def choose(rows: list[PictureRow], images: torch.Tensor) -> list[Subject]:
     return [_subject(rows[candidates[place]].name.lower(), candidates[place], sprites[place]) for place in selected]
 
 
-def _subject(noun: str, row: int, sprite: torch.Tensor) -> Subject:
+def _subject(noun: str, row: int, sprite: Tensor) -> Subject:
     alpha = sprite[3]
     area = alpha.sum().clamp(min=1e-3)
     straight = sprite[:3] / alpha.clamp(min=1e-3)

@@ -10,16 +10,17 @@ import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from evaluation import fid
 from evaluation.fid import FrechetDistance, Gaussian
 
 
-def distance(a: torch.Tensor, b: torch.Tensor | Gaussian) -> float:
+def distance(a: Tensor, b: Tensor | Gaussian) -> float:
     return FrechetDistance(b)(a)
 
 
-def statistics(rows: torch.Tensor) -> Gaussian:
+def statistics(rows: Tensor) -> Gaussian:
     """numpy's, which a file holds."""
     x = rows.double().numpy()
     return Gaussian(torch.tensor(x.mean(0)), torch.tensor(np.cov(x, rowvar=False)))
@@ -29,13 +30,13 @@ def save(path: Path, made: Gaussian) -> None:
     np.savez(path, mu=made.mean.numpy(), sigma=made.covariance.numpy())
 
 
-def features(rows: int, width: int, seed: int, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+def features(rows: int, width: int, seed: int, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(width, width, generator=generator)
     return (torch.randn(rows, width, generator=generator) @ mixed * scale + shift).float()
 
 
-def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
+def by_definition(a: Tensor, b: Tensor) -> float:
     """MLPerf's own lines: np.cov, scipy's sqrtm, 1e-6 on the diagonal where that is not finite."""
     x, y = (one.double().numpy() for one in (a, b))
     m1, m2, s1, s2 = x.mean(0), y.mean(0), np.cov(x, rowvar=False), np.cov(y, rowvar=False)
@@ -46,7 +47,7 @@ def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((m1 - m2) ** 2).sum() + np.trace(s1) + np.trace(s2) - 2 * np.trace(np.real(root)))
 
 
-def by_singular_values(a: torch.Tensor, b: torch.Tensor) -> float:
+def by_singular_values(a: Tensor, b: Tensor) -> float:
     """For any rank, also where sqrtm loses its digits: with Σ = XᵀX/(n − 1), tr (Σ₁Σ₂)^½ is the nuclear norm of
     X₁X₂ᵀ, over √((n₁ − 1)(n₂ − 1))."""
     x, y = (one.double().numpy() for one in (a, b))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from contract.image import ImageParameters
 from contract.image_prompt import ImagePrompt
@@ -49,7 +50,7 @@ def test_the_teacher_is_the_denoiser_without_an_adapter(trained: Trained, tmp_pa
     denoiser = unet.load(run).unet
     same = []
 
-    def noted(module: torch.nn.Module, given: Any, options: dict[str, Any], found: tuple[torch.Tensor]) -> None:
+    def noted(module: torch.nn.Module, given: Any, options: dict[str, Any], found: tuple[Tensor]) -> None:
         assert "image_embeds" not in options["added_cond_kwargs"] and not found[0].requires_grad
         same.append(torch.equal(found[0], denoiser(*given, **options)[0]))
 
@@ -78,9 +79,7 @@ def test_rows_lose_their_picture_and_their_text_as_often_as_said(trained: Traine
     _, loss = ip_adapter.begun(run)
     told = []
 
-    def noted(
-        module: torch.nn.Module, given: tuple[torch.Tensor, ...], options: dict[str, dict[str, torch.Tensor]]
-    ) -> None:
+    def noted(module: torch.nn.Module, given: tuple[Tensor, ...], options: dict[str, dict[str, Tensor]]) -> None:
         states, known = given[2], options["added_cond_kwargs"]
         told.append(torch.stack([states.abs().amax((1, 2)) > 0, known["image_embeds"][0].abs().amax((1, 2)) > 0], 1))
 

@@ -12,6 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from contract.image import ImageParameters
 from core.batching.runner import Lane
@@ -34,7 +35,7 @@ def denoiser() -> torch.nn.Module:
     return model.requires_grad_(False)
 
 
-def predicted(model: torch.nn.Module) -> torch.Tensor:
+def predicted(model: torch.nn.Module) -> Tensor:
     shape = tiny.SHAPES[tiny.TINY]
     generator = torch.Generator().manual_seed(0)
     x, states, pooled = (
@@ -42,7 +43,7 @@ def predicted(model: torch.nn.Module) -> torch.Tensor:
         for size in ((2, 4, 4, 4), (2, 77, 2 * shape.text_width), (2, shape.pooled_width))
     )
     told = {"text_embeds": pooled, "time_ids": torch.tensor([[32.0, 32, 0, 0, 32, 32]] * 2)}
-    found: torch.Tensor = model(x, torch.tensor([10, 900]), states, added_cond_kwargs=told, return_dict=False)[0]
+    found: Tensor = model(x, torch.tensor([10, 900]), states, added_cond_kwargs=told, return_dict=False)[0]
     return found
 
 

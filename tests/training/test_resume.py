@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from training import checkpoint, group, loop, vae
 from training.run import TrainingRun
@@ -26,7 +26,7 @@ PATIENCE_S = 600.0  # a run that hangs ends the test; how fast one is does not
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__, "torch._dynamo"])  # which optimizers import
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
     rows = torch.randn(LENGTH, 12, 4, generator=torch.Generator().manual_seed(1))
     mine = rows.chunk(world, dim=1)[rank]
 
-    def loss(iteration: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
+    def loss(iteration: int, generator: torch.Generator) -> tuple[Tensor, loop.Logged]:
         time.sleep(wait_s)
         x = mine[iteration]
         return (model(x)[:, 0] - x.prod(1)).square().mean(), {"draw": torch.rand((), generator=generator)}
@@ -142,7 +142,7 @@ def toy(value: float = 1.0) -> tuple[loop.Stage, nn.Linear]:
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
 
-    def loss(_: int, generator: torch.Generator) -> tuple[torch.Tensor, loop.Logged]:
+    def loss(_: int, generator: torch.Generator) -> tuple[Tensor, loop.Logged]:
         x = torch.randn(8, 4, generator=generator)
         return value * (layer(x) - x).square().mean(), {}
 

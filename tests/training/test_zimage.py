@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from evaluation.scenes import emoji
 from pipeline.checkpoints import tiny_zimage
@@ -120,10 +121,10 @@ def test_latents_are_those_of_the_exported_codec(trained: Trained) -> None:
 def test_the_pipeline_loads_unmodified_and_follows_the_caption(trained: Trained) -> None:
     pipeline = load(trained)
 
-    def draw(caption: str) -> torch.Tensor:
+    def draw(caption: str) -> Tensor:
         seed = torch.Generator().manual_seed(5)
         given: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": 0.0, "output_type": "pt"}
-        found: torch.Tensor = pipeline(caption, height=32, width=32, generator=seed, **given).images[0]
+        found: Tensor = pipeline(caption, height=32, width=32, generator=seed, **given).images[0]
         return found
 
     one = draw("red circle on a blue background")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from evaluation.scenes import checker, emoji, hues, subjects
 from evaluation.scenes.checker import Checker, Sprite, Verdict
@@ -28,7 +29,7 @@ PAINT = {
 }
 
 
-def sprite(form: str, box: tuple[int, ...], colour: tuple[int, int, int]) -> torch.Tensor:
+def sprite(form: str, box: tuple[int, ...], colour: tuple[int, int, int]) -> Tensor:
     image = Image.new("RGBA", (128, 128), (0, 0, 0, 0))
     pen = ImageDraw.Draw(image)
     getattr(pen, form)(box, fill=colour)
@@ -43,7 +44,7 @@ RENDERER = render.Renderer(IMAGES)
 CHECKER = Checker({one.noun: Sprite(IMAGES[one.row], bool(one.colours)) for one in COMPOSER.subjects})
 
 
-def shown(truth: Truth, seed: int) -> torch.Tensor:
+def shown(truth: Truth, seed: int) -> Tensor:
     scene = COMPOSER.show(truth, random.Random(seed), (128, 128))
     return (RENDERER.draw(render.pack([scene]))[0] + 1) / 2
 
