@@ -84,10 +84,10 @@ class BatchFeeder:
                 lanes.setdefault((owner, queue_of(endpoint)), []).append(id)
             else:
                 self._store.drop(id)
-        known = {id for id, _, _ in active}
-        for id in self._retries.keys() - known:
+        active_ids = {id for id, _, _ in active}
+        for id in self._retries.keys() - active_ids:
             self._retries.pop(id, None)
-        self._submitter.forget_others(known)
+        self._submitter.forget_others(active_ids)
         return [(owner, queue, ids) for (owner, queue), ids in lanes.items()]
 
     # -- one key's batches of one queue --------------------------------------------------------------------------------

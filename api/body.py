@@ -178,9 +178,9 @@ def _check_headers(request: Request) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeated:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -199,9 +199,9 @@ def _check(value: Any, path: list[str | int]) -> None:
     `path` is the value's location; it is modified in place, since there may be half a million values.
     """
     if isinstance(value, str):
-        if (found := _NEVER.search(value)) is not None:
-            what = "NUL" if found[0] == "\x00" else "a lone surrogate"
-            raise _wrong(path, f"character {found.start() + 1} is {what}, which is allowed nowhere")
+        if (match := _NEVER.search(value)) is not None:
+            character = "NUL" if match[0] == "\x00" else "a lone surrogate"
+            raise _wrong(path, f"character {match.start() + 1} is {character}, which is allowed nowhere")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise _wrong(path, "must be a finite number")

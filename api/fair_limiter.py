@@ -49,11 +49,11 @@ class FairLimiter:
         lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
         waiting.append(None)
         try:
-            async with AsyncExitStack() as held:
+            async with AsyncExitStack() as stack:
                 async with asyncio.timeout(within_s):
-                    await held.enter_async_context(lock)
+                    await stack.enter_async_context(lock)
                     await self._acquire(cost)
-                held.callback(self._release, cost)
+                stack.callback(self._release, cost)
                 yield
         finally:
             waiting.pop()

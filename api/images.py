@@ -100,8 +100,8 @@ async def wait(
                 stopped = await service.follower.cancel(job)
     if ended is None and service.closing.is_set():
         again = {"Retry-After": "2"} if stopped else NO_RETRY
-        what = "goes on" if stays else "was cancelled"
-        raise ApiError(503, f"The server is stopping, and the job {what}.", code="stopping", headers=again)
+        consequence = "goes on" if stays else "was cancelled"
+        raise ApiError(503, f"The server is stopping, and the job {consequence}.", code="stopping", headers=again)
     return ended
 
 

@@ -26,7 +26,7 @@ from core.jobs.unreadable import UnreadableRecord
 router = APIRouter(tags=["jobs"])
 
 _LONGEST_WAIT_S = 60.0
-_PAGES = Pagination(default=20, most=100, id=JOB_ID.pattern, what="a job")
+_PAGES = Pagination(default=20, maximum=100, id=JOB_ID.pattern, kind="a job")
 _KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
 
@@ -82,19 +82,19 @@ async def _make(request: Request, service: Service, caller: Caller, id: str | No
 async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     """The caller's jobs, newest first; with the scope admin, everybody's."""
     limit, after = _PAGES.read(request)
-    given = request.query_params
-    state = given.get("status")
+    query = request.query_params
+    state = query.get("status")
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
-    found = await service.call(
+    listed = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
-        state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=limit,
+        state=JobState(state) if state else None, model=query.get("model", ""), after=after, limit=limit,
     )  # fmt: skip
-    if found is None:
+    if listed is None:
         raise missing()
     links = service.links(request)
-    data = [job_object(job, links, await service.forecast(job, near=False)) for job in found.jobs]
-    return JSONResponse(page(data, more=found.more, last=found.after), headers=_FRESH)
+    data = [job_object(job, links, await service.forecast(job, near=False)) for job in listed.jobs]
+    return JSONResponse(page(data, more=listed.more, last=listed.after), headers=_FRESH)
 
 
 @router.get(
@@ -123,8 +123,8 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
     """Cancels a job that waits or runs. An ended job is returned unchanged."""
-    found = await find(service, id, caller)
-    job = await service.call(service.store.cancel, id, found.incarnation)
+    record = await find(service, id, caller)
+    job = await service.call(service.store.cancel, id, record.incarnation)
     if job is None:
         raise no_job()
     return JSONResponse(job_object(job, service.links(request)))
@@ -183,8 +183,8 @@ def no_job() -> ApiError:
     return ApiError(404, "There is no such job, or it has expired.", param="id", code="job_not_found")
 
 
-def _wait_s(given: str) -> float:
-    wait_s = body.number(given)
+def _wait_s(text: str) -> float:
+    wait_s = body.number(text)
     if wait_s is not None and 0 <= wait_s <= _LONGEST_WAIT_S:
         return wait_s
     raise invalid_field("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")

@@ -43,9 +43,9 @@ def sign(secret: bytes, job_id: str, k: int, content: str, expires: str) -> str:
     """HMAC-SHA256 of the image's position, its content (its artifact's key) and the expiry time (seconds since the
     epoch), in base64url. If the job's id is reused, the signature matches none of the new job's images.
     """
-    told = f"{job_id}/{k}/{expires}" + (f"/{content}" if content else "")
-    made = hmac.digest(secret, told.encode(), hashlib.sha256)
-    return base64.urlsafe_b64encode(made).rstrip(b"=").decode()
+    payload = f"{job_id}/{k}/{expires}" + (f"/{content}" if content else "")
+    signature = hmac.digest(secret, payload.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(signature).rstrip(b"=").decode()
 
 
 def signed(secret: bytes, job_id: str, k: int, content: str, expires: str, signature: str, now: float) -> bool:

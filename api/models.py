@@ -79,15 +79,15 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:
     started = [w.started for w in service.cards.now.workers if any(m.name == card.name for m in w.models)]
-    about = asdict(card)
-    del about["name"]
+    fields = asdict(card)
+    del fields["name"]
     if isinstance(card, ImageCard):
-        side = about.pop("native")
-        about |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
+        side = fields.pop("native")
+        fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
     return {
         "id": card.name,
         "object": "model",
         "created": int(min(started, default=0)),
         "owned_by": "diptych",
-        "diptych": about,
+        "diptych": fields,
     }

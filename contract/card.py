@@ -168,13 +168,13 @@ class ImageOffer(ImageLimits):
             short = all(abs(side) < 10**9 for side in (width, height))
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
-    def size(self, text: str | None, like: Size | None = None) -> Size:
-        """Parse a request's size. Without one: the model's native size, or the one most `like` another.
+    def size(self, text: str | None, hint: Size | None = None) -> Size:
+        """Parse a request's size. Without one: the model's native size, or the one nearest to `hint`.
 
         Raises `Invalid`.
         """
         if text is None or text == "auto":
-            return self.native if like is None else self.nearest(like)
+            return self.native if hint is None else self.nearest(hint)
         match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
         if match is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
@@ -198,8 +198,8 @@ class ImageOffer(ImageLimits):
 
     def _not_offered(self, wrong: str) -> Invalid:
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes, key=lambda s: (-s[0] * s[1], s)))
-        others = "" if self.size_range is None else f"; and {self.size_range}"
-        return Invalid("size", f"{wrong}; offered: {offered}{others}")
+        alternatives = "" if self.size_range is None else f"; and {self.size_range}"
+        return Invalid("size", f"{wrong}; offered: {offered}{alternatives}")
 
 
 @dataclass(frozen=True, slots=True)

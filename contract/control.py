@@ -63,5 +63,5 @@ def check_preprocessors(controls: Sequence[Control], offered: Collection[str] | 
 
 def not_offered(preprocessor: str) -> Invalid:
     """The error for a preprocessor that the model's worker does not have."""
-    why = " (its worker has no DIPTYCH_DEPTH_MODEL)" if preprocessor == DEPTH else ""
-    return Invalid(f"{FIELD}.preprocessor", f"{preprocessor} is not offered by this model{why}")
+    reason = " (its worker has no DIPTYCH_DEPTH_MODEL)" if preprocessor == DEPTH else ""
+    return Invalid(f"{FIELD}.preprocessor", f"{preprocessor} is not offered by this model{reason}")

@@ -144,8 +144,8 @@ class ImageParameters:
 
     def __post_init__(self) -> None:
         for name, kind in _OBJECTS.items():
-            if isinstance(told := getattr(self, name), Mapping):  # from JSON
-                object.__setattr__(self, name, kind.read(name, told))
+            if isinstance(current := getattr(self, name), Mapping):  # from JSON
+                object.__setattr__(self, name, kind.read(name, current))
         for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
@@ -191,10 +191,10 @@ class ImageParameters:
 
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
         """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
-        given = dict(fields)
-        if "deepcache" in given:
-            given["deepcache"] = plan.read(given["deepcache"])
-        return replace(self, **given)
+        changes = dict(fields)
+        if "deepcache" in changes:
+            changes["deepcache"] = plan.read(changes["deepcache"])
+        return replace(self, **changes)
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
         """The values of these fields, by name."""
@@ -202,23 +202,23 @@ class ImageParameters:
 
     def to_dict(self) -> dict[str, Any]:
         """The parameters as JSON, for an image file's metadata, with digests of pictures."""
-        told = self.to_record()
-        told.setdefault("preview_every", 0)
-        told["deepcache"] = None if self.deepcache is None else asdict(self.deepcache)
+        document = self.to_record()
+        document.setdefault("preview_every", 0)
+        document["deepcache"] = None if self.deepcache is None else asdict(self.deepcache)
         if self.edit is not None:
-            told["edit"].setdefault("mask", None)
-        return told
+            document["edit"].setdefault("mask", None)
+        return document
 
     def to_record(self) -> dict[str, Any]:
         """The parameters as JSON, without `deepcache`. Default values are left out, except those that the first version
         wrote.
         """
-        told = {
+        currents = {
             name: value
             for name, value in self.values(FIELDS).items()
             if name in _ALWAYS or value != FIELDS[name].default
         }
-        return {name: _json(value) for name, value in told.items()}
+        return {name: _json(value) for name, value in currents.items()}
 
     def check(self, offer: ImageOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
@@ -239,24 +239,24 @@ class ImageParameters:
             if edit.mask is not None:
                 _check_pixels("mask", edit.mask, width * height)
         check_inputs(self.values(PICTURES), offer)
-        for one in self.pictures:
-            one.check_pixels(self.size)
+        for item in self.pictures:
+            item.check_pixels(self.size)
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> ImageParameters:
+    def read(cls, record: Mapping[str, Any]) -> ImageParameters:
         """Parse what `to_record` wrote, ignoring unknown fields. Raises `Invalid`; `check` validates values."""
         for name in _NEEDED:
-            if name not in told:
+            if name not in record:
                 raise Invalid(name, "is missing")
-        given = {name: told[name] for name in FIELDS if name in told}
-        if (edit := given.pop("edit", None)) is not None:
-            given["edit"] = Edit.read(edit)
+        values = {name: record[name] for name in FIELDS if name in record}
+        if (edit := values.pop("edit", None)) is not None:
+            values["edit"] = Edit.read(edit)
         for name, kind in PICTURES.items():
-            entries = given.pop(name, None) or ()
+            entries = values.pop(name, None) or ()
             if not isinstance(entries, list | tuple):
                 raise Invalid(name, "must be a list")
-            given[name] = tuple(map(kind.read, entries))
-        return cls(**given)
+            values[name] = tuple(map(kind.read, entries))
+        return cls(**values)
 
 
 _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
@@ -271,7 +271,7 @@ _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
 def _json(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], PictureInput):
-        return [one.to_dict() for one in value]
+        return [item.to_dict() for item in value]
     return value.to_dict() if isinstance(value, Nested | Edit) else value
 
 
@@ -337,17 +337,17 @@ class ImageJob:
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON. Default values are left out, except those that the first version wrote."""
-        beside = {name: getattr(self, name) for name in _BESIDE}
-        changed = {name: value for name, value in beside.items() if value != _BESIDE[name].default}
+        extra = {name: getattr(self, name) for name in _BESIDE}
+        changed = {name: value for name, value in extra.items() if value != _BESIDE[name].default}
         return {**self.picture.to_record(), "n": self.n, **changed}
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> ImageJob:
+    def read(cls, record: Mapping[str, Any]) -> ImageJob:
         """Parse what `to_dict` wrote. Raises `Invalid` for missing fields; `pictures` and `check` validate values."""
-        if "n" not in told:
+        if "n" not in record:
             raise Invalid("n", "is missing")
-        beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
-        return cls(ImageParameters.read(told), told["n"], **beside)
+        extra = {name: record[name] for name in _BESIDE if record.get(name) is not None}
+        return cls(ImageParameters.read(record), record["n"], **extra)
 
     def files(self) -> set[str]:
         """The worker's files that it names, each as its field and its name. Raises `Invalid`."""
@@ -355,7 +355,9 @@ class ImageJob:
             named = loras.read(self.picture.lora)
         except ValueError as error:
             raise Invalid("lora", str(error)) from error
-        return {f"lora {one.name}" for one in named} | {f"{one.FIELD} {one.model}" for one in self.picture.pictures}
+        return {f"lora {item.name}" for item in named} | {
+            f"{item.FIELD} {item.model}" for item in self.picture.pictures
+        }
 
     def redraw(self, model: str, deepcache: Any) -> dict[str, Any] | None:
         """Fields for `POST /v1/jobs` that leave nothing to chance or to defaults; None for a job that reads pictures.
@@ -368,8 +370,8 @@ class ImageJob:
         fields = self.to_dict()
         size = f"{fields.pop('width')}x{fields.pop('height')}"
         fields |= {"type": "image", "model": model, "size": size, "plan": plan.OFF, "deepcache": deepcache}
-        known = {name: value for name, value in fields.items() if value is not None}
-        return {name: [*value] if isinstance(value, tuple) else value for name, value in known.items()}
+        present = {name: value for name, value in fields.items() if value is not None}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in present.items()}
 
     def pictures(self, usual: DeepCache | None = None) -> list[ImageParameters]:
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.

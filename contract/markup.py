@@ -56,9 +56,9 @@ def read(text: str) -> str | WeightedPrompt:
     parts below 1.
     """
     letters, marks = _unescaped(text)
-    found = _OPERATOR.search(marks)
-    if found is not None:
-        raise MarkupError(f"{found[0]}() is not offered; weights are written (words)1.3, (words)+, word++ or word--")
+    match = _OPERATOR.search(marks)
+    if match is not None:
+        raise MarkupError(f"{match[0]}() is not offered; weights are written (words)1.3, (words)+, word++ or word--")
     opened, closed = _groups(marks)
     parts, weights, at, bare = _Parts(), [1.0], 0, False
     while at < len(marks):

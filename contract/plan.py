@@ -139,8 +139,8 @@ class GuidanceSchedule:
 
 def _are_steps(listed: Sequence[object], steps: int) -> bool:
     """Whether they are different ones of so many, counted from 0."""
-    whole = all(isinstance(step, int) and not isinstance(step, bool) and 0 <= step < steps for step in listed)
-    return whole and len(set(listed)) == len(listed)
+    valid = all(isinstance(step, int) and not isinstance(step, bool) and 0 <= step < steps for step in listed)
+    return valid and len(set(listed)) == len(listed)
 
 
 def rows_and_depths(
@@ -196,16 +196,16 @@ def read(value: object) -> DeepCache | None:
     fields = value.model_dump() if isinstance(value, CacheFields) else value
     if not isinstance(fields, Mapping):
         raise Invalid(FIELD, 'must be "off", "auto" or an object')
-    given = {field: item for field, item in fields.items() if item is not None}
-    for field in given.keys() - CacheFields.model_fields.keys():
+    values = {field: item for field, item in fields.items() if item is not None}
+    for field in values.keys() - CacheFields.model_fields.keys():
         raise _wrong(field, "is not known")
-    if isinstance(value, CacheFields) and "deep_steps" in given and given.keys() & {"interval", "first", "last"}:
+    if isinstance(value, CacheFields) and "deep_steps" in values and values.keys() & {"interval", "first", "last"}:
         raise _wrong("deep_steps", _ALONE)
-    if "deep_steps" in given:
-        if not isinstance(given["deep_steps"], (list, tuple)):
+    if "deep_steps" in values:
+        if not isinstance(values["deep_steps"], (list, tuple)):
             raise _wrong("deep_steps", "must be a list")
-        given["deep_steps"] = tuple(given["deep_steps"])
-    return DeepCache(**given)
+        values["deep_steps"] = tuple(values["deep_steps"])
+    return DeepCache(**values)
 
 
 def to_field(schedule: DeepCache | None) -> dict[str, Any] | str:

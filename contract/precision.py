@@ -58,8 +58,8 @@ def is_calibrated(scheme: str) -> bool:
 
 def cpu_kernels_lack(precision: str) -> str | None:
     """Why our CPU kernels do not run it, or None if they do."""
-    *most, last = (name for name, known in PRECISIONS.items() if known.cpu_kernels)
-    supported = f"{', '.join(most)} and {last}"
+    *names, last = (name for name, entry in PRECISIONS.items() if entry.cpu_kernels)
+    supported = f"{', '.join(names)} and {last}"
     return None if PRECISIONS[precision].cpu_kernels else f"the CPU kernels support {supported}, not {precision}"
 
 

@@ -147,10 +147,10 @@ class Heartbeat:
 
     def _beat(self) -> bool:
         """Whether Redis has accepted it."""
-        held = self._active_jobs.leases()
-        lost = self._store_retry.once(lambda: self._leases.renew(self._worker, held), None)
+        leases = self._active_jobs.leases()
+        lost = self._store_retry.once(lambda: self._leases.renew(self._worker, leases), None)
         for id in lost or ():
-            if self._active_jobs.abandon(id, held[id]):
+            if self._active_jobs.abandon(id, leases[id]):
                 log.info("this worker lost the lease of job %s", id)
         return self._store_retry.once(self._show, False) and lost is not None
 

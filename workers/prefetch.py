@@ -282,9 +282,9 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
             _screen(channel, queue, prefetch.worker, c.app.message)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
-            own = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
+            worker_queue = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
             consumers[queue] = c.app.amqp.TaskConsumer(
-                channel, queues=[own, c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
+                channel, queues=[worker_queue, c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
             )
         c.task_consumer = QueueConsumers(consumers, prefetch)
         prefetch.attach(c.hub.call_soon, c.task_consumer)

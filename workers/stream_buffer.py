@@ -48,8 +48,8 @@ class StreamBuffer:
     def news(self) -> StreamChunk:
         """What to send now. The caller confirms with `told`; else it is returned again, with what was added by then."""
         # The first report of an attempt replaces what another attempt sent.
-        whole = self._marks is None or self._since > max(_LEAST, self._size)
-        begins = [(0, 0)] * len(self.texts) if whole or self._marks is None else self._marks
+        complete = self._marks is None or self._since > max(_LEAST, self._size)
+        begins = [(0, 0)] * len(self.texts) if complete or self._marks is None else self._marks
         pieces, marks = [], []
         for index, (at, token) in enumerate(begins):
             text, logprobs = self.texts[index], self._logprobs[index]
@@ -61,14 +61,14 @@ class StreamBuffer:
             if count > token:
                 piece.update(token=token, logprobs=logprobs[token:count])
             pieces.append(piece)
-        return StreamChunk(pieces, whole, marks)
+        return StreamChunk(pieces, complete, marks)
 
     def so_far(self) -> dict[str, Any]:
         """The complete texts, in the form older versions sent each time."""
-        told: dict[str, Any] = {"texts": list(self.texts)}
+        document: dict[str, Any] = {"texts": list(self.texts)}
         if any(self._logprobs):
-            told["logprobs"] = [list(one) for one in self._logprobs]
-        return told
+            document["logprobs"] = [list(entry) for entry in self._logprobs]
+        return document
 
     def told(self, news: StreamChunk) -> None:
         """Confirm that these were sent."""

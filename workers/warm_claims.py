@@ -76,14 +76,14 @@ class WarmClaims:
             self._store_retry.once(self.announce, None)
             return True
         until = time.monotonic() + self._wait_s
-        others = self._others(files)[:_OFFERED]
-        if others and not self._offer([replace(envelope, to=other) for other in others]):
+        other_claims = self._others(files)[:_OFFERED]
+        if other_claims and not self._offer([replace(envelope, to=other) for other in other_claims]):
             return False
-        while others and not stop() and (left_s := until - time.monotonic()) > 0:
+        while other_claims and not stop() and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
             if not self._store_retry.once(lambda: self._leases.glance(envelope.id)[0], True):
                 return True
-            others = [*{*others} & {*self._others(files)}]
+            other_claims = [*{*other_claims} & {*self._others(files)}]
         return False
 
     @staticmethod
@@ -127,10 +127,10 @@ class WarmClaims:
     def announce(self, *, none: bool = False) -> None:
         """Announce all files in memory, or that there are none. Raises `StoreError`."""
         if self._wait_s:
-            held = set() if none else self._held()
+            held_files = set() if none else self._held()
             with self._lock:
-                gone, self._announced = self._announced - held, held
-            self._holders.hold(self._worker, held, self._known_s, gone)
+                gone, self._announced = self._announced - held_files, held_files
+            self._holders.hold(self._worker, held_files, self._known_s, gone)
 
     def _held(self) -> set[str]:
         """Those in memory, and those of this worker's jobs."""

@@ -49,11 +49,11 @@ def card_json(card: ModelCard | WorkerCard) -> dict[str, Any]:
 def worker_card(id: str, raw: Any) -> WorkerCard:
     """Read a worker card. Unreadable models in it are left out and counted. Raises `UnreadableRecord`."""
     _check("worker card", id, raw)
-    given = raw.get("models", [])
-    if not isinstance(given, list):
+    entries = raw.get("models", [])
+    if not isinstance(entries, list):
         raise UnreadableRecord("worker card", id, "its field models has another form")
     models: list[ModelCard] = []
-    for model in given:
+    for model in entries:
         try:
             models.append(model_card(f"{id}/{len(models)}", model))
         except UnreadableRecord as error:

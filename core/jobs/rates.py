@@ -64,11 +64,11 @@ class RateLimitCost:
         last, this = _keys(self.rate, self.what, self.who)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
-    def standing(self, told: Sequence[int]) -> RateLimitState:
+    def standing(self, reply: Sequence[int]) -> RateLimitState:
         """Decode `charge`'s answer: allowed, then count and remaining ms of the previous window and of the current
         one.
         """
-        allowed, *window = told
+        allowed, *window = reply
         return rate_limit_state(_parsed(self.rate), bool(allowed), window)
 
 
@@ -91,8 +91,8 @@ class RateLimiter(RedisStore):
 
     def take(self, charge: RateLimitCost) -> RateLimitState:
         """Charge the counter. Raises `StoreDown`, and `StoreFull` if nothing can be written."""
-        told: str = self._take(*charge.arguments)
-        return charge.standing([int(number) for number in told.split()])
+        reply: str = self._take(*charge.arguments)
+        return charge.standing([int(number) for number in reply.split()])
 
 
 @cache
@@ -101,7 +101,7 @@ def _parsed(rate: str) -> RateLimitItem:
 
 
 @lru_cache(maxsize=4096)
-def _keys(rate: str, what: str, who: str) -> tuple[str, str]:
+def _keys(rate: str, unit: str, tenant: str) -> tuple[str, str]:
     """Keys of the previous and current window in the library's Redis storage."""
-    this = f"{PREFIX}limits:{{{_parsed(rate).key_for(what, who)}}}"
+    this = f"{PREFIX}limits:{{{_parsed(rate).key_for(unit, tenant)}}}"
     return f"{this}/-1", this

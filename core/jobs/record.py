@@ -226,10 +226,10 @@ def fence(attempt: int | str, incarnation: str | None) -> str:
 
 def _object(text: str | None) -> dict[str, Any] | None:
     """Parse a JSON object; None for an empty text. Raises ValueError for anything else."""
-    found = from_json(text)
-    if found is not None and not isinstance(found, dict):
+    value = from_json(text)
+    if value is not None and not isinstance(value, dict):
         raise ValueError("no JSON object")
-    return found
+    return value
 
 
 def _seconds(milliseconds: str | None) -> float | None:
