@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 
 class BatchLineHandler:
-    """For the batches of one service. Thread-safe."""
+    """A translator for the batches of one service. Thread-safe."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -65,7 +65,7 @@ class BatchLineHandler:
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
-        """As `_picture`, on the event loop, in the owner's turns."""
+        """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(references.Resolver(service, owner).uploads, fields)
         admission.image_draft(fields, card, pictures)  # refused before anything is loaded

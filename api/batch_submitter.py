@@ -70,7 +70,7 @@ class BatchSubmitter:
             return None
 
     def _create(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
-        """As `_make`. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
+        """Create the job as `_make` says. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
         try:
             if raw is None:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
@@ -101,7 +101,7 @@ class BatchSubmitter:
         return False
 
     def _waited_enough(self, batch: BatchRecord, number: int) -> bool:
-        """Whether this line has waited long enough for the image it names."""
+        """Return whether this line has waited long enough for the image it names."""
         line, since = self._unread.setdefault(batch.id, (number, time.monotonic()))
         if line != number:
             self._unread[batch.id] = number, time.monotonic()

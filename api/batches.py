@@ -50,7 +50,7 @@ class BatchFields(StrictModel):
 
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """An unusable file creates a failed batch whose errors name the lines."""
+    """Create a batch. An unusable file creates a failed one, whose errors name the lines."""
     caller.check("files")
     await enforce_rate_limit(request, service, caller)
     fields = schemas.read(BatchFields, await body.read(request, caller.id))
@@ -90,7 +90,7 @@ async def retrieve(id: str, service: Given, caller: By) -> Response:
 
 @router.post("/v1/batches/{id}/cancel", summary="Cancel a batch")
 async def cancel(id: str, service: Given, caller: By) -> Response:
-    """Its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
+    """Cancel a batch: its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
     batch = await _find(service, id, caller)
     if batch.status == "in_progress":
         await service.call(service.batches.turn, batch, "cancelling")

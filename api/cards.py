@@ -68,7 +68,9 @@ class RegistrySnapshot:
         return min(candidates, key=lambda model: not model.live, default=None)
 
     def expands(self, name: str) -> bool:
-        """Whether all workers of this image model also serve text; without a worker, whether any ever served text."""
+        """Return whether all workers of this image model also serve text; without a worker, whether any ever served
+        text.
+        """
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
             return self.model(None, TextCard) is not None
@@ -145,7 +147,7 @@ class CardCache:
             await self.renew()
 
     async def guarded(self) -> bool:
-        """Whether requests need a key, as Redis says after this call began, or said last if it does not reply."""
+        """Return whether requests need a key, as Redis says after this call began, or said last if it is silent."""
         if not self.now.guarded and self.redis_answers:
             with contextlib.suppress(StoreError):
                 if await self._access.guarded():
@@ -179,7 +181,7 @@ class CardCache:
             self._looked = time.monotonic()
 
     def _look_at_disk(self) -> str:
-        """Why the Redis beside this process ended, if its disk cannot be written: clients only see that it is gone."""
+        """Return why the Redis beside this process ended, if its disk is unwritable: clients only see it gone."""
         if self._beside is None:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""POST /v1/images/edits: OpenAI's endpoint. As images.py, from a source image and an optional mask.
+"""POST /v1/images/edits: OpenAI's endpoint, like images.py from a source image and an optional mask.
 
 picture_decoder.py checks and decodes the pictures; a form's files are open, on disk, until that is done.
 """
@@ -52,7 +52,7 @@ _FILE = {"type": "string", "format": "binary"}
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
-    """Responses, streams and disconnects are as in /v1/images/generations."""
+    """Edit an image. Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
     await enforce_rate_limit(request, service, caller)
     async with _read(request, caller) as (fields, form):
@@ -113,7 +113,7 @@ def _numbers(text: str, *, integers: bool) -> list[Any] | None:
 
 
 def _has_objects(kinds: Iterable[Any]) -> bool:
-    """Whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
+    """Return whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
     return any(
         (isinstance(kind, type) and issubclass(kind, StrictModel)) or _has_objects(get_args(kind)) for kind in kinds
     )
@@ -127,7 +127,7 @@ def _typed(texts: dict[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
-    """What a form's text stands for in a field of these types."""
+    """Return the value that a form's text stands for in a field of these types."""
     if int in kinds and _WHOLE.fullmatch(text):
         return int(text)
     if float in kinds and (number := body.number(text)) is not None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class FairLimiter:
-    """At most `total` at once, on as many threads, and one per tenant; tenants in order of arrival.
+    """A limiter: at most `total` calls at once, on as many threads, and one per tenant; tenants in order of arrival.
 
     The costs of those that run add up to `budget` at most; a turn that costs more than all of it runs alone.
     """

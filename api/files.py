@@ -142,7 +142,7 @@ async def delete(id: str, service: Given, caller: By) -> Response:
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
-    """As `get`, for this caller, without blocking."""
+    """Return the file as `get` does, for this caller, without blocking."""
     return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
@@ -155,7 +155,7 @@ def get(service: Service, id: str, owner: str, *, admin: bool = False, param: st
 
 
 def content_of(service: Service, file: File, param: str = "id") -> bytes:
-    """Its bytes. Blocks. Raises `ApiError` (404) if they are gone."""
+    """Return the file's bytes. Blocks. Raises `ApiError` (404) if they are gone."""
     try:
         return service.artifacts.get(file.key)
     except NoArtifact:

@@ -84,7 +84,7 @@ def upload_source(field: str, upload: UploadFile) -> PictureSource:
 
 
 def _boundary(content_type: str) -> bytes:
-    """What separates the parts. Raises `ApiError` (415), also for a charset other than UTF-8."""
+    """Return the boundary of the parts. Raises `ApiError` (415), also for a charset other than UTF-8."""
     media_type = _TYPE.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
     pairs = () if media_type is None else re.findall(_PARAMETER, media_type[1], re.ASCII)
     parameters: dict[str, str] = {name.lower(): quoted or plain for name, quoted, plain in pairs}

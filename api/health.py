@@ -26,7 +26,7 @@ async def healthz() -> Response:
 
 @router.get("/readyz", summary="Can pictures be drawn?")
 async def readyz(service: Given) -> Response:
-    """200 if Redis answers and a worker is ready; else 503 that says what is missing."""
+    """Answer 200 if Redis answers and a worker is ready; else 503 that says what is missing."""
     cards = service.cards
     workers = cards.now.workers if cards.redis_answers else ()
     states = Counter(worker.state for worker in workers)

@@ -58,7 +58,7 @@ class HostOriginMiddleware:
         return None
 
     def _allowed(self, origin: str | None) -> bool:
-        """Whether pages of this origin may call. An opaque origin (`null`: a file, a sandboxed frame) never may."""
+        """Return whether pages of this origin may call. An opaque origin (`null`: a file, a sandbox) never may."""
         parsed = _origin(origin or "")
         return bool(parsed) and (self._any or parsed in self._origins)
 
@@ -80,7 +80,7 @@ def _origin(url: str) -> str:
 
 
 def _own_name(host: str) -> bool:
-    """Whether it is localhost or an IP address: a foreign DNS name can be made to resolve here, an address cannot."""
+    """Return whether it is localhost or an IP address: a foreign DNS name may resolve to this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

@@ -36,7 +36,7 @@ _CLOSED = 499  # nobody reads it
     openapi_extra={**schemas.document(ImageRequest), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
-    """Answers when all pictures are drawn; with `stream`, sends events as they come.
+    """Answer when all pictures are drawn; with `stream`, send events as they come.
 
     A client that disconnects before the end cancels the job, unless it sent an `Idempotency-Key`: then it may repeat
     the request.
@@ -106,7 +106,7 @@ async def wait(
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has disconnected. The body has been read, so nothing else can come."""
+    """Return when the client has disconnected. The body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -92,13 +92,13 @@ _DOCUMENTED: dict[str, Any] = {
 @router.post("/", summary="Draw a picture, as InferenceClient asks", **_DOCUMENTED)
 @router.post("/v1", include_in_schema=False)  # for clients configured with OpenAI's address
 async def draw(request: Request, service: Given) -> Response:
-    """With the first image model that is live."""
+    """Draw with the first image model that is live."""
     return await _answer(request, service, None)
 
 
 @router.post("/v1/models/{name:path}", summary="Draw a picture with a model, as InferenceClient asks", **_DOCUMENTED)
 async def draw_with(name: str, request: Request, service: Given) -> Response:
-    """A client that disconnects before the end cancels the job."""
+    """Draw with this model. A client that disconnects before the end cancels the job."""
     return await _answer(request, service, name)
 
 

@@ -137,5 +137,5 @@ def job_lost() -> ApiError:
 
 
 def not_followed(closing: bool) -> ApiError:
-    """Why a stream ends before its job: the service is closing, or the job's record is gone."""
+    """Return why a stream ends before its job: the service is closing, or the job's record is gone."""
     return ApiError(503, "The server is stopping." if closing else "The job's record is gone.", code="stopping")

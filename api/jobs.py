@@ -39,7 +39,7 @@ _FRESH = {"Cache-Control": "no-store"}
     openapi_extra={**schemas.document(*_KINDS), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """Answers at once. The job runs whether or not anybody waits for it.
+    """Create a job, and answer at once. It runs whether or not anybody waits for it.
 
     With an `Idempotency-Key` a repeated request returns the job that the first one made.
     """
@@ -55,7 +55,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(*_KINDS),
 )
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
-    """As POST; may be repeated, and makes one job. 422 if the id is that of a job with other fields."""
+    """Create a job of this id as POST does; may be repeated, and makes one job. 422 if the id is that of a job with
+    other fields.
+    """
     caller.check("images")
     if JOB_ID.fullmatch(id) is None:
         raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
@@ -122,7 +124,7 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
 
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Cancels a job that waits or runs. An ended job is returned unchanged."""
+    """Cancel a job that waits or runs. An ended job is returned unchanged."""
     record = await find(service, id, caller)
     job = await service.call(service.store.cancel, id, record.incarnation)
     if job is None:
@@ -132,9 +134,7 @@ async def cancel(id: str, request: Request, service: Given, caller: By) -> Respo
 
 @router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
 async def requeue(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Makes a new job with the same fields as this one, including the seed. 409 while it is live, and if it
-    succeeded.
-    """
+    """Make a new job with the fields of this one, including the seed. 409 while it is live, and if it succeeded."""
     job = await find(service, id, caller)
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
@@ -148,7 +148,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 
 @router.delete("/v1/jobs/{id}", summary="Erase a job", response_model=schemas.Deleted)
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Cancels it if it is live, and deletes it: record, events, and the pictures that no other job has made too."""
+    """Cancel the job if it is live, and delete it: record, events, and the pictures that no other job has made too."""
     await enforce_rate_limit(request, service, caller)
     incarnation = ""
     with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too

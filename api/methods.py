@@ -42,7 +42,7 @@ class HeadAsGetMiddleware:
 
 
 def bodiless(scope: Scope) -> bool:
-    """Whether only the response's headers are needed."""
+    """Return whether only the response's headers are needed."""
     return bool(scope.get("state", {}).get(_BODILESS))
 
 

@@ -41,7 +41,7 @@ class Poller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the last call has ended."""
+        """Stop the thread; return when the last call has ended."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:

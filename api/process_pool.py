@@ -56,7 +56,7 @@ class CallCrashed(CallError):
 
 
 class CallTimeout(CallError):
-    """No answer in time, though the CPU time is not used up: the machine is overloaded."""
+    """An error: no answer in time, though the CPU time is not used up. The machine is overloaded."""
 
 
 class CallFailed(CallError):

@@ -36,8 +36,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 
 
 def connection_limit() -> tuple[int, int]:
-    """How many connections the limit of open files allows, after raising it as far as possible; and how many pending
-    ones may be accepted at once: they are open before any other can be closed for them.
+    """Return the number of connections that the limit of open files allows, after raising it as far as possible; and
+    the number of pending ones that may be accepted at once: they are open before any other can be closed for them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _PLENTY if hard == resource.RLIM_INFINITY else min(hard, _PLENTY)
@@ -133,7 +133,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def lingers(self) -> bool:
-        """Whether closing now could reset the connection, and lose the response."""
+        """Return whether closing now could reset the connection, and lose the response."""
         return self.conn.discards and not self.closing
 
     # -- incoming ------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def read_job(fields: dict[str, Any]) -> ImageRequest:
 
 
 def any_named(fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN) -> bool:
-    """Whether a request has any pictures."""
+    """Return whether a request has any pictures."""
     inputs = any(getattr(fields, name) for name in PICTURES) or any(pictures.inputs.values())
     return bool(isinstance(fields, EditRequest) or inputs or pictures.image or pictures.mask)
 
@@ -60,7 +60,7 @@ def any_named(fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN) -> boo
 async def resolve(
     service: Service, caller: Caller, fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN
 ) -> PictureUploads:
-    """As `Resolver.uploads`, without blocking."""
+    """Resolve pictures as `Resolver.uploads` does, without blocking."""
     if not any_named(fields, pictures):
         return NO_PICTURES
     return await service.call(Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, pictures)

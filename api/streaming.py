@@ -38,7 +38,8 @@ _USAGE = {
 async def stream_images(
     service: Service, job: Job, links: ImageLinks | None, partial_images: int, *, stays: bool
 ) -> AsyncGenerator[bytes]:
-    """At most this many previews of each image while it is generated, then the images, as links if `links` is given.
+    """Stream at most this many previews of each image while it is generated, then the images, as links if `links` is
+    given.
 
     If closed early the job is cancelled, unless it `stays`. Raises `ArtifactError` within an event.
     """

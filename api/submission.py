@@ -160,7 +160,7 @@ async def served(service: Service, name: str | None, kind: type[C]) -> C:
 
 
 async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
-    """Raises `ApiError` (400) for a deadline that the job cannot meet."""
+    """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(service.store.backlog, draft.modality)

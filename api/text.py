@@ -38,7 +38,7 @@ router = APIRouter(tags=["text"])
     openapi_extra=schemas.document(ChatFields),
 )
 async def chat(request: Request, service: Given, caller: By) -> Response:
-    """A client that disconnects before the end cancels the answer."""
+    """Answer a chat. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.CHAT)
 
 
@@ -50,7 +50,7 @@ async def chat(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(CompletionFields),
 )
 async def complete(request: Request, service: Given, caller: By) -> Response:
-    """A client that disconnects before the end cancels the answer."""
+    """Complete a text. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
 
 

@@ -10,7 +10,7 @@ from core.jobs.record import Job
 
 
 class AnswerFormat:
-    """Shared by chats and completions. A `choice` is one answer of a job's result."""
+    """The format shared by chats and completions. A `choice` is one answer of a job's result."""
 
     kind = chunk_kind = prefix = ""
 
@@ -103,7 +103,7 @@ class CompletionFormat(AnswerFormat):
         return self.piece(index, self._echoed(index), None) if self._request.echo else None
 
     def _echoed(self, index: int) -> str:
-        """With `echo` the prompt of this choice; else nothing."""
+        """Return the prompt of this choice with `echo`, else nothing."""
         request = self._request
         return str((request.prompts or [""])[index // request.n]) if request.echo else ""
 

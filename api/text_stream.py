@@ -49,7 +49,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
 
 
 class _SentText:
-    """How much of each choice the client has."""
+    """The text and log probabilities of each choice that the client has."""
 
     def __init__(self, answers: AnswerFormat, usage: bool) -> None:
         self._answers = answers

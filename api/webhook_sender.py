@@ -44,7 +44,7 @@ class WebhookSender:
         self._poller.start()
 
     def stop(self) -> None:
-        """Calls in progress are aborted, and repeated by the next API that takes them."""
+        """Stop sending. Calls in progress are aborted, and repeated by the next API that takes them."""
         self._poller.stop()
         self._pool.stop()
         self._webhooks.close()

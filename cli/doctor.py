@@ -118,7 +118,7 @@ def threads(total: int, workers: int, processors: int) -> Iterator[Finding]:
 
 
 def kernels(name: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
-    """For each precision the available kernels, with the operations of each, and why no faster ones."""
+    """Return for each precision the available kernels, with the operations of each, and why no faster ones."""
     from core.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
 
     for precision in precisions:

@@ -78,7 +78,7 @@ def add(commands: Commands) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a run and its scores."""
+    """Add the arguments of a run and its scores."""
     _add_drawing(parser)
     parser.add_argument(
         "--against",

@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
 
 
 def add_arguments(mlperf: argparse.ArgumentParser) -> None:
-    """Those of a test, and what is fixed by its protocol."""
+    """Add the arguments of a test, and set what is fixed by its protocol."""
     mlperf.add_argument("--scenario", choices=("Offline", "Server", "SingleStream"), required=True)
     mlperf.add_argument(
         "--mode", choices=("performance", "accuracy"), default="performance", help="default: %(default)s"

@@ -124,7 +124,7 @@ def _check_layerwise(options: argparse.Namespace) -> None:
 
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
-    """The same for a model's folder, where `--precision int8` finds the variant."""
+    """Quantize into a model's own folder, where `--precision int8` finds the variant; return the exit code."""
     given: dict[str, object] = {
         "limit": limit,
         "variant": variant,
@@ -139,7 +139,7 @@ def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int |
 
 
 def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
-    """Those of these options that were given, as they are written."""
+    """Return those of these options that were given, as they are written."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
 
 

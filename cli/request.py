@@ -192,7 +192,7 @@ def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> Non
 
 
 def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
-    """What the options say of each picture of a field, without the pictures. Raises `UsageError`."""
+    """Return what the options say of each picture of a field, without the pictures. Raises `UsageError`."""
     flag = _KINDS[kind]
     prefix = flag.removeprefix("--").replace("-", "_")
     count = len(getattr(options, prefix))

@@ -117,7 +117,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
-    """Of the first captions."""
+    """Return those of the first `captions` captions that the run lacks."""
     return [caption for caption in run.missing if caption.index < captions]
 
 
@@ -192,7 +192,7 @@ class _Tuning:
         return complete(values, offer, self._texts[0].text, OFF)
 
     def _runs(self, candidate: Candidate) -> bool:
-        """Whether the model can be asked for it. Raises `UsageError` for the full plan."""
+        """Return whether the model can be asked for it. Raises `UsageError` for the full plan."""
         from contract.errors import Invalid
         from core.batching.request import Request
         from evaluation.tuning import FULL
@@ -277,7 +277,7 @@ class _Tuning:
         return tuning.judge(finalists, result["runs"], self._lens)
 
     def _reference(self, look: Any) -> ReferenceImages | None:
-        """What FID and CMMD are taken from, if it is given."""
+        """Return what FID and CMMD are taken from, if it is given."""
         from evaluation import references
 
         path: Path | None = self._options.real

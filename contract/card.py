@@ -41,7 +41,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDefaults:
-    """What an image model does where a request does not say; the values here are SDXL's.
+    """The values that an image model uses where a request does not say; those here are SDXL's.
 
     Classifier-free guidance is on, and doubles the work, for a `guidance_scale` above `guided_above`. `scheduler`,
     `schedule_type`, `timesteps` and `eta` are as in a request; None: as the model's scheduler says. `student`: by which
@@ -85,7 +85,7 @@ class SizeRange:
 
 @dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
-    """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
+    """An image model's offer. `loras` are the names that a request may use; None: only the syntax is checked.
 
     `sizes` are those that it is best at, and `size_range` all others that it draws; None: no others.
 
@@ -193,7 +193,7 @@ class ImageOffer(ImageLimits):
         return min(self.sizes, key=apart)
 
     def offers(self, size: Size) -> bool:
-        """Whether the model draws pictures of this size."""
+        """Return whether the model draws pictures of this size."""
         return size in self.sizes or (self.size_range is not None and size in self.size_range)
 
     def _not_offered(self, wrong: str) -> Invalid:
@@ -204,7 +204,7 @@ class ImageOffer(ImageLimits):
 
 @dataclass(frozen=True, slots=True)
 class TextOffer:
-    """What a text model offers. `context` is the most tokens of prompt and answer together; 0: not announced."""
+    """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced."""
 
     context: StrictInt = 0
     max_prompt_characters: StrictInt = 0

@@ -31,5 +31,5 @@ class Invalid(ValueError):
         return {"code": INVALID_REQUEST, "message": str(self), **body}
 
     def of(self, field: str) -> Invalid:
-        """The same error for another field name."""
+        """Return the same error for another field name."""
         return Invalid(field, self.message, self.code)

@@ -152,12 +152,12 @@ class ImageParameters:
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """What it says of its noise schedule."""
+        """The noise schedule that the parameters give."""
         return NoiseSchedule(self.schedule_type, self.timesteps, self.sigmas, self.eta)
 
     @property
     def guidance(self) -> GuidanceSchedule:
-        """What it says of the steps with guidance."""
+        """The steps with guidance that the parameters give."""
         return GuidanceSchedule(self.guidance_interval, self.guided_steps)
 
     @property
@@ -167,17 +167,17 @@ class ImageParameters:
 
     @property
     def skipped(self) -> int:
-        """How many of `steps` are skipped at the start."""
+        """The number of `steps` that are skipped at the start."""
         return 0 if self.edit is None else max(0, self.steps - int(self.steps * self.edit.strength))
 
     @property
     def made(self) -> int:
-        """How many steps are run."""
+        """The number of steps that are run."""
         return self.steps - self.skipped
 
     @property
     def own_steps(self) -> int:
-        """How many of these the model itself runs before its refiner, for a schedule whose timesteps are even."""
+        """The number of steps that the model runs before its refiner, for a schedule whose timesteps are even."""
         return self.made if self.refiner is None else max(0, round(self.refiner.start * self.steps) - self.skipped)
 
     @property
@@ -186,11 +186,13 @@ class ImageParameters:
 
     @property
     def pictures(self) -> tuple[PictureInput, ...]:
-        """All that it brings along but an edit's."""
+        """All pictures that the request brings along but an edit's."""
         return tuple(one for field in PICTURES for one in getattr(self, field))
 
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
-        """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
+        """Return the parameters with these fields of a request in place of their own; `deepcache` as `plan.read` takes
+        it. Raises `Invalid`.
+        """
         changes = dict(fields)
         if "deepcache" in changes:
             changes["deepcache"] = plan.read(changes["deepcache"])

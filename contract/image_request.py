@@ -42,7 +42,7 @@ _IGNORED = Field(max_length=MAX_IGNORED)
 
 
 class Margins(StrictModel):
-    """How many pixels are drawn beyond each side of an edit's source."""
+    """The number of pixels that are drawn beyond each side of an edit's source."""
 
     model_config = ConfigDict(title="Outpaint")
 

@@ -117,7 +117,7 @@ class PictureInput:
             raise Invalid(f"{self.FIELD}.image", "must have the image's size")
 
     def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
-        """The same with the picture as pixels, of this width and height."""
+        """Return the same input with the picture as pixels, of this width and height."""
         return replace(self, image=pixels)
 
     def kept_size(self, native: tuple[int, int], image_size: tuple[int, int]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ MAX_SIGMA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """What a request says of its noise schedule; None leaves it to the model's scheduler_config.json.
+    """A request's noise schedule; None leaves it to the model's scheduler_config.json.
 
     schedule_type: one of `TYPES`, in place of the model's spacing and curve.
     timesteps: of each step, on the training clock, strictly descending.

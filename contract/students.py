@@ -19,7 +19,7 @@ from contract.schedule import OWN, NoiseSchedule, schedule_of
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """How the students of one method are drawn, as their authors publish it."""
+    """The way to draw with the students of one method, as their authors publish it."""
 
     scheduler: str
     steps: int = 4
@@ -45,7 +45,7 @@ _EULER = ("EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler")
 
 
 def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> ImageDefaults | None:
-    """How this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
+    """Return how this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
 
     A guidance embedding, a scheduler of consistency models, and an ancestral sampler with trailing timesteps of a model
     for 512 pixels (Turbo's) are signs of one. Where the scheduler is an ordinary one the name must say the method and,
@@ -77,7 +77,7 @@ def _method_of(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, A
 
 
 def of_lora(name: str) -> ImageDefaults | None:
-    """How pictures are drawn with a LoRA of this name, if it makes a student of its model."""
+    """Return how pictures are drawn with a LoRA of this name, if it makes a student of its model."""
     method, steps = _words(name)
     if method == "hyper" and steps == 1:  # one LoRA for one to eight steps
         return replace(_defaults("tcd", None), eta=1.0, student=method)
@@ -88,8 +88,8 @@ def of_lora(name: str) -> ImageDefaults | None:
 
 
 def of_loras(text: str, schedulers: Collection[str]) -> ImageDefaults | None:
-    """The same for a selection of LoRAs, which `loras.read` must have accepted: the first that is a student's, of a
-    method that these samplers can draw.
+    """Return the same for a selection of LoRAs, which `loras.read` must have accepted: the first that is a student's,
+    of a method that these samplers can draw.
     """
     defaults = (of_lora(reference.name) for reference in loras.read(text) if reference.scale > 0)
     return next(
@@ -113,7 +113,7 @@ def fill(values: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
 def warnings(
     defaults: ImageDefaults, schedulers: Collection[str], lora: str, steps: int, guidance_scale: float
 ) -> list[str]:
-    """What to tell a user whose picture has more steps than its student was made for, or guidance."""
+    """Return what to tell a user whose picture has more steps than its student was made for, or guidance."""
     student = of_loras(lora, schedulers) or defaults
     if not student.student:
         return []

@@ -95,7 +95,7 @@ class TextJob:
     echo: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without fields that are None."""
+        """Return the job as JSON, without fields that are None."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
     @classmethod

@@ -77,7 +77,7 @@ def check(settings: Settings) -> None:
 
 
 def without_int8(settings: Settings) -> str:
-    """Why the precision "auto" is not INT8 with these settings, whatever the device; empty if it may be."""
+    """Return why the precision "auto" is not INT8 with these settings, whatever the device; empty if it may be."""
     if not settings.kernels:
         return "the native kernels are turned off"
     return "" if settings.backend in _EIGHT_BITS else f"the settings select the backend {settings.backend}"

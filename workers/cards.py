@@ -75,7 +75,7 @@ def image_card(
 
 
 def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:
-    """By phase, only measured sizes of those listed, and always the native one: clients estimate others by area."""
+    """Return by phase the measured sizes among those listed, and the native one: clients estimate others by area."""
     sizes = {DEEP: {native}}
     for phase, size, _ in runner.backend.costs.measured():
         if size in runner.sizes:

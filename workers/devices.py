@@ -38,7 +38,7 @@ def set_threads(settings: Settings, device: str) -> None:
 
 
 def check_gpu(settings: Settings, device: str, precision: str) -> None:
-    """Raises `ModelError` for 8 bits on a GPU without 8-bit matrix units: emulation would be slower than bf16."""
+    """Raise `ModelError` for 8 bits on a GPU without 8-bit matrix units: emulation would be slower than bf16."""
     if not is_quantized(precision):
         return
     described = describe(settings, device)
@@ -70,7 +70,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
 
 
 def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
-    """Whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
+    """Return whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
@@ -120,7 +120,7 @@ def widest(settings: Settings, model: ImageModel) -> int:
 
 
 def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tuple[KernelChoice, ...]:
-    """Which kernels run this model, each logged; `why_torch` if they are torch's."""
+    """Return which kernels run this model, each logged; `why_torch` if they are torch's."""
     choices: tuple[KernelChoice, ...]
     if why_torch:
         where, choices = str(model.device), (KernelChoice(EVERY_LAYER, TORCH, why_torch),)

@@ -68,7 +68,7 @@ class PrefetchLimiter:
             return {queue: self._counts[queue] for queue in self.queues}
 
     def room(self, queue: str) -> bool:
-        """Whether one more may be taken now."""
+        """Return whether one more may be taken now."""
         return self._counts[queue] < self._limits[queue] and queue not in self._paused and not self._held_up()
 
     def pause(self, queues: frozenset[str]) -> None:
@@ -252,7 +252,7 @@ class QueueConsumers:
 
     @property
     def asking(self) -> bool:
-        """Whether Redis may still deliver a message to one of them."""
+        """Return whether Redis may still deliver a message to one of them."""
         return any(
             consumer.channel._in_poll or consumer.channel.active_queues for consumer in tuple(self._consumers.values())
         )

@@ -1,4 +1,4 @@
-"""What a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
+"""The parts that a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
 
 Imports no torch at module level, because the worker imports it and the handlers before torch.
 """

@@ -46,7 +46,7 @@ def read(picture: ImageParameters, fetch: Fetch, depth: DepthEstimator | None = 
 def prepare(
     choice: Control, pixels: bytes, size: tuple[int, int], depth: DepthEstimator | None = None
 ) -> bytes:  # fmt: skip
-    """What a control's network reads of a picture's pixels [height, width, 3].
+    """Return what a control's network reads of a picture's pixels [height, width, 3].
 
     Raises `Invalid` for another size, and where it needs `depth` and there is none.
     """

@@ -46,7 +46,9 @@ class StreamBuffer:
         self.texts[index] += text
 
     def news(self) -> StreamChunk:
-        """What to send now. The caller confirms with `told`; else it is returned again, with what was added by then."""
+        """Return what to send now. The caller confirms with `told`; else it is returned again, with what was added by
+        then.
+        """
         # The first report of an attempt replaces what another attempt sent.
         complete = self._marks is None or self._since > max(_LEAST, self._size)
         begins = [(0, 0)] * len(self.texts) if complete or self._marks is None else self._marks

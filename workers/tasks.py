@@ -42,7 +42,7 @@ _MOST_LOGGED = 300  # characters of an error, which may repeat what a client sen
 
 
 class WorkerTasks:
-    """What all of a worker's Celery threads run. Thread-safe."""
+    """The tasks that all of a worker's Celery threads run. Thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WorkerTasks:
         send: Callable[[Envelope], None],
         warm_claims: WarmClaims | None = None,
     ) -> None:
-        """Without `warm_claims` jobs are claimed whatever files they name."""
+        """Make the tasks. Without `warm_claims` jobs are claimed whatever files they name."""
         self._worker = worker
         self._warm_claims = warm_claims
         self._leases = store.leases

@@ -44,7 +44,7 @@ def unet_of(
 
 
 def has_own(settings: Settings, scheme: str) -> bool:
-    """Whether a quantized denoiser is named, or exists in the model's own folder."""
+    """Return whether a quantized denoiser is named, or exists in the model's own folder."""
     from pipeline.checkpoints.load import family_of
     from pipeline.quantization import quantized_parts
 

@@ -29,7 +29,9 @@ _LOOK_S = 0.05
 
 
 class WarmClaims:
-    """Thread-safe. Files are named as handlers name them, and known to others by their model's name, too."""
+    """The claims of one worker. Thread-safe. Files are named as handlers name them, and known to others by their
+    model's name, too.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class WarmClaims:
         self._lock = threading.Lock()
 
     def leave(self, envelope: Envelope, handler: JobHandler, stop: Callable[[], bool]) -> bool:
-        """Whether another worker has claimed a queued job, or will: waits while it is on offer, if it should be.
+        """Return whether another worker has claimed a queued job, or will: waits while it is on offer, if it should be.
 
         Jobs with a deadline are not offered. An offer that comes when the files are gone from memory is left to the
         worker that made it.
@@ -133,12 +135,12 @@ class WarmClaims:
             self._holders.hold(self._worker, held_files, self._known_s, gone)
 
     def _held(self) -> set[str]:
-        """Those in memory, and those of this worker's jobs."""
+        """Return the files in memory, and those of this worker's jobs."""
         with self._lock:
             reading = {*(+self._reading)}
         return {f"{handler.name}:{file}" for handler in self._handlers for file in handler.held_files()} | reading
 
 
 def _files(handler: JobHandler, job: Any) -> set[str]:
-    """Those that a job names."""
+    """Return the files that a job names."""
     return {f"{handler.name}:{file}" for file in job.files()}

@@ -17,7 +17,7 @@ from core.jobs.unreadable import TALLY, VERSION, UnreadableRecord, check_version
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """What a worker last announced about itself.
+    """The description that a worker last announced of itself.
 
     `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
     `in_flight` and `limits` count jobs by queue; `threads` compute on the CPU, 0: not known.

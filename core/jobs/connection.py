@@ -68,7 +68,7 @@ class RedisClient(redis.Redis):
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for an unusable URL."""
+        """Prepare a client. Raises ValueError for an unusable URL."""
         self.url = url
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -160,7 +160,7 @@ class RedisStore:
     """
 
     def __init__(self, redis: RedisClient | str) -> None:
-        """Raises ValueError for an unusable address."""
+        """Prepare a store. Raises ValueError for an unusable address."""
         self._client = RedisClient.at(redis)
 
     @classmethod

@@ -117,7 +117,7 @@ class _EventHistory:
         return _events(answer[0][1]) if answer else []
 
     async def ended(self, job_id: str, after: _Position, of: str) -> bool:
-        """Whether the terminal event is at or before a position, or the id now belongs to another job."""
+        """Return whether the terminal event is at or before a position, or the id now belongs to another job."""
         answer = await self._ask(lambda: self._client.xrevrange(keys.events(job_id), count=1))
         return any(
             _later(event, of) if _others(event, of) else event.final and _position(event.id) <= after
@@ -351,7 +351,7 @@ def _events(entries: Iterable[_Entry]) -> list[Event]:
 
 
 def _others(event: Event, of: str) -> bool:
-    """Whether an event belongs to another job that has the same id."""
+    """Return whether an event belongs to another job that has the same id."""
     return bool(of and event.of and event.of != of)
 
 

@@ -56,7 +56,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Who is admitted: the keys by id; and, without keys, whether access is `closed` or `open`.
+    """The policy that admits callers: the keys by id; and, without keys, whether access is `closed` or `open`.
 
     Neither: as far as this Redis can tell, there never was a key.
     """
@@ -144,7 +144,7 @@ class Keyring(RedisStore):
 
 
 def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
-    """Raises `Invalid` for values that no key may have."""
+    """Raise `Invalid` for values that no key may have."""
     if not _NAME.fullmatch(name):
         raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
     if not scopes or not set(scopes) <= set(SCOPES):

@@ -32,7 +32,7 @@ class JobLeases:
         self._hand_back = client.script("jobs/hand_back")
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
-        """Whether the job is queued, whether it must run alone, and the model that it names.
+        """Return whether the job is queued, whether it must run alone, and the model that it names.
 
         The model is empty if the job is unknown or of a newer version, which only workers of that version can read.
         """

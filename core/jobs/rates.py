@@ -43,7 +43,7 @@ class RateLimitState:
 
     @property
     def retry_after_s(self) -> int:
-        """When a retry may succeed, clamped to 1 to 120 seconds."""
+        """The seconds after which a retry may succeed, clamped to 1 to 120."""
         return min(120, max(1, math.ceil(self.reset_s)))
 
 
@@ -73,7 +73,9 @@ class RateLimitCost:
 
 
 def rate_limit_state(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> RateLimitState:
-    """Same as the library's `SlidingWindowCounterRateLimiter.get_window_stats`, on values its script has read."""
+    """Compute what the library's `SlidingWindowCounterRateLimiter.get_window_stats` does, on values its script has
+    read.
+    """
     last, last_ms, this, this_ms = window
     last_s, this_s, span_s = max(0, last_ms) / 1000, max(0, this_ms) / 1000, item.get_expiry()
     remaining = item.amount - math.floor(last * last_s / span_s + this)

@@ -168,7 +168,7 @@ class Job:
         return fence(self.attempt, self.incarnation)
 
     def same(self, other: Job | None) -> bool:
-        """Whether the other record is this very job, and not another with the same id."""
+        """Return whether the other record is this very job, and not another with the same id."""
         return other is not None and (other.id, other.incarnation) == (self.id, self.incarnation)
 
     @classmethod

@@ -93,7 +93,7 @@ class Registry(RedisStore):
         return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
 
     def has_model(self, name: str) -> bool:
-        """Whether a card exists under this name, readable or not."""
+        """Return whether a card exists under this name, readable or not."""
         return bool(self._client.hexists(keys.MODELS, name))
 
     def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:

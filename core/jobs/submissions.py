@@ -173,7 +173,7 @@ async def _answer(line: AbstractConnection) -> Any:
 
 
 def _refused(answer: Any) -> bool:
-    """Whether a retry may succeed."""
+    """Return whether a retry may succeed."""
     try:
         with translate_redis_errors():
             if isinstance(answer, Exception):

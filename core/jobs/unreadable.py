@@ -46,7 +46,7 @@ class UnreadableCounter:
         log.warning("%s; it is skipped", error)
 
     def counts(self) -> dict[str, int]:
-        """By kind: "record", "model card", "worker card"."""
+        """Return the counts by kind: "record", "model card", "worker card"."""
         with self._lock:
             return {kind: self._counts[kind] for kind in ("record", "model card", "worker card")}
 
@@ -55,7 +55,7 @@ TALLY = UnreadableCounter()  # per process
 
 
 def check_version(kind: str, id: str, version: object) -> None:
-    """Raises `UnreadableRecord` for data of a newer version. None: written before versions existed."""
+    """Raise `UnreadableRecord` for data of a newer version. None: written before versions existed."""
     if version is None:
         return
     if not str(version).isdecimal():
