@@ -72,7 +72,7 @@ def picture_costs(caller: Caller, n: int) -> list[RateLimitCost]:
 
 def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimitState) -> None:
     """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
-    unit = charge.what
+    unit = charge.unit
     request.scope["state"][_STATE] |= {
         f"x-ratelimit-limit-{unit}": str(standing.limit),
         f"x-ratelimit-remaining-{unit}": str(standing.remaining),

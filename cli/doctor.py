@@ -37,7 +37,7 @@ class Finding:
     """`state`: well, note (it works, and could be better) or ill (it does not work)."""
 
     state: str
-    what: str
+    subject: str
     says: str
 
 
@@ -56,7 +56,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for look in (_python, _machine, _model, _disk, _redis, _artifacts, _port, _access):
         for finding in _safely(look, settings):
             ill |= finding.state == "ill"
-            print(f"{marks[finding.state]} {finding.what}: {printable_lines(finding.says)}", flush=True)
+            print(f"{marks[finding.state]} {finding.subject}: {printable_lines(finding.says)}", flush=True)
     return 1 if ill else 0
 
 

@@ -125,7 +125,7 @@ def _check_layerwise(options: argparse.Namespace) -> None:
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
     """Quantize into a model's own folder, where `--precision int8` finds the variant; return the exit code."""
-    given: dict[str, object] = {
+    values: dict[str, object] = {
         "limit": limit,
         "variant": variant,
         "threads": threads,
@@ -133,8 +133,8 @@ def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int |
         "alpha": None,
         "control": None,
     }
-    given |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
-    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **given)
+    values |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
+    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **values)
     return _into_folder(options, _prompts(options))
 
 

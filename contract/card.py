@@ -313,7 +313,7 @@ class ImageCard(_Card):
         return ImageOffer(**shared | limits | {"native": (self.native, self.native)})
 
 
-_OFFERED = {one.name for one in fields(ImageOffer)} & {one.name for one in fields(ImageCard)}
+_OFFERED = {item.name for item in fields(ImageOffer)} & {item.name for item in fields(ImageCard)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,7 @@ class ImageParameters:
     @property
     def pictures(self) -> tuple[PictureInput, ...]:
         """All pictures that the request brings along but an edit's."""
-        return tuple(one for field in PICTURES for one in getattr(self, field))
+        return tuple(picture for field in PICTURES for picture in getattr(self, field))
 
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
         """Return the parameters with these fields of a request in place of their own; `deepcache` as `plan.read` takes
@@ -264,9 +264,9 @@ class ImageParameters:
 _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
 PICTURES: dict[str, type[PictureInput]] = {kind.FIELD: kind for kind in (Control, ImagePrompt)}
 """The fields that are lists of pictures."""
-FIELDS = {one.name: one for one in fields(ImageParameters) if one.name != plan.FIELD}
+FIELDS = {item.name: item for item in fields(ImageParameters) if item.name != plan.FIELD}
 """The fields that records have, by name."""
-_BOUNDED = [name for name, one in declarations(ImageParameters).items() if one.kind in (int, float, bool)]
+_BOUNDED = [name for name, item in declarations(ImageParameters).items() if item.kind in (int, float, bool)]
 _NEEDED = ("prompt", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
@@ -388,4 +388,4 @@ class ImageJob:
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 
-_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n")}
+_BESIDE = {item.name: item for item in fields(ImageJob) if item.name not in ("picture", "n")}

@@ -43,7 +43,7 @@ class ImagePrompt(PictureInput):
     def kept_size(self, native: tuple[int, int], image_size: tuple[int, int]) -> tuple[int, int]:
         return fitted(*native)
 
-    def check_pixels(self, drawn: tuple[int, int]) -> None:
+    def check_pixels(self, image_size: tuple[int, int]) -> None:
         """Raise `Invalid` for a picture that is not read, too large, or not of its width and height."""
         valid = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))
         if not valid or self.width * self.height > MAX_PIXELS:

@@ -111,9 +111,9 @@ class PictureInput:
         """The picture's SHA-256 once it is read, else its key; "" while it is not stored."""
         return digest(self.image) or ""
 
-    def check_pixels(self, drawn: tuple[int, int]) -> None:
+    def check_pixels(self, image_size: tuple[int, int]) -> None:
         """Raise `Invalid` for a picture that is not read, or of another size than it needs for images of this one."""
-        if not isinstance(self.image, bytes) or len(self.image) != 3 * drawn[0] * drawn[1]:
+        if not isinstance(self.image, bytes) or len(self.image) != 3 * image_size[0] * image_size[1]:
             raise Invalid(f"{self.FIELD}.image", "must have the image's size")
 
     def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
@@ -130,12 +130,12 @@ class PictureInput:
         return tuple(i < within and i / steps >= self.start and (i + 1) / steps <= self.end for i in range(steps))
 
     @classmethod
-    def deep_rows(cls, given: Sequence[Self], steps: Sequence[tuple[int, bool]], own: int) -> int:
+    def deep_rows(cls, inputs: Sequence[Self], steps: Sequence[tuple[int, bool]], model_steps: int) -> int:
         """Rows that these cost over all of these steps, of so many rows each, deep or not.
 
-        The first `own` are the model's, and the rest a refiner's.
+        The first `model_steps` are the model's, and the rest a refiner's.
         """
-        acting = [one.acts(len(steps), own) for one in given]
+        acting = [item.acts(len(steps), model_steps) for item in inputs]
         return sum(rows * cls.PAID(acts[i] for acts in acting) for i, (rows, deep) in enumerate(steps) if deep)
 
     def check(self) -> None:

@@ -69,7 +69,7 @@ class NoiseSchedule:
 
 
 OWN = NoiseSchedule()  # the model's
-SCHEDULE_FIELDS = tuple(one.name for one in fields(NoiseSchedule))
+SCHEDULE_FIELDS = tuple(item.name for item in fields(NoiseSchedule))
 
 
 def schedule_of(fields: Mapping[str, Any]) -> NoiseSchedule:

@@ -60,7 +60,11 @@ def image_card(
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
-            **{name: value for one in extensions for name, value in one.costs(runner.backend, sizes[DEEP]).items()},
+            **{
+                name: value
+                for extension in extensions
+                for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
+            },
         ),
         capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),

@@ -97,7 +97,7 @@ class ProgressPublisher:
         reports = []
         for id, (report, written) in pending.items():
             if id in news:
-                report = replace(report, pieces=news[id].pieces, whole=news[id].whole)
+                report = replace(report, pieces=news[id].pieces, complete=news[id].complete)
             elif written is not None and written.cumulative:
                 report = replace(report, data={**report.data, **written.so_far()})
             reports.append(report)

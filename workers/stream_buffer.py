@@ -19,10 +19,10 @@ _LEAST = 16_384  # bytes of pieces after which the whole text replaces them
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """Unsent pieces, or, if `whole`, the complete texts. `marks`: how far each answer is sent with them."""
+    """Unsent pieces, or, if `complete`, all texts. `marks`: how far each answer is sent with them."""
 
     pieces: list[dict[str, Any]]
-    whole: bool
+    complete: bool
     marks: list[tuple[int, int]]
 
 
@@ -76,4 +76,4 @@ class StreamBuffer:
         """Confirm that these were sent."""
         size = len(to_json(news.pieces)) + _EVENT
         self._marks = news.marks
-        self._size, self._since = (size, 0) if news.whole else (self._size, self._since + size)
+        self._size, self._since = (size, 0) if news.complete else (self._size, self._since + size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # converted from the job's fields
-_PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
+_PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item.name) and item.name not in _OTHERWISE]
 
 
 class TextJobHandler:

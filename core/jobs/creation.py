@@ -23,12 +23,12 @@ class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
     used up, the owner is `barred` (or has no key where one is required), or the last of `charges` exceeds its limit.
 
-    `made`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
+    `created`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
     position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
     """
 
     job: Job | None
-    made: bool = False
+    created: bool = False
     full: bool = False
     share: bool = False
     barred: bool = False

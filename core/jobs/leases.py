@@ -120,7 +120,7 @@ class JobLeases:
         for item in items:
             looks = [value for look in item.previews.items() for value in look]
             event = to_json({**item.data, "pieces": item.pieces}) if item.pieces else ""
-            complete = "1" if item.pieces and item.whole else ""
+            complete = "1" if item.pieces and item.complete else ""
             flat += (item.id, item.attempt, to_json(item.data), event, complete, len(looks), *looks)
         stale, followed = self._report(*flat)
         return ReportOutcome(set(stale), set(followed))

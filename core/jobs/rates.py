@@ -49,11 +49,11 @@ class RateLimitState:
 
 @dataclass(frozen=True, slots=True)
 class RateLimitCost:
-    """A cost against a rate limit such as 60/minute. `who` is the caller, `what` the limited action."""
+    """A cost against a rate limit such as 60/minute. `tenant` is the caller, `unit` the limited action."""
 
     rate: str
-    who: str
-    what: str
+    tenant: str
+    unit: str
     cost: int = 1
 
     @property
@@ -61,7 +61,7 @@ class RateLimitCost:
         """The arguments of `charge` in `lua/shared/charge.lua`."""
         # A cost above the whole window's limit counts as the full limit.
         item = _parsed(self.rate)
-        last, this = _keys(self.rate, self.what, self.who)
+        last, this = _keys(self.rate, self.unit, self.tenant)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
     def standing(self, reply: Sequence[int]) -> RateLimitState:

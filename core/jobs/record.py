@@ -179,7 +179,7 @@ class Job:
             check_version("record", id, fields.get("v"))
             return cls._of(id, fields)
         except UnreadableRecord as error:
-            raise UnreadableRecord("record", id, error.why, owner) from None
+            raise UnreadableRecord("record", id, error.reason, owner) from None
         except KeyError as error:
             raise UnreadableRecord("record", id, f"its field {error} is missing", owner) from None
         except (ValueError, RecursionError):
@@ -270,7 +270,7 @@ class ProgressReport:
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
     a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
-    with `whole` they are the complete texts, and replace those sent before.
+    with `complete` they are the complete texts, and replace those sent before.
     """
 
     id: str
@@ -278,7 +278,7 @@ class ProgressReport:
     data: dict[str, Any]
     previews: Mapping[int, str] = field(default_factory=dict)
     pieces: Sequence[Mapping[str, Any]] = ()
-    whole: bool = False
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ _REMEMBERED = 10_000  # logged ones; beyond that some are logged and counted aga
 
 
 class UnreadableRecord(ValueError):
-    """Data in Redis cannot be read. `why` contains none of it; `owner` is its owner, where known."""
+    """Data in Redis cannot be read. `reason` contains none of it; `owner` is its owner, where known."""
 
     def __init__(self, kind: str, id: str, reason: str, owner: str | None = None) -> None:
         super().__init__(f"the {kind} {id!r:.80} cannot be read: {reason}")
         self.kind = kind
         self.id = id
-        self.why = reason
+        self.reason = reason
         self.owner = owner
 
 
