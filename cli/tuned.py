@@ -105,7 +105,7 @@ def store(
 
 
 def _titles(full: Judged, networks: ScoringNetworks) -> list[str]:
-    """Return the titles of the columns of `Judged.others`."""
+    """Return the titles of the columns of `Judged.bounds`."""
     called = {"ssim": "SSIM", "lpips": "LPIPS", "distance": networks.paired, "fid": networks.fid, "cmmd": networks.cmmd}
     return [called[name] for name in full.bounds]
 
