@@ -32,13 +32,13 @@ class Caller:
         return scope in self.scopes or "admin" in self.scopes
 
     def sees(self, job: Job) -> bool:
-        """Whether the caller may see the job: its own, or any with the scope admin. Others' jobs are answered as not
-        found.
+        """Return whether the caller may see the job: its own, or any with the scope admin. Jobs of others are answered
+        as not found.
         """
         return "admin" in self.scopes or job.owner == self.id
 
     def check(self, scope: str) -> None:
-        """Raises `ApiError` (403)."""
+        """Raise `ApiError` (403) without one of these scopes."""
         if not self.may(scope):
             raise ApiError(403, f"This key lacks the scope {scope}.", code="insufficient_scope")
 

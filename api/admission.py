@@ -40,8 +40,8 @@ def image_draft(
         if source.margins is not None and fields.size is None and card.offer.offers(size):
             fields = fields.model_copy(update={"size": "{}x{}".format(*size)})
     with invalid_as_api_error():
-        like = controls[0].size if controls else None
-        job = fields.complete(card.offer, size, masked=source is not None and source.masked, like=like)
+        size_hint = controls[0].size if controls else None
+        job = fields.complete(card.offer, size, masked=source is not None and source.masked, hint=size_hint)
     if pictures.measured:
         for control in controls:
             _check_shape(control.image, job.picture.size)

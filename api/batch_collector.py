@@ -19,7 +19,7 @@ LARGE = 16_384  # characters of a result stored outside Redis: a thousand tokens
 
 
 class BatchCollector:
-    """For the batches of one service. Thread-safe. Every method raises `StoreError`."""
+    """A collector for the batches of one service. Thread-safe. Every method raises `StoreError`."""
 
     def __init__(self, service: Service, lines: BatchLineHandler) -> None:
         self._service = service
@@ -52,7 +52,7 @@ class BatchCollector:
         return True
 
     def _note_lost(self, batch: BatchRecord, line: int, id: str) -> bool:
-        """The line's job was erased, and its id may have been reused."""
+        """Record that the line's job was erased, and that its id may have been reused."""
         lost = ApiError(500, "The job's record is gone.", code="job_lost")
         self._store.note(batch.id, line, refusal(lost, id), "failed")
         return True

@@ -38,7 +38,7 @@ _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 30.0)  # between retries after a batch-wide er
 
 
 class BatchFeeder:
-    """Started and closed with the service. Retries through Redis outages."""
+    """A background service, started and closed with the API. Retries through Redis outages."""
 
     def __init__(self, service: Service) -> None:
         self._store = service.batches
@@ -76,7 +76,7 @@ class BatchFeeder:
             self._step(ids, Deadline(_ITEM_S))
 
     def _lanes(self) -> list[tuple[str, str, list[str]]]:
-        """Owner, queue and batches, oldest first."""
+        """Return owner, queue and batches, oldest first."""
         lanes: dict[tuple[str, str], list[str]] = {}
         active = self._store.active()
         for id, owner, endpoint in active:
@@ -84,10 +84,10 @@ class BatchFeeder:
                 lanes.setdefault((owner, queue_of(endpoint)), []).append(id)
             else:
                 self._store.drop(id)
-        known = {id for id, _, _ in active}
-        for id in self._retries.keys() - known:
+        active_ids = {id for id, _, _ in active}
+        for id in self._retries.keys() - active_ids:
             self._retries.pop(id, None)
-        self._submitter.forget_others(known)
+        self._submitter.forget_others(active_ids)
         return [(owner, queue, ids) for (owner, queue), ids in lanes.items()]
 
     # -- one key's batches of one queue --------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class BatchFeeder:
             log.warning("batches are paused: %s", error)
 
     def _advance_all(self, looks: Sequence[BatchProgress], until: float) -> bool:
-        """Whether there is more to do at once."""
+        """Advance each batch; return whether there is more to do at once."""
         busy = sum(len(look.under_way) for look in looks)
         ending: list[tuple[BatchRecord, str]] = []
         for look in looks:  # oldest first

@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 
 class BatchLineHandler:
-    """For the batches of one service. Thread-safe."""
+    """A translator for the batches of one service. Thread-safe."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -49,11 +49,11 @@ class BatchLineHandler:
     def _text(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         if line["bytes"] > body.MAX_BYTES:
             raise body.too_large()
-        ask = text_drafts.read(batch.endpoint, line["body"])
-        if ask.fields.stream:
+        request = text_drafts.read(batch.endpoint, line["body"])
+        if request.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
-        draft = text_drafts.draft(ask, self._card(ask.fields.model, TextCard), batch.owner)
-        return draft if ask.fields.priority is not None else replace(draft, priority=_PRIORITY)
+        draft = text_drafts.draft(request, self._card(request.fields.model, TextCard), batch.owner)
+        return draft if request.fields.priority is not None else replace(draft, priority=_PRIORITY)
 
     def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
@@ -65,7 +65,7 @@ class BatchLineHandler:
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:
-        """As `_picture`, on the event loop, in the owner's turns."""
+        """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(references.Resolver(service, owner).uploads, fields)
         admission.image_draft(fields, card, pictures)  # refused before anything is loaded
@@ -84,25 +84,25 @@ class BatchLineHandler:
         """The endpoint's response for an ended job; images as links, with their keys."""
         if job.state is not JobState.SUCCEEDED:
             return refusal(job_error(job), job.id)
-        told: Result = {"status_code": 200, "request_id": job.id}
+        result: Result = {"status_code": 200, "request_id": job.id}
         if queue_of(batch.endpoint) == "text":
-            return {**told, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
+            return {**result, "body": text_drafts.ANSWERS[batch.endpoint](job).whole(job.result or {})}
         kept_s = max(self._service.settings.retention_s, KEEP_S)  # as is its record
         links = self._service.links_from(batch.base, kept_s)
-        return {**told, "body": generated(job, links), "keys": [made["key"] for made in results(job)]}
+        return {**result, "body": generated(job, links), "keys": [image["key"] for image in results(job)]}
 
     def written(self, batch: BatchRecord, number: int, line: BatchLine, result: Result) -> InlineDocument:
         """The line in the output or error file for this result. OpenAI's format, without a newline."""
         response: Result = {name: result[name] for name in ("status_code", "request_id", "body") if name in result}
         if line["body"].get("response_format") == "b64_json":
             self._put_inside(response, result.get("keys", []))
-        told = {
+        entry = {
             "id": f"batch_req_{batch.id.removeprefix('batch_')}_{number}",
             "custom_id": line["custom_id"],
             "response": response or None,
             "error": result.get("error"),
         }
-        return InlineDocument(self._service, told)
+        return InlineDocument(self._service, entry)
 
     def _put_inside(self, response: Result, keys: list[str]) -> None:
         """Replace links by images; where one is gone by now the link stays."""
@@ -122,8 +122,8 @@ def given_up(status: str) -> Result:
     """The result of a line that was unfinished when the batch was `expired` or `cancelled`: no response, as OpenAI has
     it.
     """
-    why = {
+    messages = {
         "expired": "This request could not be executed before the completion window expired.",
         "cancelled": "This request was not done before the batch was cancelled.",
     }[status]
-    return {"error": {"code": f"batch_{status}", "message": why}}
+    return {"error": {"code": f"batch_{status}", "message": messages}}

@@ -52,16 +52,16 @@ def raw_lines(artifacts: Artifacts, key: str, place: int = 0, *, check: bool = F
         end = at - len(part)
         for line in lines:
             end += len(line) + 1
-            whole = b"".join([*parts, line])
+            joined = b"".join([*parts, line])
             parts = []
-            if whole.strip():
-                yield RawLine(whole, end)
+            if joined.strip():
+                yield RawLine(joined, end)
         parts.append(rest)
     if check and digest.hexdigest() not in key.replace("/", ""):
         raise ArtifactError("an artifact is damaged: its content does not match its key")
-    whole = b"".join(parts)
-    if whole.strip():
-        yield RawLine(whole, size)
+    joined = b"".join(parts)
+    if joined.strip():
+        yield RawLine(joined, size)
 
 
 def read(raw: bytes, endpoint: str) -> BatchLine:

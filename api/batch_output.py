@@ -53,14 +53,14 @@ class BatchOutput:
         Returns whether this call ended it. Raises `ArtifactError` and `StoreError`.
         """
         failed = self._told["error"] - self._unmade
-        made: dict[str, str | int] = {"ended": int(time.time()), "completed": self._told["output"], "failed": failed}
+        fields: dict[str, str | int] = {"ended": int(time.time()), "completed": self._told["output"], "failed": failed}
         for name, spool in self._spools.items():
             id = "file-" + hashlib.sha256(f"{self.batch.secret}{self.batch.id}/{name}".encode()).hexdigest()[:24]
             title = f"{self.batch.id}_{name}.jsonl"
-            made[f"{name}_file"] = files.keep_spool(
+            fields[f"{name}_file"] = files.keep_spool(
                 self._service, self.batch.owner, title, "batch_output", spool, id=id
             ).id
-        ended = self._service.batches.turn(self.batch, self.status, **made)
+        ended = self._service.batches.turn(self.batch, self.status, **fields)
         if ended:
             log.info(
                 "batch %s is %s: %d lines completed, %d failed, %d not run",

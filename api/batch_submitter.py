@@ -51,10 +51,10 @@ class BatchSubmitter:
             if begun >= room or not go_on():
                 break
             raw = next(raws, None)
-            made = self._make(batch, number, raw)
-            if made is None or not self._record(batch, number, made, raw):
+            outcome = self._make(batch, number, raw)
+            if outcome is None or not self._record(batch, number, outcome, raw):
                 break
-            begun += isinstance(made, Job)
+            begun += isinstance(outcome, Job)
         return begun
 
     def _make(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
@@ -70,7 +70,7 @@ class BatchSubmitter:
             return None
 
     def _create(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
-        """As `_make`. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
+        """Create the job as `_make` says. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
         try:
             if raw is None:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
@@ -87,21 +87,21 @@ class BatchSubmitter:
             return ApiError(409, "The id of this line's job is taken.", code="id_taken")
         return job
 
-    def _record(self, batch: BatchRecord, number: int, made: Job | ApiError, raw: RawLine | None) -> bool:
+    def _record(self, batch: BatchRecord, number: int, outcome: Job | ApiError, raw: RawLine | None) -> bool:
         """Record the line's job or error in the batch. False: another process works on it, or it has ended."""
         end = raw.end if raw is not None else None
-        if isinstance(made, ApiError):
-            return self._store.refuse(batch.id, number, refusal(made, None), end)
-        if self._store.begin(batch.id, number, made.id, end):
+        if isinstance(outcome, ApiError):
+            return self._store.refuse(batch.id, number, refusal(outcome, None), end)
+        if self._store.begin(batch.id, number, outcome.id, end):
             return True
-        found = self._store.batch(batch.id)
-        if found is not None and found.next == number and found.status != "in_progress":
+        stored = self._store.batch(batch.id)
+        if stored is not None and stored.next == number and stored.status != "in_progress":
             # The batch has ended meanwhile: this job is not needed.
-            self._service.store.cancel(made.id, made.incarnation)
+            self._service.store.cancel(outcome.id, outcome.incarnation)
         return False
 
     def _waited_enough(self, batch: BatchRecord, number: int) -> bool:
-        """Whether this line has waited long enough for the image it names."""
+        """Return whether this line has waited long enough for the image it names."""
         line, since = self._unread.setdefault(batch.id, (number, time.monotonic()))
         if line != number:
             self._unread[batch.id] = number, time.monotonic()

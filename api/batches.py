@@ -29,7 +29,7 @@ router = APIRouter(tags=["batches"])
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 WINDOW_S = 86_400
 KEEP_S = 2 * WINDOW_S  # minimum retention of a line's result: the API may be down for a day
-_PAGES = Pagination(default=20, most=100, id="batch_[0-9a-z]{1,57}", what="a batch")
+_PAGES = Pagination(default=20, maximum=100, id="batch_[0-9a-z]{1,57}", kind="a batch")
 
 _QUEUES = {GENERATIONS: "image", EDITS: "image", CHAT: "text", COMPLETIONS: "text"}
 _SCOPES = {"image": "images", "text": "text"}
@@ -50,7 +50,7 @@ class BatchFields(StrictModel):
 
 @router.post("/v1/batches", summary="Make a batch", openapi_extra=schemas.document(BatchFields))
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """An unusable file creates a failed batch whose errors name the lines."""
+    """Create a batch. An unusable file creates a failed one, whose errors name the lines."""
     caller.check("files")
     await enforce_rate_limit(request, service, caller)
     fields = schemas.read(BatchFields, await body.read(request, caller.id))
@@ -58,13 +58,13 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     file = await files.find(service, fields.input_file_id, caller, "input_file_id")
     if file.purpose != "batch":
         raise invalid_field("input_file_id", "must be a file with the purpose batch")
-    found = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
-    if not found.errors and queue_of(fields.endpoint) == "image":
-        await count_pictures(request, service, caller, found.pictures)
+    checked = await service.parsing.run(caller.id, _checked, service, file.key, fields.endpoint)
+    if not checked.errors and queue_of(fields.endpoint) == "image":
+        await count_pictures(request, service, caller, checked.pictures)
     try:
         batch = await service.call(
-            service.batches.add, caller.id, fields.endpoint, file, found.lines, service.links(request).base,
-            fields.metadata, found.errors, keyless=not caller.id,
+            service.batches.add, caller.id, fields.endpoint, file, checked.lines, service.links(request).base,
+            fields.metadata, checked.errors, keyless=not caller.id,
         )  # fmt: skip
     except KeyRequired:
         raise key_required() from None
@@ -77,10 +77,10 @@ async def batches(request: Request, service: Given, caller: By) -> Response:
     await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
     owner = None if caller.may("admin") else caller.id
-    found = await service.call(service.batches.batches, owner, after=after, limit=limit)
-    if found is None:
+    listed = await service.call(service.batches.batches, owner, after=after, limit=limit)
+    if listed is None:
         raise missing()
-    return JSONResponse(page([_object(batch) for batch in found.items], more=found.more))
+    return JSONResponse(page([_object(batch) for batch in listed.items], more=listed.more))
 
 
 @router.get("/v1/batches/{id}", summary="Look at a batch", operation_id="look_v1_batches__id__get")
@@ -90,7 +90,7 @@ async def retrieve(id: str, service: Given, caller: By) -> Response:
 
 @router.post("/v1/batches/{id}/cancel", summary="Cancel a batch")
 async def cancel(id: str, service: Given, caller: By) -> Response:
-    """Its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
+    """Cancel a batch: its jobs are cancelled within seconds; finished lines stay. An ended batch is unchanged."""
     batch = await _find(service, id, caller)
     if batch.status == "in_progress":
         await service.call(service.batches.turn, batch, "cancelling")
@@ -111,8 +111,8 @@ def _checked(service: Service, key: str, endpoint: str) -> batch_lines.CheckedFi
 
 
 async def _find(service: Service, id: str, caller: Caller) -> BatchRecord:
-    known = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
-    batch = await service.call(service.batches.batch, id) if known else None
+    is_valid = id.isascii() and len(id) < 64 and id.startswith("batch_") and id.removeprefix("batch_").isalnum()
+    batch = await service.call(service.batches.batch, id) if is_valid else None
     if batch is None or not (batch.owner == caller.id or "admin" in caller.scopes):
         raise ApiError(404, "There is no such batch, or it has expired.", param="id", code="batch_not_found")
     return batch

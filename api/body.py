@@ -55,7 +55,7 @@ _intakes: RunVar[FairLimiter] = RunVar("intakes")
 
 
 def _limiter(variable: RunVar[FairLimiter], total: int) -> FairLimiter:
-    """This event loop's limiter, of so many at once."""
+    """Return this event loop's limiter of `total` concurrent calls."""
     try:
         return variable.get()
     except LookupError:
@@ -70,7 +70,9 @@ async def read(request: Request, tenant: str) -> dict[str, Any]:
 
 
 async def read_as(request: Request, tenant: str, validate: Callable[[dict[str, Any]], T]) -> T:
-    """What `validate` makes of the body's top-level object. Raises `ApiError` as `read`, and what `validate` raises."""
+    """Return what `validate` makes of the body's top-level object. Raises `ApiError` as `read`, and what `validate`
+    raises.
+    """
     raw = io.BytesIO()
     size = await spool(request, "", raw, MAX_BYTES)
     return await run_parser(tenant, size, lambda: validate(parse(raw.getvalue())))
@@ -143,7 +145,7 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _too_many(raw: bytes) -> bool:
-    """Whether there are more than `MAX_TOKENS` strings, and brackets and commas outside of them."""
+    """Return whether there are more than `MAX_TOKENS` strings, and brackets and commas outside of them."""
     if raw.count(b"[") + raw.count(b"{") + raw.count(b",") + raw.count(b'"') <= MAX_TOKENS:
         return False
     return next(islice(_TOKEN.finditer(raw), MAX_TOKENS, None), None) is not None
@@ -178,9 +180,9 @@ def _check_headers(request: Request) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Repeated:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -199,9 +201,9 @@ def _check(value: Any, path: list[str | int]) -> None:
     `path` is the value's location; it is modified in place, since there may be half a million values.
     """
     if isinstance(value, str):
-        if (found := _NEVER.search(value)) is not None:
-            what = "NUL" if found[0] == "\x00" else "a lone surrogate"
-            raise _wrong(path, f"character {found.start() + 1} is {what}, which is allowed nowhere")
+        if (match := _NEVER.search(value)) is not None:
+            character = "NUL" if match[0] == "\x00" else "a lone surrogate"
+            raise _wrong(path, f"character {match.start() + 1} is {character}, which is allowed nowhere")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise _wrong(path, "must be a finite number")

@@ -64,11 +64,13 @@ class RegistrySnapshot:
 
     def model(self, name: str | None, kind: type[C]) -> C | None:
         """The model of this name and kind; without a name, the first live one, or else the first one."""
-        known = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
-        return min(known, key=lambda model: not model.live, default=None)
+        candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
+        return min(candidates, key=lambda model: not model.live, default=None)
 
     def expands(self, name: str) -> bool:
-        """Whether all workers of this image model also serve text; without a worker, whether any ever served text."""
+        """Return whether all workers of this image model also serve text; without a worker, whether any ever served
+        text.
+        """
         drawing = [worker for worker in self.workers if any(model.name == name for model in worker.models)]
         if not drawing:
             return self.model(None, TextCard) is not None
@@ -84,10 +86,10 @@ class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(
-        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, beside: Path | None = None
+        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, folder: Path | None = None
     ) -> None:
-        """`beside` is the folder of this Redis, if it runs beside this process."""
-        self._beside = beside
+        """`folder` is the folder of this Redis, if it runs beside this process."""
+        self._beside = folder
         self.trouble = ""  # why Redis does not reply, where known
         self._registry = registry
         self._store = store
@@ -125,11 +127,11 @@ class CardCache:
 
     async def find(self, name: str | None, kind: type[C]) -> C | None:
         """The model's card. If it is missing, the snapshot is refreshed first: a worker may have just started."""
-        found = self.now.model(name, kind)
-        if found is None and self.redis_answers:
+        card = self.now.model(name, kind)
+        if card is None and self.redis_answers:
             await self.renew()
-            found = self.now.model(name, kind)
-        return found
+            card = self.now.model(name, kind)
+        return card
 
     async def renew(self) -> None:
         """Refresh now. A call during a refresh waits for that one."""
@@ -145,7 +147,7 @@ class CardCache:
             await self.renew()
 
     async def guarded(self) -> bool:
-        """Whether requests need a key, as Redis says after this call began, or said last if it does not reply."""
+        """Return whether requests need a key, as Redis says after this call began, or said last if it is silent."""
         if not self.now.guarded and self.redis_answers:
             with contextlib.suppress(StoreError):
                 if await self._access.guarded():
@@ -165,8 +167,8 @@ class CardCache:
         except StoreError as error:
             self.trouble = await anyio.to_thread.run_sync(self._look_at_disk, limiter=self._limiter)
             if not self._down:
-                said = self.trouble or error
-                log.warning("the worker registry is unavailable, using the last known model cards: %s", said)
+                failure = self.trouble or error
+                log.warning("the worker registry is unavailable, using the last known model cards: %s", failure)
             self._down = True
         except Exception:
             log.exception("the worker registry contains an unreadable entry")
@@ -179,7 +181,7 @@ class CardCache:
             self._looked = time.monotonic()
 
     def _look_at_disk(self) -> str:
-        """Why the Redis beside this process ended, if its disk cannot be written: clients only see that it is gone."""
+        """Return why the Redis beside this process ended, if its disk is unwritable: clients only see it gone."""
         if self._beside is None:
             return ""
         try:

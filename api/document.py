@@ -29,16 +29,16 @@ def extend(document: dict[str, Any]) -> None:
         for operation in operations.values():
             for status, response in operation["responses"].items():
                 names = _HEADERS if status == "4XX" else (request_ids.HEADER,)
-                told = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
-                response["headers"] = {**response.get("headers", {}), **told}
+                references = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+                response["headers"] = {**response.get("headers", {}), **references}
 
 
 def _head(get: dict[str, Any]) -> dict[str, Any]:
     """The HEAD operation of this GET: the same without bodies, and without a range."""
-    kept: dict[str, Any] = {name: get[name] for name in ("tags", "security") if name in get}
-    parameters = [one for one in get.get("parameters", []) if one["name"] != "Range"]
+    head: dict[str, Any] = {name: get[name] for name in ("tags", "security") if name in get}
+    parameters = [parameter for parameter in get.get("parameters", []) if parameter["name"] != "Range"]
     return {
-        **kept,
+        **head,
         "summary": f"{get['summary']}: the headers alone",
         "operationId": f"{get['operationId']}_head",
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""POST /v1/images/edits: OpenAI's endpoint. As images.py, from a source image and an optional mask.
+"""POST /v1/images/edits: OpenAI's endpoint, like images.py from a source image and an optional mask.
 
 picture_decoder.py checks and decodes the pictures; a form's files are open, on disk, until that is done.
 """
@@ -52,12 +52,12 @@ _FILE = {"type": "string", "format": "binary"}
     ) | {"parameters": [schemas.IDEMPOTENCY_KEY]},
 )  # fmt: skip
 async def edit(request: Request, service: Given, caller: By) -> Response:
-    """Responses, streams and disconnects are as in /v1/images/generations."""
+    """Edit an image. Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
     await enforce_rate_limit(request, service, caller)
-    async with _read(request, caller) as (fields, given):
+    async with _read(request, caller) as (fields, form):
         id = submission.idempotency_id(request, caller)
-        job, _ = await submission.submit(service, request, caller, fields, id, given, charged=True)
+        job, _ = await submission.submit(service, request, caller, fields, id, form, charged=True)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
@@ -69,8 +69,8 @@ async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditReq
         return
     most_bytes = _MOST * MAX_BYTES + _ENVELOPE
     async with form(request, caller.id, max_bytes=most_bytes, max_files=_MOST + 2, max_fields=100) as parts:
-        texts, given = _parts(parts)
-        yield schemas.read(EditRequest, _typed(texts)), given
+        texts, fields = _parts(parts)
+        yield schemas.read(EditRequest, _typed(texts)), fields
 
 
 def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
@@ -78,8 +78,8 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
     texts: dict[str, str] = {}
     files: dict[str, PictureSource] = {}
     several: dict[str, list[PictureSource]] = {name: [] for name in FORM_FILES}
-    for given, value in parts.multi_items():
-        name = given.removesuffix("[]") if given in _LISTS else given
+    for part, value in parts.multi_items():
+        name = part.removesuffix("[]") if part in _LISTS else part
         if name in texts or name in files:
             if name == "image":
                 raise invalid_field(name, "only one image can be edited at a time")
@@ -101,19 +101,19 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
     return texts, GivenPictures(files.get("image"), files.get("mask"), several)
 
 
-def _numbers(text: str, *, whole: bool) -> list[Any] | None:
+def _numbers(text: str, *, integers: bool) -> list[Any] | None:
     """Numbers with commas between them, in brackets or not; None if it is anything else."""
     if text.count(",") > MAX_STEPS + 1:
         return None
     parts = [part.strip() for part in text.removeprefix("[").removesuffix("]").split(",")]
-    if whole:
+    if integers:
         return [int(part) for part in parts] if all(map(_WHOLE.fullmatch, parts)) else None
     numbers = [body.number(part) for part in parts]
     return None if None in numbers else numbers
 
 
 def _has_objects(kinds: Iterable[Any]) -> bool:
-    """Whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
+    """Return whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
     return any(
         (isinstance(kind, type) and issubclass(kind, StrictModel)) or _has_objects(get_args(kind)) for kind in kinds
     )
@@ -121,13 +121,13 @@ def _has_objects(kinds: Iterable[Any]) -> bool:
 
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
-    known = EditRequest.model_fields
-    kinds = {name: get_args(known[name].annotation) if name in known else () for name in texts}
+    declared = EditRequest.model_fields
+    kinds = {name: get_args(declared[name].annotation) if name in declared else () for name in texts}
     return {name: _value(name, text, kinds[name]) for name, text in texts.items()}
 
 
 def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
-    """What a form's text stands for in a field of these types."""
+    """Return the value that a form's text stands for in a field of these types."""
     if int in kinds and _WHOLE.fullmatch(text):
         return int(text)
     if float in kinds and (number := body.number(text)) is not None:
@@ -137,5 +137,5 @@ def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
     if _has_objects(kinds) and text.startswith("[" if any(get_origin(kind) is list for kind in kinds) else "{"):
         return body.parse(f'{{"{name}":{text}}}'.encode())[name]
     if list[int] in kinds or list[float] in kinds:
-        return _numbers(text, whole=list[int] in kinds) or text
+        return _numbers(text, integers=list[int] in kinds) or text
     return text

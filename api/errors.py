@@ -160,9 +160,9 @@ async def _from_framework(request: Request, error: Exception) -> JSONResponse:
         return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
     messages = {404: "This endpoint does not exist.", 405: "This endpoint does not support this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
-    kept = {"Allow": allowed(request)} if status == 405 else {}
+    headers = {"Allow": allowed(request)} if status == 405 else {}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."
-    return ApiError(status, message, code=codes.get(status), headers=kept).response
+    return ApiError(status, message, code=codes.get(status), headers=headers).response
 
 
 async def _from_validation(request: Request, error: Exception) -> JSONResponse:

@@ -124,14 +124,14 @@ async def _live(service: Service, job: Job, seen: Position, links: ImageLinks) -
             yield KEEPALIVE_COMMENT
             # After a silence the record is read, because a restarted Redis may have lost a stream's end.
             try:
-                found = await service.call(service.store.get, job.id)
+                record = await service.call(service.store.get, job.id)
             except StoreError:
                 continue
-            if found is None or not job.same(found):
+            if record is None or not job.same(record):
                 return
-            if found.state.final:
-                for last in await _past(service, found, seen):
-                    yield _text(last, found, links)
+            if record.state.final:
+                for last in await _past(service, record, seen):
+                    yield _text(last, record, links)
                 return
 
 

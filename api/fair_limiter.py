@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class FairLimiter:
-    """At most `total` at once, on as many threads, and one per tenant; tenants in order of arrival.
+    """A limiter: at most `total` calls at once, on as many threads, and one per tenant; tenants in order of arrival.
 
     The costs of those that run add up to `budget` at most; a turn that costs more than all of it runs alone.
     """
@@ -49,11 +49,11 @@ class FairLimiter:
         lock, waiting = self._locks.setdefault(tenant, (asyncio.Lock(), []))
         waiting.append(None)
         try:
-            async with AsyncExitStack() as held:
+            async with AsyncExitStack() as stack:
                 async with asyncio.timeout(within_s):
-                    await held.enter_async_context(lock)
+                    await stack.enter_async_context(lock)
                     await self._acquire(cost)
-                held.callback(self._release, cost)
+                stack.callback(self._release, cost)
                 yield
         finally:
             waiting.pop()

@@ -35,7 +35,7 @@ _LINES = "application/jsonl"
 _PICTURES = ("image/png", "image/jpeg", "image/webp")
 _PURPOSES = ("batch", "vision")
 _LISTED = (*_PURPOSES, "batch_output")
-_PAGES = Pagination(default=10_000, most=10_000, id="file-[0-9a-f]{24}", what="a file")
+_PAGES = Pagination(default=10_000, maximum=10_000, id="file-[0-9a-f]{24}", kind="a file")
 _MOST_LISTED = 1000  # of a page
 _NAME = re.compile(r"[\w .@()+,=-]{1,255}")
 _FORM = {
@@ -93,13 +93,13 @@ async def files(request: Request, service: Given, caller: By) -> Response:
     caller.check("files")
     await enforce_rate_limit(request, service, caller)
     limit, after = _PAGES.read(request)
-    given = request.query_params
-    purpose, order = given.get("purpose"), given.get("order", "desc")
+    query = request.query_params
+    purpose, order = query.get("purpose"), query.get("order", "desc")
     if purpose is not None and purpose not in _LISTED:
         raise invalid_field("purpose", f"must be one of {', '.join(_LISTED)}")
     if order not in ("asc", "desc"):
         raise invalid_field("order", "must be asc or desc")
-    found = await service.call(
+    listed = await service.call(
         service.files.files,
         caller.id,
         purpose=purpose,
@@ -107,9 +107,9 @@ async def files(request: Request, service: Given, caller: By) -> Response:
         after=after,
         limit=min(limit, _MOST_LISTED),
     )
-    if found is None:
+    if listed is None:
         raise missing()
-    return JSONResponse(page([_object(file) for file in found.items], more=found.more))
+    return JSONResponse(page([_object(file) for file in listed.items], more=listed.more))
 
 
 @router.get("/v1/files/{id}", summary="Look at a file", operation_id="look_v1_files__id__get")
@@ -142,7 +142,7 @@ async def delete(id: str, service: Given, caller: By) -> Response:
 
 
 async def find(service: Service, id: str, caller: Caller, param: str = "id") -> File:
-    """As `get`, for this caller, without blocking."""
+    """Return the file as `get` does, for this caller, without blocking."""
     return await service.call(get, service, id, caller.id, admin=caller.may("admin"), param=param)
 
 
@@ -155,7 +155,7 @@ def get(service: Service, id: str, owner: str, *, admin: bool = False, param: st
 
 
 def content_of(service: Service, file: File, param: str = "id") -> bytes:
-    """Its bytes. Blocks. Raises `ApiError` (404) if they are gone."""
+    """Return the file's bytes. Blocks. Raises `ApiError` (404) if they are gone."""
     try:
         return service.artifacts.get(file.key)
     except NoArtifact:

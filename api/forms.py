@@ -84,10 +84,10 @@ def upload_source(field: str, upload: UploadFile) -> PictureSource:
 
 
 def _boundary(content_type: str) -> bytes:
-    """What separates the parts. Raises `ApiError` (415), also for a charset other than UTF-8."""
-    whole = _TYPE.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
-    found = () if whole is None else re.findall(_PARAMETER, whole[1], re.ASCII)
-    parameters: dict[str, str] = {name.lower(): quoted or plain for name, quoted, plain in found}
+    """Return the boundary of the parts. Raises `ApiError` (415), also for a charset other than UTF-8."""
+    media_type = _TYPE.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
+    pairs = () if media_type is None else re.findall(_PARAMETER, media_type[1], re.ASCII)
+    parameters: dict[str, str] = {name.lower(): quoted or plain for name, quoted, plain in pairs}
     boundary = parameters.get("boundary", "")
     if not 0 < len(boundary) <= _MOST_BOUNDARY or parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8"):
         message = (

@@ -26,11 +26,11 @@ async def healthz() -> Response:
 
 @router.get("/readyz", summary="Can pictures be drawn?")
 async def readyz(service: Given) -> Response:
-    """200 if Redis answers and a worker is ready; else 503 that says what is missing."""
+    """Answer 200 if Redis answers and a worker is ready; else 503 that says what is missing."""
     cards = service.cards
     workers = cards.now.workers if cards.redis_answers else ()
     states = Counter(worker.state for worker in workers)
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "redis": cards.redis_answers,
         "workers": {state: states[state] for state in ("ready", "starting", "draining")},
         "messages": [{"worker": w.id, "state": w.state, "message": w.message} for w in workers if w.state != "ready"],
@@ -44,6 +44,6 @@ async def readyz(service: Given) -> Response:
         starting = [worker.message for worker in workers if worker.state == "starting"]
         missing = f"No worker is ready; one is starting: {starting[0]}." if starting else "No worker is ready."
     if missing is None:
-        return JSONResponse({"status": "ready", **told}, headers=_FRESH)
+        return JSONResponse({"status": "ready", **body}, headers=_FRESH)
     error = ApiError(503, missing, code="not_ready")
-    return JSONResponse({"status": "not_ready", **told, **error.content}, 503, {**_FRESH, "Retry-After": "2"})
+    return JSONResponse({"status": "not_ready", **body, **error.content}, 503, {**_FRESH, "Retry-After": "2"})

@@ -49,16 +49,18 @@ class HostOriginMiddleware:
             return ApiError(403, message, param="host", code="host_not_allowed")
         if scope["method"] not in _SAFE:
             origin, called = headers.get("origin"), headers.get("host", "").lower()
-            own = {f"http://{called}", f"https://{called}"}
-            strange = headers.get("sec-fetch-site") == "cross-site" if origin is None else _origin(origin) not in own
+            own_origins = {f"http://{called}", f"https://{called}"}
+            strange = (
+                headers.get("sec-fetch-site") == "cross-site" if origin is None else _origin(origin) not in own_origins
+            )
             if strange and not self._allowed(origin):
                 return ApiError(403, "Pages of other origins may not call.", param="origin", code="origin_not_allowed")
         return None
 
     def _allowed(self, origin: str | None) -> bool:
-        """Whether pages of this origin may call. An opaque origin (`null`: a file, a sandboxed frame) never may."""
-        found = _origin(origin or "")
-        return bool(found) and (self._any or found in self._origins)
+        """Return whether pages of this origin may call. An opaque origin (`null`: a file, a sandbox) never may."""
+        parsed = _origin(origin or "")
+        return bool(parsed) and (self._any or parsed in self._origins)
 
 
 def _host(url: str) -> str:
@@ -78,7 +80,7 @@ def _origin(url: str) -> str:
 
 
 def _own_name(host: str) -> bool:
-    """Whether it is localhost or an IP address: a foreign DNS name can be made to resolve here, an address cannot."""
+    """Return whether it is localhost or an IP address: a foreign DNS name may resolve to this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

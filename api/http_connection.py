@@ -77,7 +77,7 @@ class HttpConnection(h11.Connection):
         return event
 
     def _check_length(self, request: h11.Request) -> None:
-        """Raises `h11.RemoteProtocolError` for a request with two lengths: h11 ignores Content-Length then, by which
+        """Raise `h11.RemoteProtocolError` for a request with two lengths: h11 ignores Content-Length then, by which
         limits are checked, and a proxy may not (RFC 9112, 6.1).
         """
         names = {name for name, _ in request.headers}
@@ -87,7 +87,7 @@ class HttpConnection(h11.Connection):
             raise h11.RemoteProtocolError(message)
 
     def _count(self, data: h11.Data) -> None:
-        """Raises `h11.RemoteProtocolError` if the chunks of this body are too many for its bytes."""
+        """Raise `h11.RemoteProtocolError` if the chunks of this body are too many for its bytes."""
         self._chunks += data.chunk_start
         self._chunk_bytes += len(data.data)
         if self._chunks > _FREE_CHUNKS + self._chunk_bytes // _CHUNK_BYTES:

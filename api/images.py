@@ -36,7 +36,7 @@ _CLOSED = 499  # nobody reads it
     openapi_extra={**schemas.document(ImageRequest), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def generate(request: Request, service: Given, caller: By) -> Response:
-    """Answers when all pictures are drawn; with `stream`, sends events as they come.
+    """Answer when all pictures are drawn; with `stream`, send events as they come.
 
     A client that disconnects before the end cancels the job, unless it sent an `Idempotency-Key`: then it may repeat
     the request.
@@ -100,13 +100,13 @@ async def wait(
                 stopped = await service.follower.cancel(job)
     if ended is None and service.closing.is_set():
         again = {"Retry-After": "2"} if stopped else NO_RETRY
-        what = "goes on" if stays else "was cancelled"
-        raise ApiError(503, f"The server is stopping, and the job {what}.", code="stopping", headers=again)
+        consequence = "goes on" if stays else "was cancelled"
+        raise ApiError(503, f"The server is stopping, and the job {consequence}.", code="stopping", headers=again)
     return ended
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has disconnected. The body has been read, so nothing else can come."""
+    """Return when the client has disconnected. The body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -92,13 +92,13 @@ _DOCUMENTED: dict[str, Any] = {
 @router.post("/", summary="Draw a picture, as InferenceClient asks", **_DOCUMENTED)
 @router.post("/v1", include_in_schema=False)  # for clients configured with OpenAI's address
 async def draw(request: Request, service: Given) -> Response:
-    """With the first image model that is live."""
+    """Draw with the first image model that is live."""
     return await _answer(request, service, None)
 
 
 @router.post("/v1/models/{name:path}", summary="Draw a picture with a model, as InferenceClient asks", **_DOCUMENTED)
 async def draw_with(name: str, request: Request, service: Given) -> Response:
-    """A client that disconnects before the end cancels the job."""
+    """Draw with this model. A client that disconnects before the end cancels the job."""
     return await _answer(request, service, name)
 
 
@@ -108,9 +108,9 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         caller = await identify(request)
         caller.check("images")
         await enforce_rate_limit(request, service, caller)
-        async with _request(request, service, caller.id) as (given, image):
+        async with _request(request, service, caller.id) as (form, image):
             edited = image is not None
-            fields = schemas.read(EditRequest if edited else ImageRequest, {**given, "model": model})
+            fields = schemas.read(EditRequest if edited else ImageRequest, {**form, "model": model})
             id = submission.idempotency_id(request, caller)
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
@@ -118,8 +118,8 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         headers = {"X-Content-Type-Options": "nosniff"}
         return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
     except (ApiError, StoreError, ArtifactError) as error:
-        said = error if isinstance(error, ApiError) else store_error(error)
-        return _told(said, "parameters.prompt" if edited else "inputs")
+        api_error = error if isinstance(error, ApiError) else store_error(error)
+        return _told(api_error, "parameters.prompt" if edited else "inputs")
 
 
 @asynccontextmanager
@@ -185,11 +185,11 @@ def _decode(inputs: bytes, file: IO[bytes]) -> int:
     return sum(file.write(references.decoded("inputs", message, piece)) for piece in pieces)
 
 
-def _split(asked: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:
+def _split(inference: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:
     """Our fields, and the source image in base64; None: there is none. The format of the `Accept` header is the
     default. Raises `ApiError` (400).
     """
-    parameters = {name: value for name, value in (asked.parameters or {}).items() if value is not None}
+    parameters = {name: value for name, value in (inference.parameters or {}).items() if value is not None}
     accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
     if accepted is not None:
         parameters.setdefault("output_format", accepted)
@@ -201,10 +201,10 @@ def _split(asked: InferenceBody, request: Request) -> tuple[dict[str, Any], str 
     if size is not None:
         fields["size"] = size
     if "prompt" in fields:
-        return fields, asked.inputs
-    if len(asked.inputs) > 100 and _PICTURE.match(asked.inputs):
+        return fields, inference.inputs
+    if len(inference.inputs) > 100 and _PICTURE.match(inference.inputs):
         raise _no_prompt()
-    return {**fields, "prompt": asked.inputs}, None
+    return {**fields, "prompt": inference.inputs}, None
 
 
 def _size(parameters: dict[str, Any]) -> str | None:
@@ -212,13 +212,13 @@ def _size(parameters: dict[str, Any]) -> str | None:
     target = parameters.pop("target_size", None)
     if target is not None and not (isinstance(target, dict) and target.keys() == {"width", "height"}):
         raise invalid_field("parameters.target_size", "must be an object of width and height", "invalid_type")
-    given = {name: parameters.pop(name, (target or {}).get(name)) for name in ("width", "height")}
-    for name, value in given.items():
-        if value is None and set(given.values()) != {None}:
+    sizes = {name: parameters.pop(name, (target or {}).get(name)) for name in ("width", "height")}
+    for name, value in sizes.items():
+        if value is None and set(sizes.values()) != {None}:
             raise invalid_field(f"parameters.{name}", "must be given too", "missing_required_parameter")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 100_000):
             raise invalid_field(f"parameters.{name}", "must be a whole number of pixels", "invalid_type")
-    return None if given["width"] is None else f"{given['width']}x{given['height']}"
+    return None if sizes["width"] is None else f"{sizes['width']}x{sizes['height']}"
 
 
 def _no_prompt() -> ApiError:
@@ -228,9 +228,9 @@ def _no_prompt() -> ApiError:
 
 def _told(error: ApiError, prompt: str) -> JSONResponse:
     """The error in the client's format, its field under the client's name. `prompt`: the field that gave the prompt."""
-    ours = {value: name for name, value in _NAMES.items()}
+    fields = {value: name for name, value in _NAMES.items()}
     names = {name: f"parameters.{name}" for name in _SHARED}
-    names |= {name: f"parameters.{theirs}" for name, theirs in ours.items()}
+    names |= {name: f"parameters.{field}" for name, field in fields.items()}
     names |= {"prompt": prompt, "size": "parameters.width"}
     message, param = str(error), error.param
     if param in names:

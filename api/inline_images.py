@@ -70,7 +70,7 @@ class InlineDocument:
         return self._length()
 
     def _parts(self, image: Inline) -> Iterator[tuple[int, int]]:
-        """Where each part of an image begins, and its length."""
+        """Yield where each part of an image begins, and its length."""
         size = self._sizes[image.key]
         return ((at, min(_PART, size - at)) for at in range(0, size, _PART))
 

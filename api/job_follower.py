@@ -81,15 +81,15 @@ class JobFollower:
                 if event is not None:
                     yield event
                 else:
-                    found = await self.record(job)
-                    if found is None or found.state.final:
+                    record = await self.record(job)
+                    if record is None or record.state.final:
                         return
 
     async def ended(self, job: Job) -> Job | None:
         """The record of a job whose events have ended. None: it is gone, or the service closes."""
-        while (found := await self.record(job)) is not None and not found.state.final:
+        while (record := await self.record(job)) is not None and not record.state.final:
             await self._pause()  # the terminal event came before the record could be read
-        return found
+        return record
 
     async def end(self, job: Job) -> Job | None:
         """Wait for the job's end. None: the service closes first. Raises `ApiError` if the job no longer exists."""
@@ -97,11 +97,11 @@ class JobFollower:
             async with aclosing(self.until_end(job)) as events:
                 async for _ in events:
                     pass
-            found = await self.record(job)
-            if found is None and not self._closing.is_set():
+            record = await self.record(job)
+            if record is None and not self._closing.is_set():
                 raise job_lost()
-            if found is not None and found.state.final:
-                return found
+            if record is not None and record.state.final:
+                return record
             await self._pause()  # the terminal event came before the record could be read
         return None
 
@@ -109,12 +109,12 @@ class JobFollower:
         """The job's record, as soon as Redis replies. None: it is gone, or the service closes."""
         while not self._closing.is_set():
             try:
-                found = await self._call(self._store.get, job.id)
+                record = await self._call(self._store.get, job.id)
             except StoreError as error:
                 log.warning("the record of job %s cannot be read yet: %s", job.id, error)
                 await self._pause()
             else:
-                return found if job.same(found) else None
+                return record if job.same(record) else None
         return None
 
     async def _pause(self) -> None:
@@ -137,5 +137,5 @@ def job_lost() -> ApiError:
 
 
 def not_followed(closing: bool) -> ApiError:
-    """Why a stream ends before its job: the service is closing, or the job's record is gone."""
+    """Return why a stream ends before its job: the service is closing, or the job's record is gone."""
     return ApiError(503, "The server is stopping." if closing else "The job's record is gone.", code="stopping")

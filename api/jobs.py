@@ -26,7 +26,7 @@ from core.jobs.unreadable import UnreadableRecord
 router = APIRouter(tags=["jobs"])
 
 _LONGEST_WAIT_S = 60.0
-_PAGES = Pagination(default=20, most=100, id=JOB_ID.pattern, what="a job")
+_PAGES = Pagination(default=20, maximum=100, id=JOB_ID.pattern, kind="a job")
 _KINDS = (schemas.JobFields, schemas.EditJobFields)
 _FRESH = {"Cache-Control": "no-store"}
 
@@ -39,7 +39,7 @@ _FRESH = {"Cache-Control": "no-store"}
     openapi_extra={**schemas.document(*_KINDS), "parameters": [schemas.IDEMPOTENCY_KEY]},
 )
 async def create(request: Request, service: Given, caller: By) -> Response:
-    """Answers at once. The job runs whether or not anybody waits for it.
+    """Create a job, and answer at once. It runs whether or not anybody waits for it.
 
     With an `Idempotency-Key` a repeated request returns the job that the first one made.
     """
@@ -55,7 +55,9 @@ async def create(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(*_KINDS),
 )
 async def put(id: str, request: Request, service: Given, caller: By) -> Response:
-    """As POST; may be repeated, and makes one job. 422 if the id is that of a job with other fields."""
+    """Create a job of this id as POST does; may be repeated, and makes one job. 422 if the id is that of a job with
+    other fields.
+    """
     caller.check("images")
     if JOB_ID.fullmatch(id) is None:
         raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
@@ -82,19 +84,19 @@ async def _make(request: Request, service: Service, caller: Caller, id: str | No
 async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     """The caller's jobs, newest first; with the scope admin, everybody's."""
     limit, after = _PAGES.read(request)
-    given = request.query_params
-    state = given.get("status")
+    query = request.query_params
+    state = query.get("status")
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
-    found = await service.call(
+    listed = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
-        state=JobState(state) if state else None, model=given.get("model", ""), after=after, limit=limit,
+        state=JobState(state) if state else None, model=query.get("model", ""), after=after, limit=limit,
     )  # fmt: skip
-    if found is None:
+    if listed is None:
         raise missing()
     links = service.links(request)
-    data = [job_object(job, links, await service.forecast(job, near=False)) for job in found.jobs]
-    return JSONResponse(page(data, more=found.more, last=found.after), headers=_FRESH)
+    data = [job_object(job, links, await service.forecast(job, near=False)) for job in listed.jobs]
+    return JSONResponse(page(data, more=listed.more, last=listed.after), headers=_FRESH)
 
 
 @router.get(
@@ -122,9 +124,9 @@ async def retrieve(id: str, request: Request, service: Given, caller: By) -> Res
 
 @router.post("/v1/jobs/{id}/cancel", summary="Cancel a job", response_model=schemas.JobObject)
 async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Cancels a job that waits or runs. An ended job is returned unchanged."""
-    found = await find(service, id, caller)
-    job = await service.call(service.store.cancel, id, found.incarnation)
+    """Cancel a job that waits or runs. An ended job is returned unchanged."""
+    record = await find(service, id, caller)
+    job = await service.call(service.store.cancel, id, record.incarnation)
     if job is None:
         raise no_job()
     return JSONResponse(job_object(job, service.links(request)))
@@ -132,9 +134,7 @@ async def cancel(id: str, request: Request, service: Given, caller: By) -> Respo
 
 @router.post("/v1/jobs/{id}/requeue", status_code=202, summary="Try a job again", response_model=schemas.JobObject)
 async def requeue(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Makes a new job with the same fields as this one, including the seed. 409 while it is live, and if it
-    succeeded.
-    """
+    """Make a new job with the fields of this one, including the seed. 409 while it is live, and if it succeeded."""
     job = await find(service, id, caller)
     caller.check("images" if job.modality == "image" else "text")
     if not job.state.final or job.state is JobState.SUCCEEDED:
@@ -148,7 +148,7 @@ async def requeue(id: str, request: Request, service: Given, caller: By) -> Resp
 
 @router.delete("/v1/jobs/{id}", summary="Erase a job", response_model=schemas.Deleted)
 async def delete(id: str, request: Request, service: Given, caller: By) -> Response:
-    """Cancels it if it is live, and deletes it: record, events, and the pictures that no other job has made too."""
+    """Cancel the job if it is live, and delete it: record, events, and the pictures that no other job has made too."""
     await enforce_rate_limit(request, service, caller)
     incarnation = ""
     with contextlib.suppress(UnreadableRecord):  # deletes unreadable records too
@@ -183,8 +183,8 @@ def no_job() -> ApiError:
     return ApiError(404, "There is no such job, or it has expired.", param="id", code="job_not_found")
 
 
-def _wait_s(given: str) -> float:
-    wait_s = body.number(given)
+def _wait_s(text: str) -> float:
+    wait_s = body.number(text)
     if wait_s is not None and 0 <= wait_s <= _LONGEST_WAIT_S:
         return wait_s
     raise invalid_field("wait_s", f"must be a number between 0 and {_LONGEST_WAIT_S:g}")

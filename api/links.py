@@ -18,7 +18,8 @@ _SIGNATURE = re.compile(r"[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True, slots=True)
 class ImageLinks:
-    """`base` ends in a slash. Without a `secret` links are unsigned: anyone who reaches the service may follow them.
+    """The links of a service. `base` ends in a slash. Without a `secret` links are unsigned: anyone who reaches the
+    service may follow them.
 
     `clock` is shared by all processes that verify signatures.
     """
@@ -40,16 +41,16 @@ class ImageLinks:
 
 
 def sign(secret: bytes, job_id: str, k: int, content: str, expires: str) -> str:
-    """HMAC-SHA256 of the image's position, its content (its artifact's key) and the expiry time (seconds since the
-    epoch), in base64url. If the job's id is reused, the signature matches none of the new job's images.
+    """Return the HMAC-SHA256 of the image's position, its content (its artifact's key) and the expiry time (seconds
+    since the epoch), in base64url. If the job's id is reused, the signature matches none of the new job's images.
     """
-    told = f"{job_id}/{k}/{expires}" + (f"/{content}" if content else "")
-    made = hmac.digest(secret, told.encode(), hashlib.sha256)
-    return base64.urlsafe_b64encode(made).rstrip(b"=").decode()
+    payload = f"{job_id}/{k}/{expires}" + (f"/{content}" if content else "")
+    signature = hmac.digest(secret, payload.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(signature).rstrip(b"=").decode()
 
 
 def signed(secret: bytes, job_id: str, k: int, content: str, expires: str, signature: str, now: float) -> bool:
-    """Whether the signature is valid and has not expired."""
+    """Return whether the signature is valid and has not expired."""
     if not (_EXPIRES.fullmatch(expires) and _SIGNATURE.fullmatch(signature)):
         return False
     return hmac.compare_digest(signature, sign(secret, job_id, k, content, expires)) and now < int(expires)

@@ -27,20 +27,22 @@ class HeadAsGetMiddleware:
             return
         scope.setdefault("state", {})[_BODILESS] = True
         headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
-        asked = {**scope, "method": "GET", "headers": headers}
+        get_scope = {**scope, "method": "GET", "headers": headers}
 
         async def bare(message: Message) -> None:
             if message["type"] == "http.response.start":
-                scope.update({name: asked[name] for name in ("route",) if name in asked})  # read by outer middlewares
+                scope.update(
+                    {name: get_scope[name] for name in ("route",) if name in get_scope}
+                )  # read by outer middlewares
             elif message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
 
-        await self.app(asked, receive, bare)
+        await self.app(get_scope, receive, bare)
 
 
 def bodiless(scope: Scope) -> bool:
-    """Whether only the response's headers are needed."""
+    """Return whether only the response's headers are needed."""
     return bool(scope.get("state", {}).get(_BODILESS))
 
 
@@ -48,9 +50,9 @@ def allowed(request: Request) -> str:
     """The methods of the request's address, as in `Allow`; empty if there are none."""
     routes: list[Any] = request.app.router.routes
     path = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
-    found = [
+    methods = [
         method
         for method in _METHODS
         if any(route.matches({**path, "method": method})[0] is Match.FULL for route in routes)
     ]
-    return ", ".join([*found[:1], *["HEAD"][: "GET" in found], *found[1:]])
+    return ", ".join([*methods[:1], *["HEAD"][: "GET" in methods], *methods[1:]])

@@ -1,4 +1,4 @@
-"""What the middlewares share."""
+"""Code that the middlewares share."""
 
 from __future__ import annotations
 

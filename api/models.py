@@ -23,7 +23,7 @@ _HEARD_S = 2.0  # cards are polled once a second
 
 @router.get("/v1/models", summary="List models")
 async def models(service: Given, caller: By) -> Response:
-    """Every model that a worker ever announced; `diptych.live` says whether one serves it now."""
+    """List every model that a worker ever announced; `diptych.live` says whether one serves it now."""
     data = [_object(card, service) for card in service.cards.now.models]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
@@ -38,8 +38,8 @@ async def model(name: str, service: Given, caller: By) -> Response:
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
 async def forget(name: str, service: Given, caller: By) -> Response:
-    """For keys with the scope admin. Removes a model that no worker serves from the list, and cancels the jobs that
-    wait for it.
+    """Remove a model that no worker serves from the list, and cancel the jobs that wait for it. For keys with the scope
+    admin.
 
     409 while a worker serves it, or a job of it runs. A worker that announces it later brings it back.
     """
@@ -79,15 +79,15 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:
     started = [w.started for w in service.cards.now.workers if any(m.name == card.name for m in w.models)]
-    about = asdict(card)
-    del about["name"]
+    fields = asdict(card)
+    del fields["name"]
     if isinstance(card, ImageCard):
-        side = about.pop("native")
-        about |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
+        side = fields.pop("native")
+        fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
     return {
         "id": card.name,
         "object": "model",
         "created": int(min(started, default=0)),
         "owned_by": "diptych",
-        "diptych": about,
+        "diptych": fields,
     }

@@ -19,23 +19,23 @@ class Pagination:
     """A list's parameters: default and maximum page size, and the form of its ids."""
 
     default: int
-    most: int
+    maximum: int
     id: str  # the pattern of the ids
-    what: str  # what the ids are of, such as "a job"
+    kind: str  # what the ids are of, such as "a job"
 
     def read(self, request: Request) -> tuple[int, str]:
         """Page size, and the id to start after; "" is from the start. Raises `ApiError` (400) naming the field."""
-        given = request.query_params
-        limit, after = given.get("limit", str(self.default)), given.get("after")
-        if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= self.most:
-            raise invalid_field("limit", f"must be a whole number between 1 and {self.most}")
+        query = request.query_params
+        limit, after = query.get("limit", str(self.default)), query.get("after")
+        if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= self.maximum:
+            raise invalid_field("limit", f"must be a whole number between 1 and {self.maximum}")
         if after is not None and re.fullmatch(self.id, after) is None:
-            raise invalid_field("after", f"must be the id of {self.what}")
+            raise invalid_field("after", f"must be the id of {self.kind}")
         return int(limit), after or ""
 
     def document(self, **more: Parameter) -> dict[str, Any]:
         """The parameters for OpenAPI, to be used as `openapi_extra`; `more` are further ones."""
-        limit = {"type": "integer", "minimum": 1, "maximum": self.most, "default": self.default}
+        limit = {"type": "integer", "minimum": 1, "maximum": self.maximum, "default": self.default}
         after = {"type": "string", "pattern": f"^{self.id}$"}
         return query(limit=(limit, "objects of one page"), after=(after, "the last id of the page before"), **more)
 

@@ -106,7 +106,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _alpha(image: Image.Image) -> Image.Image:
-    """Its alpha in L, in bands likewise."""
+    """Return the image's alpha in L, in bands likewise."""
     canvas = Image.new("L", image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):

@@ -38,14 +38,16 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PictureInfo:
-    """What a picture's header says: its size after orientation, and its media type."""
+    """The content of a picture's header: its size after orientation, and its media type."""
 
     size: Size
     media_type: str
 
 
 class PictureDecoder:
-    """For one event loop. All methods raise `ApiError`: 400 naming the source's field, 503 on an overloaded machine."""
+    """A decoder for one event loop. All methods raise `ApiError`: 400 naming the source's field, 503 on an overloaded
+    machine.
+    """
 
     def __init__(self, load: Loader) -> None:
         self._load = load

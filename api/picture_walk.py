@@ -43,7 +43,7 @@ def walk(data: bytes) -> tuple[int, int]:
 
 
 def check_size(size: tuple[int, int]) -> None:
-    """Raises `InvalidPicture` for too many pixels, or none."""
+    """Raise `InvalidPicture` for too many pixels, or none."""
     if min(size) < 1:
         raise InvalidPicture("must be a PNG, JPEG or WebP image")
     if max(size) > MAX_SIDE:
@@ -75,7 +75,7 @@ class _Tally:
 
 
 def _walk_png(data: bytes) -> tuple[int, int]:
-    """Up to IEND, or to the last whole chunk: the decoder refuses a file that is cut off."""
+    """Walk up to IEND, or to the last whole chunk: the decoder refuses a file that is cut off."""
     if data[12:16] != b"IHDR" or len(data) < 33 or int.from_bytes(data[8:12], "big") != 13:
         raise InvalidPicture("must be a PNG, JPEG or WebP image")
     size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
@@ -98,7 +98,7 @@ def _walk_png(data: bytes) -> tuple[int, int]:
 
 
 def _walk_jpeg(data: bytes) -> tuple[int, int]:
-    """Up to the end of the image behind its first scan, where libjpeg ends; Pillow reads on behind an earlier one."""
+    """Walk to the end of the image behind its first scan, where libjpeg ends; Pillow reads on behind an earlier one."""
     tally, scans, at = _Tally(len(data)), 0, 2
     size: tuple[int, int] | None = None
     while (marker := _MARKER.search(data, at)) is not None:
@@ -129,8 +129,8 @@ def _walk_jpeg(data: bytes) -> tuple[int, int]:
 
 
 def _walk_webp(data: bytes) -> tuple[int, int]:
-    """By RFC 9649, up to the end of the RIFF, where libwebp ends. Frames of an animation are walked too: their size is
-    bounded as the canvas is.
+    """Walk by RFC 9649 up to the end of the RIFF, where libwebp ends. Frames of an animation are walked too: their size
+    is bounded as the canvas is.
     """
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     tally = _Tally(end)

@@ -111,5 +111,5 @@ def _no_image() -> ApiError:
 
 
 def _has(request: Request, tag: str) -> bool:
-    known = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
-    return tag in known or "*" in known
+    tags = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
+    return tag in tags or "*" in tags

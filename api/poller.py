@@ -19,9 +19,9 @@ _EVERY_S = 0.5
 class Poller:
     """Calls `look` every half second, one call after the other. Survives Redis outages and any exception of `look`."""
 
-    def __init__(self, name: str, what: str, look: Callable[[], None]) -> None:
-        """`name` is the thread's; `what` describes the delayed work in the log line about Redis."""
-        self._what = what
+    def __init__(self, name: str, subject: str, look: Callable[[], None]) -> None:
+        """`name` is the thread's; `subject` describes the delayed work in the log line about Redis."""
+        self._what = subject
         self._look = look
         self._stopping = False
         self._wake = threading.Event()
@@ -41,7 +41,7 @@ class Poller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the last call has ended."""
+        """Stop the thread; return when the last call has ended."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:

@@ -21,7 +21,7 @@ class QueueForecast:
 
 def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = None) -> dict[str, Any]:
     """The public job object; its images are links."""
-    told = forecast or QueueForecast()
+    queue_forecast = forecast or QueueForecast()
     return {
         "id": job.id,
         "object": "job",
@@ -31,9 +31,9 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
         "started_at": job.started,
         "completed_at": job.ended,
         "expires_at": job.deadline,
-        "position": told.position,
-        "estimated_start_s": _rounded(told.start_s),
-        "estimated_end_s": _rounded(told.end_s),
+        "position": queue_forecast.position,
+        "estimated_start_s": _rounded(queue_forecast.start_s),
+        "estimated_end_s": _rounded(queue_forecast.end_s),
         "priority": job.priority,
         "attempt": job.attempt,
         "progress": job.progress,
@@ -56,9 +56,12 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
     if job.state is not JobState.SUCCEEDED or "deepcache" not in result:  # an older worker's
         return content
     fingerprints = (image.get("fingerprint") for image in results(job))
-    images = [{**told, "fingerprint": one} for told, one in zip(content["images"], fingerprints, strict=True)]
-    asked = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
-    return {**content, "images": images} | ({} if asked is None else {"request": asked})
+    images = [
+        {**image, "fingerprint": fingerprint}
+        for image, fingerprint in zip(content["images"], fingerprints, strict=True)
+    ]
+    request = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
+    return {**content, "images": images} | ({} if request is None else {"request": request})
 
 
 def results(job: Job) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class CallCrashed(CallError):
 
 
 class CallTimeout(CallError):
-    """No answer in time, though the CPU time is not used up: the machine is overloaded."""
+    """An error: no answer in time, though the CPU time is not used up. The machine is overloaded."""
 
 
 class CallFailed(CallError):
@@ -103,16 +103,16 @@ class ProcessPool:
 
     def _call(self, child: _Child, function: str, arguments: Any, blobs: Sequence[bytes]) -> Answer:
         """Call in this child, and keep or end it. Raises also `_ChildDied`."""
-        kept = False
+        reusable = False
         try:
             answer = child.call(function, arguments, blobs, self._timeout_s)
-            kept = True
+            reusable = True
             return answer
         except CallRefused:
-            kept = True
+            reusable = True
             raise
         finally:
-            if kept and not child.expired and child.calls < self._calls:
+            if reusable and not child.expired and child.calls < self._calls:
                 self._put_back(child)
             else:
                 child.end()
@@ -254,13 +254,13 @@ def serve(*functions: Function) -> NoReturn:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            (name, given), blobs = _read(stdin)
+            (name, arguments), blobs = _read(stdin)
             usage = resource.getrusage(resource.RUSAGE_SELF)
             used_s = int(usage.ru_utime + usage.ru_stime)
             _limit(resource.RLIMIT_CPU, used_s + cpu_s + 1, resource.RLIM_INFINITY)
-            status, answer, returned = _run(by_name[name], given, blobs)
+            status, answer, returned = _run(by_name[name], arguments, blobs)
             _write(stdout, [status, answer], returned)
-            del given, blobs, answer, returned
+            del arguments, blobs, answer, returned
     os._exit(0)
 
 
@@ -275,13 +275,13 @@ def _run(function: Function, arguments: Any, blobs: list[bytes]) -> tuple[str, A
         return "failed", "cannot be decoded", []
 
 
-def _limit(what: int, soft: int, hard: int | None = None) -> None:
+def _limit(resource_kind: int, soft: int, hard: int | None = None) -> None:
     """Set a limit of this process, within the one that it has."""
-    most = resource.getrlimit(what)[1]
+    limit = resource.getrlimit(resource_kind)[1]
     hard = soft if hard is None else hard
-    if most != resource.RLIM_INFINITY:
-        soft, hard = min(soft, most), most if hard == resource.RLIM_INFINITY else min(hard, most)
-    resource.setrlimit(what, (soft, hard))
+    if limit != resource.RLIM_INFINITY:
+        soft, hard = min(soft, limit), limit if hard == resource.RLIM_INFINITY else min(hard, limit)
+    resource.setrlimit(resource_kind, (soft, hard))
 
 
 def _write(stream: IO[bytes], value: Any, blobs: Sequence[bytes]) -> None:

@@ -36,14 +36,14 @@ _MAX_HEAD_BYTES = 64 * 1024
 
 
 def connection_limit() -> tuple[int, int]:
-    """How many connections the limit of open files allows, after raising it as far as possible; and how many pending
-    ones may be accepted at once: they are open before any other can be closed for them.
+    """Return the number of connections that the limit of open files allows, after raising it as far as possible; and
+    the number of pending ones that may be accepted at once: they are open before any other can be closed for them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _PLENTY if hard == resource.RLIM_INFINITY else min(hard, _PLENTY)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    limit = _PLENTY if hard == resource.RLIM_INFINITY else min(hard, _PLENTY)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
     files = _PLENTY if soft == resource.RLIM_INFINITY else min(soft, _PLENTY)
     at_once = min(_AT_ONCE, files // 8)
     return files - min(_OTHERS, files // 2) - 2 * at_once, at_once
@@ -77,8 +77,8 @@ class ReadTimeout:
 
     def _check(self, transport: asyncio.Transport) -> None:
         self._timer = None
-        least = min(self._patience_s * _SLOWEST, self._unread)
-        if _unread(transport) > self._unread - least:
+        expected_bytes = min(self._patience_s * _SLOWEST, self._unread)
+        if _unread(transport) > self._unread - expected_bytes:
             transport.abort()
         else:
             self.watch(transport)
@@ -86,13 +86,13 @@ class ReadTimeout:
 
 def _unread(transport: asyncio.Transport) -> int:
     """Bytes not received yet: in our buffer, and in the kernel's, which takes ours in large chunks only."""
-    ours = transport.get_write_buffer_size()
-    if not ours:
+    buffered = transport.get_write_buffer_size()
+    if not buffered:
         return 0
     kernels = bytearray(4)
     with contextlib.suppress(OSError, AttributeError):
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernels)
-    return ours + int.from_bytes(kernels, sys.byteorder)
+    return buffered + int.from_bytes(kernels, sys.byteorder)
 
 
 class _LingeringTransport:
@@ -122,8 +122,8 @@ class HttpProtocol(H11Protocol):
     most: ClassVar[int] = sys.maxsize
     idle: ClassVar[dict[HttpProtocol, None]] = {}
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
         self.conn: HttpConnection = HttpConnection(self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
         self._slow: asyncio.TimerHandle | None = None  # deadline for a complete head, or body
         self._in_body, self._until = False, 0.0
@@ -133,7 +133,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def lingers(self) -> bool:
-        """Whether closing now could reset the connection, and lose the response."""
+        """Return whether closing now could reset the connection, and lose the response."""
         return self.conn.discards and not self.closing
 
     # -- incoming ------------------------------------------------------------------------------------------------

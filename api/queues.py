@@ -28,7 +28,9 @@ async def queues(service: Given, caller: By) -> Response:
 
 @router.post("/v1/queues/{name}/pause", summary="Pause a queue", response_model=schemas.QueueObject)
 async def pause(name: str, service: Given, caller: By) -> Response:
-    """Workers take nothing more from it, some seconds from now; running jobs continue. Jobs are still accepted."""
+    """Pause the queue: workers take nothing more from it, some seconds from now; running jobs continue. Jobs are still
+    accepted.
+    """
     return await _switch(service, caller, name, True)
 
 
@@ -39,7 +41,7 @@ async def resume(name: str, service: Given, caller: By) -> Response:
 
 @router.post("/v1/queues/{name}/cancel", summary="Cancel what waits in a queue", response_model=schemas.Emptied)
 async def empty(name: str, service: Given, caller: By) -> Response:
-    """Cancels every job that waited in it at the time of the request, of any owner. Running jobs continue."""
+    """Cancel every job that waited in the queue at the time of the request, of any owner. Running jobs continue."""
     caller.check("admin")
     _check(name)
     left = (await service.call(service.store.backlog, name)).queued  # jobs that arrive meanwhile do not prolong it

@@ -23,25 +23,25 @@ def requested(request: Request, size: int, tag: str) -> tuple[int, int] | None:
 
 def _digits(request: Request, tag: str) -> tuple[str, str] | None:
     """The digits before and behind the hyphen, one of which may be empty; None: the whole content."""
-    given = request.headers.getlist("range")
-    found = _ONE.fullmatch(given[0]) if len(given) == 1 else None
-    if found is None or not (found[1] or found[2]) or request.headers.get("if-range", tag) != tag:
+    headers = request.headers.getlist("range")
+    match = _ONE.fullmatch(headers[0]) if len(headers) == 1 else None
+    if match is None or not (match[1] or match[2]) or request.headers.get("if-range", tag) != tag:
         return None
-    if found[1] and found[2] and int(found[1]) > int(found[2]):
+    if match[1] and match[2] and int(match[1]) > int(match[2]):
         return None  # not a range
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def _within(digits: tuple[str, str], size: int) -> tuple[int, int]:
     """The first and the last byte."""
     first, last = digits
     if not first:  # the last so many bytes
-        found = max(0, size - int(last)), size - 1
+        span = max(0, size - int(last)), size - 1
     else:
-        found = int(first), min(int(last), size - 1) if last else size - 1
-    if found[0] > found[1]:
+        span = int(first), min(int(last), size - 1) if last else size - 1
+    if span[0] > span[1]:
         raise ApiError(
             416, f"range: there are {size} bytes.", param="range", code="range_not_satisfiable",
             headers={"Content-Range": f"bytes */{size}", "Accept-Ranges": "bytes"},
         )  # fmt: skip
-    return found
+    return span

@@ -72,16 +72,16 @@ def picture_costs(caller: Caller, n: int) -> list[RateLimitCost]:
 
 def apply_rate_limit(request: Request, charge: RateLimitCost, standing: RateLimitState) -> None:
     """Add a counter's state to the response's headers. Raises `ApiError` (429) if the limit is exceeded."""
-    what = charge.what
+    unit = charge.unit
     request.scope["state"][_STATE] |= {
-        f"x-ratelimit-limit-{what}": str(standing.limit),
-        f"x-ratelimit-remaining-{what}": str(standing.remaining),
-        f"x-ratelimit-reset-{what}": f"{standing.reset_s:.3f}s",
+        f"x-ratelimit-limit-{unit}": str(standing.limit),
+        f"x-ratelimit-remaining-{unit}": str(standing.remaining),
+        f"x-ratelimit-reset-{unit}": f"{standing.reset_s:.3f}s",
     }
     if not standing.allowed:
         again = {"Retry-After": str(standing.retry_after_s), **(NO_RETRY if standing.reset_s > _SOON_S else {})}
-        code = "rate_limit_exceeded" if what == "requests" else "quota_exceeded"
-        raise ApiError(429, f"This key's limit of {charge.rate} {what} is reached.", code=code, headers=again)
+        code = "rate_limit_exceeded" if unit == "requests" else "quota_exceeded"
+        raise ApiError(429, f"This key's limit of {charge.rate} {unit} is reached.", code=code, headers=again)
 
 
 async def _count(request: Request, service: Service, charges: list[RateLimitCost]) -> None:

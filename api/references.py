@@ -41,29 +41,29 @@ class GivenPictures(NamedTuple):
 NONE_GIVEN = GivenPictures()
 
 
-def read_job(given: dict[str, Any]) -> ImageRequest:
+def read_job(fields: dict[str, Any]) -> ImageRequest:
     """The fields of a job, by its type. Raises `ApiError`."""
-    kind = given.get("type")
+    kind = fields.get("type")
     if kind == "edit":
-        return schemas.read(schemas.EditJobFields, given)
+        return schemas.read(schemas.EditJobFields, fields)
     if isinstance(kind, str) and kind != "image":
         raise invalid_field("type", "must be 'image' or 'edit'")
-    return schemas.read(schemas.JobFields, given)
+    return schemas.read(schemas.JobFields, fields)
 
 
-def any_named(fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> bool:
-    """Whether a request has any pictures."""
-    inputs = any(getattr(fields, name) for name in PICTURES) or any(given.inputs.values())
-    return bool(isinstance(fields, EditRequest) or inputs or given.image or given.mask)
+def any_named(fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN) -> bool:
+    """Return whether a request has any pictures."""
+    inputs = any(getattr(fields, name) for name in PICTURES) or any(pictures.inputs.values())
+    return bool(isinstance(fields, EditRequest) or inputs or pictures.image or pictures.mask)
 
 
 async def resolve(
-    service: Service, caller: Caller, fields: ImageRequest, given: GivenPictures = NONE_GIVEN
+    service: Service, caller: Caller, fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN
 ) -> PictureUploads:
-    """As `Resolver.uploads`, without blocking."""
-    if not any_named(fields, given):
+    """Resolve pictures as `Resolver.uploads` does, without blocking."""
+    if not any_named(fields, pictures):
         return NO_PICTURES
-    return await service.call(Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, given)
+    return await service.call(Resolver(service, caller.id, admin=caller.may("admin")).uploads, fields, pictures)
 
 
 class Resolver:
@@ -74,25 +74,25 @@ class Resolver:
         self._service, self._owner, self._admin = service, owner, admin
         self._files: dict[str, File] = {}
 
-    def uploads(self, fields: ImageRequest, given: GivenPictures = NONE_GIVEN) -> PictureUploads:
+    def uploads(self, fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN) -> PictureUploads:
         """The pictures of these fields, with what is known of them. Blocks.
 
         Raises `ApiError` (400, 404, 413), naming the field.
         """
         return PictureUploads(
-            self._source(fields, given) if isinstance(fields, EditRequest) else None,
+            self._source(fields, pictures) if isinstance(fields, EditRequest) else None,
             {
-                kind.FIELD: self._inputs(kind, getattr(fields, kind.FIELD) or [], file, given.inputs.get(file, ()))
+                kind.FIELD: self._inputs(kind, getattr(fields, kind.FIELD) or [], file, pictures.inputs.get(file, ()))
                 for file, kind in FORM_FILES.items()
             },
         ).check()
 
-    def _source(self, fields: EditRequest, given: GivenPictures) -> Upload:
+    def _source(self, fields: EditRequest, pictures: GivenPictures) -> Upload:
         """The source image of an edit."""
         if not isinstance(fields, EditBody):
-            if given.image is None:
+            if pictures.image is None:
                 raise invalid_field("image", "is required, as a file", "missing_required_parameter")
-            return Upload(given.image, given.mask, fields.outpaint)
+            return Upload(pictures.image, pictures.mask, fields.outpaint)
         if len(fields.images) != 1:
             raise invalid_field("images", "must contain one image: one can be edited at a time")
         image = self._named("images", fields.images[0])
@@ -103,12 +103,12 @@ class Resolver:
         kind: type[PictureInput],
         entries: Sequence[Any],
         file: str,
-        given: Sequence[PictureSource],
+        sources: Sequence[PictureSource],
     ) -> tuple[Upload, ...]:
-        """The pictures of a field's entries; `given` are those of the entries without an image, in order."""
+        """The pictures of a field's entries; `sources` are those of the entries without an image, in order."""
         if len(entries) > kind.MOST:
             raise invalid_field(kind.FIELD, f"must be at most {kind.MOST}, not {len(entries)}")
-        field, rest, uploads = f"{kind.FIELD}.image", list(given), []
+        field, rest, uploads = f"{kind.FIELD}.image", list(sources), []
         for entry in entries:
             if entry.image is not None:
                 source = self._named(field, entry.image)

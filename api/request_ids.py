@@ -31,8 +31,8 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        id = given if _SANE.fullmatch(given) else new()
+        request_id = Headers(scope=scope).get(HEADER, "")
+        id = request_id if _SANE.fullmatch(request_id) else new()
 
         def name(message: Message) -> None:
             MutableHeaders(scope=message)[HEADER] = id

@@ -124,7 +124,7 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F
 def _bounds(kind: type[BaseModel], field: str) -> dict[str, float]:
     """The inclusive bounds of a field: `ge` and `le`, where it has them."""
     metadata = kind.model_fields[field].metadata if field in kind.model_fields else []
-    return {name: getattr(one, name) for one in metadata for name in ("ge", "le") if hasattr(one, name)}
+    return {name: getattr(item, name) for item in metadata for name in ("ge", "le") if hasattr(item, name)}
 
 
 def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def document(*kinds: type[BaseModel], form: Mapping[str, Any] | None = None) -> 
 
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:
     schema = kind.model_json_schema()
-    made: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
-    return made
+    document: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
+    return document
 
 
 def _inline(schema: Any, parts: dict[str, Any]) -> Any:

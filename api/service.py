@@ -127,7 +127,7 @@ class Service:
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     async def stored(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `call`, for reading or writing artifacts. Raises `StorageDown` if that takes too long."""
+        """Run a function as `call` does, to read or write artifacts. Raises `StorageDown` if that takes too long."""
         try:
             return await self._storers.run(partial(function, *args, **kwargs), self.settings.storage_s)
         except TimeoutError:
@@ -146,7 +146,7 @@ class Service:
         return describe_missing(missing) if missing else ""
 
     def share(self, owner: str) -> int | None:
-        """How many of an owner's jobs may wait in one queue. None: only the queue's limit applies, as without keys."""
+        """Return how many of an owner's jobs may wait in one queue. None: only the queue's limit applies."""
         if not owner:
             return None
         key = self.cards.now.keys.get(owner)

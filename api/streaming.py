@@ -38,7 +38,8 @@ _USAGE = {
 async def stream_images(
     service: Service, job: Job, links: ImageLinks | None, partial_images: int, *, stays: bool
 ) -> AsyncGenerator[bytes]:
-    """At most this many previews of each image while it is generated, then the images, as links if `links` is given.
+    """Stream at most this many previews of each image while it is generated, then the images, as links if `links` is
+    given.
 
     If closed early the job is cancelled, unless it `stays`. Raises `ArtifactError` within an event.
     """
@@ -98,23 +99,23 @@ async def _look(service: Service, job: Job, image: int) -> str | None:
     return None if look is None else base64.b64encode(look).decode("ascii")
 
 
-def _event(what: str, job: Job, data: dict[str, Any]) -> bytes:
-    kind, document = _document(what, job, data)
+def _event(event_type: str, job: Job, data: dict[str, Any]) -> bytes:
+    kind, document = _document(event_type, job, data)
     return format_sse_event(event=kind, data_str=json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
-def _document(what: str, job: Job, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _document(object_type: str, job: Job, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """An event's type and data."""
     request = ImageJob.read(job.parameters)
-    kind = f"{'image_edit' if job.inputs else 'image_generation'}.{what}"
+    kind = f"{'image_edit' if job.inputs else 'image_generation'}.{object_type}"
     return kind, {
         "type": kind,
         **data,
-        "created_at": int(job.created if what == "completed" else time.time()),
+        "created_at": int(job.created if object_type == "completed" else time.time()),
         "size": size(job, request),
         "quality": "auto",
         "background": "opaque",
-        "output_format": "png" if what == "partial_image" else request.output_format,
+        "output_format": "png" if object_type == "partial_image" else request.output_format,
     }
 
 

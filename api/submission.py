@@ -56,22 +56,22 @@ async def submit(
     caller: Caller,
     fields: ImageRequest,
     id: str | None = None,
-    given: GivenPictures = NONE_GIVEN,
+    given_pictures: GivenPictures = NONE_GIVEN,
     *,
     charged: bool = False,
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
-    With an `id` chosen by the client the job may exist already: it is returned unchanged. `given` are pictures that are
-    not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate limit
-    (unless it is `charged` already) and the check against the card, and decoded last, after the quota. Also returns the
-    queue position of a job created now.
+    With an `id` chosen by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
+    that are not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate
+    limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota. Also
+    returns the queue position of a job created now.
     """
-    pictured = references.any_named(fields, given)
+    pictured = references.any_named(fields, given_pictures)
     if pictured and not charged:
         await enforce_rate_limit(request, service, caller)
         charged = True
-    pictures = await references.resolve(service, caller, fields, given)
+    pictures = await references.resolve(service, caller, fields, given_pictures)
     digest = "" if id is None else await _digest(service, caller, fields, pictures)
     draft_for = partial(_draft, service, request, caller, fields, id, digest)
     card = service.cards.now.model(fields.model, ImageCard)
@@ -79,14 +79,16 @@ async def submit(
     requests = [] if charged else request_costs(caller)
     if draft is not None and not pictured and draft.deadline_s is None:
         # The common path: a single Redis call.
-        drawn = picture_costs(caller, draft.request.n)
-        job, standing = await create(service, draft, request, requests + drawn, len(requests), keyless=not caller.id)
+        picture_cost = picture_costs(caller, draft.request.n)
+        job, standing = await create(
+            service, draft, request, requests + picture_cost, len(requests), keyless=not caller.id
+        )
         return _same(job, caller, digest), standing
     if not charged:
         await enforce_rate_limit(request, service, caller)
-    there = None if id is None else await service.call(service.store.get, id)
-    if there is not None:
-        return _same(there, caller, digest), None
+    existing = None if id is None else await service.call(service.store.get, id)
+    if existing is not None:
+        return _same(existing, caller, digest), None
     if refusal is not None:
         raise refusal
     if card is None or draft is None:
@@ -158,7 +160,7 @@ async def served(service: Service, name: str | None, kind: type[C]) -> C:
 
 
 async def _check_deadline(service: Service, draft: ImageDraft, card: ImageCard) -> None:
-    """Raises `ApiError` (400) for a deadline that the job cannot meet."""
+    """Raise `ApiError` (400) for a deadline that the job cannot meet."""
     if draft.deadline_s is not None:
         # Read afresh: the queue may have emptied since the snapshot, and no request is rejected for old load.
         backlog = await service.call(service.store.backlog, draft.modality)
@@ -179,23 +181,26 @@ async def create(
     The first `always` charges count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    most = service.share(draft.owner)
-    made = await service.submissions.make(
-        draft, service.queue.message(draft.envelope), charges, always, most, keyless=keyless
+    queue_share = service.share(draft.owner)
+    creation = await service.submissions.make(
+        draft, service.queue.message(draft.envelope), charges, always, queue_share, keyless=keyless
     )
-    for charge, standing in zip(charges, made.charges, strict=False):
+    for charge, standing in zip(charges, creation.charges, strict=False):
         assert request is not None
         apply_rate_limit(request, charge, standing)
-    if made.barred:
+    if creation.barred:
         raise key_required() if keyless else unknown_key()
-    if made.job is None:
+    if creation.job is None:
         queue = draft.modality
         code, message = "queue_full", f"The {queue} queue is full"
-        if made.share:
-            code, message = "queue_share_full", f"As many jobs of this key wait in the {queue} queue as may ({most})"
+        if creation.share:
+            code, message = (
+                "queue_share_full",
+                f"As many jobs of this key wait in the {queue} queue as may ({queue_share})",
+            )
         headers = {"Retry-After": str(admission.retry_after_s(service.cards.now.wait_s(queue)))}
         raise ApiError(429, f"{message}; try again later.", code=code, headers=headers)
-    return made.job, made.standing
+    return creation.job, creation.standing
 
 
 async def store_inputs(service: Service, tenant: str, draft: ImageDraft, pictures: PictureUploads) -> ImageDraft:
@@ -249,16 +254,16 @@ def _webhook(service: Service, request: Request, fields: ImageRequest) -> dict[s
 
 async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
-    known = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
-    pictures = pictures.map(lambda source: known[source.identity])
-    given = fields.model_dump(mode="json", exclude_none=True)
+    digests = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
+    pictures = pictures.map(lambda source: digests[source.identity])
+    document = fields.model_dump(mode="json", exclude_none=True)
     if pictures.source is not None:
-        given["upload"] = pictures.source.digest
+        document["upload"] = pictures.source.digest
     for field in PICTURES:
         if uploads := pictures.inputs.get(field):
             name = "controls" if field == Control.FIELD else f"uploads of {field}"
-            given[name] = [upload.digest for upload in uploads]
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:32]
+            document[name] = [upload.digest for upload in uploads]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _same(job: Job, caller: Caller, digest: str) -> Job:

@@ -22,7 +22,7 @@ _IDLE_S = 10.0  # after which an idle thread ends
 
 
 class DeadlineExceeded(RuntimeError):
-    """An item's time limit is reached, or the pool stops."""
+    """An error: an item's time limit is reached, or the pool stops."""
 
 
 class Deadline:
@@ -72,7 +72,8 @@ class _Item:
 
 
 class TenantPool:
-    """At most `threads` items at once, `of_tenant` per tenant and `of_lane` per lane of a tenant; in turn.
+    """A pool of threads: at most `threads` items at once, `of_tenant` per tenant and `of_lane` per lane of a tenant; in
+    turn.
 
     An exception ends its item, and is logged. An item may take `item_s`: then its bound is aborted, and if its thread
     still hangs another replaces it; there are at most `threads` replacements. Items with the same id never run side by

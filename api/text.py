@@ -38,7 +38,7 @@ router = APIRouter(tags=["text"])
     openapi_extra=schemas.document(ChatFields),
 )
 async def chat(request: Request, service: Given, caller: By) -> Response:
-    """A client that disconnects before the end cancels the answer."""
+    """Answer a chat. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.CHAT)
 
 
@@ -50,25 +50,25 @@ async def chat(request: Request, service: Given, caller: By) -> Response:
     openapi_extra=schemas.document(CompletionFields),
 )
 async def complete(request: Request, service: Given, caller: By) -> Response:
-    """A client that disconnects before the end cancels the answer."""
+    """Complete a text. A client that disconnects before the end cancels the answer."""
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
 
 
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
-    ask = await body.read_as(request, caller.id, partial(text_drafts.read, endpoint))
-    card = await served(service, ask.fields.model, TextCard)
-    job, _ = await create(service, text_drafts.draft(ask, card, caller.id), keyless=not caller.id)
+    text_request = await body.read_as(request, caller.id, partial(text_drafts.read, endpoint))
+    card = await served(service, text_request.fields.model, TextCard)
+    job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
     answers = text_drafts.ANSWERS[endpoint](job)
-    if ask.fields.stream:
+    if text_request.fields.stream:
         # Only now is it known whether the worker accepts it: a rejection is a 400 and no stream.
         begun = await wait(service, job, request, _begun(service, job), stays=False)
         if begun is None:
             raise left()
         if begun.state.final and begun.state is not JobState.SUCCEEDED:
             raise job_error(begun)
-        source = stream_answers(service, job, answers, usage=ask.fields.usage_wanted)
+        source = stream_answers(service, job, answers, usage=text_request.fields.usage_wanted)
         return EventStream(source, lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=False)
     return JSONResponse(answers.whole(ended.result or {}))

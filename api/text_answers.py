@@ -10,7 +10,7 @@ from core.jobs.record import Job
 
 
 class AnswerFormat:
-    """Shared by chats and completions. A `choice` is one answer of a job's result."""
+    """The format shared by chats and completions. A `choice` is one answer of a job's result."""
 
     kind = chunk_kind = prefix = ""
 
@@ -40,8 +40,8 @@ class AnswerFormat:
         }
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        told = {**self._head, "object": self.chunk_kind, "choices": list(choices)}
-        return told if usage is None else {**told, "usage": usage}
+        chunk = {**self._head, "object": self.chunk_kind, "choices": list(choices)}
+        return chunk if usage is None else {**chunk, "usage": usage}
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The chunk before a choice's text; None: nothing."""
@@ -87,7 +87,7 @@ class ChatFormat(AnswerFormat):
     def _logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        content = [{**_token(one), "top_logprobs": [_token(other) for other in one["top"]]} for one in logprobs]
+        content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry["top"]]} for entry in logprobs]
         return {"content": content, "refusal": None}
 
 
@@ -96,14 +96,14 @@ class CompletionFormat(AnswerFormat):
     prefix = "cmpl-"
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        told = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)
-        return {**told, "finish_reason": choice["finish_reason"]}
+        choice_text = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)
+        return {**choice_text, "finish_reason": choice["finish_reason"]}
 
     def first(self, index: int) -> dict[str, Any] | None:
         return self.piece(index, self._echoed(index), None) if self._request.echo else None
 
     def _echoed(self, index: int) -> str:
-        """With `echo` the prompt of this choice; else nothing."""
+        """Return the prompt of this choice with `echo`, else nothing."""
         request = self._request
         return str((request.prompts or [""])[index // request.n]) if request.echo else ""
 
@@ -118,16 +118,16 @@ class CompletionFormat(AnswerFormat):
         if logprobs is None:
             return None
         offsets, at = [], 0
-        for one in logprobs:
+        for entry in logprobs:
             offsets.append(at)
-            at += len(one["token"])
+            at += len(entry["token"])
         return {
-            "tokens": [one["token"] for one in logprobs],
-            "token_logprobs": [one["logprob"] for one in logprobs],
-            "top_logprobs": [{other["token"]: other["logprob"] for other in one["top"]} for one in logprobs],
+            "tokens": [entry["token"] for entry in logprobs],
+            "token_logprobs": [entry["logprob"] for entry in logprobs],
+            "top_logprobs": [{other["token"]: other["logprob"] for other in entry["top"]} for entry in logprobs],
             "text_offset": offsets,
         }
 
 
-def _token(one: dict[str, Any]) -> dict[str, Any]:
-    return {"token": one["token"], "logprob": one["logprob"], "bytes": list(one["token"].encode("utf-8"))}
+def _token(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"token": entry["token"], "logprob": entry["logprob"], "bytes": list(entry["token"].encode("utf-8"))}

@@ -34,16 +34,16 @@ _BODIES: dict[str, type[ChatFields | CompletionFields]] = {CHAT: ChatFields, COM
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
-def read(endpoint: str, given: dict[str, Any]) -> TextRequest:
+def read(endpoint: str, body: dict[str, Any]) -> TextRequest:
     """Parse a body of an endpoint. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(_BODIES[endpoint], given, rules=_RULES)
+    fields = schemas.read(_BODIES[endpoint], body, rules=_RULES)
     with invalid_as_api_error():
         return TextRequest(fields, fields.job())
 
 
-def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
+def draft(request: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
     """Build the job for this model. Raises `ApiError` (400) naming the field that the model does not offer."""
-    offer, job = card.limits, ask.job
+    offer, job = card.limits, request.job
     with invalid_as_api_error():
         job.check(offer)
     tokens = job.tokens + job.count * min(job.max_tokens or _USUAL_TOKENS, offer.context or _USUAL_TOKENS)
@@ -52,11 +52,11 @@ def draft(ask: TextRequest, card: TextCard, owner: str) -> JobDraft[TextJob]:
         modality="text",
         model=card.name,
         request=job,
-        priority=PRIORITY if ask.fields.priority is None else ask.fields.priority,
-        deadline_s=ask.fields.deadline_s,
+        priority=PRIORITY if request.fields.priority is None else request.fields.priority,
+        deadline_s=request.fields.deadline_s,
         work_ms=round(1000 * tokens * card.costs.token_s),
         owner=owner,
-        followed=bool(ask.fields.stream),
+        followed=bool(request.fields.stream),
     )
 
 

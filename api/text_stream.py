@@ -27,11 +27,11 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
     last one the numbers.
     """
     ended: Job | None = None
-    told = _SentText(answers, usage)
+    sent = _SentText(answers, usage)
     try:
         async with aclosing(service.follower.until_end(job)) as events:
             async for event in events:
-                for chunk in told.grown(_pieces(event.data)):
+                for chunk in sent.grown(_pieces(event.data)):
                     yield chunk
         ended = await service.follower.ended(job)
         if ended is None:
@@ -39,7 +39,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
         elif ended.state is not JobState.SUCCEEDED:
             yield _data(job_error(ended).content)
         else:
-            for chunk in told.rest(ended.result or {}):
+            for chunk in sent.rest(ended.result or {}):
                 yield chunk
             yield b"data: [DONE]\n\n"
     finally:
@@ -49,7 +49,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
 
 
 class _SentText:
-    """How much of each choice the client has."""
+    """The text and log probabilities of each choice that the client has."""
 
     def __init__(self, answers: AnswerFormat, usage: bool) -> None:
         self._answers = answers
@@ -59,34 +59,34 @@ class _SentText:
 
     def grown(self, pieces: Iterable[dict[str, Any]]) -> list[bytes]:
         """Chunks for new text. A restarted attempt may at first be behind what was sent: then none."""
-        made = []
+        chunks = []
         for piece in pieces:
             index = piece["index"]
             begins = index not in self._texts
             had = self._texts.setdefault(index, 0)
             first = self._answers.first(index) if begins else None
             if first is not None:
-                made.append(self._chunk(first))
+                chunks.append(self._chunk(first))
             text, logprobs = _beyond(piece["text"], piece["at"], had), None
             if "logprobs" in piece:
-                known = self._logprobs.get(index, 0)
-                logprobs = _beyond(piece["logprobs"], piece["token"], known) or None
-                self._logprobs[index] = known + len(logprobs or ())
+                sent_logprobs = self._logprobs.get(index, 0)
+                logprobs = _beyond(piece["logprobs"], piece["token"], sent_logprobs) or None
+                self._logprobs[index] = sent_logprobs + len(logprobs or ())
             if text or logprobs:
-                made.append(self._chunk(self._answers.piece(index, text, logprobs)))
+                chunks.append(self._chunk(self._answers.piece(index, text, logprobs)))
                 self._texts[index] = had + len(text)
-        return made
+        return chunks
 
     def rest(self, result: dict[str, Any]) -> list[bytes]:
         """The remaining text of the finished answers, their finish reasons, and the usage."""
         choices = result["choices"]
         logprobs = [choice["logprobs"] for choice in choices] if any(c["logprobs"] for c in choices) else None
-        made = self.grown(_whole([choice["text"] for choice in choices], logprobs))
+        chunks = self.grown(_whole([choice["text"] for choice in choices], logprobs))
         for index, choice in enumerate(choices):
-            made.append(self._chunk(self._answers.last(index, choice["finish_reason"])))
+            chunks.append(self._chunk(self._answers.last(index, choice["finish_reason"])))
         if self._usage:
-            made.append(_data(self._answers.chunk([], self._answers.usage(result))))
-        return made
+            chunks.append(_data(self._answers.chunk([], self._answers.usage(result))))
+        return chunks
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         chunk = self._answers.chunk([choice])
@@ -104,14 +104,14 @@ def _pieces(data: dict[str, Any]) -> list[dict[str, Any]]:
 def _whole(texts: Sequence[str], logprobs: Sequence[list[dict[str, Any]]] | None) -> list[dict[str, Any]]:
     """Complete texts, as pieces."""
     pieces: list[dict[str, Any]] = [{"index": index, "at": 0, "text": text} for index, text in enumerate(texts)]
-    for piece, told in zip(pieces, logprobs or [], strict=False):
-        piece.update(token=0, logprobs=told)
+    for piece, entry in zip(pieces, logprobs or [], strict=False):
+        piece.update(token=0, logprobs=entry)
     return pieces
 
 
-def _beyond(told: S, at: int, had: int) -> S:
+def _beyond(sent: S, at: int, had: int) -> S:
     """The part of a piece at position `at` beyond the first `had` items. None after a gap: the end fills it."""
-    return told[had - at :] if at <= had else told[:0]
+    return sent[had - at :] if at <= had else sent[:0]
 
 
 def _data(content: dict[str, Any]) -> bytes:

@@ -41,7 +41,7 @@ class PictureSource:
         return self.digest or id(self.read)
 
     def check_bytes(self) -> None:
-        """Raises `ApiError` (400, 413) for a file that is empty or too large."""
+        """Raise `ApiError` (400, 413) for a file that is empty or too large."""
         if self.size_bytes > MAX_BYTES:
             message = f"{self.field}: is larger than {MAX_BYTES} bytes"
             raise ApiError(413, message, param=self.field, code="body_too_large")
@@ -120,13 +120,13 @@ class PictureUploads(NamedTuple):
         return all(source.size is not None for source in self.sources)
 
     def check(self) -> Self:
-        """As `Upload.check`, of all."""
+        """Check all of them as `Upload.check` does; return them."""
         for upload in self.all:
             upload.check()
         return self
 
     def map(self, function: Callable[[PictureSource], PictureSource]) -> PictureUploads:
-        """These pictures with other sources."""
+        """Return these pictures with other sources."""
 
         def changed(upload: Upload) -> Upload:
             mask = None if upload.mask is None else function(upload.mask)

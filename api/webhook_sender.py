@@ -44,7 +44,7 @@ class WebhookSender:
         self._poller.start()
 
     def stop(self) -> None:
-        """Calls in progress are aborted, and repeated by the next API that takes them."""
+        """Stop sending. Calls in progress are aborted, and repeated by the next API that takes them."""
         self._poller.stop()
         self._pool.stop()
         self._webhooks.close()
@@ -100,8 +100,8 @@ class WebhookSender:
         links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)
         # Receivers drop duplicates by message id: the incarnation separates this job from a later one with its id.
         timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
-        told = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
-        body = json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
+        event = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
+        body = json.dumps(event, separators=(",", ":"), allow_nan=False).encode()
         headers = {
             "Content-Type": "application/json", "User-Agent": "diptych", "webhook-id": message,
             "webhook-timestamp": str(timestamp),

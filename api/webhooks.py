@@ -60,8 +60,8 @@ def check(url: str, *, private: bool) -> None:
 def sign(secret: str, id: str, timestamp: int, body: bytes) -> str:
     """The header webhook-signature of a message (Standard Webhooks, "Signature scheme", v1)."""
     key = base64.b64decode(secret.removeprefix("whsec_"))
-    made = hmac.digest(key, f"{id}.{timestamp}.".encode() + body, hashlib.sha256)
-    return "v1," + base64.b64encode(made).decode()
+    signature = hmac.digest(key, f"{id}.{timestamp}.".encode() + body, hashlib.sha256)
+    return "v1," + base64.b64encode(signature).decode()
 
 
 def call(url: str, headers: dict[str, str], body: bytes, *, private: bool, bound: Deadline | None = None) -> None:
@@ -99,10 +99,10 @@ def _request(parts: SplitResult, headers: dict[str, str]) -> bytes:
 
 def _secured(plain: socket.socket, host: str, bound: Deadline) -> ssl.SSLSocket:
     """A TLS socket with the certificate verified for this name. Its handshake is done."""
-    made = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
-    made.settimeout(bound.left_s())
-    made.do_handshake()
-    return made
+    secured = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+    secured.settimeout(bound.left_s())
+    secured.do_handshake()
+    return secured
 
 
 @functools.cache
@@ -121,8 +121,8 @@ def _status(connection: socket.socket, bound: Deadline) -> int:
         got, left = got + piece, left - len(piece)
         while _INTERIM.match(got) and b"\r\n\r\n" in got:
             got = got.partition(b"\r\n\r\n")[2]
-        if (found := _FINAL.match(got)) is not None:
-            return int(found[1])
+        if (match := _FINAL.match(got)) is not None:
+            return int(match[1])
         if b"\n" in got and not _INTERIM.match(got):
             break
     raise Unreachable("its response is not HTTP")
@@ -130,10 +130,10 @@ def _status(connection: socket.socket, bound: Deadline) -> int:
 
 def _resolved(host: str, port: int, *, private: bool) -> str:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise Unreachable("its host name does not resolve") from error
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = [str(entry[4][0]) for entry in resolved]
     # All of them: a name with one private address is rejected.
     if not private and not all(_public(ipaddress.ip_address(address.partition("%")[0])) for address in addresses):
         raise Unreachable("its host name resolves to a private address")

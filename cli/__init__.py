@@ -69,13 +69,13 @@ def _families(words: Sequence[str]) -> Sequence[str]:
 
 def parser(families: Sequence[str] = _FAMILIES) -> argparse.ArgumentParser:
     """The commands of these families, and their options."""
-    whole = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
-    whole.add_argument("--version", action=_Version)
-    whole.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    root = argparse.ArgumentParser(prog="diptych", description="Text-to-image serving: SDXL, batched step by step.")
+    root.add_argument("--version", action=_Version)
+    root.add_argument("-v", "--verbose", action="store_true", help="say what happens inside")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
     for family in families:
         importlib.import_module(f".{family}", __name__).add(commands)
-    return whole
+    return root
 
 
 class _Version(argparse.Action):

@@ -30,10 +30,10 @@ class CommandFailed(RuntimeError):
     """A command failed although its input was valid. The message says why."""
 
 
-def add_command(commands: Commands, name: str, text: str, description: str, about: str) -> argparse.ArgumentParser:
-    """Add a command: `text` is its line in the list of all, `about` stands below its options as it is written."""
+def add_command(commands: Commands, name: str, text: str, description: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command: `text` is its line in the list of all, `summary` stands below its options as it is written."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        name, help=text, description=description, epilog=summary, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     return parser
 
@@ -99,10 +99,10 @@ def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
     """
     from core.config import Settings, read
 
-    found = read(**{name: value for name, value in vars(options).items() if name in Settings.model_fields})
+    settings = read(**{name: value for name, value in vars(options).items() if name in Settings.model_fields})
     if not hasattr(options, "plan"):
-        found = found.model_copy(update={"plan": ""})
-    return found.model_copy(update={k: v for k, v in defaults.items() if k not in found.model_fields_set})
+        settings = settings.model_copy(update={"plan": ""})
+    return settings.model_copy(update={k: v for k, v in defaults.items() if k not in settings.model_fields_set})
 
 
 def wrong_option(error: Invalid, flags: Mapping[str, str] = {}) -> UsageError:

@@ -36,20 +36,22 @@ def add(commands: Commands) -> None:
         ("arrivals", 300, "latency under Poisson arrivals, against request-level batching"),
         ("serve", 300, "the whole service through HTTP: its capacity, and latency under Poisson arrivals"),
     ):
-        one = _parser(benches, name, text, [("pictures", pictures, "of a measurement")])
-        add_steps(one)
+        parser = _parser(benches, name, text, [("pictures", pictures, "of a measurement")])
+        add_steps(parser)
         if name == "ladder":
-            one.add_argument("--rungs", metavar="NAME,…", help="only these")
-            one.add_argument(
+            parser.add_argument("--rungs", metavar="NAME,…", help="only these")
+            parser.add_argument(
                 "--instructions", choices=("native", "avx2"), help="that all rungs are limited to; default: native"
             )
-            one.add_argument("--student", metavar="NAME", help="of the rungs turbo; default: the model's, with -turbo")
-            one.add_argument(
+            parser.add_argument(
+                "--student", metavar="NAME", help="of the rungs turbo; default: the model's, with -turbo"
+            )
+            parser.add_argument(
                 "--compile-limit", type=float, metavar="S",
                 help="torch.compile may take so long, else its row is left out; default: 300",
             )  # fmt: skip
-        _end(one, _bench)
-        one.set_defaults(what=name)
+        _end(parser, _bench)
+        parser.set_defaults(what=name)
     _add_text(benches)
     _add_cohost(benches)
     _add_simulate(benches)
@@ -71,81 +73,83 @@ def _bench_errors() -> Iterator[None]:
 @contextmanager
 def _opened(options: argparse.Namespace) -> Iterator[Settings]:
     """Context: the settings, with their cache folder made; raises `UsageError` for what cannot be measured."""
-    chosen = read_settings(options)
-    create_cache_folder(chosen)
+    settings = read_settings(options)
+    create_cache_folder(settings)
     with _bench_errors(), model_errors():
-        yield chosen
+        yield settings
 
 
 def _parser(benches: Commands, name: str, text: str, options: Sequence[_Option] = ()) -> argparse.ArgumentParser:
     """The parser of a benchmark with these options of numbers and texts."""
-    one: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     for option, default, of in options:
         kind = type(default)
         metavar = {int: "N", float: "S"}.get(kind, "MIX")
-        one.add_argument(f"--{option}", type=kind, default=default, metavar=metavar, help=f"{of}; default: %(default)s")
-    one.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
-    return one
+        parser.add_argument(
+            f"--{option}", type=kind, default=default, metavar=metavar, help=f"{of}; default: %(default)s"
+        )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes; default: benchmarks/results")
+    return parser
 
 
-def _end(one: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+def _end(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
     """Add the options of the model, which stand last."""
-    add_model(one)
-    one.set_defaults(run=run)
+    add_model(parser)
+    parser.set_defaults(run=run)
 
 
 def _add_loras(benches: Commands) -> None:
     text = "a deep step of rows with different LoRAs on our kernels, against the same without any"
-    one = _parser(benches, "loras", text, (
+    parser = _parser(benches, "loras", text, (
         ("rows", 16, "of the step"), ("loras", 8, "different ones among the rows"), ("rank", 8, "of each"),
         ("rounds", 10, "of one step without and one with them, on a GPU in both ways of adding them"),
     ))  # fmt: skip
-    one.add_argument(
+    parser.add_argument(
         "--layers", metavar="NAME,…", default="attention,linear,all",
         help="that they have shares in, one after another: of attention, all linear ones, all; default: %(default)s",
     )  # fmt: skip
-    one.add_argument(
+    parser.add_argument(
         "--sdxl",
         action="store_true",
         help="a UNet in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU, not a model's",
     )
-    _end(one, _loras)
+    _end(parser, _loras)
 
 
 def _loras(options: argparse.Namespace) -> int:
     from benchmarks import loras
 
     step = loras.LoraStep(options.rows, options.loras, options.rank, options.layers, options.rounds)
-    with _opened(options) as chosen:
-        loras.run(chosen, step, sdxl=options.sdxl, results=options.results)
+    with _opened(options) as settings:
+        loras.run(settings, step, sdxl=options.sdxl, results=options.results)
     return 0
 
 
 def _add_control(benches: Commands) -> None:
     text = "a deep step whose rows all have a control network, against the step and the network by themselves"
-    one = _parser(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
-    one.add_argument("--control", default="edges", metavar="NAME", help="the network; default: %(default)s")
-    one.add_argument("--control-dir", metavar="DIR", help="where it lies; default: the repository's, of emoji-xl")
-    one.add_argument(
+    parser = _parser(benches, "control", text, (("rows", 16, "of the step"), ("rounds", 20, "of all three")))
+    parser.add_argument("--control", default="edges", metavar="NAME", help="the network; default: %(default)s")
+    parser.add_argument("--control-dir", metavar="DIR", help="where it lies; default: the repository's, of emoji-xl")
+    parser.add_argument(
         "--sdxl",
         action="store_true",
         help="networks in INT8 with random weights, of SDXL's shape on a GPU and of its widths on a CPU",
     )
-    _end(one, _control)
+    _end(parser, _control)
 
 
 def _control(options: argparse.Namespace) -> int:
     from benchmarks import control
 
     step = control.ControlStep(options.rows, options.rounds, options.control)
-    with _opened(options) as chosen:
-        control.run(chosen, step, sdxl=options.sdxl, results=options.results)
+    with _opened(options) as settings:
+        control.run(settings, step, sdxl=options.sdxl, results=options.results)
     return 0
 
 
 def _add_simulate(benches: Commands) -> None:
     text = "a fleet of devices under a virtual clock, by measured costs: throughput and latency, to plan capacity with"
-    one = _parser(benches, "simulate", text, (
+    parser = _parser(benches, "simulate", text, (
         ("pictures", 20_000, "arrivals"), ("seed", 0, "of all that is random"),
         ("batch", 8, "pictures of a request-level batch"), ("window", 3.0, "of request-level batching"),
         ("gpus", "1", "devices, such as 1,8"), ("load", "0.8", "shares of the table's capacity, such as 0.5,0.8"),
@@ -154,48 +158,50 @@ def _add_simulate(benches: Commands) -> None:
         ("deadlines", "none", "seconds, or none"), ("priorities", "5", "0 (most urgent) to 9"),
         ("name", "simulate", "of the JSON and the plot"),
     ))  # fmt: skip
-    table = one.add_mutually_exclusive_group()
+    table = parser.add_mutually_exclusive_group()
     table.add_argument("--costs", default="h200", metavar="NAME", help="a table of benchmarks/costs, or a file; h200")
     table.add_argument("--measure", type=Path, metavar="FILE", help="measure the engine of --model into this table")
-    one.add_argument("--bursts", metavar="ON,OFF", help="mean seconds of traffic and of silence; default: Poisson")
-    one.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
-    one.add_argument("--deepcache", dest="schedules", default="off", metavar="MIX", help="off, auto, 3, 3:resnet; off")
+    parser.add_argument("--bursts", metavar="ON,OFF", help="mean seconds of traffic and of silence; default: Poisson")
+    parser.add_argument("--sizes", metavar="MIX", help="such as 1024x1024; default: the table's largest")
+    parser.add_argument(
+        "--deepcache", dest="schedules", default="off", metavar="MIX", help="off, auto, 3, 3:resnet; off"
+    )
     for setting, means in (
         ("image-jobs", "jobs that a worker takes at once"),
         ("max-requests", "pictures in the making on one device"),
         ("max-rows", "rows of one forward"),
         ("memory-mib", "that pictures in the making may hold; default: no bound"),
     ):
-        one.add_argument(f"--{setting}", type=int, metavar="N", help=means)
-    add_model(one, deepcache=False)
-    one.set_defaults(run=_simulate)
+        parser.add_argument(f"--{setting}", type=int, metavar="N", help=means)
+    add_model(parser, deepcache=False)
+    parser.set_defaults(run=_simulate)
 
 
 def _add_text(benches: Commands) -> None:
     text = "tokens per second of answers: transformers, and our engine with INT8 and with guesses"
-    one = _parser(benches, "text", text, (("requests", 64, "of a rung"), ("turns", 3, "of each rung")))
-    one.add_argument(
+    parser = _parser(benches, "text", text, (("requests", 64, "of a rung"), ("turns", 3, "of each rung")))
+    parser.add_argument(
         "--text-model", metavar="NAME", help="default: the embedded one, then a seeded Llama of 100 million"
     )
-    one.add_argument(
+    parser.add_argument(
         "--text-draft", default="", metavar="NAME", help="makes guesses; default: look-up, or its own draft"
     )
-    one.add_argument("--rungs", metavar="NAME,…", help="only these")
-    one.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
-    one.set_defaults(run=_text)
+    parser.add_argument("--rungs", metavar="NAME,…", help="only these")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    parser.set_defaults(run=_text)
 
 
 def _add_cohost(benches: Commands) -> None:
     text = "pictures and text on one engine: each panel's throughput alone and together"
-    one = _parser(benches, "cohost", text, (("seconds", 30.0, "of each turn"), ("turns", 2, "of each")))
-    add_steps(one)
-    one.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded one")
-    one.add_argument(
+    parser = _parser(benches, "cohost", text, (("seconds", 30.0, "of each turn"), ("turns", 2, "of each")))
+    add_steps(parser)
+    parser.add_argument("--text-model", metavar="NAME", help="a folder or a hub id; default: the embedded one")
+    parser.add_argument(
         "--strict",
         action="store_true",
         help="keep text's objective even if that makes pictures' batches narrow",
     )
-    _end(one, _cohost)
+    _end(parser, _cohost)
 
 
 def _cohost(options: argparse.Namespace) -> int:
@@ -204,9 +210,9 @@ def _cohost(options: argparse.Namespace) -> int:
     check_steps(options)
     check_range(options, "seconds", 0.1, 3600)
     check_range(options, "turns", 1)
-    with _opened(options) as chosen:
+    with _opened(options) as settings:
         cohost.run(
-            chosen,
+            settings,
             seconds=options.seconds,
             steps=options.steps,
             turns=options.turns,
@@ -221,12 +227,12 @@ def _text(options: argparse.Namespace) -> int:
 
     check_range(options, "requests", 1)
     check_range(options, "turns", 1)
-    chosen = read_settings(options)
+    settings = read_settings(options)
     named = [(options.text_model, options.text_draft)] if options.text_model else text.embedded()
     with _bench_errors():
         for model, draft in named:
             text.run(
-                chosen, model=model, draft=draft, requests=options.requests, turns=options.turns,
+                settings, model=model, draft=draft, requests=options.requests, turns=options.turns,
                 results=options.results, rungs=options.rungs.split(",") if options.rungs else text.RUNGS,
             )  # fmt: skip
     return 0
@@ -237,19 +243,19 @@ def _simulate(options: argparse.Namespace) -> int:
     from benchmarks.simulation import costs
     from benchmarks.simulation import options as simulated
 
-    chosen = read_settings(options)
+    settings = read_settings(options)
     with _bench_errors():
         if options.measure:
             from benchmarks.simulation import measure
 
-            simulated.plan(options, chosen)  # before minutes are spent
-            create_cache_folder(chosen)
+            simulated.plan(options, settings)  # before minutes are spent
+            create_cache_folder(settings)
             with model_errors():
-                table = measure.measure(chosen, simulated.sizes(options.sizes))
+                table = measure.measure(settings, simulated.sizes(options.sizes))
             measure.save(table, options.measure)
         else:
             table = costs.read(costs.find(options.costs))
-        plan = simulated.plan(options, chosen, table)
+        plan = simulated.plan(options, settings, table)
         simulate.run(table, plan, results=options.results, name=options.name)
     return 0
 
@@ -258,17 +264,17 @@ def _bench(options: argparse.Namespace) -> int:
     import importlib
 
     check_steps(options)
-    chosen = read_settings(options)
-    create_cache_folder(chosen)
+    settings = read_settings(options)
+    create_cache_folder(settings)
     module = importlib.import_module(f"benchmarks.{options.what}")
     limit_s = getattr(options, "compile_limit", None)
     if limit_s is not None and not 0 < limit_s <= 86_400:
         raise UsageError(f"--compile-limit: must be greater than 0 and at most 86400, not {limit_s:g}")
-    given = {
+    arguments = {
         "rungs": options.rungs.split(",") if getattr(options, "rungs", None) else None, "compile_limit_s": limit_s,
         "student": getattr(options, "student", None), "instructions": getattr(options, "instructions", None),
     }  # fmt: skip
     with _bench_errors(), model_errors():
-        module.run(chosen, steps=options.steps, pictures=options.pictures, results=options.results,
-                   **{name: value for name, value in given.items() if value})  # fmt: skip
+        module.run(settings, steps=options.steps, pictures=options.pictures, results=options.results,
+                   **{name: value for name, value in arguments.items() if value})  # fmt: skip
     return 0

@@ -109,8 +109,8 @@ def _captions(options: argparse.Namespace) -> int:
     except SourceError as error:
         raise CommandFailed(f"--server: {error}") from error
     except HopelessError as error:
-        said = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
-        raise CommandFailed(f"no valid caption was generated: of {error.again.total()} answers {said}") from error
+        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in error.again.most_common())
+        raise CommandFailed(f"no valid caption was generated: of {error.again.total()} answers {reasons}") from error
     except Invalid as error:
         raise UsageError(str(error)) from error
     except OSError as error:
@@ -145,17 +145,17 @@ def _subjects(options: argparse.Namespace) -> dict[int, str]:
         return {}
     try:
         captions.read(path)
-        found = prompts.read(path, columns=captions.COLUMNS, names=captions.IDS)
+        rows = prompts.read(path, columns=captions.COLUMNS, names=captions.IDS)
     except captions.PromptsError as error:
         raise UsageError(f"--subjects: {error}") from error
     if path.suffix.lower() != ".csv":  # whose cells may hold line ends
-        for before, after in pairwise(found):
+        for before, after in pairwise(rows):
             if after.row > before.row + 1:
                 raise UsageError(f"--subjects: {path}: row {before.row + 1} is empty")
-    for one in found:
-        if not squeeze(one.text):
-            raise UsageError(f"--subjects: {path}: row {one.row} holds no words")
-    return {one.row: squeeze(one.text) for one in found}
+    for row in rows:
+        if not squeeze(row.text):
+            raise UsageError(f"--subjects: {path}: row {row.row} holds no words")
+    return {row.row: squeeze(row.text) for row in rows}
 
 
 def _template(options: argparse.Namespace) -> str | None:
@@ -240,8 +240,8 @@ def _write(
                 _try(author, asker, options, tuple(subjects))
             if file.rows:
                 console.print(f"{len(file.rows)} of {file.count} captions are there", highlight=False)
-            about = {"temperature": asker.temperature, "top_p": asker.top_p}
-            file.begin(author.about | about)
+            sampling = {"temperature": asker.temperature, "top_p": asker.top_p}
+            file.begin(author.about | sampling)
             CaptionGenerator(file, asker, author, sieve, options.attempts).run(
                 stack.enter_context(generate.bars(console))
             )
@@ -296,22 +296,22 @@ def _tell(file: CaptionFile, console: Console) -> int:
     """Print the outcome; returns 1 if captions are missing."""
     from evaluation.captioning.caption_filter import REASONS
 
-    made = [row for row in file.rows if row.caption is not None]
+    done = [row for row in file.rows if row.caption is not None]
     missing = [row for row in file.rows if row.caption is None]
     again = ", ".join(f"{count} {REASONS[reason]}" for reason, count in file.again.most_common())
-    words = sum(len((row.caption or "").split()) for row in made) / max(1, len(made))
-    tokens = sum(row.tokens for row in made) / max(1, len(made))
-    said = [
-        f"{len(made)} captions of {len(made) + file.again.total()} answers{': ' + again if again else ''}; {words:.1f} "
+    words = sum(len((row.caption or "").split()) for row in done) / max(1, len(done))
+    tokens = sum(row.tokens for row in done) / max(1, len(done))
+    lines = [
+        f"{len(done)} captions of {len(done) + file.again.total()} answers{': ' + again if again else ''}; {words:.1f} "
         f"words and {tokens:.1f} of the picture model's tokens on average"
     ]
     if missing:
         for row in missing[:_SHOWN]:
-            said.append(f"{row.index:05d}{f' about {row.subject!r}' if row.subject else ''}: {row.again}")
+            lines.append(f"{row.index:05d}{f' about {row.subject!r}' if row.subject else ''}: {row.again}")
         left = f"{len(missing)} of {file.count} captions could not be made"
-        said += [f"{left} in {file.settings['attempts']} attempts each; {file.manifest} lists them"]
+        lines += [f"{left} in {file.settings['attempts']} attempts each; {file.manifest} lists them"]
     style = "yellow" if missing else ""
-    for line in said:
+    for line in lines:
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
     print(file.out, flush=True)
     return int(bool(missing))

@@ -55,17 +55,17 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _talk(options: argparse.Namespace, reply: Reply) -> None:
     messages: Messages = [{"role": "system", "content": options.system}] if options.system else []
-    asked = iter([options.text]) if options.text is not None else _lines()
-    for text in asked:
+    lines = iter([options.text]) if options.text is not None else _lines()
+    for text in lines:
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
-        said = ""
+        answer = ""
         for piece in reply(messages):
             print(printable_lines(piece), end="", flush=True)
-            said += piece
+            answer += piece
         print()
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _lines() -> Iterator[str]:
@@ -129,12 +129,12 @@ class _Here:
 
         options = self._options
         try:
-            asked = TextJob(
+            job = TextJob(
                 messages=messages, temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
             )
-            (wanted,) = self._panel.requests(asked)
+            (requests,) = self._panel.requests(job)
             self._count += 1
-            future = self._engine.submit(Request(f"chat-{self._count}", "text", wanted, listener=hear))
+            future = self._engine.submit(Request(f"chat-{self._count}", "text", requests, listener=hear))
         except Invalid as error:
             raise UsageError(str(error)) from error
         # The engine resolves a future after its listener was told everything.
@@ -152,13 +152,13 @@ def _through(options: argparse.Namespace) -> Reply:
         import urllib.error
         import urllib.request
 
-        wanted: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
-        wanted |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
+        body: dict[str, Any] = {"messages": messages, "temperature": options.temperature, "stream": True}
+        body |= {name: value for name in ("max_tokens", "seed") if (value := getattr(options, name)) is not None}
         headers = {"Content-Type": "application/json"}
         if options.key:
             headers["Authorization"] = f"Bearer {options.key}"
         try:
-            request = urllib.request.Request(address, json.dumps(wanted).encode(), headers)
+            request = urllib.request.Request(address, json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
                 yield from _pieces(line.decode("utf-8").rstrip("\r\n") for line in answer)
         except urllib.error.HTTPError as error:

@@ -70,18 +70,18 @@ def _test(options: argparse.Namespace, evaluation: Arguments) -> int:
     if options.limit is not None and (not options.stand_ins or options.limit < 2):
         raise UsageError("--limit: is of a dry run (--stand-ins), and at least 2")
     with console.status("looking at the files"):
-        found = _looked_at(options)
-    _refuse(options, found)
-    for one in found:
-        print(one.line)
+        checks = _looked_at(options)
+    _refuse(options, checks)
+    for check in checks:
+        print(check.line)
     if options.check:
         return 0
-    files = {one.name: one.path for one in found}
-    stand_ins = [one.name for one in found if one.stand_in]
+    files = {check.name: check.path for check in checks}
+    stand_ins = [check.name for check in checks if check.stand_in]
     model = _folder_of(files, options)
     scores = _accuracy(options, evaluation, files, model, stand_ins)
     offline = _offline(options, files, model, scores["pictures_per_second"])
-    return _verdict(options.out, found, scores, offline)
+    return _verdict(options.out, checks, scores, offline)
 
 
 def _looked_at(options: argparse.Namespace) -> list[FileCheck]:
@@ -90,21 +90,21 @@ def _looked_at(options: argparse.Namespace) -> list[FileCheck]:
 
     model = options.model
     if options.stand_ins and model is None:
-        given = Path(mlperf_files.model_of(options.files, None))
-        model = options.model = None if given.exists() else _stand_in_model()
-    found = mlperf_files.check_all(options.files, model, options.variant, stand_ins=options.stand_ins)
+        model_path = Path(mlperf_files.model_of(options.files, None))
+        model = options.model = None if model_path.exists() else _stand_in_model()
+    checks = mlperf_files.check_all(options.files, model, options.variant, stand_ins=options.stand_ins)
     if not options.stand_ins:
-        return found
-    whole = options.out / "stand-ins"
+        return checks
+    stand_in_folder = options.out / "stand-ins"
     side = stand_ins.latent_side(mlperf_files.model_of(options.files, model))
-    for number, one in enumerate(found):
-        missing = one.wrong == mlperf_files.MISSING and one.name != mlperf_files.MODEL_FOLDER
-        other = one.name == mlperf_files.LATENT and not one.wrong and side != mlperf_files.LATENT_SIDE
+    for number, check in enumerate(checks):
+        missing = check.wrong == mlperf_files.MISSING and check.name != mlperf_files.MODEL_FOLDER
+        other = check.name == mlperf_files.LATENT and not check.wrong and side != mlperf_files.LATENT_SIDE
         if missing or other:
-            asked = mlperf_files.model_of(options.files, model)
-            path = stand_ins.make(one.name, whole, model=asked, captions=options.limit or 8)
-            found[number] = one._replace(path=path, wrong="", stand_in=True, digest="")
-    return found
+            model_name = mlperf_files.model_of(options.files, model)
+            path = stand_ins.make(check.name, stand_in_folder, model=model_name, captions=options.limit or 8)
+            checks[number] = check._replace(path=path, wrong="", stand_in=True, digest="")
+    return checks
 
 
 def _stand_in_model() -> str:
@@ -115,9 +115,9 @@ def _stand_in_model() -> str:
     return sdxl.NAME if torch.cuda.is_available() else tiny.TINY
 
 
-def _refuse(options: argparse.Namespace, found: Iterable[FileCheck]) -> None:
+def _refuse(options: argparse.Namespace, checks: Iterable[FileCheck]) -> None:
     """Raise `UsageError` with all that is missing or wrong, files and machine."""
-    wrong = [one.line for one in found if one.wrong]
+    wrong = [check.line for check in checks if check.wrong]
     if importlib.util.find_spec("mlperf_loadgen") is None:
         wrong.append("LoadGen: is not installed; pip install mlcommons-loadgen")
     settings = read_settings(options, compile=False)
@@ -148,15 +148,15 @@ def _folder_of(files: dict[str, Path], options: argparse.Namespace) -> str:
     path = files[MODEL_FOLDER]
     if not path.is_file():
         return str(path)
-    made: Path = options.out / "model" / MODEL_FOLDER
-    if not made.is_dir():
+    folders: Path = options.out / "model" / MODEL_FOLDER
+    if not folders.is_dir():
         from cli.convert import BASE
         from pipeline.checkpoints import single_file
 
-        made.parent.mkdir(parents=True, exist_ok=True)
+        folders.parent.mkdir(parents=True, exist_ok=True)
         with model_errors():
-            single_file.convert(path, made, single_file.CheckpointOptions(options.base or BASE, None, None, ""))
-    return str(made)
+            single_file.convert(path, folders, single_file.CheckpointOptions(options.base or BASE, None, None, ""))
+    return str(folders)
 
 
 def _words(options: argparse.Namespace, files: dict[str, Path], model: str) -> list[str]:
@@ -184,9 +184,9 @@ def _accuracy(
         words = [*_words(options, files, model), "--out", str(out), "--protocol", "mlperf", "--lens", "mlperf"]
         words += ["--inception", str(files[mlperf_files.WEIGHTS]), "--clip", str(files[mlperf_files.CLIP])]
         words += ["--against", str(files[mlperf_files.STATISTICS]), "--resamples", str(options.resamples)]
-        given = _read(evaluation, words)
-        given.stand_ins = stand_ins
-        if given.run(given):
+        arguments = _read(evaluation, words)
+        arguments.stand_ins = stand_ins
+        if arguments.run(arguments):
             raise UsageError("some pictures failed; the same command tries again")
     scores: dict[str, Any] = json.loads((out / "scores.json").read_text("utf-8"))
     return scores
@@ -196,17 +196,17 @@ def _offline(options: argparse.Namespace, files: dict[str, Path], model: str, sp
     """The content of `mlperf.json` of LoadGen's Offline test, run unless that is done."""
     done = sorted(options.out.glob("offline-*/mlperf.json"))
     if not done:
-        taken = len(list(options.out.glob("offline-*")))  # of tests that were stopped: LoadGen takes new folders
-        out = options.out / f"offline-{taken}"
+        previous = len(list(options.out.glob("offline-*")))  # of tests that were stopped: LoadGen takes new folders
+        out = options.out / f"offline-{previous}"
         words = [*_words(options, files, model), "--scenario", "Offline", "--out", str(out)]
         words += ["--target-qps", str(options.target_qps or speed or 1.0)]
         if options.stand_ins:
             words += [word for pair in _DRY.items() for word in pair]
-        given = _read(loadgen.add_arguments, words)
-        given.run(given)
+        arguments = _read(loadgen.add_arguments, words)
+        arguments.run(arguments)
         done = [out / "mlperf.json"]
-    found: dict[str, Any] = json.loads(done[-1].read_text("utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(done[-1].read_text("utf-8"))
+    return result
 
 
 def _read(arguments: Arguments, words: list[str]) -> argparse.Namespace:
@@ -215,21 +215,21 @@ def _read(arguments: Arguments, words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _verdict(out: Path, found: Iterable[FileCheck], scores: dict[str, Any], offline: dict[str, Any]) -> int:
+def _verdict(out: Path, checks: Iterable[FileCheck], scores: dict[str, Any], offline: dict[str, Any]) -> int:
     """Print and keep the verdict; returns the exit code."""
     from evaluation import mlperf
     from evaluation.run import write_json
 
     verdicts = mlperf.verdicts(scores)
     reasons = mlperf.unofficial(scores)
-    within = all(one.within for one in verdicts)
+    within = all(check.within for check in verdicts)
     valid = bool(offline["valid"])
     word = f"none ({'; '.join(reasons)})" if reasons else "within" if within and valid else "OUTSIDE or INVALID"
     write_json(
         out / "verdict.json",
         {
-            "files": [{"name": one.name, "sha256": one.digest, "stand_in": one.stand_in} for one in found],
-            "scores": [one._asdict() for one in verdicts], "pictures_per_second": scores["pictures_per_second"],
+            "files": [{"name": check.name, "sha256": check.digest, "stand_in": check.stand_in} for check in checks],
+            "scores": [check._asdict() for check in verdicts], "pictures_per_second": scores["pictures_per_second"],
             "loadgen": offline, "drawn_by": scores["drawn_by"], "verdict": word,
         },
     )  # fmt: skip

@@ -51,15 +51,15 @@ def run(options: argparse.Namespace) -> int:
             look = looking(progress)
             real = None
             if options.real:
-                kept = options.out / "references"
-                real = references.look(options.real, lens, kept, partial(look, f"looking at {options.real.name}"))
+                cache = options.out / "references"
+                real = references.look(options.real, lens, cache, partial(look, f"looking at {options.real.name}"))
             gates = compare.Gates(options.fid_rise, options.clip_change)
-            found = compare.runs(runs, lens, real, gates=gates, resamples=options.resamples, look=look)
-        write_json(options.out / "report.json", found)
-        page = report.page(found, runs, count=options.shown)
+            result = compare.runs(runs, lens, real, gates=gates, resamples=options.resamples, look=look)
+        write_json(options.out / "report.json", result)
+        page = report.page(result, runs, count=options.shown)
         (options.out / "report.html").write_text(page, "utf-8")
-    for note in found["notes"]:
+    for note in result["notes"]:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    print(compare.table(found))
+    print(compare.table(result))
     print(options.out / "report.html", flush=True)
     return 0

@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Options of what a checkpoint in one file lacks."""
+    """Add the options of what a checkpoint in one file lacks."""
     parser.add_argument(
         "--base",
         default=BASE,
@@ -56,7 +56,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint_options(options: argparse.Namespace) -> CheckpointOptions:
-    """Those of `add_checkpoint`."""
+    """Return the options that `add_checkpoint` added."""
     from pipeline.checkpoints.single_file import CheckpointOptions
 
     return CheckpointOptions(options.base, options.prediction_type, options.zero_snr, options.vae)

@@ -37,7 +37,7 @@ class Finding:
     """`state`: well, note (it works, and could be better) or ill (it does not work)."""
 
     state: str
-    what: str
+    subject: str
     says: str
 
 
@@ -56,7 +56,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for look in (_python, _machine, _model, _disk, _redis, _artifacts, _port, _access):
         for finding in _safely(look, settings):
             ill |= finding.state == "ill"
-            print(f"{marks[finding.state]} {finding.what}: {printable_lines(finding.says)}", flush=True)
+            print(f"{marks[finding.state]} {finding.subject}: {printable_lines(finding.says)}", flush=True)
     return 1 if ill else 0
 
 
@@ -70,11 +70,11 @@ def _safely(look: Callable[[Settings], Iterator[Finding]], settings: Settings) -
 def _python(settings: Settings) -> Iterator[Finding]:
     needed = ("celery", "fastapi", "limits", "obstore", "prometheus_client", "redis", "uvicorn")
     missing = [name for name in needed if find_spec(name) is None]
-    said = f"{platform.python_version()}, {sys.prefix}"
+    version_text = f"{platform.python_version()}, {sys.prefix}"
     if missing:
-        yield Finding("ill", "python", f"{said}; {', '.join(missing)} not installed: {pip_install('serve')}")
+        yield Finding("ill", "python", f"{version_text}; {', '.join(missing)} not installed: {pip_install('serve')}")
     else:
-        yield Finding("well", "python", said)
+        yield Finding("well", "python", version_text)
 
 
 def _machine(settings: Settings) -> Iterator[Finding]:
@@ -102,38 +102,38 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     yield from kernels("cpu", cpu, ("int8", "fp32"))
 
 
-def gpu(what: str, device: DeviceInfo, memory_bytes: int) -> Iterator[Finding]:
+def gpu(name: str, device: DeviceInfo, memory_bytes: int) -> Iterator[Finding]:
     """A GPU's properties, and its kernels in each precision."""
-    yield Finding("well", what, f"{device}, {memory_bytes / 2**30:.0f} GiB")
-    yield from kernels(what, device, ("int8", "fp8", "bf16"))
+    yield Finding("well", name, f"{device}, {memory_bytes / 2**30:.0f} GiB")
+    yield from kernels(name, device, ("int8", "fp8", "bf16"))
 
 
 def threads(total: int, workers: int, processors: int) -> Iterator[Finding]:
     """A note where this machine's workers compute on more CPU threads than it has processors."""
     if total > processors:
-        said = f"{workers} workers compute on {total} CPU threads, and there are {processors} cores: they wait for each"
+        text = f"{workers} workers compute on {total} CPU threads, and there are {processors} cores: they wait for each"
         yield Finding(
-            "note", "threads", f"{said} other; set DIPTYCH_THREADS to {max(1, processors // workers)} or less"
+            "note", "threads", f"{text} other; set DIPTYCH_THREADS to {max(1, processors // workers)} or less"
         )
 
 
-def kernels(what: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
-    """For each precision the available kernels, with the operations of each, and why no faster ones."""
+def kernels(name: str, device: DeviceInfo, precisions: Iterable[str]) -> Iterator[Finding]:
+    """Return for each precision the available kernels, with the operations of each, and why no faster ones."""
     from core.kernels.device import EVERY_LAYER, TITLES, decisions, instead, lacks
 
     for precision in precisions:
-        why = lacks(device, precision)
-        if why is not None and is_quantized(precision):  # torch would emulate it, slower than the original
-            yield Finding("note", f"{what} {precision}", f"does not run: {why}; take {instead(device, precision)}")
+        refusal = lacks(device, precision)
+        if refusal is not None and is_quantized(precision):  # torch would emulate it, slower than the original
+            yield Finding("note", f"{name} {precision}", f"does not run: {refusal}; take {instead(device, precision)}")
             continue
         alike: dict[tuple[str, str], list[str]] = {}
         for decision in decisions(device, precision):
             alike.setdefault((decision.implementation, decision.reason), []).append(decision.operation)
-        said = []
+        lines = []
         for (implementation, reason), operations in alike.items():
             names = "" if operations == [EVERY_LAYER] else f" ({', '.join(operations)})"
-            said.append(f"{TITLES[implementation]}{names}" + (f": {reason}" if reason else ""))
-        yield Finding("well" if why is None else "note", f"{what} {precision}", "; ".join(said))
+            lines.append(f"{TITLES[implementation]}{names}" + (f": {reason}" if reason else ""))
+        yield Finding("well" if refusal is None else "note", f"{name} {precision}", "; ".join(lines))
 
 
 def _model(settings: Settings) -> Iterator[Finding]:
@@ -143,21 +143,23 @@ def _model(settings: Settings) -> Iterator[Finding]:
     if name == STAND_IN_MODEL:
         yield Finding("note", "model", f"not set and models/emoji-xl is not installed: {name} draws noise")
     elif Path(name).is_dir() or not Path(name).is_absolute():
-        here = (Path(name) / "model_index.json").is_file()
-        yield Finding("well", "model", name if here else f"{name}, from the hub when it is first needed")
+        is_local = (Path(name) / "model_index.json").is_file()
+        yield Finding("well", "model", name if is_local else f"{name}, from the hub when it is first needed")
     else:
         yield Finding("ill", "model", f"DIPTYCH_MODEL: there is no folder {name}")
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:
-    for what, folder in (("data", settings.data_dir), ("cache", settings.cache_dir)):
-        there = next(path for path in (folder.expanduser(), *folder.expanduser().absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK | os.X_OK):
-            yield Finding("ill", what, f"{folder} cannot be written (DIPTYCH_{what.upper()}_DIR)")
+    for name, folder in (("data", settings.data_dir), ("cache", settings.cache_dir)):
+        existing = next(
+            path for path in (folder.expanduser(), *folder.expanduser().absolute().parents) if path.exists()
+        )
+        free = shutil.disk_usage(existing).free
+        if not os.access(existing, os.W_OK | os.X_OK):
+            yield Finding("ill", name, f"{folder} cannot be written (DIPTYCH_{name.upper()}_DIR)")
         else:
             state = "note" if free < _LITTLE_DISK else "well"
-            yield Finding(state, what, f"{folder}, {free / 2**30:.1f} GiB free")
+            yield Finding(state, name, f"{folder}, {free / 2**30:.1f} GiB free")
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
@@ -174,15 +176,17 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         return
     registry = Registry(url)
     try:
-        told = registry.condition()
-        version = tuple(int(part) for part in told["version"].split(".")[:2])
-        said = f"{told['version']}, {told['used']} used of {told['most']}"
-        yield Finding("well" if version >= _OLDEST_REDIS else "ill", "redis", said)
-        if told["policy"] != "noeviction":
+        condition = registry.condition()
+        version = tuple(int(part) for part in condition["version"].split(".")[:2])
+        text = f"{condition['version']}, {condition['used']} used of {condition['most']}"
+        yield Finding("well" if version >= _OLDEST_REDIS else "ill", "redis", text)
+        if condition["policy"] != "noeviction":
             yield Finding(
-                "ill", "redis", f"maxmemory-policy is {told['policy']}: jobs would be evicted; noeviction is needed"
+                "ill",
+                "redis",
+                f"maxmemory-policy is {condition['policy']}: jobs would be evicted; noeviction is needed",
             )
-        if told["appends"] != "1":
+        if condition["appends"] != "1":
             yield Finding("ill", "redis", "appendonly is off: what was accepted is lost with the process")
         workers = registry.workers()
         for worker in workers:
@@ -191,8 +195,8 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             yield Finding(state, "worker", f"{worker.id}, {worker.state} ({worker.message or models}); {models}")
         if not workers:
             yield Finding("note", "worker", "none has announced itself")
-        here = [worker.threads for worker in workers if worker.host == socket.gethostname()]
-        yield from threads(sum(here), len(here), cores())
+        local_threads = [worker.threads for worker in workers if worker.host == socket.gethostname()]
+        yield from threads(sum(local_threads), len(local_threads), cores())
     except StoreError as error:
         yield Finding("ill", "redis", str(error))
     finally:
@@ -222,8 +226,8 @@ def _port(settings: Settings) -> Iterator[Finding]:
             return
     from deployment.probe import api
 
-    well, said = api(settings)
-    yield Finding("well" if well else "ill", "port", f"{settings.port}: " + ("Diptych answers" if well else said))
+    well, result = api(settings)
+    yield Finding("well" if well else "ill", "port", f"{settings.port}: " + ("Diptych answers" if well else result))
 
 
 def _access(settings: Settings) -> Iterator[Finding]:

@@ -45,11 +45,11 @@ def draft_of(options: argparse.Namespace, settings: Settings, caption: Caption) 
     from pipeline.sampling.samplers import SAMPLERS
 
     size = size_of(options)
-    given = {**read_request(options, SHARED), "seed": options.seed_offset}
-    given |= {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
+    values = {**read_request(options, SHARED), "seed": options.seed_offset}
+    values |= {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     defaults, plans = _offered(options, settings)
     offer = ImageOffer([size], tuple(SAMPLERS), size, vaes=VAES, defaults=defaults, plans=plans)
-    return complete(given, offer, caption.text, settings.deepcache, _FLAGS)
+    return complete(values, offer, caption.text, settings.deepcache, _FLAGS)
 
 
 def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefaults, Plans]:
@@ -72,8 +72,8 @@ def _offered(options: argparse.Namespace, settings: Settings) -> tuple[ImageDefa
     from evaluation.sources import RemoteService
 
     with scoring_errors(), contextlib.closing(RemoteService(options.server, options.model)) as remote:
-        known = {one.name for one in dataclasses.fields(ImageDefaults)}
-        defaults = ImageDefaults(**{k: v for k, v in remote.card.get("defaults", {}).items() if k in known})
+        names = {item.name for item in dataclasses.fields(ImageDefaults)}
+        defaults = ImageDefaults(**{k: v for k, v in remote.card.get("defaults", {}).items() if k in names})
         return defaults, remote.card.get("plans", {})
 
 
@@ -131,16 +131,16 @@ def open_source(
 
     create_cache_folder(settings)
     stack.enter_context(model_errors())
-    works = stack.enter_context(open_runtime(settings, console))
-    native = works.images.model.native
+    runtime = stack.enter_context(open_runtime(settings, console))
+    native = runtime.images.model.native
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
-        _fix_noise(works, latent, draft, options)
+        _fix_noise(runtime, latent, draft, options)
     try:
-        works.images.check(Request("check", "image", draft))
+        runtime.images.check(Request("check", "image", draft))
     except Invalid as error:
         raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
-    return LocalEngine(works), draft
+    return LocalEngine(runtime), draft
 
 
 def follow_mlperf(options: argparse.Namespace) -> None:
@@ -174,12 +174,12 @@ def open_latent(options: argparse.Namespace) -> tuple[Tensor | None, str | None]
         raise UsageError(f"--latent: {error}; --latent off begins each image from its seed") from error
 
 
-def _fix_noise(works: Runtime, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
-    model = works.images.model
-    wanted = [1, model.latent_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
-    if list(latent.shape) != wanted:
+def _fix_noise(runtime: Runtime, latent: Tensor, draft: ImageParameters, options: argparse.Namespace) -> None:
+    model = runtime.images.model
+    shape = [1, model.latent_channels, draft.height // model.vae_scale, draft.width // model.vae_scale]
+    if list(latent.shape) != shape:
         raise UsageError(
-            f"--latent: {options.latent} is {list(latent.shape)}, images of {model.name} begin from {wanted}; "
+            f"--latent: {options.latent} is {list(latent.shape)}, images of {model.name} begin from {shape}; "
             "--latent off begins each from its seed"
         )
-    works.images.fix_noise(latent)
+    runtime.images.fix_noise(latent)

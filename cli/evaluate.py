@@ -78,7 +78,7 @@ def add(commands: Commands) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a run and its scores."""
+    """Add the arguments of a run and its scores."""
     _add_drawing(parser)
     parser.add_argument(
         "--against",
@@ -121,8 +121,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(stderr=True)
-    with _drawn(options, console) as (drawn, lens):
-        return 1 if drawn is None else score(drawn, options, lens, console)
+    with _drawn(options, console) as (source, lens):
+        return 1 if source is None else score(source, options, lens, console)
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -134,8 +134,8 @@ def _sweep(options: argparse.Namespace) -> int:
         raise UsageError("--variants: names one twice")
     for variant in variants:
         console.print(variant.out.name, style="bold", markup=False, highlight=False)
-        with _drawn(variant, console) as (drawn, _):
-            if drawn is None:
+        with _drawn(variant, console) as (source, _):
+            if source is None:
                 return 1
     options.runs = [variant.out for variant in variants]
     return compare.run(options)
@@ -147,18 +147,18 @@ def _variant(options: argparse.Namespace, name: str) -> argparse.Namespace:
         rf"({'|'.join(CHOICES)})(?:\+([^@/=]+))?(?:/([^@/=]+))?(?:=([a-z0-9_-]+))?(?:@([0-9]{{1,19}}))?", name
     )
     if match is None:
-        like = "int8, int8+2, int8+2/0:0.5, int8=balanced or fp32@1000000"
-        raise UsageError(f"--variants: must look like {like}, not {name!r}")
+        examples = "int8, int8+2, int8+2/0:0.5, int8=balanced or fp32@1000000"
+        raise UsageError(f"--variants: must look like {examples}, not {name!r}")
     if options.out is None:
         raise UsageError("--out: must be given")
     precision, deepcache, interval, plan, seeds = match.groups()
-    given = vars(options) | {"precision": precision, "out": options.out / re.sub("[:/=]", "-", name)}
-    given["against"] = [] if options.real is None else [options.real]  # checked before hours are spent
-    given |= {} if deepcache is None else {"deepcache": deepcache}
-    given |= {} if interval is None else {"guidance_interval": interval}
-    given |= {} if plan is None else {"plan": plan}
-    given |= {} if seeds is None else {"seed_offset": int(seeds)}
-    return argparse.Namespace(**given)
+    variant_options = vars(options) | {"precision": precision, "out": options.out / re.sub("[:/=]", "-", name)}
+    variant_options["against"] = [] if options.real is None else [options.real]  # checked before hours are spent
+    variant_options |= {} if deepcache is None else {"deepcache": deepcache}
+    variant_options |= {} if interval is None else {"guidance_interval": interval}
+    variant_options |= {} if plan is None else {"plan": plan}
+    variant_options |= {} if seeds is None else {"seed_offset": int(seeds)}
+    return argparse.Namespace(**variant_options)
 
 
 @contextlib.contextmanager
@@ -172,19 +172,19 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[tuple[Eval
     check_range(options, "limit", 1)
     # Everything that can be rejected without a model is rejected before one is loaded.
     try:
-        wanted = captions.read(options.prompts, options.limit)
+        rows = captions.read(options.prompts, options.limit)
     except captions.PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
     if options.protocol:
         drawing.follow_mlperf(options)
     settings = read_settings(options, compile=False).model_copy(update={"plan": ""})  # `options.plan` is for all images
-    draft = drawing.draft_of(options, settings, wanted[0])
+    draft = drawing.draft_of(options, settings, rows[0])
     with scoring_errors():
         lens = open_lens(options, settings)
         try_references(options.against, lens)
         latent, printed = drawing.open_latent(options)
-        asked = drawing.asked(options, settings, draft) | {"latent": printed}
-        with RunWriter(options.out, asked, wanted) as writer:
+        settings_used = drawing.asked(options, settings, draft) | {"latent": printed}
+        with RunWriter(options.out, settings_used, rows) as writer:
             failed = writer.run.missing and _draw(writer, options, settings, draft, latent, console)
             yield None if failed else writer.run, lens
 

@@ -107,32 +107,32 @@ def _generate(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     size_of(options)
     check_range(options, "count", 1, 10_000)
-    given = read_request(options) | read_upscaling(options) | read_refining(options)
-    given |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
-    given.setdefault("seed", secrets.randbelow(2**32))
+    values = read_request(options) | read_upscaling(options) | read_refining(options)
+    values |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
+    values.setdefault("seed", secrets.randbelow(2**32))
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
     for prompt in prompts:
-        _complete(options, settings, given, prompt)
+        _complete(options, settings, values, prompt)
     create_cache_folder(settings)
-    with model_errors(), folder(options.out), open_runtime(settings, console) as works:
-        if works.images.refiner is not None:
-            given |= read_refining(options, works.images.refiner.model.name)
-        draft = _complete(options, settings, given, prompts[0], works)
+    with model_errors(), folder(options.out), open_runtime(settings, console) as runtime:
+        if runtime.images.refiner is not None:
+            values |= read_refining(options, runtime.images.refiner.model.name)
+        draft = _complete(options, settings, values, prompts[0], runtime)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
             for prompt in prompts
             for k in range(options.count)
         )
-        return draw(works, jobs, len(prompts) * options.count, draft.steps, options.out, console)
+        return draw(runtime, jobs, len(prompts) * options.count, draft.steps, options.out, console)
 
 
 def _complete(
     options: argparse.Namespace,
     settings: Settings,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     prompt: Prompt,
-    works: Runtime | None = None,
+    runtime: Runtime | None = None,
 ) -> ImageParameters:
     """The parameters of a prompt's first picture. Without the engine only what needs no model is checked.
 
@@ -148,24 +148,30 @@ def _complete(
         flags["prompt"] = f"--prompts: {options.file}: row {prompt.row}"
     elif len(options.prompts) > 1:
         flags["prompt"] = f"PROMPT {prompt.row}"
-    if works is None:
+    if runtime is None:
         offer = ImageOffer([size_of(options)], _samplers(options), size_of(options), vaes=VAES)
-        return complete(given, offer, prompt.text, settings.deepcache, flags)
-    model = works.images.model
+        return complete(values, offer, prompt.text, settings.deepcache, flags)
+    model = runtime.images.model
     if settings.plan:
         tuned.named(settings.plan, model.plans)  # a default plan that there is not is an error here
-    asked = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
+    plan_fields = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     size = size_of(options, model.native)
     offer = ImageOffer(
-        [size], works.images.schedulers, size, vaes=VAES, defaults=model.defaults, plans=model.plans, plan=settings.plan
+        [size],
+        runtime.images.schedulers,
+        size,
+        vaes=VAES,
+        defaults=model.defaults,
+        plans=model.plans,
+        plan=settings.plan,
     )
-    found = complete({**given, **asked}, offer, prompt.text, settings.deepcache, flags)
-    found = replace(found, control=read_controls(options, found.control, size, works.depth))
+    completed = complete({**values, **plan_fields}, offer, prompt.text, settings.deepcache, flags)
+    completed = replace(completed, control=read_controls(options, completed.control, size, runtime.depth))
     try:
-        works.images.check(Request("check", "image", found))
+        runtime.images.check(Request("check", "image", completed))
     except Invalid as error:
         raise wrong_option(error, {**FLAGS, **flags}) from error
-    return found
+    return completed
 
 
 def _samplers(options: argparse.Namespace) -> Sequence[str]:
@@ -204,25 +210,25 @@ def read_controls(
 
     if depth is None and any(control.preprocessor == DEPTH for control in controls):
         raise UsageError("--control-preprocessor: depth needs a --depth-model")
-    found = []
+    completed = []
     for control, path in zip(controls, options.control, strict=True):
         picture = opened("--control", path)
         (width, height), (w, h) = picture.size, size
         if abs(width * h - height * w) > 0.1 * min(width * h, height * w):
             raise UsageError(f"--control: {path} is {width}x{height}, and the picture {w}x{h}; give one of that shape")
         pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
-        found.append(replace(control, image=prepare(control, pixels, size, depth)))
-    return tuple(found)
+        completed.append(replace(control, image=prepare(control, pixels, size, depth)))
+    return tuple(completed)
 
 
 def read_image_prompts(options: argparse.Namespace) -> tuple[ImagePrompt, ...]:
     """The image prompts with their pictures. Raises `UsageError`, naming the option or the file."""
     from PIL.Image import Resampling
 
-    found = []
+    completed = []
     for prompt, path in zip(read_inputs(options, ImagePrompt), options.image_prompt, strict=True):
         picture = opened("--image-prompt", path)
         size = prompt.kept_size(picture.size, picture.size)
         pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
-        found.append(replace(prompt, image=pixels, width=size[0], height=size[1]))
-    return tuple(found)
+        completed.append(replace(prompt, image=pixels, width=size[0], height=size[1]))
+    return tuple(completed)

@@ -46,16 +46,16 @@ def add(commands: Commands) -> None:
     verbs.add_parser("list", help="list keys", description="Every key, oldest first.").set_defaults(run=_list)
     gone = verbs.add_parser("revoke", help="take a key away", description="Take a key away, within two seconds.")
     gone.add_argument("id", metavar="ID", help="as `keys list` has it")
-    what = gone.add_mutually_exclusive_group()
-    what.add_argument("--keep-jobs", action="store_true", help="let its jobs and batches go on; as if nothing is said")
-    what.add_argument("--cancel-jobs", action="store_true", help="cancel its jobs and batches")
+    group = gone.add_mutually_exclusive_group()
+    group.add_argument("--keep-jobs", action="store_true", help="let its jobs and batches go on; as if nothing is said")
+    group.add_argument("--cancel-jobs", action="store_true", help="cancel its jobs and batches")
     gone.set_defaults(run=_revoke)
     verbs.add_parser(
         "open", help="ask for no key", description="Serve without keys again, after the last one was revoked."
     ).set_defaults(run=_open)
-    told = verbs.add_parser("webhook", help="how webhooks are signed", description="The secret of a key's webhooks.")
-    told.add_argument("id", nargs="?", default="", metavar="ID", help="of a key; none: of jobs made without keys")
-    told.set_defaults(run=_webhook)
+    webhook = verbs.add_parser("webhook", help="how webhooks are signed", description="The secret of a key's webhooks.")
+    webhook.add_argument("id", nargs="?", default="", metavar="ID", help="of a key; none: of jobs made without keys")
+    webhook.set_defaults(run=_webhook)
     for verb in verbs.choices.values():
         verb.add_argument("--data", dest="data_dir", type=Path, metavar="DIR", help="of the `diptych serve` here")
 
@@ -81,10 +81,10 @@ def _add(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     for key in _with_keyring(options, lambda keyring: keyring.all()):
-        made = time.strftime("%Y-%m-%d", time.gmtime(key.created))
-        told = {"rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes}
-        limits = ", ".join(f"{what} {value}" for what, value in told.items() if value)
-        print(f"{key.id}  {key.name}  {','.join(key.scopes)}  {made}" + (f"  {limits}" if limits else ""))
+        created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
+        bounds = {"rate": key.rate, "quota": key.quota, "queued": key.queued, "file bytes": key.file_bytes}
+        limits = ", ".join(f"{limit} {value}" for limit, value in bounds.items() if value)
+        print(f"{key.id}  {key.name}  {','.join(key.scopes)}  {created}" + (f"  {limits}" if limits else ""))
     return 0
 
 
@@ -94,10 +94,10 @@ def _revoke(options: argparse.Namespace) -> int:
     def take(keyring: Keyring) -> tuple[bool, bool]:
         return keyring.revoke(options.id, end=options.cancel_jobs), keyring.guard().closed
 
-    there, closed = _with_keyring(options, take)
-    if not there and not (options.cancel_jobs and _ID.fullmatch(options.id)):
+    revoked, closed = _with_keyring(options, take)
+    if not revoked and not (options.cancel_jobs and _ID.fullmatch(options.id)):
         raise CommandFailed("ID: there is no such key; see `diptych keys list`")
-    print("revoked" if there else "it was revoked before")
+    print("revoked" if revoked else "it was revoked before")
     _follow_up(options)
     if closed:
         print("That was the last key. Nobody is served now, on this machine neither, until you make another")
@@ -117,15 +117,15 @@ def _follow_up(options: argparse.Namespace) -> None:
     client = RedisClient(named.redis_url)
     store, batches = JobStore.of(named, client), BatchStore.of(named, client)
     try:
-        found = (cancel_all if options.cancel_jobs else usage)(store, batches, options.id)
+        answer = (cancel_all if options.cancel_jobs else usage)(store, batches, options.id)
     except StoreError as error:
         raise CommandFailed(f"the key is revoked; its jobs are not looked at: {error}") from error
     finally:
         client.close()
     if options.cancel_jobs:
-        print(f"cancelled: {found.jobs} jobs, {found.batches} batches")
-    elif found.jobs or found.batches:
-        print(f"{found.jobs} jobs and {found.batches} batches of it go on; --cancel-jobs ends them")
+        print(f"cancelled: {answer.jobs} jobs, {answer.batches} batches")
+    elif answer.jobs or answer.batches:
+        print(f"{answer.jobs} jobs and {answer.batches} batches of it go on; --cancel-jobs ends them")
 
 
 def _open(options: argparse.Namespace) -> int:
@@ -175,7 +175,7 @@ def _url(settings: Settings) -> str:
 
 def _bytes(text: str) -> int:
     """Parse a number of bytes with an optional unit. Raises ValueError."""
-    found = re.fullmatch(r"([0-9]{1,15})(B|KiB|MiB|GiB|TiB)?", text)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,15})(B|KiB|MiB|GiB|TiB)?", text)
+    if match is None:
         raise argparse.ArgumentTypeError("must look like 500MiB or 10GiB")
-    return int(found[1]) << 10 * ("B", "KiB", "MiB", "GiB", "TiB").index(found[2] or "B")
+    return int(match[1]) << 10 * ("B", "KiB", "MiB", "GiB", "TiB").index(match[2] or "B")

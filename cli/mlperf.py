@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
 
 
 def add_arguments(mlperf: argparse.ArgumentParser) -> None:
-    """Those of a test, and what is fixed by its protocol."""
+    """Add the arguments of a test, and set what is fixed by its protocol."""
     mlperf.add_argument("--scenario", choices=("Offline", "Server", "SingleStream"), required=True)
     mlperf.add_argument(
         "--mode", choices=("performance", "accuracy"), default="performance", help="default: %(default)s"
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         if value is not None and not 0 < value < 1e9:
             raise UsageError(f"--{name.replace('_', '-')}: must be greater than 0, not {value:g}")
     try:
-        wanted = captions.read(options.prompts, options.limit)
+        rows = captions.read(options.prompts, options.limit)
     except captions.PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
     settings = read_settings(options, compile=False).model_copy(update={"plan": ""})  # the test's is the protocol
@@ -111,9 +111,9 @@ def run(options: argparse.Namespace) -> int:
     if options.panel == "text":
         with scoring_errors(), _loadgen_errors(), model_errors():
             _make(options.out)
-            return _said(_written(test, options, settings, wanted, console), test, options.out)
+            return _said(_written(test, options, settings, rows, console), test, options.out)
     drawing.follow_mlperf(options)
-    draft = drawing.draft_of(options, settings, wanted[0])
+    draft = drawing.draft_of(options, settings, rows[0])
     with scoring_errors(), _loadgen_errors():
         lens = None
         if options.mode == ACCURACY:
@@ -121,10 +121,10 @@ def run(options: argparse.Namespace) -> int:
             try_references(options.against, lens)
         _make(options.out)
         with contextlib.ExitStack() as stack:
-            result, draft, drawn_by = _driven(test, options, settings, draft, wanted, stack, console)
+            result, draft, drawn_by = _driven(test, options, settings, draft, rows, stack, console)
         if lens is None:
             return _said(result, test, options.out)
-        return _scored(options, settings, draft, wanted, drawn_by, lens, console)
+        return _scored(options, settings, draft, rows, drawn_by, lens, console)
 
 
 def _driven(
@@ -132,7 +132,7 @@ def _driven(
     options: argparse.Namespace,
     settings: Settings,
     draft: ImageParameters,
-    wanted: Sequence[Caption],
+    rows: Sequence[Caption],
     stack: contextlib.ExitStack,
     console: Console,
 ) -> tuple[Result, ImageParameters, dict[str, Any]]:
@@ -143,17 +143,17 @@ def _driven(
     latent, _ = drawing.open_latent(options)
     source, draft = drawing.open_source(options, settings, draft, latent, stack, console)
     drafts = [
-        replace(draft, prompt=caption.text, seed=generate.seed_of(caption, options.seed_offset)) for caption in wanted
+        replace(draft, prompt=caption.text, seed=generate.seed_of(caption, options.seed_offset)) for caption in rows
     ]
-    warm = [source.submit(one, lambda: None) for one in drafts[: min(len(drafts), source.width // 2)]]
-    drawn = [source.take(future.result()) for future in warm]
+    warm = [source.submit(draft, lambda: None) for draft in drafts[: min(len(drafts), source.width // 2)]]
+    pictures = [source.take(future.result()) for future in warm]
     with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
         result = loadgen.run(test, ImageTask(source, drafts), options.out, partial(_warn, console))
-    return result, draft, dict(generate.read_fingerprint(drawn[0].png))
+    return result, draft, dict(generate.read_fingerprint(pictures[0].png))
 
 
 def _written(
-    test: LoadGenSettings, options: argparse.Namespace, settings: Settings, wanted: Sequence[Caption], console: Console
+    test: LoadGenSettings, options: argparse.Namespace, settings: Settings, rows: Sequence[Caption], console: Console
 ) -> Result:
     """LoadGen's test of the text model: greedy answers to each caption as a chat's first message."""
     from core.batching.engine import Engine
@@ -163,16 +163,16 @@ def _written(
     from workers.build import text_runner
     from workers.text_handler import TextJobHandler
 
-    prompts = [caption.text for caption in wanted]
+    prompts = [caption.text for caption in rows]
     name = settings.text_model_name
     if name is None:
         raise UsageError("--text-model: no text model is named and none is embedded")
     with contextlib.ExitStack() as stack:
-        panel: Any
+        task: Any
         if options.server:
             short = Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
             remote = RemoteTexts(options.server, short, prompts, max_tokens=options.max_tokens)
-            panel = stack.enter_context(contextlib.closing(remote))
+            task = stack.enter_context(contextlib.closing(remote))
         else:
             with console.status("starting") as status:
                 lane = Lane("device")
@@ -182,11 +182,11 @@ def _written(
                 stack.callback(runner.close)
                 runner.prepare(measure_s=1.0)
             engine = stack.enter_context(Engine([runner]))
-            panel = TextTask(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
-        for future in [panel.submit(index, lambda: None) for index in range(min(8, len(panel)))]:
+            task = TextTask(engine, TextJobHandler(runner), prompts, max_tokens=options.max_tokens)
+        for future in [task.submit(index, lambda: None) for index in range(min(8, len(task)))]:
             future.result()  # warm-up, and checks that it works
         with console.status(f"LoadGen: {test.scenario}, {test.mode}"):
-            return loadgen.run(test, panel, options.out, partial(_warn, console))
+            return loadgen.run(test, task, options.out, partial(_warn, console))
 
 
 def _warn(console: Console, text: str) -> None:
@@ -202,10 +202,10 @@ def _make(out: Path) -> None:
 def _said(result: Result, test: LoadGenSettings, out: Path) -> int:
     from evaluation.run import write_json
 
-    found = {
+    document = {
         "scenario": test.scenario, "valid": result.valid, "shortened": result.short, "summary": dict(result.summary),
     }  # fmt: skip
-    write_json(out / "mlperf.json", found)
+    write_json(out / "mlperf.json", document)
     if result.valid is None:
         print(out / "mlperf_log_accuracy.json", flush=True)
         return 0
@@ -221,7 +221,7 @@ def _scored(
     options: argparse.Namespace,
     settings: Settings,
     draft: ImageParameters,
-    wanted: list[Caption],
+    rows: list[Caption],
     drawn_by: dict[str, Any],
     lens: ScoringNetworks,
     console: Console,
@@ -234,16 +234,16 @@ def _scored(
     from evaluation.run import RunWriter
 
     _, printed = drawing.open_latent(options)
-    asked = drawing.asked(options, settings, draft) | {"latent": printed}
-    with RunWriter(options.out / "run", asked, wanted) as writer:
+    settings_used = drawing.asked(options, settings, draft) | {"latent": printed}
+    with RunWriter(options.out / "run", settings_used, rows) as writer:
         writer.confirm(drawn_by)
         for index, picture in read_accuracy(options.out / "mlperf_log_accuracy.json", (draft.width, draft.height)):
             stream = io.BytesIO()
             Image.fromarray(picture).save(stream, "PNG")
-            seed = generate.seed_of(wanted[index], options.seed_offset)
-            writer.add(wanted[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
+            seed = generate.seed_of(rows[index], options.seed_offset)
+            writer.add(rows[index], seed, f"{index:05d}.png", stream.getvalue(), session=0, seconds=0.0)
         if writer.run.missing:
-            raise CommandFailed(f"LoadGen's accuracy log holds {len(writer.run.records)} of {len(wanted)} pictures")
+            raise CommandFailed(f"LoadGen's accuracy log holds {len(writer.run.records)} of {len(rows)} pictures")
         return score(writer.run, options, lens, console)
 
 

@@ -78,8 +78,8 @@ def _models(options: argparse.Namespace) -> int:
         card = model["diptych"]
         state = "" if card["live"] else "  (not live)"
         size = card["native_size"] if card["modality"] == "image" else f"{card['limits']['context']} tokens"
-        what = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))
-        print(printable(f"{model['id']}  {what}{state}"))
+        columns = ", ".join((card["modality"], f"{card['precision']} on {card['device']}", size))
+        print(printable(f"{model['id']}  {columns}{state}"))
     return 0
 
 

@@ -92,9 +92,9 @@ def add(commands: Commands) -> None:
 def _quantize(options: argparse.Namespace) -> int:
     check_range(options, "limit", 1)
     check_range(options, "alpha", 0, 1)
-    given = _given(options, _CALIBRATION)
-    if given and not is_calibrated(options.scheme):
-        raise UsageError(f"{given[0]}: is for calibration, and {options.scheme} needs none")
+    options_given = _given(options, _CALIBRATION)
+    if options_given and not is_calibrated(options.scheme):
+        raise UsageError(f"{options_given[0]}: is for calibration, and {options.scheme} needs none")
     _check_layerwise(options)
     if options.text_model is not None:
         return _quantize_text(options, _prompts(options))
@@ -110,12 +110,12 @@ def _quantize(options: argparse.Namespace) -> int:
 def _check_layerwise(options: argparse.Namespace) -> None:
     """Reject options for a UNet's layers beside those that exclude them."""
     for other in ("text_model", "control"):
-        given = _given(options, ("search", "keep", "sensitivity", "gptq"))
-        if given and getattr(options, other) is not None:
-            raise UsageError(f"{given[0]}: is for models that draw, not for --{other.replace('_', '-')}")
+        used = _given(options, ("search", "keep", "sensitivity", "gptq"))
+        if used and getattr(options, other) is not None:
+            raise UsageError(f"{used[0]}: is for models that draw, not for --{other.replace('_', '-')}")
     excluded = {"--scales-only": options.scales_only, "--sensitivity": options.sensitivity}
     excluded[options.scheme] = options.scheme != "int8"
-    for other in (name for name, given in excluded.items() if given and options.gptq):
+    for other in (name for name, used in excluded.items() if used and options.gptq):
         raise UsageError(f"--gptq: rounds int8 weights that are stored, and there are none with {other}")
     if options.search and (options.plain or options.alpha is not None):
         raise UsageError(
@@ -124,8 +124,8 @@ def _check_layerwise(options: argparse.Namespace) -> None:
 
 
 def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int | None, threads: int | None) -> int:
-    """The same for a model's folder, where `--precision int8` finds the variant."""
-    given: dict[str, object] = {
+    """Quantize into a model's own folder, where `--precision int8` finds the variant; return the exit code."""
+    values: dict[str, object] = {
         "limit": limit,
         "variant": variant,
         "threads": threads,
@@ -133,13 +133,13 @@ def into_own_folder(folder: Path, scheme: str, variant: str | None, limit: int |
         "alpha": None,
         "control": None,
     }
-    given |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
-    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **given)
+    values |= dict.fromkeys(("plain", "scales_only", "search", "sensitivity", "gptq"), False) | {"keep": None}
+    options = argparse.Namespace(model=str(folder), out=folder, scheme=scheme, **values)
     return _into_folder(options, _prompts(options))
 
 
 def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
-    """Those of these options that were given, as they are written."""
+    """Return those of these options that were given, as they are written."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
 
 
@@ -164,9 +164,9 @@ def _into_cache(options: argparse.Namespace) -> int:
     """Create the variant that `--precision int8` looks for, unless it exists."""
     from rich.console import Console
 
-    given = _given(options, _OWN)
-    if given:
-        raise UsageError(f"--out: is needed with {given[0]}: in the cache all is as by default")
+    options_given = _given(options, _OWN)
+    if options_given:
+        raise UsageError(f"--out: is needed with {options_given[0]}: in the cache all is as by default")
     settings = read_settings(options)
     with model_errors(), StartupProgress(Console(stderr=True)) as starting:
         from contract.precision import unquantized
@@ -191,13 +191,13 @@ def _into_folder(options: argparse.Namespace, prompts: list[str]) -> int:
         from workers.devices import kernels
 
         model = _unquantized(settings)
-        made = make(
+        reports = make(
             model, prompts, options.out, scheme=options.scheme,
             alpha=options.alpha, plain=options.plain,
             layerwise=Layerwise(options.search, options.keep, options.gptq),
             weights=not options.scales_only, kernels=kernels(settings, model)[0], tell=tell,
         )  # fmt: skip
-    for part, (report, size_bytes) in made.items():
+    for part, (report, size_bytes) in reports.items():
         _print(part, options.scheme, report, size_bytes)
     return 0
 
@@ -211,11 +211,11 @@ def _sensitivity(options: argparse.Namespace, prompts: list[str]) -> int:
         from workers.devices import kernels
 
         model = _unquantized(settings)
-        said = report(
+        result = report(
             model, prompts, options.out, scheme=options.scheme, alpha=options.alpha, plain=options.plain,
             layerwise=Layerwise(options.search, options.keep), kernels=kernels(settings, model)[0], tell=tell,
         )  # fmt: skip
-    print(said)
+    print(result)
     return 0
 
 
@@ -251,9 +251,9 @@ def _unquantized(settings: Settings) -> ImageModel:
     return load_model(settings.model_copy(update={"precision": precision, "unet": ""}))
 
 
-def _print(what: str, scheme: str, report: QuantizationReport, size_bytes: int) -> None:
+def _print(title: str, scheme: str, report: QuantizationReport, size_bytes: int) -> None:
     left = len(report.skipped)
-    print(f"{what}: {len(report.changed)} layers in {scheme}, {left} left as they were, {size_bytes} bytes")
+    print(f"{title}: {len(report.changed)} layers in {scheme}, {left} left as they were, {size_bytes} bytes")
 
 
 @contextmanager

@@ -93,13 +93,13 @@ def read_request(options: argparse.Namespace, fields: Sequence[str] = FIELDS) ->
     """The fields that are given, by name; `steps` where lists of steps are. Raises `UsageError` for a malformed one."""
     from contract.schedule import schedule_of
 
-    given = {name: getattr(options, destination(name)) for name in fields}
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
-    for name in _LISTS.keys() & given.keys():
-        given[name] = _numbers(name, given[name])
-    if "steps" not in given and (steps := schedule_of(given).steps):
-        given["steps"] = steps
-    return given
+    values = {name: getattr(options, destination(name)) for name in fields}
+    values = {name: value for name, value in values.items() if value is not None and value is not False}
+    for name in _LISTS.keys() & values.keys():
+        values[name] = _numbers(name, values[name])
+    if "steps" not in values and (steps := schedule_of(values).steps):
+        values["steps"] = steps
+    return values
 
 
 def _numbers(name: str, text: str) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ def _numbers(name: str, text: str) -> tuple[Any, ...]:
 
 
 def complete(
-    given: Mapping[str, Any], offer: ImageOffer, prompt: str, deepcache: str, flags: Mapping[str, str] = {}
+    values: Mapping[str, Any], offer: ImageOffer, prompt: str, deepcache: str, flags: Mapping[str, str] = {}
 ) -> ImageParameters:
     """The parameters of a picture with these fields, by the plan and the defaults of `offer`; checked as in the API.
 
@@ -124,7 +124,7 @@ def complete(
     from contract import plan
     from contract.image_request import ImageRequest
 
-    request = ImageRequest.model_construct(prompt=prompt, **given)
+    request = ImageRequest.model_construct(prompt=prompt, **values)
     try:
         return request.complete(offer).pictures(plan.parse(deepcache))[0]
     except Invalid as error:
@@ -185,26 +185,26 @@ def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> Non
     flag = _KINDS[kind]
     text = f"{(kind.__doc__ or '').partition('.')[0]}; up to {kind.MOST} times"
     parser.add_argument(flag, action="append", default=[], type=Path, metavar="IMAGE", help=text)
-    for name, (own, _, about, _) in declarations(kind).items():
+    for name, (declaration, _, description, _) in declarations(kind).items():
         if name != "image":
-            text = f"{about}; one for each {flag}, or one for all"
-            _add(parser, f"{flag}-{name}", own, text, name, action="append", default=[])
+            text = f"{description}; one for each {flag}, or one for all"
+            _add(parser, f"{flag}-{name}", declaration, text, name, action="append", default=[])
 
 
 def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
-    """What the options say of each picture of a field, without the pictures. Raises `UsageError`."""
+    """Return what the options say of each picture of a field, without the pictures. Raises `UsageError`."""
     flag = _KINDS[kind]
-    here = flag.removeprefix("--").replace("-", "_")
-    count = len(getattr(options, here))
-    given = {name: getattr(options, f"{here}_{name}") for name in declarations(kind) if name != "image"}
-    for name, values in given.items():
+    prefix = flag.removeprefix("--").replace("-", "_")
+    count = len(getattr(options, prefix))
+    set_values = {name: getattr(options, f"{prefix}_{name}") for name in declarations(kind) if name != "image"}
+    for name, values in set_values.items():
         if values and not count:
             raise UsageError(f"{flag}-{name}: is of {'a ' * (kind is Control)}{flag}, and there is none")
         if len(values) not in (0, 1, count):
             raise UsageError(f"{flag}-{name}: is given {len(values)} times, for {count} of {flag}")
-    if count and not given["model"]:
+    if count and not set_values["model"]:
         raise UsageError(f"{flag}-model: must name the {_READERS[kind]} that reads {flag}")
-    entries = [{name: values[n % len(values)] for name, values in given.items() if values} for n in range(count)]
+    entries = [{name: values[n % len(values)] for name, values in set_values.items() if values} for n in range(count)]
     return tuple(kind(**entry) for entry in entries)
 
 

@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--data: {error}") from error
         except OSError as error:
             raise UsageError(f"--data: {error.filename}: cannot be read ({error.strerror})") from error
-        for number, own in enumerate(runs):
+        for number, entry in enumerate(runs):
             pair = (again, options.real) if number == 0 else (None, None)
-            report = judge.run(own, *pair, count=options.count)
-            write_json(own.folder / "scenes.json", report)
-            print(own.folder / "scenes.json")
+            report = judge.run(entry, *pair, count=options.count)
+            write_json(entry.folder / "scenes.json", report)
+            print(entry.folder / "scenes.json")
             print(_table(report), flush=True)
     return 0
 
@@ -73,7 +73,8 @@ def _table(report: dict[str, Any]) -> str:
     for name, figures in groups.items():
         shares = (figures.get(part) for part in _PARTS)
         cells = (
-            "–" if one is None else f"{100 * one[0]:.1f} ({100 * one[1]:.1f} to {100 * one[2]:.1f})" for one in shares
+            "–" if share is None else f"{100 * share[0]:.1f} ({100 * share[1]:.1f} to {100 * share[2]:.1f})"
+            for share in shares
         )
         rows.append((name.replace("_", " "), *cells))
     return compare.aligned(rows)

@@ -46,22 +46,22 @@ def open_lens(
     folders = _judges(options.judge)
     networks = _networks(options, settings, run)
     lpips = None if options.lpips is None else Lpips(options.lpips)
-    return networks._replace(lpips=lpips, judges=tuple(open_judge(*given) for given in folders.items()))
+    return networks._replace(lpips=lpips, judges=tuple(open_judge(*folder) for folder in folders.items()))
 
 
-def _judges(given: list[str]) -> dict[str, Path]:
+def _judges(texts: list[str]) -> dict[str, Path]:
     """The folders by figure. Raises `UsageError`."""
     from evaluation.judges import JUDGES
 
-    found: dict[str, Path] = {}
-    for text in given:
+    folders: dict[str, Path] = {}
+    for text in texts:
         figure, _, folder = text.partition("=")
         if figure not in JUDGES or not folder:
             raise UsageError(f"--judge: must be one of {', '.join(JUDGES)}, with =DIR, not {text!r}")
-        if figure in found:
+        if figure in folders:
             raise UsageError(f"--judge: names {figure} twice")
-        found[figure] = Path(folder)
-    return found
+        folders[figure] = Path(folder)
+    return folders
 
 
 def _networks(options: argparse.Namespace, settings: Settings | None, run: EvaluationRun | None) -> ScoringNetworks:
@@ -133,46 +133,48 @@ def score(run: EvaluationRun, options: argparse.Namespace, lens: ScoringNetworks
 
     with generate.bars(console) as progress:
         look = looking(progress)
-        kept = run.folder / "references"
-        held = [references.look(path, lens, kept, partial(look, f"looking at {path.name}")) for path in options.against]
-        found = scores.score_run(run, lens, held, resamples=options.resamples, look=look)
+        cache = run.folder / "references"
+        looks = [
+            references.look(path, lens, cache, partial(look, f"looking at {path.name}")) for path in options.against
+        ]
+        figures = scores.score_run(run, lens, looks, resamples=options.resamples, look=look)
     speed = run.speed()
-    whole = {
-        "lens": lens.name, "pictures": len(run.captions), "side": min(pixels.read(run.files()[0]).shape[:2]), **found,
+    document = {
+        "lens": lens.name, "pictures": len(run.captions), "side": min(pixels.read(run.files()[0]).shape[:2]), **figures,
         "pictures_per_second": None if speed is None else round(speed, 4),
         "settings": run.settings, "drawn_by": run.drawn_by,
     }  # fmt: skip
     if stand_ins := getattr(options, "stand_ins", []):
-        whole["stand_ins"] = stand_ins
-    write_json(run.folder / "scores.json", whole)
-    (run.folder / "report.html").write_text(report.page(compare.of_one(run, lens, whole), [run]), "utf-8")
-    for note in whole["notes"]:
+        document["stand_ins"] = stand_ins
+    write_json(run.folder / "scores.json", document)
+    (run.folder / "report.html").write_text(report.page(compare.of_one(run, lens, document), [run]), "utf-8")
+    for note in document["notes"]:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    print(_table(whole))
+    print(_table(document))
     if options.protocol:
-        print(mlperf.table(whole))
+        print(mlperf.table(document))
     print(run.folder / "report.html")
     print(run.folder / "scores.json", flush=True)
     return 0
 
 
-def _table(whole: dict[str, Any]) -> str:
-    rows = [("", name, score) for name, score in whole["scores"].items()]
-    for reference, held in whole["against"].items():
-        rows += [(f"against {reference}", name, score) for name, score in held["scores"].items()]
-        rows += [(f"less {reference}'s", name, change) for name, change in held.get("changes", {}).items()]
+def _table(document: dict[str, Any]) -> str:
+    rows = [("", name, score) for name, score in document["scores"].items()]
+    for reference, entries in document["against"].items():
+        rows += [(f"against {reference}", name, score) for name, score in entries["scores"].items()]
+        rows += [(f"less {reference}'s", name, change) for name, change in entries.get("changes", {}).items()]
     return "\n".join(
-        f"{name:20} {score['value']:12.6g}   {score['low']:.6g} … {score['high']:.6g}   {beside}".rstrip()
-        for beside, name, score in rows
+        f"{name:20} {score['value']:12.6g}   {score['low']:.6g} … {score['high']:.6g}   {cells}".rstrip()
+        for cells, name, score in rows
     )
 
 
 def looking(progress: Any) -> Any:
     tasks: dict[str, Any] = {}
 
-    def look(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            tasks[what] = progress.add_task(what, total=total)
-        progress.update(tasks[what], completed=done)
+    def look(title: str, done: int, total: int) -> None:
+        if title not in tasks:
+            tasks[title] = progress.add_task(title, total=total)
+        progress.update(tasks[title], completed=done)
 
     return look

@@ -184,16 +184,16 @@ def _wait_for_redis(settings: Settings) -> None:
     """Return when Redis answers; print once why it does not."""
     from core.jobs.connection import RedisClient, StoreError
 
-    pause_s, said = _FIRST_PAUSE_S, ""
+    pause_s, error_text = _FIRST_PAUSE_S, ""
     with RedisClient(settings.redis_url) as client:
         while True:
             try:
                 client.ping()
                 return
             except StoreError as error:
-                if str(error) != said:
-                    said = str(error)
-                    why = printable_message(said)
-                    print(f"diptych: DIPTYCH_REDIS_URL: {why}; trying until it does", file=sys.stderr, flush=True)
+                if str(error) != error_text:
+                    error_text = str(error)
+                    reason = printable_message(error_text)
+                    print(f"diptych: DIPTYCH_REDIS_URL: {reason}; trying until it does", file=sys.stderr, flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

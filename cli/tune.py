@@ -108,16 +108,16 @@ def _tune(options: argparse.Namespace) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         create_cache_folder(settings)
         try:
-            with model_errors(), open_runtime(settings, console, measure_s=_MEASURE_S) as works:
-                judged = _Tuning(options, works, texts, lens, console).run()
+            with model_errors(), open_runtime(settings, console, measure_s=_MEASURE_S) as runtime:
+                judged = _Tuning(options, runtime, texts, lens, console).run()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on") from None
-        store(options.out, judged, gates, lens, works.images.model, len(texts), target)
+        store(options.out, judged, gates, lens, runtime.images.model, len(texts), target)
     return 0
 
 
 def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
-    """Of the first captions."""
+    """Return those of the first `captions` captions that the run lacks."""
     return [caption for caption in run.missing if caption.index < captions]
 
 
@@ -143,16 +143,16 @@ class _Tuning:
     def __init__(
         self,
         options: argparse.Namespace,
-        works: Runtime,
+        runtime: Runtime,
         texts: list[Caption],
         lens: ScoringNetworks,
         console: Console,
     ) -> None:
         from evaluation.sources import LocalEngine
 
-        self._options, self._works, self._texts, self._lens, self._console = options, works, texts, lens, console
-        self._source = LocalEngine(works)
-        self._model = works.images.model
+        self._options, self._works, self._texts, self._lens, self._console = options, runtime, texts, lens, console
+        self._source = LocalEngine(runtime)
+        self._model = runtime.images.model
         self._draft = self._request()
         self._state = self._read_state()
 
@@ -163,7 +163,7 @@ class _Tuning:
         draft = self._draft
         usual = replace(self._model.defaults, guidance_scale=draft.guidance_scale)
         every = tuning.candidates(usual, self._works.images.schedulers)
-        every = [one for one in every if self._runs(one)]
+        every = [candidate for candidate in every if self._runs(candidate)]
         with generate.bars(self._console) as self._progress:
             card = self._card()
             for depth in set(DEPTHS) - card.costs.shallow_row_step_s.keys():
@@ -171,10 +171,12 @@ class _Tuning:
             search = tuning.Search(self._options.out, card, draft, len(self._texts), self._draw)
             finalists = [every[0], *search.finalists(every)]
             prompts = [caption.text for caption in self._texts]
-            asked = {one.name: (one.request(draft), search.seconds(one)) for one in finalists}
+            requests = {
+                candidate.name: (candidate.request(draft), search.seconds(candidate)) for candidate in finalists
+            }
             try:
                 speeds = tuning.measure(
-                    asked, self._source, prompts, self._state.setdefault("pairs", {}), self._keep_state,
+                    requests, self._source, prompts, self._state.setdefault("pairs", {}), self._keep_state,
                     self._tell,
                 )  # fmt: skip
             except Exception as error:  # of one image
@@ -186,34 +188,35 @@ class _Tuning:
 
         size = size_of(self._options, self._model.native)
         offer = ImageOffer([size], self._works.images.schedulers, size, defaults=self._model.defaults)
-        given = {"seed": 0, **read_request(self._options, ["guidance_scale"])}
-        return complete(given, offer, self._texts[0].text, OFF)
+        values = {"seed": 0, **read_request(self._options, ["guidance_scale"])}
+        return complete(values, offer, self._texts[0].text, OFF)
 
-    def _runs(self, one: Candidate) -> bool:
-        """Whether the model can be asked for it. Raises `UsageError` for the full plan."""
+    def _runs(self, candidate: Candidate) -> bool:
+        """Return whether the model can be asked for it. Raises `UsageError` for the full plan."""
         from contract.errors import Invalid
         from core.batching.request import Request
         from evaluation.tuning import FULL
 
         try:
-            self._works.images.check(Request("check", "image", one.request(self._draft)))
+            self._works.images.check(Request("check", "image", candidate.request(self._draft)))
         except Invalid as error:
-            if one.name == FULL:
+            if candidate.name == FULL:
                 raise wrong_option(error, FLAGS) from error
             return False
         return True
 
-    def _settings(self, one: Candidate) -> dict[str, Any]:
+    def _settings(self, candidate: Candidate) -> dict[str, Any]:
         draft = self._draft
         return {
             "server": None, "model": self._model.name, "precision": self._model.precision,
             "prompts": self._options.prompts.name, "guidance_scale": draft.guidance_scale, "seed_offset": 0,
-            "size": f"{draft.width}x{draft.height}", "steps": one.steps, "scheduler": one.scheduler or draft.scheduler,
-            "schedule_type": one.schedule_type, "guidance_interval": one.interval and [*one.interval],
-            "deepcache": one.fields()["deepcache"],
+            "size": f"{draft.width}x{draft.height}", "steps": candidate.steps,
+            "scheduler": candidate.scheduler or draft.scheduler, "schedule_type": candidate.schedule_type,
+            "guidance_interval": candidate.interval and [*candidate.interval],
+            "deepcache": candidate.fields()["deepcache"],
         }  # fmt: skip
 
-    def _draw(self, plans: Sequence[Candidate], captions: int, what: str) -> list[Candidate]:
+    def _draw(self, plans: Sequence[Candidate], captions: int, title: str) -> list[Candidate]:
         """Draw the first captions by each plan, all in one stream. Returns those whose images are all there.
 
         Raises `CommandFailed` if the full plan's are not.
@@ -223,30 +226,35 @@ class _Tuning:
 
         with contextlib.ExitStack() as stack:
             writers = [
-                stack.enter_context(RunWriter(self._options.out / one.name, self._settings(one), self._texts))
-                for one in plans
+                stack.enter_context(
+                    RunWriter(self._options.out / candidate.name, self._settings(candidate), self._texts)
+                )
+                for candidate in plans
             ]
             jobs = [
-                generate.job_of(writer, caption, one.request(self._draft), 0)
-                for one, writer in zip(plans, writers, strict=True)
+                generate.job_of(writer, caption, candidate.request(self._draft), 0)
+                for candidate, writer in zip(plans, writers, strict=True)
                 for caption in _missing(writer.run, captions)
             ]
-            whole = len(plans) * captions
-            bar = self._progress.add_task(what, total=whole, completed=whole - len(jobs))
-            log = generate.ProgressLog(self._console, f"pictures of {what}", 0)
+            total = len(plans) * captions
+            bar = self._progress.add_task(title, total=total, completed=total - len(jobs))
+            log = generate.ProgressLog(self._console, f"pictures of {title}", 0)
 
             def ended() -> None:
                 self._progress.advance(bar)
-                log.update(int(self._progress.tasks[bar].completed), whole)
+                log.update(int(self._progress.tasks[bar].completed), total)
 
             failed, _ = generate.draw_jobs(jobs, self._source, self._console, ended=ended)
-            drawn = {one.name: not _missing(writer.run, captions) for one, writer in zip(plans, writers, strict=True)}
-        if not drawn[plans[0].name]:
+            complete = {
+                candidate.name: not _missing(writer.run, captions)
+                for candidate, writer in zip(plans, writers, strict=True)
+            }
+        if not complete[plans[0].name]:
             raise CommandFailed(f"{failed} pictures failed; the same command tries again")
-        for name, is_drawn in drawn.items():
+        for name, is_drawn in complete.items():
             if not is_drawn:
                 self._tell(f"{name} is left out: pictures failed")
-        return [one for one in plans if drawn[one.name]]
+        return [candidate for candidate in plans if complete[candidate.name]]
 
     def _judge(self, finalists: Sequence[Candidate], speeds: dict[str, float]) -> list[Judged]:
         """Figures of the finalists, and the report."""
@@ -254,29 +262,29 @@ class _Tuning:
         from evaluation import compare, report, tuning
         from evaluation.run import EvaluationRun, write_json
 
-        runs = [EvaluationRun.read(self._options.out / one.name) for one in finalists]
+        runs = [EvaluationRun.read(self._options.out / candidate.name) for candidate in finalists]
         gates = compare.Gates(clip_change=tuning.GATES[BALANCED].score)
         look = looking(self._progress)
         real = self._reference(look)
-        found = compare.runs(runs, self._lens, real, gates=gates, resamples=self._options.resamples, look=look)
-        for note in found["notes"]:
+        result = compare.runs(runs, self._lens, real, gates=gates, resamples=self._options.resamples, look=look)
+        for note in result["notes"]:
             self._tell(f"note: {note}")
-        for one, entry in zip(finalists, found["runs"], strict=True):
-            entry["pictures_per_second"] = speeds[one.name]
-        write_json(self._options.out / "report.json", found)
-        page = report.page(found, runs, count=self._options.shown)
+        for candidate, entry in zip(finalists, result["runs"], strict=True):
+            entry["pictures_per_second"] = speeds[candidate.name]
+        write_json(self._options.out / "report.json", result)
+        page = report.page(result, runs, count=self._options.shown)
         (self._options.out / "report.html").write_text(page, "utf-8")
-        return tuning.judge(finalists, found["runs"], self._lens)
+        return tuning.judge(finalists, result["runs"], self._lens)
 
     def _reference(self, look: Any) -> ReferenceImages | None:
-        """What FID and CMMD are taken from, if it is given."""
+        """Return what FID and CMMD are taken from, if it is given."""
         from evaluation import references
 
         path: Path | None = self._options.real
         if path is None:
             return None
-        kept = self._options.out / "references"
-        return references.look(path, self._lens, kept, partial(look, f"looking at {path.name}"))
+        cache = self._options.out / "references"
+        return references.look(path, self._lens, cache, partial(look, f"looking at {path.name}"))
 
     # -- what a stopped search leaves -------------------------------------------------------------------------------
 
@@ -287,11 +295,11 @@ class _Tuning:
         if not path.exists():
             return {}
         try:
-            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            read_card(found["card"])
+            state: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            read_card(state["card"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UsageError(f"--out: {path} cannot be read ({error})") from error
-        return found
+        return state
 
     def _keep_state(self) -> None:
         from evaluation.run import write_json
@@ -309,8 +317,8 @@ class _Tuning:
         card = read_card(self._state["card"])
         assert isinstance(card, ImageCard)
         if card.device != str(self._model.device) or card.precision != self._model.precision:
-            there, here = f"{card.precision} on {card.device}", f"{self._model.precision} on {self._model.device}"
-            raise UsageError(f"--out: {self._options.out} holds a search in {there}, this is {here}")
+            stored, current = f"{card.precision} on {card.device}", f"{self._model.precision} on {self._model.device}"
+            raise UsageError(f"--out: {self._options.out} holds a search in {stored}, this is {current}")
         return card
 
     def _tell(self, line: str) -> None:

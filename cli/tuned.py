@@ -41,14 +41,14 @@ def _gate(text: str, computed: set[str]) -> tuple[str, Gate]:
     name, _, limits = text.partition("=")
     try:
         score, psnr, *more = limits.split(":")
-        others = {figure: float(limit) for figure, limit in (part.split("=") for part in more)}
-        gate = Gate(float(score), float(psnr), others)
-        if not all(map(math.isfinite, (gate.score, gate.psnr, *others.values()))):
+        bounds = {figure: float(limit) for figure, limit in (part.split("=") for part in more)}
+        gate = Gate(float(score), float(psnr), bounds)
+        if not all(map(math.isfinite, (gate.score, gate.psnr, *bounds.values()))):
             raise ValueError(limits)
         read({name: {}})
     except ValueError as error:
         raise UsageError(f"--gates: {text!r}: {error if isinstance(error, Invalid) else _LIKE}") from None
-    for figure in others:
+    for figure in bounds:
         if figure not in (*PAIRED, *REAL):
             raise UsageError(f"--gates: {text!r}: {figure} must be one of {', '.join((*PAIRED, *REAL))}")
         if figure not in computed:
@@ -70,38 +70,42 @@ def store(
     from evaluation import compare, tuning
     from pipeline import plans
 
-    full, *others = judged
-    names = tuning.name_plans(others, full, gates)
-    told = {one.candidate.name: one for one in (*tuning.best_pareto_front(others, full), *names.values(), full)}
-    shown = sorted(told.values(), key=lambda one: -one.images_per_s)
-    found = {
-        "plans": {name: one.candidate.fields() for name, one in names.items()},
+    full, *judged_others = judged
+    names = tuning.name_plans(judged_others, full, gates)
+    by_name = {
+        entry.candidate.name: entry for entry in (*tuning.best_pareto_front(judged_others, full), *names.values(), full)
+    }
+    listed = sorted(by_name.values(), key=lambda entry: -entry.images_per_s)
+    document = {
+        "plans": {name: entry.candidate.fields() for name, entry in names.items()},
         "model": model.name,
         "weights": model.digest,
         "device": str(model.device),
         "prompts": prompts,
         "lens": networks.name,
         "gates": {name: asdict(gate) for name, gate in gates.items()},
-        "front": [_said(one, full) for one in shown],
+        "front": [_said(entry, full) for entry in listed],
     }
     with model_errors():
-        plans.write(target, model.precision, found)
+        plans.write(target, model.precision, document)
     rows = [("plan", "names", "images/s", "full's", "PSNR", *_titles(full, networks), "score")]
-    for one in reversed(shown):
-        called = ", ".join(name for name, chosen in names.items() if chosen is one)
-        speed, faster = f"{one.images_per_s:.2f}", f"{one.images_per_s / full.images_per_s:.2f}×"
+    for entry in reversed(listed):
+        called = ", ".join(name for name, named_entry in names.items() if named_entry is entry)
+        speed, faster = f"{entry.images_per_s:.2f}", f"{entry.images_per_s / full.images_per_s:.2f}×"
         cells = ("", *("" for _ in full.bounds), "")
-        if one is not full:
-            beside = [_moved(value) if name in tuning.REAL else f"{value[0]:.4f}" for name, value in one.bounds.items()]
-            cells = (f"{one.psnr:.1f} dB", *beside, _moved(one.score))
-        rows.append((one.candidate.name, called, speed, faster, *cells))
+        if entry is not full:
+            figures = [
+                _moved(value) if name in tuning.REAL else f"{value[0]:.4f}" for name, value in entry.bounds.items()
+            ]
+            cells = (f"{entry.psnr:.1f} dB", *figures, _moved(entry.score))
+        rows.append((entry.candidate.name, called, speed, faster, *cells))
     print(compare.aligned(rows))
     print(out / "report.html")
     print(target, flush=True)
 
 
 def _titles(full: Judged, networks: ScoringNetworks) -> list[str]:
-    """Of the columns of `Judged.others`."""
+    """Return the titles of the columns of `Judged.bounds`."""
     called = {"ssim": "SSIM", "lpips": "LPIPS", "distance": networks.paired, "fid": networks.fid, "cmmd": networks.cmmd}
     return [called[name] for name in full.bounds]
 
@@ -110,19 +114,19 @@ def _moved(ratio: Bounds) -> str:
     return "{:+.2f}% ({:+.2f} … {:+.2f})".format(*(100 * (x - 1) for x in ratio))
 
 
-def _said(one: Judged, full: Judged) -> dict[str, Any]:
+def _said(entry: Judged, full: Judged) -> dict[str, Any]:
     from evaluation.tuning import REAL
 
-    others = {
+    figures = {
         f"{name}_ratio" if name in REAL else name: [round(x, 5) for x in value] if name in REAL else round(value[0], 6)
-        for name, value in one.bounds.items()
+        for name, value in entry.bounds.items()
     }
     return {
-        "name": one.candidate.name,
-        "fields": one.candidate.fields(),
-        "images_per_s": one.images_per_s,
-        "speedup": round(one.images_per_s / full.images_per_s, 3),
-        "score_ratio": [round(value, 5) for value in one.score],
-        "psnr": round(one.psnr, 2),
-        **others,
+        "name": entry.candidate.name,
+        "fields": entry.candidate.fields(),
+        "images_per_s": entry.images_per_s,
+        "speedup": round(entry.images_per_s / full.images_per_s, 3),
+        "score_ratio": [round(value, 5) for value in entry.score],
+        "psnr": round(entry.psnr, 2),
+        **figures,
     }

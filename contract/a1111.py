@@ -58,8 +58,8 @@ def read(text: str) -> str | WeightedPrompt:
 
 
 def _check_networks(text: str) -> None:
-    if found := _NETWORK.search(text):
-        raise MarkupError(f"{found[0]}…> is not read in a prompt; LoRAs are named in the field lora")
+    if match := _NETWORK.search(text):
+        raise MarkupError(f"{match[0]}…> is not read in a prompt; LoRAs are named in the field lora")
 
 
 def _check_unedited(text: str, start: int, end: int) -> None:

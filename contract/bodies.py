@@ -46,33 +46,33 @@ def declarations(kind: object) -> Mapping[str, Declaration]:
 
 @cache  # whose argument mypy takes for unhashable where it is a type[T]
 def _declared(kind: object) -> dict[str, Declaration]:
-    found = {}
+    declared = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        own, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        field_type, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         text = next((item for item in extra if isinstance(item, str)), None)
         if text is None:
             continue
-        nullable = get_origin(own) is UnionType and NoneType in get_args(own)
-        own = get_args(own)[0] if nullable and len(get_args(own)) == 2 else own
-        own = list[get_args(own)[0]] if get_origin(own) is tuple else own  # type: ignore[misc]  # as JSON has it
-        own = next((item.type for item in extra if isinstance(item, InBody)), own)
+        nullable = get_origin(field_type) is UnionType and NoneType in get_args(field_type)
+        field_type = get_args(field_type)[0] if nullable and len(get_args(field_type)) == 2 else field_type
+        field_type = list[get_args(field_type)[0]] if get_origin(field_type) is tuple else field_type  # type: ignore[misc]  # as JSON has it
+        field_type = next((item.type for item in extra if isinstance(item, InBody)), field_type)
         limits = (limit for item in extra if isinstance(item, FieldInfo) for limit in item.metadata)
         bounds = {key: getattr(limit, key) for limit in limits for key in _BOUNDS if hasattr(limit, key)}
-        found[name] = Declaration(own, nullable, text, bounds)
-    return found
+        declared[name] = Declaration(field_type, nullable, text, bounds)
+    return declared
 
 
 def body_of(kind: type[Any], required: str) -> type[StrictModel]:
     """The model of a body with the fields that this dataclass declares, all optional but the `required` one."""
-    about = (kind.__doc__ or "").partition("\n")[0]
-    return create_model(kind.__name__, __base__=StrictModel, __doc__=about, **_fields(kind, required))
+    description = (kind.__doc__ or "").partition("\n")[0]
+    return create_model(kind.__name__, __base__=StrictModel, __doc__=description, **_fields(kind, required))
 
 
 def with_fields_of(*kinds: type[Any]) -> Callable[[type[M]], type[M]]:
     """Decorate a body's model: add the fields of these dataclasses, all optional. Its own may be declared alike."""
 
     def extend(body: type[M]) -> type[M]:
-        needed = (name for name, one in declarations(body).items() if not one.nullable)
+        needed = (name for name, declaration in declarations(body).items() if not declaration.nullable)
         fields = _fields(body, next(needed, "")) | {k: v for kind in kinds for k, v in _fields(kind).items()}
         extended: type[M] = create_model(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
@@ -83,29 +83,31 @@ def with_fields_of(*kinds: type[Any]) -> Callable[[type[M]], type[M]]:
 
 
 def _fields(kind: object, required: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (own, _, text, bounds) in declarations(kind).items():
-        strict = {float: {"allow_inf_nan": False}, list: {"fail_fast": True}}.get(get_origin(own) or own, {})
+    definitions: dict[str, Any] = {}
+    for name, (declaration, _, text, bounds) in declarations(kind).items():
+        strict = {float: {"allow_inf_nan": False}, list: {"fail_fast": True}}.get(
+            get_origin(declaration) or declaration, {}
+        )
         info: Any = Field(... if name == required else None, description=text, **{**bounds, **strict})
-        found[name] = own if name == required else own | None, info
-    return found
+        definitions[name] = declaration if name == required else declaration | None, info
+    return definitions
 
 
-def check_bounds(kind: object, values: Mapping[str, Any], most: Mapping[str, float] = {}, prefix: str = "") -> None:
+def check_bounds(kind: object, values: Mapping[str, Any], limits: Mapping[str, float] = {}, prefix: str = "") -> None:
     """Raise `Invalid` for the first number or flag among these of a dataclass's fields that is beyond its bounds.
 
-    `most` are upper bounds in place of the declared ones; `prefix` goes before the field's name in the error.
+    `limits` are upper bounds in place of the declared ones; `prefix` goes before the field's name in the error.
     """
-    known = declarations(kind)
+    declared = declarations(kind)
     for name, value in values.items():
-        one, field = known.get(name), prefix + name
-        if one is None or one.kind not in (int, float, bool) or (one.nullable and value is None):
+        pair, field = declared.get(name), prefix + name
+        if pair is None or pair.kind not in (int, float, bool) or (pair.nullable and value is None):
             continue
-        if one.kind is bool:
+        if pair.kind is bool:
             check_flag(field, value)
             continue
-        low = one.bounds["gt"] if "gt" in one.bounds else one.bounds["ge"]
-        high: Any = most[name] if name in most else one.bounds["le"]
-        (check_whole if one.kind is int else check_number)(field, value, low, high)
-        if value == one.bounds.get("gt"):
+        low = pair.bounds["gt"] if "gt" in pair.bounds else pair.bounds["ge"]
+        high: Any = limits[name] if name in limits else pair.bounds["le"]
+        (check_whole if pair.kind is int else check_number)(field, value, low, high)
+        if value == pair.bounds.get("gt"):
             raise Invalid(field, f"must be more than {low}")

@@ -39,8 +39,8 @@ def check_number(field: str, value: object, low: float, high: float) -> float:
 
 def range_error(low: float, high: float, value: float) -> str:
     """The message for a number outside its range."""
-    least, most = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
-    return f"must be between {least} and {most}, not {short(value)}"
+    low_text, high_text = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
+    return f"must be between {low_text} and {high_text}, not {short(value)}"
 
 
 def check_flag(field: str, value: object) -> None:

@@ -41,7 +41,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDefaults:
-    """What an image model does where a request does not say; the values here are SDXL's.
+    """The values that an image model uses where a request does not say; those here are SDXL's.
 
     Classifier-free guidance is on, and doubles the work, for a `guidance_scale` above `guided_above`. `scheduler`,
     `schedule_type`, `timesteps` and `eta` are as in a request; None: as the model's scheduler says. `student`: by which
@@ -85,7 +85,7 @@ class SizeRange:
 
 @dataclass(frozen=True, slots=True)
 class ImageOffer(ImageLimits):
-    """What an image model offers. `loras` are the names that a request may use; None: only the syntax is checked.
+    """An image model's offer. `loras` are the names that a request may use; None: only the syntax is checked.
 
     `sizes` are those that it is best at, and `size_range` all others that it draws; None: no others.
 
@@ -168,13 +168,13 @@ class ImageOffer(ImageLimits):
             short = all(abs(side) < 10**9 for side in (width, height))
             raise self._not_offered(f"{f'{width}x{height}' if short else 'that'} is not offered")
 
-    def size(self, text: str | None, like: Size | None = None) -> Size:
-        """Parse a request's size. Without one: the model's native size, or the one most `like` another.
+    def size(self, text: str | None, hint: Size | None = None) -> Size:
+        """Parse a request's size. Without one: the model's native size, or the one nearest to `hint`.
 
         Raises `Invalid`.
         """
         if text is None or text == "auto":
-            return self.native if like is None else self.nearest(like)
+            return self.native if hint is None else self.nearest(hint)
         match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
         if match is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
@@ -193,18 +193,18 @@ class ImageOffer(ImageLimits):
         return min(self.sizes, key=apart)
 
     def offers(self, size: Size) -> bool:
-        """Whether the model draws pictures of this size."""
+        """Return whether the model draws pictures of this size."""
         return size in self.sizes or (self.size_range is not None and size in self.size_range)
 
     def _not_offered(self, wrong: str) -> Invalid:
         offered = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes, key=lambda s: (-s[0] * s[1], s)))
-        others = "" if self.size_range is None else f"; and {self.size_range}"
-        return Invalid("size", f"{wrong}; offered: {offered}{others}")
+        alternatives = "" if self.size_range is None else f"; and {self.size_range}"
+        return Invalid("size", f"{wrong}; offered: {offered}{alternatives}")
 
 
 @dataclass(frozen=True, slots=True)
 class TextOffer:
-    """What a text model offers. `context` is the most tokens of prompt and answer together; 0: not announced."""
+    """A text model's offer. `context` is the most tokens of prompt and answer together; 0: not announced."""
 
     context: StrictInt = 0
     max_prompt_characters: StrictInt = 0
@@ -313,7 +313,7 @@ class ImageCard(_Card):
         return ImageOffer(**shared | limits | {"native": (self.native, self.native)})
 
 
-_OFFERED = {one.name for one in fields(ImageOffer)} & {one.name for one in fields(ImageCard)}
+_OFFERED = {item.name for item in fields(ImageOffer)} & {item.name for item in fields(ImageCard)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,17 @@ from collections.abc import Sized
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def too_long(value: Sized, most: int) -> str:
+def too_long(value: Sized, limit: int) -> str:
     """The message for a text, a list or an object that is longer than allowed."""
-    return f"has {len(value)} {'characters' if isinstance(value, str) else 'entries'}, at most {most} are allowed"
+    return f"has {len(value)} {'characters' if isinstance(value, str) else 'entries'}, at most {limit} are allowed"
 
 
 def text_error(text: str, max_characters: int) -> str | None:
     """The reason why the text is invalid, without echoing it; None if it is valid."""
     if len(text) > max_characters:
         return too_long(text, max_characters)
-    found = _FORBIDDEN.search(text)
-    if found is not None:
-        code = f"U+{ord(found[0]):04X}"
-        return f"character {found.start() + 1} is {code}, a control character or surrogate"
+    match = _FORBIDDEN.search(text)
+    if match is not None:
+        code = f"U+{ord(match[0]):04X}"
+        return f"character {match.start() + 1} is {code}, a control character or surrogate"
     return None

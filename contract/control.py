@@ -56,12 +56,12 @@ class Control(PictureInput):
 
 def check_preprocessors(controls: Sequence[Control], offered: Collection[str] | None) -> None:
     """Raise `Invalid` for preprocessors that are not offered; None: not checked."""
-    for one in controls:
-        if offered is not None and one.preprocessor and one.preprocessor not in offered:
-            raise not_offered(one.preprocessor)
+    for control in controls:
+        if offered is not None and control.preprocessor and control.preprocessor not in offered:
+            raise not_offered(control.preprocessor)
 
 
 def not_offered(preprocessor: str) -> Invalid:
     """The error for a preprocessor that the model's worker does not have."""
-    why = " (its worker has no DIPTYCH_DEPTH_MODEL)" if preprocessor == DEPTH else ""
-    return Invalid(f"{FIELD}.preprocessor", f"{preprocessor} is not offered by this model{why}")
+    reason = " (its worker has no DIPTYCH_DEPTH_MODEL)" if preprocessor == DEPTH else ""
+    return Invalid(f"{FIELD}.preprocessor", f"{preprocessor} is not offered by this model{reason}")

@@ -27,9 +27,9 @@ class Invalid(ValueError):
 
     def to_dict(self) -> dict[str, Any]:
         """The form stored in a job's record. Older versions store only code and message."""
-        about = {"field": self.field, "reason": self.code, "detail": self.message}
-        return {"code": INVALID_REQUEST, "message": str(self), **about}
+        body = {"field": self.field, "reason": self.code, "detail": self.message}
+        return {"code": INVALID_REQUEST, "message": str(self), **body}
 
     def of(self, field: str) -> Invalid:
-        """The same error for another field name."""
+        """Return the same error for another field name."""
         return Invalid(field, self.message, self.code)

@@ -33,31 +33,31 @@ def _vae_s(card: ImageCard, job: ImageJob) -> float:
 
 def _steps_s(card: ImageCard, job: ImageJob, deep_step_s: BySize, shallow_step_s: Mapping[str, BySize]) -> float:
     """Seconds of all rows of all steps that are run. Shallow steps without an announced cost count as deep."""
-    made, (width, height) = job.picture.made, job.picture.size
-    cached = _schedule(card, job, made)
+    step_count, (width, height) = job.picture.made, job.picture.size
+    cached = _schedule(card, job, step_count)
     table = None if cached is None else shallow_step_s.get(cached.depth)
     deep_s = _step_s(deep_step_s, width, height)
     shallow_s = _step_s(table, width, height) if table else deep_s
-    most = card.defaults.rows(job.picture.guidance_scale)
-    steps, own = plan.rows_and_depths(cached, job.picture.guidance, made, most), job.picture.own_steps
-    planned = [(rows, deep or step >= own) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
+    row_count = card.defaults.rows(job.picture.guidance_scale)
+    steps, depths = plan.rows_and_depths(cached, job.picture.guidance, step_count, row_count), job.picture.own_steps
+    planned = [(rows, deep or step >= depths) for step, (rows, deep) in enumerate(steps)]  # a refiner's are deep
     measured = {control.FIELD: _step_s(card.costs.control_row_step_s, width, height)}
     added_s = sum(
-        kind.deep_rows(getattr(job.picture, field), planned, own) * (measured.get(field) or deep_s * kind.SHARE)
+        kind.deep_rows(getattr(job.picture, field), planned, depths) * (measured.get(field) or deep_s * kind.SHARE)
         for field, kind in PICTURES.items()
     )
     return added_s + sum(n * rows * (deep_s if deep else shallow_s) for (rows, deep), n in Counter(planned).items())
 
 
-def _schedule(card: ImageCard, job: ImageJob, made: int) -> plan.DeepCache | None:
+def _schedule(card: ImageCard, job: ImageJob, steps: int) -> plan.DeepCache | None:
     """The job's DeepCache schedule, or else the worker's default. None: all steps are deep, or this version cannot read
     the schedule.
     """
     try:
-        found = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
+        schedule = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
     except ValueError:
         return None
-    return found if found is not None and found.error_for(made) is None else None
+    return schedule if schedule is not None and schedule.error_for(steps) is None else None
 
 
 def _step_s(table: BySize, width: int, height: int) -> float:

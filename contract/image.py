@@ -144,20 +144,20 @@ class ImageParameters:
 
     def __post_init__(self) -> None:
         for name, kind in _OBJECTS.items():
-            if isinstance(told := getattr(self, name), Mapping):  # from JSON
-                object.__setattr__(self, name, kind.read(name, told))
+            if isinstance(current := getattr(self, name), Mapping):  # from JSON
+                object.__setattr__(self, name, kind.read(name, current))
         for name in (*GUIDANCE_FIELDS, "timesteps", "sigmas"):
             if isinstance(value := getattr(self, name), list):  # from JSON
                 object.__setattr__(self, name, tuple(value))
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """What it says of its noise schedule."""
+        """The noise schedule that the parameters give."""
         return NoiseSchedule(self.schedule_type, self.timesteps, self.sigmas, self.eta)
 
     @property
     def guidance(self) -> GuidanceSchedule:
-        """What it says of the steps with guidance."""
+        """The steps with guidance that the parameters give."""
         return GuidanceSchedule(self.guidance_interval, self.guided_steps)
 
     @property
@@ -167,17 +167,17 @@ class ImageParameters:
 
     @property
     def skipped(self) -> int:
-        """How many of `steps` are skipped at the start."""
+        """The number of `steps` that are skipped at the start."""
         return 0 if self.edit is None else max(0, self.steps - int(self.steps * self.edit.strength))
 
     @property
     def made(self) -> int:
-        """How many steps are run."""
+        """The number of steps that are run."""
         return self.steps - self.skipped
 
     @property
     def own_steps(self) -> int:
-        """How many of these the model itself runs before its refiner, for a schedule whose timesteps are even."""
+        """The number of steps that the model runs before its refiner, for a schedule whose timesteps are even."""
         return self.made if self.refiner is None else max(0, round(self.refiner.start * self.steps) - self.skipped)
 
     @property
@@ -186,15 +186,17 @@ class ImageParameters:
 
     @property
     def pictures(self) -> tuple[PictureInput, ...]:
-        """All that it brings along but an edit's."""
-        return tuple(one for field in PICTURES for one in getattr(self, field))
+        """All pictures that the request brings along but an edit's."""
+        return tuple(picture for field in PICTURES for picture in getattr(self, field))
 
     def planned(self, fields: Mapping[str, Any]) -> ImageParameters:
-        """With these fields of a request in place of its own; `deepcache` as `plan.read` takes it. Raises `Invalid`."""
-        given = dict(fields)
-        if "deepcache" in given:
-            given["deepcache"] = plan.read(given["deepcache"])
-        return replace(self, **given)
+        """Return the parameters with these fields of a request in place of their own; `deepcache` as `plan.read` takes
+        it. Raises `Invalid`.
+        """
+        changes = dict(fields)
+        if "deepcache" in changes:
+            changes["deepcache"] = plan.read(changes["deepcache"])
+        return replace(self, **changes)
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
         """The values of these fields, by name."""
@@ -202,23 +204,23 @@ class ImageParameters:
 
     def to_dict(self) -> dict[str, Any]:
         """The parameters as JSON, for an image file's metadata, with digests of pictures."""
-        told = self.to_record()
-        told.setdefault("preview_every", 0)
-        told["deepcache"] = None if self.deepcache is None else asdict(self.deepcache)
+        document = self.to_record()
+        document.setdefault("preview_every", 0)
+        document["deepcache"] = None if self.deepcache is None else asdict(self.deepcache)
         if self.edit is not None:
-            told["edit"].setdefault("mask", None)
-        return told
+            document["edit"].setdefault("mask", None)
+        return document
 
     def to_record(self) -> dict[str, Any]:
         """The parameters as JSON, without `deepcache`. Default values are left out, except those that the first version
         wrote.
         """
-        told = {
+        currents = {
             name: value
             for name, value in self.values(FIELDS).items()
             if name in _ALWAYS or value != FIELDS[name].default
         }
-        return {name: _json(value) for name, value in told.items()}
+        return {name: _json(value) for name, value in currents.items()}
 
     def check(self, offer: ImageOffer) -> None:
         """Raise `Invalid` for the first field that the model does not offer. Text values are not echoed."""
@@ -239,39 +241,39 @@ class ImageParameters:
             if edit.mask is not None:
                 _check_pixels("mask", edit.mask, width * height)
         check_inputs(self.values(PICTURES), offer)
-        for one in self.pictures:
-            one.check_pixels(self.size)
+        for item in self.pictures:
+            item.check_pixels(self.size)
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> ImageParameters:
+    def read(cls, record: Mapping[str, Any]) -> ImageParameters:
         """Parse what `to_record` wrote, ignoring unknown fields. Raises `Invalid`; `check` validates values."""
         for name in _NEEDED:
-            if name not in told:
+            if name not in record:
                 raise Invalid(name, "is missing")
-        given = {name: told[name] for name in FIELDS if name in told}
-        if (edit := given.pop("edit", None)) is not None:
-            given["edit"] = Edit.read(edit)
+        values = {name: record[name] for name in FIELDS if name in record}
+        if (edit := values.pop("edit", None)) is not None:
+            values["edit"] = Edit.read(edit)
         for name, kind in PICTURES.items():
-            entries = given.pop(name, None) or ()
+            entries = values.pop(name, None) or ()
             if not isinstance(entries, list | tuple):
                 raise Invalid(name, "must be a list")
-            given[name] = tuple(map(kind.read, entries))
-        return cls(**given)
+            values[name] = tuple(map(kind.read, entries))
+        return cls(**values)
 
 
 _OBJECTS: dict[str, type[Nested]] = {"upscale": Upscale, "refiner": Refining}
 PICTURES: dict[str, type[PictureInput]] = {kind.FIELD: kind for kind in (Control, ImagePrompt)}
 """The fields that are lists of pictures."""
-FIELDS = {one.name: one for one in fields(ImageParameters) if one.name != plan.FIELD}
+FIELDS = {item.name: item for item in fields(ImageParameters) if item.name != plan.FIELD}
 """The fields that records have, by name."""
-_BOUNDED = [name for name, one in declarations(ImageParameters).items() if one.kind in (int, float, bool)]
+_BOUNDED = [name for name, item in declarations(ImageParameters).items() if item.kind in (int, float, bool)]
 _NEEDED = ("prompt", "seed", "steps", "guidance_scale", "width", "height")
 _ALWAYS = (*_NEEDED, "negative_prompt", "scheduler", "deterministic")
 
 
 def _json(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], PictureInput):
-        return [one.to_dict() for one in value]
+        return [item.to_dict() for item in value]
     return value.to_dict() if isinstance(value, Nested | Edit) else value
 
 
@@ -337,17 +339,17 @@ class ImageJob:
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON. Default values are left out, except those that the first version wrote."""
-        beside = {name: getattr(self, name) for name in _BESIDE}
-        changed = {name: value for name, value in beside.items() if value != _BESIDE[name].default}
+        extra = {name: getattr(self, name) for name in _BESIDE}
+        changed = {name: value for name, value in extra.items() if value != _BESIDE[name].default}
         return {**self.picture.to_record(), "n": self.n, **changed}
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> ImageJob:
+    def read(cls, record: Mapping[str, Any]) -> ImageJob:
         """Parse what `to_dict` wrote. Raises `Invalid` for missing fields; `pictures` and `check` validate values."""
-        if "n" not in told:
+        if "n" not in record:
             raise Invalid("n", "is missing")
-        beside = {name: told[name] for name in _BESIDE if told.get(name) is not None}
-        return cls(ImageParameters.read(told), told["n"], **beside)
+        extra = {name: record[name] for name in _BESIDE if record.get(name) is not None}
+        return cls(ImageParameters.read(record), record["n"], **extra)
 
     def files(self) -> set[str]:
         """The worker's files that it names, each as its field and its name. Raises `Invalid`."""
@@ -355,7 +357,9 @@ class ImageJob:
             named = loras.read(self.picture.lora)
         except ValueError as error:
             raise Invalid("lora", str(error)) from error
-        return {f"lora {one.name}" for one in named} | {f"{one.FIELD} {one.model}" for one in self.picture.pictures}
+        return {f"lora {item.name}" for item in named} | {
+            f"{item.FIELD} {item.model}" for item in self.picture.pictures
+        }
 
     def redraw(self, model: str, deepcache: Any) -> dict[str, Any] | None:
         """Fields for `POST /v1/jobs` that leave nothing to chance or to defaults; None for a job that reads pictures.
@@ -368,8 +372,8 @@ class ImageJob:
         fields = self.to_dict()
         size = f"{fields.pop('width')}x{fields.pop('height')}"
         fields |= {"type": "image", "model": model, "size": size, "plan": plan.OFF, "deepcache": deepcache}
-        known = {name: value for name, value in fields.items() if value is not None}
-        return {name: [*value] if isinstance(value, tuple) else value for name, value in known.items()}
+        present = {name: value for name, value in fields.items() if value is not None}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in present.items()}
 
     def pictures(self, usual: DeepCache | None = None) -> list[ImageParameters]:
         """The parameters of each image, not yet checked against the model's offer. Raises `Invalid`.
@@ -384,4 +388,4 @@ class ImageJob:
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 
-_BESIDE = {one.name: one for one in fields(ImageJob) if one.name not in ("picture", "n")}
+_BESIDE = {item.name: item for item in fields(ImageJob) if item.name not in ("picture", "n")}

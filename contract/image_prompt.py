@@ -40,13 +40,13 @@ class ImagePrompt(PictureInput):
     def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
         return replace(self, image=pixels, width=size[0], height=size[1])
 
-    def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
-        return fitted(*own)
+    def kept_size(self, native: tuple[int, int], image_size: tuple[int, int]) -> tuple[int, int]:
+        return fitted(*native)
 
-    def check_pixels(self, drawn: tuple[int, int]) -> None:
+    def check_pixels(self, image_size: tuple[int, int]) -> None:
         """Raise `Invalid` for a picture that is not read, too large, or not of its width and height."""
-        whole = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))
-        if not whole or self.width * self.height > MAX_PIXELS:
+        valid = all(isinstance(side, int) and side > 0 for side in (self.width, self.height))
+        if not valid or self.width * self.height > MAX_PIXELS:
             raise Invalid(f"{self.FIELD}.image", f"must have at most {MAX_PIXELS} pixels")
         if not isinstance(self.image, bytes) or len(self.image) != 3 * self.width * self.height:
             raise Invalid(f"{self.FIELD}.image", "must be of its width and height, in RGB")

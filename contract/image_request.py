@@ -42,7 +42,7 @@ _IGNORED = Field(max_length=MAX_IGNORED)
 
 
 class Margins(StrictModel):
-    """How many pixels are drawn beyond each side of an edit's source."""
+    """The number of pixels that are drawn beyond each side of an edit's source."""
 
     model_config = ConfigDict(title="Outpaint")
 
@@ -98,33 +98,33 @@ class ImageRequest(StrictModel):
     ] = None
 
     def complete(
-        self, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False, like: Size | None = None
+        self, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False, hint: Size | None = None
     ) -> ImageJob:
         """Complete the request to a job of this model: with its plan, or else the model's, and the model's defaults.
 
-        `edited` is the size of the source image, `masked` whether there is a mask; without a source, `like` is a size
+        `edited` is the size of the source image, `masked` whether there is a mask; without a source, `hint` is a size
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
-        asked = self.given
+        request = self.given
         pictures = {
-            name: tuple(_input(kind, one) for one in getattr(self, name) or ()) for name, kind in PICTURES.items()
+            name: tuple(_input(kind, item) for item in getattr(self, name) or ()) for name, kind in PICTURES.items()
         }
-        offer.check_source(edited=edited is not None, masked=masked, soft=bool(asked.get("soft_mask")))
+        offer.check_source(edited=edited is not None, masked=masked, soft=bool(request.get("soft_mask")))
         check_inputs(pictures, offer)
-        _check_offered(asked, offer)
-        edit = None if edited is None else _edit(asked, masked=masked)
-        given = _filled(asked, offer, edit)
-        given |= pictures
-        given["width"], given["height"] = offer.size(self.size, edited or like)
+        _check_offered(request, offer)
+        edit = None if edited is None else _edit(request, masked=masked)
+        values = _filled(request, offer, edit)
+        values |= pictures
+        values["width"], values["height"] = offer.size(self.size, edited or hint)
         if edit is not None:
             # An edit of one step that does not say its strength has that step.
-            edit = replace(edit, strength=1.0) if "strength" not in asked and given["steps"] == 1 else edit
-            check_strength(edit.strength, given["steps"])
-            given["edit"] = edit
+            edit = replace(edit, strength=1.0) if "strength" not in request and values["steps"] == 1 else edit
+            check_strength(edit.strength, values["steps"])
+            values["edit"] = edit
         if self.expand_prompt:
-            prompts.check_expandable(asked)
-        given["preview_every"] = _previews(asked, int(given["steps"] * (1.0 if edit is None else edit.strength)))
-        job = _job(ImageParameters(**{name: given[name] for name in FIELDS if name in given}), asked, given)
+            prompts.check_expandable(request)
+        values["preview_every"] = _previews(request, int(values["steps"] * (1.0 if edit is None else edit.strength)))
+        job = _job(ImageParameters(**{name: values[name] for name in FIELDS if name in values}), request, values)
         check_unread(job.picture, offer)
         return job
 
@@ -141,88 +141,88 @@ def _input(kind: type[T], entry: StrictModel | T) -> T:
     return kind(**{name: value for name, value in entry.given.items() if name != "image"})
 
 
-def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, asked: Given) -> ImageJob:
+def _with_checked_steps(job: ImageJob, schedule: DeepCache | None, request: Given) -> ImageJob:
     """The job, whose DeepCache schedule and guided steps are ones for the steps that are made. Raises `Invalid`.
 
-    What `asked` does not say comes from a plan, and gives way where it is none for so few steps.
+    What `request` does not say comes from a plan, and gives way where it is none for so few steps.
     """
-    made = job.picture.made
-    if schedule is not None and (wrong := schedule.error_for(made)):
-        if plan.FIELD in asked:
+    steps = job.picture.made
+    if schedule is not None and (wrong := schedule.error_for(steps)):
+        if plan.FIELD in request:
             raise wrong
         job = replace(job, deepcache=plan.OFF)
-    if asked.keys() & set(GUIDANCE_FIELDS):
-        job.picture.guidance.check(made)
-    elif not job.picture.guidance.fits(made):
+    if request.keys() & set(GUIDANCE_FIELDS):
+        job.picture.guidance.check(steps)
+    elif not job.picture.guidance.fits(steps):
         return replace(job, picture=replace(job.picture, guidance_interval=None, guided_steps=None))
     return job
 
 
-def _planned(asked: Given, offer: ImageOffer, usual: str, strength: float) -> dict[str, Any]:
+def _planned(request: Given, offer: ImageOffer, usual: str, strength: float) -> dict[str, Any]:
     """The fields with those of their plan where they are left open; `strength` is an edit's. Raises `Invalid`.
 
     `usual` is the plan of requests that name none; "": none. It refuses nobody: one that this version cannot read is
     ignored, and so are too few steps for an edit's strength and a decoder that the model does not have.
     """
-    if "plan" in asked:
-        return tuned.fill(asked, tuned.named(asked["plan"], offer.plans))
+    if "plan" in request:
+        return tuned.fill(request, tuned.named(request["plan"], offer.plans))
     try:
-        given = tuned.fill(asked, tuned.named(usual, offer.plans) if usual else {})
+        values = tuned.fill(request, tuned.named(usual, offer.plans) if usual else {})
     except Invalid:
-        return dict(asked)
-    if "steps" not in asked and int(given.get("steps", offer.max_steps) * strength) < 1:
-        given.pop("steps", None)
-    if "vae" not in asked and given.get("vae", FULL) not in offer.vaes:
-        given.pop("vae", None)
-    return given
+        return dict(request)
+    if "steps" not in request and int(values.get("steps", offer.max_steps) * strength) < 1:
+        values.pop("steps", None)
+    if "vae" not in request and values.get("vae", FULL) not in offer.vaes:
+        values.pop("vae", None)
+    return values
 
 
-def _edit(asked: Given, *, masked: bool) -> Edit:
+def _edit(request: Given, *, masked: bool) -> Edit:
     """The edit, whose pictures are not stored yet."""
-    strength = asked.get("strength", 1.0 if masked else STRENGTH)
-    return Edit(strength=float(strength), soft_mask=bool(asked.get("soft_mask")))
+    strength = request.get("strength", 1.0 if masked else STRENGTH)
+    return Edit(strength=float(strength), soft_mask=bool(request.get("soft_mask")))
 
 
-def _filled(asked: Given, offer: ImageOffer, edit: Edit | None) -> dict[str, Any]:
+def _filled(request: Given, offer: ImageOffer, edit: Edit | None) -> dict[str, Any]:
     """The fields with a plan's, a student's or the model's where they are open, within the model's limits."""
-    student = students.of_loras(asked.get("lora", ""), offer.schedulers)
+    student = students.of_loras(request.get("lora", ""), offer.schedulers)
     # The model's default plan was not made for a student's LoRA.
-    given = _planned(asked, offer, offer.plan if student is None else "", 1.0 if edit is None else edit.strength)
+    values = _planned(request, offer, offer.plan if student is None else "", 1.0 if edit is None else edit.strength)
     defaults = student or offer.defaults
-    least = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
-    given = students.fill(given, replace(defaults, steps=least[0], guidance_scale=least[1]))
-    given.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
-    return {**given, "guidance_scale": float(given["guidance_scale"])}
+    floors = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
+    values = students.fill(values, replace(defaults, steps=floors[0], guidance_scale=floors[1]))
+    values.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
+    return {**values, "guidance_scale": float(values["guidance_scale"])}
 
 
-def _job(picture: ImageParameters, asked: Given, given: Given) -> ImageJob:
+def _job(picture: ImageParameters, request: Given, values: Given) -> ImageJob:
     """The job of these parameters, with what is not a picture's."""
-    cached = given.get(plan.FIELD)
-    png = asked.get("output_format", "png") == "png"
+    cached = values.get(plan.FIELD)
+    png = request.get("output_format", "png") == "png"
     names = ("n", "expand_prompt", "output_format", *(() if png else ("output_compression",)))
     form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
-    job = ImageJob(picture, deepcache=form, **{name: asked[name] for name in names if name in asked})
-    return _with_checked_steps(job, None if cached is None else plan.read(cached), asked)
+    job = ImageJob(picture, deepcache=form, **{name: request[name] for name in names if name in request})
+    return _with_checked_steps(job, None if cached is None else plan.read(cached), request)
 
 
-def _check_offered(asked: Given, offer: ImageOffer) -> None:
+def _check_offered(request: Given, offer: ImageOffer) -> None:
     """Raise `Invalid` for a refiner or LoRAs that the model does not offer, and for numbers beyond its limits."""
-    if "refiner" in asked:
-        asked["refiner"].check(offer.refiners, soft=bool(asked.get("soft_mask")))
+    if "refiner" in request:
+        request["refiner"].check(offer.refiners, soft=bool(request.get("soft_mask")))
     for name in ("timesteps", "sigmas"):
-        count = schedule_of({name: asked.get(name)}).steps
+        count = schedule_of({name: request.get(name)}).steps
         if count is not None and count > offer.max_steps:
             raise Invalid(name, f"must be at most {offer.max_steps} steps, not {count}")
     for kind, names in ((ImageJob, ("n",)), (ImageParameters, ("steps", "guidance_scale", "seed"))):
-        check_bounds(kind, {name: asked[name] for name in names if name in asked}, limits(offer))
-    offer.check_loras(asked.get("lora", ""))
+        check_bounds(kind, {name: request[name] for name in names if name in request}, limits(offer))
+    offer.check_loras(request.get("lora", ""))
 
 
-def _previews(asked: Given, steps: int) -> int:
+def _previews(request: Given, steps: int) -> int:
     """The number of steps between previews; 0: no previews."""
-    every = asked.get("preview_every")
-    if every is None and asked.get("stream") and asked.get("partial_images"):
-        every = max(1, steps // (asked["partial_images"] + 1))
+    every = request.get("preview_every")
+    if every is None and request.get("stream") and request.get("partial_images"):
+        every = max(1, steps // (request["partial_images"] + 1))
     return min(every or 0, steps)
 
 

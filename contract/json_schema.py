@@ -91,14 +91,14 @@ class _Bounds:
             if name in self._read:
                 self._read[name](value, schema)
 
-    def _add(self, what: str, count: int, limit: int) -> None:
-        self._counts[what] = total = self._counts.get(what, 0) + count
+    def _add(self, name: str, count: int, limit: int) -> None:
+        self._counts[name] = total = self._counts.get(name, 0) + count
         if total > limit:
-            raise _more(what, None, limit)
+            raise _more(name, None, limit)
 
-    def _list(self, what: str, value: Any, limit: int) -> None:
+    def _list(self, name: str, value: Any, limit: int) -> None:
         if isinstance(value, list):
-            self._add(what, len(value), limit)
+            self._add(name, len(value), limit)
 
     def _properties(self, value: Any, schema: dict[str, Any]) -> None:
         if not isinstance(value, dict):
@@ -124,8 +124,8 @@ class _Bounds:
     def _values(self, value: Any) -> None:
         if isinstance(value, list):
             self._add("values of enums", len(value), MAX_VALUES)
-            for one in value:
-                _check_name(one)
+            for item in value:
+                _check_name(item)
 
     def _pattern(self, value: Any) -> None:
         if isinstance(value, str):
@@ -143,9 +143,9 @@ class _Bounds:
                 raise _more("different targets of $ref", None, MAX_TARGETS)
 
 
-def _more(what: str, count: int | None, limit: int) -> Invalid:
-    told = "too many" if count is None else str(count)
-    return Invalid(FIELD, f"has {told} {what}, at most {limit} are allowed")
+def _more(name: str, count: int | None, limit: int) -> Invalid:
+    count_text = "too many" if count is None else str(count)
+    return Invalid(FIELD, f"has {count_text} {name}, at most {limit} are allowed")
 
 
 def _whole(digits: str) -> int:
@@ -166,10 +166,10 @@ def _check_multiple(value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         # Zeros before a decimal point count, those behind the last digit after it do not.
         _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
-        most = len(str(MAX_MULTIPLE))
+        max_digits = len(str(MAX_MULTIPLE))
         if (
             not isinstance(exponent, int)
-            or len(digits) + max(exponent, 0) > most
+            or len(digits) + max(exponent, 0) > max_digits
             or (int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_MULTIPLE)
         ):
             raise Invalid(FIELD, f"multipleOf must be at most {MAX_MULTIPLE}, its decimal point left out")

@@ -30,7 +30,7 @@ def read(text: str) -> tuple[LoraReference, ...]:
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"must be at most {MAX_CHARACTERS} characters")
-    found: list[LoraReference] = []
+    references: list[LoraReference] = []
     for part in filter(None, (part.strip(" ") for part in text.split(","))):
         name, colon, scale = part.partition(":")
         if not is_name(name):
@@ -40,9 +40,9 @@ def read(text: str) -> tuple[LoraReference, ...]:
         factor = float(scale) if colon else 1.0
         if abs(factor) > MAX_SCALE:
             raise ValueError(f"{name}: its scale must be between -{MAX_SCALE:g} and {MAX_SCALE:g}")
-        if name in (lora.name for lora in found):
+        if name in (lora.name for lora in references):
             raise ValueError(f"{name}: is named twice")
-        found.append(LoraReference(name, factor))
-    if len(found) > MAX_LORAS:
+        references.append(LoraReference(name, factor))
+    if len(references) > MAX_LORAS:
         raise ValueError(f"at most {MAX_LORAS} can be named")
-    return tuple(found)
+    return tuple(references)

@@ -56,9 +56,9 @@ def read(text: str) -> str | WeightedPrompt:
     parts below 1.
     """
     letters, marks = _unescaped(text)
-    found = _OPERATOR.search(marks)
-    if found is not None:
-        raise MarkupError(f"{found[0]}() is not offered; weights are written (words)1.3, (words)+, word++ or word--")
+    match = _OPERATOR.search(marks)
+    if match is not None:
+        raise MarkupError(f"{match[0]}() is not offered; weights are written (words)1.3, (words)+, word++ or word--")
     opened, closed = _groups(marks)
     parts, weights, at, bare = _Parts(), [1.0], 0, False
     while at < len(marks):
@@ -93,7 +93,7 @@ def _unescaped(text: str) -> tuple[str, str]:
 
 
 def _groups(marks: str) -> tuple[dict[int, float], dict[int, int]]:
-    """Where groups open, and their weights; where they close, and where the text continues after them."""
+    """Find where groups open, and their weights; where they close, and where the text continues after them."""
     opened: dict[int, float] = {}
     closed: dict[int, int] = {}
     stack: list[tuple[int, bool]] = []  # position, and whether it opens a group
@@ -123,7 +123,7 @@ def _word_end(marks: str, at: int, opened: dict[int, float], closed: dict[int, i
 
 
 def _word(marks: str, at: int, end: int) -> tuple[int, float]:
-    """Where a word ends without its signs, and their weight."""
+    """Return where a word ends without its signs, and their weight."""
     word = marks[at:end]
     stem = word.rstrip(word[-1]) if word[-1] in "+-" else word
     if stem == word or not stem or stem[-1] in "+-" or not any(map(_in_words, stem)):

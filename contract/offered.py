@@ -17,6 +17,6 @@ def check_offered(field: str, name: object, offered: Collection[str] | None, *, 
         raise Invalid(field, "must be a name: letters, digits, _, . and -")
     if offered is None or name in offered:
         return
-    others = f"it has {', '.join(sorted(offered))}" if listed else "GET /v1/models lists those there are"
-    known = f"there is no {name}; {others}" if offered else "it has none"
-    raise Invalid(field, f"is not offered by this model: {known}")
+    alternatives = f"it has {', '.join(sorted(offered))}" if listed else "GET /v1/models lists those there are"
+    reason = f"there is no {name}; {alternatives}" if offered else "it has none"
+    raise Invalid(field, f"is not offered by this model: {reason}")

@@ -68,15 +68,15 @@ class Edit:
 
     def to_dict(self) -> dict[str, Any]:
         """The edit as JSON, with keys, or with digests of pixels."""
-        told = {"image": digest(self.image), "mask": digest(self.mask), "soft_mask": self.soft_mask or None}
-        return {"strength": self.strength} | {name: value for name, value in told.items() if value is not None}
+        values = {"image": digest(self.image), "mask": digest(self.mask), "soft_mask": self.soft_mask or None}
+        return {"strength": self.strength} | {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def read(cls, told: object) -> Self:
+    def read(cls, record: object) -> Self:
         """Parse what `to_dict` wrote. Raises `Invalid`; values are not checked."""
-        if not isinstance(told, Mapping) or "strength" not in told:
+        if not isinstance(record, Mapping) or "strength" not in record:
             raise Invalid("image", "is missing")
-        return cls(told.get("image"), told.get("mask"), told["strength"], bool(told.get("soft_mask")))
+        return cls(record.get("image"), record.get("mask"), record["strength"], bool(record.get("soft_mask")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,59 +111,63 @@ class PictureInput:
         """The picture's SHA-256 once it is read, else its key; "" while it is not stored."""
         return digest(self.image) or ""
 
-    def check_pixels(self, drawn: tuple[int, int]) -> None:
+    def check_pixels(self, image_size: tuple[int, int]) -> None:
         """Raise `Invalid` for a picture that is not read, or of another size than it needs for images of this one."""
-        if not isinstance(self.image, bytes) or len(self.image) != 3 * drawn[0] * drawn[1]:
+        if not isinstance(self.image, bytes) or len(self.image) != 3 * image_size[0] * image_size[1]:
             raise Invalid(f"{self.FIELD}.image", "must have the image's size")
 
     def with_pixels(self, pixels: bytes, size: tuple[int, int]) -> Self:
-        """The same with the picture as pixels, of this width and height."""
+        """Return the same input with the picture as pixels, of this width and height."""
         return replace(self, image=pixels)
 
-    def kept_size(self, own: tuple[int, int], drawn: tuple[int, int]) -> tuple[int, int]:
-        """The size at which a picture of its `own` size is kept, for images of the size `drawn`."""
-        return drawn
+    def kept_size(self, native: tuple[int, int], image_size: tuple[int, int]) -> tuple[int, int]:
+        """The size at which a picture of its `native` size is kept, for images of `image_size`."""
+        return image_size
 
-    def acts(self, steps: int, own: int | None = None) -> tuple[bool, ...]:
-        """In which of so many steps it acts, of which the first `own` are the model's and the rest a refiner's."""
-        within = steps if own is None else own
+    def acts(self, steps: int, model_rows: int | None = None) -> tuple[bool, ...]:
+        """Return for each step whether it acts; the first `model_rows` steps are the model's, the rest a refiner's."""
+        within = steps if model_rows is None else model_rows
         return tuple(i < within and i / steps >= self.start and (i + 1) / steps <= self.end for i in range(steps))
 
     @classmethod
-    def deep_rows(cls, given: Sequence[Self], steps: Sequence[tuple[int, bool]], own: int) -> int:
+    def deep_rows(cls, inputs: Sequence[Self], steps: Sequence[tuple[int, bool]], model_steps: int) -> int:
         """Rows that these cost over all of these steps, of so many rows each, deep or not.
 
-        The first `own` are the model's, and the rest a refiner's.
+        The first `model_steps` are the model's, and the rest a refiner's.
         """
-        acting = [one.acts(len(steps), own) for one in given]
+        acting = [item.acts(len(steps), model_steps) for item in inputs]
         return sum(rows * cls.PAID(acts[i] for acts in acting) for i, (rows, deep) in enumerate(steps) if deep)
 
     def check(self) -> None:
         """Raise `Invalid` for a value outside its bounds."""
         check_offered(f"{self.FIELD}.model", self.model, None)
-        check_bounds(type(self), {one.name: getattr(self, one.name) for one in fields(self)}, prefix=f"{self.FIELD}.")
+        check_bounds(
+            type(self), {item.name: getattr(self, item.name) for item in fields(self)}, prefix=f"{self.FIELD}."
+        )
         if self.end <= self.start:
             raise Invalid(f"{self.FIELD}.end", "must be greater than start")
 
     def to_dict(self) -> dict[str, Any]:
         """The input as JSON, with the picture's key or digest; default values are left out."""
-        told = {one.name: getattr(self, one.name) for one in fields(self)} | {"image": self.digest or None}
+        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"image": self.digest or None}
         return {
-            one.name: told[one.name] for one in fields(self) if one.default is MISSING or told[one.name] != one.default
+            item.name: values[item.name]
+            for item in fields(self)
+            if item.default is MISSING or values[item.name] != item.default
         }
 
     @classmethod
-    def read(cls, told: object) -> Self:
+    def read(cls, record: object) -> Self:
         """Parse what `to_dict` wrote. Raises `Invalid`; `check` validates values."""
-        if not isinstance(told, Mapping) or not {"model"} <= told.keys() <= {one.name for one in fields(cls)}:
+        if not isinstance(record, Mapping) or not {"model"} <= record.keys() <= {item.name for item in fields(cls)}:
             raise Invalid(cls.FIELD, "has another form")
-        return cls(**told)
+        return cls(**record)
 
 
-def check_all(kind: type[PictureInput], given: Sequence[PictureInput], offered: Collection[str] | None) -> None:
+def check_all(kind: type[PictureInput], pictures: Sequence[PictureInput], offered: Collection[str] | None) -> None:
     """Raise `Invalid` for what no model takes, and for names that are not `offered`; None: not checked."""
-    if len(given) > kind.MOST:
-        raise Invalid(kind.FIELD, f"must be at most {kind.MOST}, not {len(given)}")
-    for one in given:
-        one.check()
-        check_offered(f"{kind.FIELD}.model", one.model, offered)
+    if len(pictures) > kind.MOST:
+        raise Invalid(kind.FIELD, f"must be at most {kind.MOST}, not {len(pictures)}")
+    for picture in pictures:
+        picture.check()
+        check_offered(f"{kind.FIELD}.model", picture.model, offered)

@@ -1,4 +1,4 @@
-"""What is left out of a picture's steps: DeepCache schedules, and which steps have guidance.
+"""The steps' plan, what is left out of them: DeepCache schedules, and which steps have guidance.
 
 A DeepCache schedule says which steps run the whole UNet (deep) and which only its last block (shallow).
 
@@ -69,7 +69,7 @@ class DeepCache:
         return _wrong("deep_steps", f"must be different numbers between 0 and {steps - 1}")
 
     def plan(self, steps: int) -> tuple[bool, ...]:
-        """Whether each step is deep."""
+        """Return whether each step is deep."""
         if self.deep_steps is not None:
             return tuple(step == 0 or step in self.deep_steps for step in range(steps))
         anchor = max(self.first, 1) - 1
@@ -85,7 +85,7 @@ shorter depth loses nothing more (docs/results.md)."""
 
 @dataclass(frozen=True, slots=True)
 class GuidanceSchedule:
-    """Which steps of a picture with guidance are guided; without `interval` and `steps` all.
+    """The steps of a picture with guidance that are guided; without `interval` and `steps` all.
 
     Those from start · n until before stop · n of n steps for the interval (start, stop), both rounded down, as in
     diffusers' guiders; or exactly `steps`, counted from 0.
@@ -98,7 +98,7 @@ class GuidanceSchedule:
     steps: tuple[int, ...] | None = None
 
     def guided(self, steps: int) -> tuple[bool, ...]:
-        """Whether each of so many steps is guided."""
+        """Return whether each of so many steps is guided."""
         if self.steps is not None:
             listed = frozenset(self.steps)
             return tuple(step in listed for step in range(steps))
@@ -118,7 +118,7 @@ class GuidanceSchedule:
             self._check_interval(self.interval, steps)
 
     def fits(self, steps: int) -> bool:
-        """Whether `check` accepts it."""
+        """Return whether `check` accepts it."""
         try:
             self.check(steps)
         except Invalid:
@@ -138,9 +138,9 @@ class GuidanceSchedule:
 
 
 def _are_steps(listed: Sequence[object], steps: int) -> bool:
-    """Whether they are different ones of so many, counted from 0."""
-    whole = all(isinstance(step, int) and not isinstance(step, bool) and 0 <= step < steps for step in listed)
-    return whole and len(set(listed)) == len(listed)
+    """Return whether they are different ones of so many, counted from 0."""
+    valid = all(isinstance(step, int) and not isinstance(step, bool) and 0 <= step < steps for step in listed)
+    return valid and len(set(listed)) == len(listed)
 
 
 def rows_and_depths(
@@ -157,7 +157,9 @@ def rows_and_depths(
 
 @with_fields_of(DeepCache)
 class CacheFields(StrictModel):
-    """Which steps run the whole UNet (deep) and which only its last block (shallow). The first step is always deep."""
+    """The steps that run the whole UNet (deep), the others only its last block (shallow). The first step is always
+    deep.
+    """
 
     model_config = ConfigDict(title="DeepCache")
 
@@ -196,16 +198,16 @@ def read(value: object) -> DeepCache | None:
     fields = value.model_dump() if isinstance(value, CacheFields) else value
     if not isinstance(fields, Mapping):
         raise Invalid(FIELD, 'must be "off", "auto" or an object')
-    given = {field: item for field, item in fields.items() if item is not None}
-    for field in given.keys() - CacheFields.model_fields.keys():
+    values = {field: item for field, item in fields.items() if item is not None}
+    for field in values.keys() - CacheFields.model_fields.keys():
         raise _wrong(field, "is not known")
-    if isinstance(value, CacheFields) and "deep_steps" in given and given.keys() & {"interval", "first", "last"}:
+    if isinstance(value, CacheFields) and "deep_steps" in values and values.keys() & {"interval", "first", "last"}:
         raise _wrong("deep_steps", _ALONE)
-    if "deep_steps" in given:
-        if not isinstance(given["deep_steps"], (list, tuple)):
+    if "deep_steps" in values:
+        if not isinstance(values["deep_steps"], (list, tuple)):
             raise _wrong("deep_steps", "must be a list")
-        given["deep_steps"] = tuple(given["deep_steps"])
-    return DeepCache(**given)
+        values["deep_steps"] = tuple(values["deep_steps"])
+    return DeepCache(**values)
 
 
 def to_field(schedule: DeepCache | None) -> dict[str, Any] | str:

@@ -47,19 +47,19 @@ SCHEMES: tuple[str, ...] = get_args(Scheme)
 
 
 def is_quantized(precision: str) -> bool:
-    """Whether it has quantized layers."""
+    """Return whether it has quantized layers."""
     return precision in SCHEMES
 
 
 def is_calibrated(scheme: str) -> bool:
-    """Whether models are quantized by what they compute on prompts."""
+    """Return whether models are quantized by what they compute on prompts."""
     return PRECISIONS[scheme].calibrated
 
 
 def cpu_kernels_lack(precision: str) -> str | None:
-    """Why our CPU kernels do not run it, or None if they do."""
-    *most, last = (name for name, known in PRECISIONS.items() if known.cpu_kernels)
-    supported = f"{', '.join(most)} and {last}"
+    """Return why our CPU kernels do not run it, or None if they do."""
+    *names, last = (name for name, entry in PRECISIONS.items() if entry.cpu_kernels)
+    supported = f"{', '.join(names)} and {last}"
     return None if PRECISIONS[precision].cpu_kernels else f"the CPU kernels support {supported}, not {precision}"
 
 
@@ -74,5 +74,5 @@ def dtype(precision: str, device: str) -> str:
 
 
 def runs(precision: str, device: str) -> bool:
-    """Whether a kind of device ever runs it; a GPU's compute capability decides further."""
+    """Return whether a kind of device ever runs it; a GPU's compute capability decides further."""
     return device.partition(":")[0] in PRECISIONS[precision].devices

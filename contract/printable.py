@@ -12,20 +12,20 @@ import unicodedata
 _JOINERS = "\u00ad\u200c\u200d"  # soft hyphen, zero-width non-joiner and joiner
 
 
-def printable(text: str, most: int = 200) -> str:
+def printable(text: str, limit: int = 200) -> str:
     """The text on one line, cut after so many characters."""
-    cut = text if len(text) <= most else f"{text[:most]}…"
+    cut = text if len(text) <= limit else f"{text[:limit]}…"
     return cut if cut.isprintable() else "".join(map(_escaped, cut))
 
 
-def printable_message(text: str, most: int = 2_000) -> str:
+def printable_message(text: str, limit: int = 2_000) -> str:
     """A message, in which names of others may occur, on one line: ends of lines become spaces."""
-    return printable(text if text.isprintable() else " ".join(text.split()), most)
+    return printable(text if text.isprintable() else " ".join(text.split()), limit)
 
 
-def printable_lines(text: str, most: int = 20_000) -> str:
+def printable_lines(text: str, limit: int = 20_000) -> str:
     """A text of several lines, which keep their ends and tabulators."""
-    cut = text if len(text) <= most else f"{text[:most]}…"
+    cut = text if len(text) <= limit else f"{text[:limit]}…"
     return cut if cut.isprintable() else "".join(c if c in "\n\t" else _escaped(c) for c in cut)
 
 

@@ -32,39 +32,39 @@ def read(text: str, weighting: bool | str) -> str | WeightedPrompt:
     return a1111.read(text) if weighting == A1111 else markup.read(text)
 
 
-def check(asked: Mapping[str, Any], offer: ImageOffer) -> None:
+def check(request: Mapping[str, Any], offer: ImageOffer) -> None:
     """Raise `Invalid` for the first of the fields `CHECKED` that is wrong, or that the model does not read. Texts are
     not echoed.
     """
-    weighting = asked["prompt_weighting"]
+    weighting = request["prompt_weighting"]
     if not isinstance(weighting, bool) and weighting not in SYNTAXES:
         raise Invalid("prompt_weighting", f"must be true or false, or one of {', '.join(SYNTAXES)}")
     for name in _TEXTS:
-        if asked[name] is None and name != "prompt":
+        if request[name] is None and name != "prompt":
             continue
-        words = _words(name, check_text(name, asked[name], offer.max_prompt_characters), weighting)
+        words = _words(name, check_text(name, request[name], offer.max_prompt_characters), weighting)
         if name == "prompt" and not words.strip():
             raise Invalid(name, "must not be empty")
-    if asked["negative_prompt_2"] is not None and asked["negative_prompt"] is None:
+    if request["negative_prompt_2"] is not None and request["negative_prompt"] is None:
         raise Invalid("negative_prompt_2", "needs a negative_prompt, which may be empty")
     if offer.prompt_fields is not None:
-        check_known(asked, offer.prompt_fields)
+        check_known(request, offer.prompt_fields)
 
 
-def check_known(asked: Mapping[str, Any], fields: Collection[str]) -> None:
+def check_known(request: Mapping[str, Any], fields: Collection[str]) -> None:
     """Raise `Invalid` for one of `FIELDS` that is given and not among these."""
     for name in FIELDS:
-        if asked[name] and name not in fields:
+        if request[name] and name not in fields:
             raise Invalid(name, "is not supported by this model")
 
 
 def _words(field: str, text: str, weighting: bool | str) -> str:
     """The text without marks."""
     try:
-        found = read(text, weighting)
+        words = read(text, weighting)
     except MarkupError as error:
         raise Invalid(field, str(error)) from error
-    return found if isinstance(found, str) else found.text
+    return words if isinstance(words, str) else words.text
 
 
 def check_expandable(fields: Mapping[str, object]) -> None:

@@ -15,7 +15,7 @@ FROM = 0.8
 
 
 class Refining(Nested):
-    """Which model takes the last steps, and from where on."""
+    """The model that takes the last steps, and where it begins."""
 
     model_config = ConfigDict(title="Refiner")
 

@@ -25,7 +25,7 @@ MAX_SIGMA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """What a request says of its noise schedule; None leaves it to the model's scheduler_config.json.
+    """A request's noise schedule; None leaves it to the model's scheduler_config.json.
 
     schedule_type: one of `TYPES`, in place of the model's spacing and curve.
     timesteps: of each step, on the training clock, strictly descending.
@@ -51,9 +51,9 @@ class NoiseSchedule:
         """Raise `Invalid` for values that no model takes, or lists for another number of steps."""
         if self.schedule_type is not None and self.schedule_type not in TYPES:
             raise Invalid("schedule_type", f"must be one of {', '.join(TYPES)}")
-        given = [name for name in ("timesteps", "sigmas", "schedule_type") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise Invalid(given[0], f"cannot be given together with {given[1]}")
+        present = [name for name in ("timesteps", "sigmas", "schedule_type") if getattr(self, name) is not None]
+        if len(present) > 1:
+            raise Invalid(present[0], f"cannot be given together with {present[1]}")
         if self.timesteps is not None:
             _check_descending(
                 "timesteps", self.timesteps, MAX_STEPS, lambda name, t: check_whole(name, t, 0, MAX_TIMESTEP)
@@ -65,24 +65,24 @@ class NoiseSchedule:
             if not self.steps:
                 raise Invalid("sigmas", "must have one above 0")
         if self.steps not in (None, steps):
-            raise Invalid("steps", f"must be {self.steps}, as many as {given[0]} gives, or absent")
+            raise Invalid("steps", f"must be {self.steps}, as many as {present[0]} gives, or absent")
 
 
 OWN = NoiseSchedule()  # the model's
-SCHEDULE_FIELDS = tuple(one.name for one in fields(NoiseSchedule))
+SCHEDULE_FIELDS = tuple(item.name for item in fields(NoiseSchedule))
 
 
 def schedule_of(fields: Mapping[str, Any]) -> NoiseSchedule:
     """The schedule that these fields of a request give, unchecked; lists become tuples."""
-    given: dict[str, Any] = {name: fields.get(name) for name in SCHEDULE_FIELDS}
-    for name, value in given.items():
-        given[name] = tuple(value) if isinstance(value, list) else value
-    return NoiseSchedule(**given)
+    values: dict[str, Any] = {name: fields.get(name) for name in SCHEDULE_FIELDS}
+    for name, value in values.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return NoiseSchedule(**values)
 
 
-def _check_descending(field: str, values: Sequence[Any], most: int, check: Callable[[str, Any], object]) -> None:
-    if not isinstance(values, tuple) or not 1 <= len(values) <= most:
-        raise Invalid(field, f"must be a list of 1 to {most} numbers")
+def _check_descending(field: str, values: Sequence[Any], limit: int, check: Callable[[str, Any], object]) -> None:
+    if not isinstance(values, tuple) or not 1 <= len(values) <= limit:
+        raise Invalid(field, f"must be a list of 1 to {limit} numbers")
     for index, value in enumerate(values):
         check(f"{field}.{index}", value)
         if index and value >= values[index - 1]:

@@ -27,8 +27,8 @@ class StrictModel(BaseModel):
         error for each.
         """
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            name = next(name for name in value if name not in known)
+            names = {field.alias or name for name, field in cls.model_fields.items()}
+            name = next(name for name in value if name not in names)
             raise PydanticCustomError(UNKNOWN, "an unknown field", {"name": name})
         return value
 
@@ -42,10 +42,10 @@ class Nested(StrictModel):
     """An object among a request's fields, the same in requests, parameters and records."""
 
     @classmethod
-    def read(cls, field: str, told: Mapping[str, Any]) -> Self:
+    def read(cls, field: str, record: Mapping[str, Any]) -> Self:
         """Parse what `to_dict` wrote. Raises `Invalid`, naming the field."""
         try:
-            return cls(**told)
+            return cls(**record)
         except (ValidationError, TypeError):
             raise Invalid(field, "has another form") from None
 

@@ -19,7 +19,7 @@ from contract.schedule import OWN, NoiseSchedule, schedule_of
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """How the students of one method are drawn, as their authors publish it."""
+    """The way to draw with the students of one method, as their authors publish it."""
 
     scheduler: str
     steps: int = 4
@@ -45,7 +45,7 @@ _EULER = ("EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler")
 
 
 def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> ImageDefaults | None:
-    """How this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
+    """Return how this model is drawn if it is a student, by its scheduler_config.json and its denoiser's config.json.
 
     A guidance embedding, a scheduler of consistency models, and an ancestral sampler with trailing timesteps of a model
     for 512 pixels (Turbo's) are signs of one. Where the scheduler is an ordinary one the name must say the method and,
@@ -61,43 +61,45 @@ def of_model(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any
 
 def _method_of(name: str, scheduler: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tuple[str, int | None]:
     """The method of a student by its sampler and name, "" for none, and the steps in its name."""
-    found, steps = _words(name)
+    words, steps = _words(name)
     class_name = str(scheduler.get("_class_name"))
     trailing = (
         scheduler.get("timestep_spacing") == "trailing"
         and scheduler.get("prediction_type", "epsilon") == "epsilon"
         and not scheduler.get("rescale_betas_zero_snr")
     )
-    if (own := _CLASSES.get(class_name)) is not None:
-        fits = found and _METHODS[found].scheduler == own
-        return found if fits else own, steps  # a scheduler says more than a name of another method
+    if (method := _CLASSES.get(class_name)) is not None:
+        fits = words and _METHODS[words].scheduler == method
+        return words if fits else method, steps  # a scheduler says more than a name of another method
     if trailing and class_name == "EulerAncestralDiscreteScheduler" and (denoiser.get("sample_size") or 128) <= 64:
-        return found or "turbo", steps
-    return found if found and (steps or (trailing and class_name in _EULER)) else "", steps
+        return words or "turbo", steps
+    return words if words and (steps or (trailing and class_name in _EULER)) else "", steps
 
 
 def of_lora(name: str) -> ImageDefaults | None:
-    """How pictures are drawn with a LoRA of this name, if it makes a student of its model."""
+    """Return how pictures are drawn with a LoRA of this name, if it makes a student of its model."""
     method, steps = _words(name)
     if method == "hyper" and steps == 1:  # one LoRA for one to eight steps
         return replace(_defaults("tcd", None), eta=1.0, student=method)
     if not method or not (steps or method in ("lcm", "tcd", "dmd2") or _MODELS.search(name.lower())):
         return None
-    found = _defaults(method, steps)
-    return replace(found, guidance_scale=5.0) if _GUIDED.search(name.lower()) else found
+    defaults = _defaults(method, steps)
+    return replace(defaults, guidance_scale=5.0) if _GUIDED.search(name.lower()) else defaults
 
 
 def of_loras(text: str, schedulers: Collection[str]) -> ImageDefaults | None:
-    """The same for a selection of LoRAs, which `loras.read` must have accepted: the first that is a student's, of a
-    method that these samplers can draw.
+    """Return the same for a selection of LoRAs, which `loras.read` must have accepted: the first that is a student's,
+    of a method that these samplers can draw.
     """
-    found = (of_lora(one.name) for one in loras.read(text) if one.scale > 0)
-    return next((one for one in found if one is not None and one.scheduler in schedulers), None)
+    defaults = (of_lora(reference.name) for reference in loras.read(text) if reference.scale > 0)
+    return next(
+        (reference for reference in defaults if reference is not None and reference.scheduler in schedulers), None
+    )
 
 
-def fill(given: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
+def fill(values: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
     """The fields of a request with `defaults` where it leaves steps, guidance, or sampler and schedule open."""
-    filled = {name: value for name, value in given.items() if value is not None}
+    filled = {name: value for name, value in values.items() if value is not None}
     if "scheduler" not in filled and replace(schedule_of(filled), eta=None) == OWN:  # eta alone is the student's own
         named = {name: getattr(defaults, name) for name in ("scheduler", "schedule_type", "eta")}
         if len(defaults.timesteps or ()) == filled.get("steps", defaults.steps):
@@ -111,7 +113,7 @@ def fill(given: Mapping[str, Any], defaults: ImageDefaults) -> dict[str, Any]:
 def warnings(
     defaults: ImageDefaults, schedulers: Collection[str], lora: str, steps: int, guidance_scale: float
 ) -> list[str]:
-    """What to tell a user whose picture has more steps than its student was made for, or guidance."""
+    """Return what to tell a user whose picture has more steps than its student was made for, or guidance."""
     student = of_loras(lora, schedulers) or defaults
     if not student.student:
         return []
@@ -119,11 +121,11 @@ def warnings(
     guided = unguided and guidance_scale > student.guided_above
     if steps <= student.most_steps and not guided:
         return []
-    who = "a LoRA of this request" if student is not defaults else "the model"
+    source = "a LoRA of this request" if student is not defaults else "the model"
     free = not unguided or student.guided_above >= MAX_GUIDANCE  # of what guidance it takes
-    made = f"up to {student.most_steps} steps" + ("" if free else " without guidance")
+    conditions = f"up to {student.most_steps} steps" + ("" if free else " without guidance")
     had = f"{steps} steps" + (f" with guidance {guidance_scale:g}" if guided else "")
-    return [f"{who} is a few-step student ({student.student}) for {made}; this image had {had}"]
+    return [f"{source} is a few-step student ({student.student}) for {conditions}; this image had {had}"]
 
 
 def _words(name: str) -> tuple[str, int | None]:

@@ -95,13 +95,13 @@ class TextJob:
     echo: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without fields that are None."""
+        """Return the job as JSON, without fields that are None."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> TextJob:
-        """Parse what `told` wrote; values are checked where tokens are counted."""
-        return cls(**{name: told[name] for name in cls.__slots__ if told.get(name) is not None})
+    def read(cls, record: Mapping[str, Any]) -> TextJob:
+        """Parse what `to_dict` wrote; values are checked where tokens are counted."""
+        return cls(**{name: record[name] for name in cls.__slots__ if record.get(name) is not None})
 
     def files(self) -> set[str]:
         """The worker's files that it names, as of images: none."""
@@ -160,7 +160,7 @@ class TextFields(StrictModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
-    def _job(self, **own: Any) -> TextJob:
+    def _job(self, **extra: Any) -> TextJob:
         """The job of these fields, with those specific to this kind. Raises `Invalid`."""
         for stop in self.stops:
             if not stop:
@@ -168,7 +168,7 @@ class TextFields(StrictModel):
             check_text("stop", stop, MAX_STOP_CHARACTERS)
         shared = {name: getattr(self, name) for name in TextJob.__slots__ if name in TextFields.model_fields}
         shared |= {"n": self.n or 1, "stop": self.stops or None, "logit_bias": self.logit_bias or None}
-        return TextJob(**{**shared, **own})
+        return TextJob(**{**shared, **extra})
 
     @property
     def usage_wanted(self) -> bool:
@@ -246,8 +246,10 @@ class ChatFields(TextFields):
             raise PydanticCustomError(
                 "max_completion_tokens", "max_tokens and max_completion_tokens are two names of one limit"
             )
-        wanted = self.response_format
-        if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        response_format = self.response_format
+        if response_format is not None and (response_format.type == "json_schema") != (
+            response_format.json_schema is not None
+        ):
             raise PydanticCustomError("response_format", "a schema with json_schema, and only there")
         return self
 
@@ -268,12 +270,12 @@ class ChatFields(TextFields):
 
     def _schema_text(self) -> str | None:
         """The JSON schema for the answers, as text; None for any text. Raises `Invalid` for one beyond its bounds."""
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        response_format = self.response_format
+        if response_format is None or response_format.type == "text":
             return None
-        if wanted.json_schema is None:
+        if response_format.json_schema is None:
             return '{"type":"object"}'
-        return check_json_schema(wanted.json_schema.json_schema or {})
+        return check_json_schema(response_format.json_schema.json_schema or {})
 
 
 class CompletionFields(TextFields):
@@ -296,8 +298,8 @@ class CompletionFields(TextFields):
     def _prompts_of_one_kind(cls, value: str | list[Any]) -> str | list[Any]:
         if isinstance(value, str):
             return value
-        one = _tokens(value)
-        if not one and not all(isinstance(item, str) for item in value) and not all(map(_tokens, value)):
+        first = _tokens(value)
+        if not first and not all(isinstance(item, str) for item in value) and not all(map(_tokens, value)):
             raise PydanticCustomError("prompt", "texts or token ids")
         return value
 

@@ -51,26 +51,26 @@ class PlanFields(BaseModel):
     @field_validator("deepcache")
     @classmethod
     def _is_a_schedule(cls, value: str | CacheFields | None) -> str | CacheFields | None:
-        found = None if value is None else parse_schedule(value)
-        if found is not None and (wrong := found.error_for(MAX_STEPS)):
+        schedule = None if value is None else parse_schedule(value)
+        if schedule is not None and (wrong := schedule.error_for(MAX_STEPS)):
             raise wrong
         return value
 
 
-def fill(given: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The request fields `given`, with a plan's where they are open.
+def fill(values: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The request fields `values`, with a plan's where they are open.
 
     Where the request says its sampler or schedule, the plan's steps and sampler do not go with it; and where it says
     which steps are guided, in either way, the plan does not.
     """
     meant = dict(plan)
-    if given.get("scheduler") is not None or schedule_of(given) != OWN:
+    if values.get("scheduler") is not None or schedule_of(values) != OWN:
         for name in ("steps", "scheduler", "schedule_type"):
             meant.pop(name, None)
-    if any(given.get(name) is not None for name in GUIDANCE_FIELDS):
+    if any(values.get(name) is not None for name in GUIDANCE_FIELDS):
         for name in GUIDANCE_FIELDS:
             meant.pop(name, None)
-    return meant | {name: value for name, value in given.items() if value is not None}
+    return meant | {name: value for name, value in values.items() if value is not None}
 
 
 _READ = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")], PlanFields])
@@ -79,14 +79,14 @@ _READ = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$"
 def read(data: object) -> dict[str, dict[str, Any]]:
     """Plans from JSON data. Raises `Invalid`, naming the first field that is wrong."""
     try:
-        found = _READ.validate_python(data)
+        plans = _READ.validate_python(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = ".".join(str(part) for part in first["loc"])
         raise Invalid(f"plans.{path}" if path else "plans", first["msg"]) from None
-    if wrong := sorted(found.keys() & {OFF, AUTOMATIC}):
+    if wrong := sorted(plans.keys() & {OFF, AUTOMATIC}):
         raise Invalid(f"plans.{wrong[0]}", "is a word of requests, and cannot name a plan")
-    return {name: plan.model_dump(exclude_none=True) for name, plan in found.items()}
+    return {name: plan.model_dump(exclude_none=True) for name, plan in plans.items()}
 
 
 def named(name: str, plans: Plans) -> Mapping[str, Any]:

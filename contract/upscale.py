@@ -17,7 +17,7 @@ MAX_SIDE = 16383  # pixels of the enlarged image; WebP has no more
 
 
 class Upscale(Nested):
-    """Which network enlarges the finished image, and how much.
+    """The network that enlarges the finished image, and how much.
 
     An image is enlarged by the network's own factor, and then reduced where `scale` is less.
     """

@@ -94,7 +94,7 @@ class ActiveJobs:
         return id in self._works
 
     def leases(self) -> dict[str, str]:
-        """Id → the attempt's fencing token."""
+        """Return the attempts' fencing tokens by id."""
         with self._lock:
             return {id: work.claim.fence for id, work in self._works.items()}
 

@@ -67,9 +67,9 @@ class CountedTask(Task):  # type: ignore[misc]
 
 
 def _serve(self: Any, id: str = "", *_: Any) -> None:
-    about = self.request.delivery_info or {}
-    priority, worker = about.get("priority"), self.app.worker
-    to = worker.id if about.get("routing_key") == own_queue(self.queue, worker.id) else ""
+    delivery = self.request.delivery_info or {}
+    priority, worker = delivery.get("priority"), self.app.worker
+    to = worker.id if delivery.get("routing_key") == own_queue(self.queue, worker.id) else ""
     worker.tasks.run(Envelope(str(id), self.queue, priority if isinstance(priority, int) else PRIORITY, to))
 
 

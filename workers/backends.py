@@ -50,16 +50,16 @@ def _torch(model: ImageModel, widths: Widths, *, settings: Settings, release: Co
 
 
 def _programs(model: ImageModel, widths: Widths, *, settings: Settings, release: Collection[str]) -> ImageBackend:
-    library, why = kernels(settings, model)
+    library, reason = kernels(settings, model)
     if library is None:
-        raise ModelError(f"backend {PROGRAMS}: {why or 'these kernels are for CPUs'}")
+        raise ModelError(f"backend {PROGRAMS}: {reason or 'these kernels are for CPUs'}")
     return ProgramBackend(model, library, widths, release=release)
 
 
 def _graphs(model: ImageModel, widths: Widths, *, settings: Settings, release: Collection[str]) -> ImageBackend:
-    runs, why = fused(settings, model)
+    runs, reason = fused(settings, model)
     if not runs:
-        raise ModelError(f"backend {GRAPHS}: {why or 'these kernels are for GPUs'}")
+        raise ModelError(f"backend {GRAPHS}: {reason or 'these kernels are for GPUs'}")
     rows = widest(settings, model)
     return GraphBackend(model, replace(widths, max_rows=rows, deterministic_rows=min(widths.deterministic_rows, rows)))
 
@@ -77,7 +77,7 @@ def check(settings: Settings) -> None:
 
 
 def without_int8(settings: Settings) -> str:
-    """Why the precision "auto" is not INT8 with these settings, whatever the device; empty if it may be."""
+    """Return why the precision "auto" is not INT8 with these settings, whatever the device; empty if it may be."""
     if not settings.kernels:
         return "the native kernels are turned off"
     return "" if settings.backend in _EIGHT_BITS else f"the settings select the backend {settings.backend}"
@@ -87,10 +87,10 @@ def find(name: str) -> BackendFactory | None:
     """The factory of this name; None for "auto". Raises `SettingsError`, which lists all that there are."""
     if name == AUTO or name in _OURS:
         return _OURS.get(name)
-    others = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in others:
-        raise SettingsError(f"backend: there is no {name}; there are {', '.join([AUTO, *_OURS, *sorted(others)])}")
-    return _load(others[name])
+    plugins = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in plugins:
+        raise SettingsError(f"backend: there is no {name}; there are {', '.join([AUTO, *_OURS, *sorted(plugins)])}")
+    return _load(plugins[name])
 
 
 def _load(point: EntryPoint) -> BackendFactory:

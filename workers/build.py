@@ -92,11 +92,13 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
             "images are noise",
             STAND_IN_MODEL,
         )
-    chosen, plain = precision(settings, device), unquantized(device)
-    unet = variants.unet_of(settings, device, chosen, plain, lambda: unquantized_model(settings, chosen), say, count)
+    requested, plain = precision(settings, device), unquantized(device)
+    unet = variants.unet_of(
+        settings, device, requested, plain, lambda: unquantized_model(settings, requested), say, count
+    )
     model = load(
         settings.model_name,
-        precision=chosen,
+        precision=requested,
         device=device,
         variant=settings.variant,
         unet=unet,
@@ -142,16 +144,16 @@ def precision(settings: Settings, device: str) -> str:
     """
     from core.kernels.cpu.library import KernelsUnavailable, library
 
-    on_cpu, asked = device == "cpu", settings.precision
-    if asked != "auto" and not runs(asked, device):
-        raise ModelError(f"{asked} does not run on a CPU; take int8 or fp32")
+    on_cpu, requested = device == "cpu", settings.precision
+    if requested != "auto" and not runs(requested, device):
+        raise ModelError(f"{requested} does not run on a CPU; take int8 or fp32")
     if not on_cpu:
-        check_gpu(settings, device, asked)
-    if asked != "auto":
-        return asked
+        check_gpu(settings, device, requested)
+    if requested != "auto":
+        return requested
     plain = unquantized(device)
-    own = variants.has_own(settings, "int8")
-    if not own and (settings.lora or not variants.cached(settings, device, "int8", plain).exists):
+    has_variant = variants.has_own(settings, "int8")
+    if not has_variant and (settings.lora or not variants.cached(settings, device, "int8", plain).exists):
         log.info("%s: the model has no int8 variant; `--precision int8` or `diptych quantize` makes one", plain)
         return plain
     if declined := backends.without_int8(settings):
@@ -160,12 +162,12 @@ def precision(settings: Settings, device: str) -> str:
     try:
         if on_cpu:
             library(settings.compiled_kernels)
-        elif (why := lacks(describe(settings, device), "int8")) is not None:
-            raise KernelsUnavailable(why)
+        elif (reason := lacks(describe(settings, device), "int8")) is not None:
+            raise KernelsUnavailable(reason)
     except KernelsUnavailable as error:
         log.warning("%s instead of int8: %s", plain, error)
         return plain
-    log.info("int8: the model has such a variant%s, and our kernels run", "" if own else " in the cache")
+    log.info("int8: the model has such a variant%s, and our kernels run", "" if has_variant else " in the cache")
     return "int8"
 
 
@@ -175,8 +177,8 @@ def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Ext
     """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
-    beside = sum(kind.folder.size_bytes() for kind in extensions if kind.waits and kind.folder is not None)
-    return int(_SHARE * max(0, _free_bytes(model.device) - beside))
+    asset_bytes = sum(kind.folder.size_bytes() for kind in extensions if kind.waits and kind.folder is not None)
+    return int(_SHARE * max(0, _free_bytes(model.device) - asset_bytes))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -200,13 +202,15 @@ def _refiner(settings: Settings, base: ImageModel, say: Say, count: Count | None
     if not settings.refiner:
         return None
     say(f"loading {settings.refiner}")
-    asked = "auto" if is_quantized(settings.precision) else settings.precision
+    refiner_precision = "auto" if is_quantized(settings.precision) else settings.precision
     base_only = dict.fromkeys(("unet", "lora", "tiny_vae", "plans", "plan"), "")
-    own = settings.model_copy(update={"model": settings.refiner, "precision": asked, **base_only})
-    model = load_model(own, say, count)
+    refiner_settings = settings.model_copy(
+        update={"model": settings.refiner, "precision": refiner_precision, **base_only}
+    )
+    model = load_model(refiner_settings, say, count)
     refining.check_pair(model, base)
-    name, why_torch = backends.select(own, model)
-    return backends.make(name, own, model, release=(model.family.denoiser, "vae"), why_torch=why_torch)[0]
+    name, why_torch = backends.select(refiner_settings, model)
+    return backends.make(name, refiner_settings, model, release=(model.family.denoiser, "vae"), why_torch=why_torch)[0]
 
 
 def text_lane(settings: Settings) -> Lane | None:
@@ -233,31 +237,31 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
     if name is None:
         return None
     say(f"loading {name}")
-    found, why = None, None
+    kernel_library, refusal = None, None
     device = device_of(settings)
     keep_compiled(settings, device)
     if device != "cpu":
         check_gpu(settings, device, settings.text_precision)
-        why = lacks(describe(settings, device), "int8")
+        refusal = lacks(describe(settings, device), "int8")
     elif not settings.kernels:
-        why = "the native kernels are turned off"
+        refusal = "the native kernels are turned off"
     else:
         try:
-            found = library(settings.compiled_kernels)
+            kernel_library = library(settings.compiled_kernels)
         except KernelsUnavailable as error:
-            why = str(error)
+            refusal = str(error)
             log.warning("text generation runs on torch: %s", error)
 
     def make() -> TextRunner:
         set_threads(settings, device)
-        model, reason = load_text(name, settings.text_precision, device=device, lacks=why)
+        model, reason = load_text(name, settings.text_precision, device=device, lacks=refusal)
         log.info("text: %s in %s: %s", model.name, model.precision, reason)
         draft: Any = settings.text_draft or None
         if draft is not None and draft != "lookup":
-            draft, _ = load_text(draft, "auto", device=device, lacks=why)
+            draft, _ = load_text(draft, "auto", device=device, lacks=refusal)
         return TextRunner(
             model, lane=lane, max_requests=settings.text_requests, pages=_pages(settings, model), kv=settings.text_kv,
-            kernels=found, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
+            kernels=kernel_library, draft=draft, patience_s=settings.text_first_s, pace_s=settings.text_token_s,
         )  # fmt: skip
 
     try:
@@ -276,11 +280,11 @@ def text_runner(settings: Settings, lane: Lane, say: Say) -> TextRunner | None:
 
 def _pages(settings: Settings, model: TextModel) -> int:
     """Pages for all answers at full length, as far as memory allows; at least for one answer."""
-    whole = -(-model.context // PAGE)
+    pages_per_sequence = -(-model.context // PAGE)
     each = 2 * model.layers * model.kv_heads * model.head_dim * PAGE
     each_bytes = each if settings.text_kv != "float" else each * (4 if model.device.type == "cpu" else 2)
     allowed = settings.text_memory_mib * 2**20 or int(_TEXT_SHARE * _free_bytes(model.device))
-    return max(whole, min(settings.text_requests * whole, allowed // each_bytes))
+    return max(pages_per_sequence, min(settings.text_requests * pages_per_sequence, allowed // each_bytes))
 
 
 def build(
@@ -302,18 +306,18 @@ def build(
     backends.check(settings)
     checker = load_checker(settings.checker)
     lane = lane or Lane("device")
-    beside = text_lane(settings) if text else None
-    texts = text_runner(settings, beside or lane, say) if text else None
+    llm_lane = text_lane(settings) if text else None
+    texts = text_runner(settings, llm_lane or lane, say) if text else None
     say(f"loading {settings.model_name}")
     model = lane.call(lambda: load_model(settings, say, count))
     if model.family.refines:
         raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
     name, why_torch = lane.call(lambda: backends.select(settings, model))
-    kept = _kept_parts(settings, model, name)
-    released = tuple({model.family.denoiser, "vae"} - kept)
-    release = model.family.language_model not in kept
-    drawn = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
-    backend, decisions = backends.make(name, settings, drawn, release=released, why_torch=why_torch)
+    kept_parts = _kept_parts(settings, model, name)
+    released = tuple({model.family.denoiser, "vae"} - kept_parts)
+    release = model.family.language_model not in kept_parts
+    encoder = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
+    backend, decisions = backends.make(name, settings, encoder, release=released, why_torch=why_torch)
     extensions = [kind.open(settings, model, backend) for kind in KINDS]
     refiner = lane.call(lambda: _refiner(settings, model, say, count))
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
@@ -334,4 +338,4 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [images] if texts is None else [images, texts]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Runtime(settings, engine, images, lane, texts, beside, checker, decisions, depth)
+    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth)

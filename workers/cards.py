@@ -27,11 +27,11 @@ def image_card(
     cost curve changes during the call: then call again.
     """
     model = runner.model
-    recorded, wanted = runner.backend.graphs.counts
+    recorded, counts = runner.backend.graphs.counts
     native = (model.native, model.native)
-    known = _known_sizes(runner, native)
-    solo_s, row_s = _steps(runner, DEEP, known[DEEP])
-    shallow = {depth: _steps(runner, phase, known[phase]) for depth, phase in SHALLOW.items() if phase in known}
+    sizes = _known_sizes(runner, native)
+    solo_s, row_s = _steps(runner, DEEP, sizes[DEEP])
+    shallow = {depth: _steps(runner, phase, sizes[phase]) for depth, phase in SHALLOW.items() if phase in sizes}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults, extensions = model.defaults, runner.extensions.values()
     names: dict[str, Any] = {extension.card_field: tuple(extension.names()) for extension in extensions}
@@ -60,7 +60,11 @@ def image_card(
             row_step_s=row_s,
             shallow_solo_step_s={depth: solo for depth, (solo, _) in shallow.items()},
             shallow_row_step_s={depth: row for depth, (_, row) in shallow.items()},
-            **{name: value for one in extensions for name, value in one.costs(runner.backend, known[DEEP]).items()},
+            **{
+                name: value
+                for extension in extensions
+                for name, value in extension.costs(runner.backend, sizes[DEEP]).items()
+            },
         ),
         capacity_per_s=1 / (encode_s + rows * row_s[_named(native)] + decode_s[FULL]),
         deepcache=OFF if deepcache is None else asdict(deepcache),
@@ -70,17 +74,17 @@ def image_card(
         preprocessors=PREPROCESSORS if has_depth else (CANNY,),
         refiners=() if runner.refiner is None else (runner.refiner.model.name,),
         prompt_fields=tuple(model.family.prompt_fields),
-        graphs={"recorded": recorded, "wanted": wanted} if wanted else {},
+        graphs={"recorded": recorded, "wanted": counts} if counts else {},
     )
 
 
 def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:
-    """By phase, only measured sizes of those listed, and always the native one: clients estimate others by area."""
-    known = {DEEP: {native}}
+    """Return by phase the measured sizes among those listed, and the native one: clients estimate others by area."""
+    sizes = {DEEP: {native}}
     for phase, size, _ in runner.backend.costs.measured():
         if size in runner.sizes:
-            known.setdefault(phase, set()).add(size)
-    return known
+            sizes.setdefault(phase, set()).add(size)
+    return sizes
 
 
 def _steps(

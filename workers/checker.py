@@ -28,14 +28,14 @@ def load(name: str) -> Checker | None:
         return None
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except Exception as error:  # anything that module raises on import
         raise ModelError(f"checker {name}: cannot be imported ({type(error).__name__}: {first_line(error)})") from error
-    if not callable(found):
+    if not callable(value):
         raise ModelError(f"checker {name}: cannot be called")
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def check(checker: Checker | None, pictures: Sequence[Picture]) -> None:

@@ -18,7 +18,7 @@ _EVERY_S = 0.01  # between sends: keeps thousands of messages without a worker f
 
 
 class DelayedRequeue:
-    """Thread-safe."""
+    """A holder of delayed messages. Thread-safe."""
 
     def __init__(self, send: Callable[[Envelope], None], hold_s: float = HOLD_S) -> None:
         """`send` must not raise."""

@@ -38,12 +38,12 @@ def set_threads(settings: Settings, device: str) -> None:
 
 
 def check_gpu(settings: Settings, device: str, precision: str) -> None:
-    """Raises `ModelError` for 8 bits on a GPU without 8-bit matrix units: emulation would be slower than bf16."""
+    """Raise `ModelError` for 8 bits on a GPU without 8-bit matrix units: emulation would be slower than bf16."""
     if not is_quantized(precision):
         return
-    found = describe(settings, device)
-    if (why := lacks(found, precision)) is not None:
-        raise ModelError(f"{precision} does not run on {device}: {why}; take {instead(found, precision)}")
+    described = describe(settings, device)
+    if (reason := lacks(described, precision)) is not None:
+        raise ModelError(f"{precision} does not run on {device}: {reason}; take {instead(described, precision)}")
 
 
 def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, str]:
@@ -58,8 +58,8 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
         return None, ""
     if not (settings.kernels or model.precision == "int8"):
         return None, "the native kernels are turned off"
-    if (why := cpu_kernels_lack(model.precision)) is not None:
-        return None, why
+    if (reason := cpu_kernels_lack(model.precision)) is not None:
+        return None, reason
     try:
         model.family.check_network(model.denoiser, head_multiple=HEAD_MULTIPLE)
         return library(settings.compiled_kernels), ""
@@ -70,7 +70,7 @@ def kernels(settings: Settings, model: ImageModel) -> tuple[ctypes.CDLL | None, 
 
 
 def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
-    """Whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
+    """Return whether this model runs fused layers in CUDA graphs, and on a GPU the reason if not.
 
     Raises `ModelError` for 8 bits without them: emulation would be slower than bf16.
     """
@@ -85,8 +85,8 @@ def fused(settings: Settings, model: ImageModel) -> tuple[bool, str]:
             raise ValueError("the native kernels are turned off")
         if model.dtype is not torch.bfloat16:
             raise ValueError(f"the GPU kernels support bf16 and 8 bits, not {model.precision}")
-        if (why := lacks(describe(settings, str(model.device)), model.precision)) is not None:
-            raise ValueError(why)
+        if (reason := lacks(describe(settings, str(model.device)), model.precision)) is not None:
+            raise ValueError(reason)
         model.family.check_network(model.denoiser, head_multiple=HEAD_MULTIPLE)
         check_decoder(model.vae, head_multiple=HEAD_MULTIPLE)
     except ValueError as error:
@@ -120,17 +120,17 @@ def widest(settings: Settings, model: ImageModel) -> int:
 
 
 def choose_kernels(settings: Settings, model: ImageModel, why_torch: str) -> tuple[KernelChoice, ...]:
-    """Which kernels run this model, each logged; `why_torch` if they are torch's."""
-    found: tuple[KernelChoice, ...]
+    """Return which kernels run this model, each logged; `why_torch` if they are torch's."""
+    choices: tuple[KernelChoice, ...]
     if why_torch:
-        where, found = str(model.device), (KernelChoice(EVERY_LAYER, TORCH, why_torch),)
+        where, choices = str(model.device), (KernelChoice(EVERY_LAYER, TORCH, why_torch),)
     else:
         device = describe(settings, str(model.device))
-        where, found = str(device), decisions(device, model.precision)
+        where, choices = str(device), decisions(device, model.precision)
     log.info("%s runs in %s on %s", model.name, model.precision, where)
-    for decision in found:
+    for decision in choices:
         say(decision, requested=not settings.kernels or settings.backend == TORCH)
-    return found
+    return choices
 
 
 def keep_compiled(settings: Settings, device: str) -> None:

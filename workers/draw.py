@@ -29,29 +29,29 @@ class OutputError(ValueError):
 @contextlib.contextmanager
 def folder(path: Path) -> Iterator[None]:
     """Ensure that a folder exists and is writable; remove it again afterwards if nothing was written."""
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        made += [one for one in (path, *path.parents) if not one.exists()]  # innermost first
+        created += [parent for parent in (path, *path.parents) if not parent.exists()]  # innermost first
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(bytes(4096))  # a full disk still creates empty files
     except OSError as error:
-        _remove(made)
+        _remove(created)
         raise OutputError(f"--out: {path} cannot be written ({error.strerror})") from error
     try:
         yield
     finally:
-        _remove(made)
+        _remove(created)
 
 
-def _remove(made: Sequence[Path]) -> None:
+def _remove(created: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):  # folders that hold an image stay
-        for path in made:
+        for path in created:
             path.rmdir()
 
 
 def draw(
-    works: Runtime, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
+    runtime: Runtime, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
 ) -> int:
     """Keep the engine full with `total` images of `each` steps, and write finished ones; never keeps more in memory."""
     from rich.progress import (
@@ -70,7 +70,7 @@ def draw(
     )  # fmt: skip
     started = time.monotonic()
     written: list[Path] = []
-    taken: set[str] = set()
+    used_names: set[str] = set()
     pending: dict[Future[Any], Path] = {}
     try:
         # Ctrl-C interrupts only the main thread: another one writes and counts a file, fully or not at all.
@@ -78,9 +78,9 @@ def draw(
             steps = progress.add_task("steps", total=total * each)
             pictures = progress.add_task("pictures", total=total)
             while True:
-                while len(pending) < 2 * works.settings.max_requests and (job := next(jobs, None)) is not None:
-                    future = _submit(works, job[0], lambda: progress.advance(steps))
-                    pending[future] = out / _free(file_name(job[0], job[1].name), taken)
+                while len(pending) < 2 * runtime.settings.max_requests and (job := next(jobs, None)) is not None:
+                    future = _submit(runtime, job[0], lambda: progress.advance(steps))
+                    pending[future] = out / _free(file_name(job[0], job[1].name), used_names)
                 if not pending:
                     break
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
@@ -115,21 +115,21 @@ def _write(future: Future[Any], path: Path, console: Console, written: list[Path
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _free(name: str, used_names: set[str]) -> str:
     """The file name, numbered if this command has used it: equal prompts with equal seeds make two files."""
     stem, number = name.removesuffix(".png"), 1
-    while name.casefold() in taken:  # some file systems are case-insensitive
+    while name.casefold() in used_names:  # some file systems are case-insensitive
         number += 1
         name = f"{stem}-{number}.png"
-    taken.add(name.casefold())
+    used_names.add(name.casefold())
     return name
 
 
-def _submit(works: Runtime, wanted: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+def _submit(runtime: Runtime, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
     from core.batching.request import Outcome, Request
 
     def listen(_: Request, outcome: Outcome) -> None:
         if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
             tick()
 
-    return works.engine.submit(Request(secrets.token_hex(8), "image", wanted, listener=listen))
+    return runtime.engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen))

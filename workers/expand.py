@@ -35,26 +35,26 @@ def expansion_requests(pictures: Sequence[ImageParameters], handler: JobHandler 
     if handler is None:
         raise Invalid(FIELD, "this worker serves no text model")
     instruction = handler.expansion_instruction or INSTRUCTION
-    return [wanted for picture in pictures for wanted in _requests(picture, handler, instruction)]
+    return [request for picture in pictures for request in _requests(picture, handler, instruction)]
 
 
 def _requests(picture: ImageParameters, handler: JobHandler, instruction: str) -> list[Any]:
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": picture.prompt}]
-    asked = TextJob(messages=messages, max_tokens=MOST_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
+    job = TextJob(messages=messages, max_tokens=MOST_TOKENS, seed=picture.seed, temperature=TEMPERATURE)
     try:
-        return handler.requests(asked)
+        return handler.requests(job)
     except Invalid as error:
         raise error.of(FIELD) from error  # the client sent expand_prompt, not this request
 
 
 def expanded(pictures: Sequence[ImageParameters], texts: Sequence[str]) -> list[ImageParameters]:
     """The image parameters with their expanded prompts. An expansion that is no valid prompt leaves the original."""
-    made = []
+    revised = []
     for picture, text in zip(pictures, texts, strict=True):
         prompt = " ".join(text.split()).strip(' "“”')
         fit = prompt and text_error(prompt, MAX_PROMPT_CHARACTERS) is None
-        made.append(replace(picture, prompt=prompt) if fit else picture)
-    return made
+        revised.append(replace(picture, prompt=prompt) if fit else picture)
+    return revised
 
 
 def add_prompts(result: dict[str, Any], pictures: Sequence[ImageParameters]) -> dict[str, Any]:

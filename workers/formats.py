@@ -40,7 +40,7 @@ class ImageFormat:
         return MEDIA_TYPES[self.name]
 
 
-def encode(picture: Picture, wanted: ImageFormat, *, metadata: bool = True) -> bytes:
+def encode(picture: Picture, image_format: ImageFormat, *, metadata: bool = True) -> bytes:
     """Encode the image file. Requested previews do not change a bit of it.
 
     `metadata`: with what a PNG holds in text chunks. In WebP and JPEG EXIF's UserComment is the infotext, as
@@ -48,17 +48,17 @@ def encode(picture: Picture, wanted: ImageFormat, *, metadata: bool = True) -> b
     a JPEG holds as much of the two as fits.
     """
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
-    if wanted.name == "png":
+    if image_format.name == "png":
         return picture.png(metadata=metadata)
-    limit = _JPEG_EXIF if wanted.name == "jpeg" else None
+    limit = _JPEG_EXIF if image_format.name == "jpeg" else None
     exif = _exif(picture, limit) if metadata else b""
     stream = io.BytesIO()
-    if wanted.name == "webp":
-        lossless = wanted.quality == _BEST
-        picture.image.save(stream, format="WEBP", lossless=lossless, quality=wanted.quality, exif=exif)
+    if image_format.name == "webp":
+        lossless = image_format.quality == _BEST
+        picture.image.save(stream, format="WEBP", lossless=lossless, quality=image_format.quality, exif=exif)
     else:
         # No chroma subsampling: these images are small, and full of edges between colours.
-        picture.image.save(stream, format="JPEG", quality=max(1, wanted.quality), subsampling=0, exif=exif)
+        picture.image.save(stream, format="JPEG", quality=max(1, image_format.quality), subsampling=0, exif=exif)
     return stream.getvalue()
 
 
@@ -68,10 +68,10 @@ def _exif(picture: Picture, limit: int | None) -> bytes:
 
     from pipeline.pixels.picture import to_json
 
-    told = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
+    metadata = {"parameters": picture.parameters.to_dict(), "fingerprint": picture.fingerprint}
     fields = {
         _USER_COMMENT: b"UNICODE\0" + picture.infotext.encode("utf-16-be"),
-        _MAKER_NOTE: to_json(told).encode(),
+        _MAKER_NOTE: to_json(metadata).encode(),
     }
     while fields:
         exif = Exif()

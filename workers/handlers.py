@@ -81,7 +81,7 @@ class JobHandler(Protocol):
 
     def tally(self, requests: Sequence[Any]) -> JobProgress: ...
 
-    def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
+    def build_result(self, job: Any, outputs: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         """The job's result, from its requests' outputs; artifacts are stored before it returns.
 
         Raises `ArtifactError`, and `UnsafeImage` for a rejected image.
@@ -148,11 +148,13 @@ class ImageJobHandler:
     def tally(self, requests: Sequence[ImageParameters]) -> ImageJobProgress:
         return ImageJobProgress([request.made for request in requests])
 
-    def build_result(self, job: ImageJob, made: Sequence[Picture], artifact_writer: ArtifactWriter) -> dict[str, Any]:
-        check(self._checker, made)
+    def build_result(
+        self, job: ImageJob, outputs: Sequence[Picture], artifact_writer: ArtifactWriter
+    ) -> dict[str, Any]:
+        check(self._checker, outputs)
         form = ImageFormat(job.output_format, job.output_compression)
-        images = [_kept(picture, form, artifact_writer, self._metadata) for picture in made]
-        return {"images": images, "deepcache": plans.to_field(made[0].parameters.deepcache)}
+        images = [_kept(picture, form, artifact_writer, self._metadata) for picture in outputs]
+        return {"images": images, "deepcache": plans.to_field(outputs[0].parameters.deepcache)}
 
 
 def pictures(

@@ -59,7 +59,7 @@ class StallDetector:
 
     @property
     def ticks(self) -> bool:
-        """Whether the engine's thread has ticked recently."""
+        """Return whether the engine's thread has ticked recently."""
         return self._still_s < _TICKING_S
 
     @property
@@ -113,7 +113,7 @@ class Heartbeat:
         self._thread.start()
 
     def watch(self, engine: Engine) -> None:
-        """From now on beat only while this engine makes progress."""
+        """Beat from now on only while this engine makes progress."""
         self._stall_detector = StallDetector(engine, self._stuck_s, self._look_s, time.monotonic())
 
     def poke(self) -> None:
@@ -146,11 +146,11 @@ class Heartbeat:
                 due = now
 
     def _beat(self) -> bool:
-        """Whether Redis has accepted it."""
-        held = self._active_jobs.leases()
-        lost = self._store_retry.once(lambda: self._leases.renew(self._worker, held), None)
+        """Send a heartbeat; return whether Redis has accepted it."""
+        leases = self._active_jobs.leases()
+        lost = self._store_retry.once(lambda: self._leases.renew(self._worker, leases), None)
         for id in lost or ():
-            if self._active_jobs.abandon(id, held[id]):
+            if self._active_jobs.abandon(id, leases[id]):
                 log.info("this worker lost the lease of job %s", id)
         return self._store_retry.once(self._show, False) and lost is not None
 

@@ -92,11 +92,11 @@ class JobExecutor:
             Request(
                 f"{claim.id}/{claim.attempt}/{index}/{claim.incarnation}",
                 claim.modality,
-                own,
+                item,
                 priority=claim.priority,
                 deadline=deadline,
                 listener=listener(index),
                 tenant=claim.owner,
             )
-            for index, own in enumerate(parameters)
+            for index, item in enumerate(parameters)
         ]

@@ -83,10 +83,10 @@ class _Now(Collector):
         self._in_hand = in_hand
 
     def collect(self) -> Iterable[Any]:
-        held = GaugeMetricFamily("diptych_jobs_in_hand", "Messages that this worker has taken.", labels=("queue",))
+        gauge = GaugeMetricFamily("diptych_jobs_in_hand", "Messages that this worker has taken.", labels=("queue",))
         for queue, count in self._in_hand().items():
-            held.add_metric((queue,), count)
-        yield held
+            gauge.add_metric((queue,), count)
+        yield gauge
         unreadable = CounterMetricFamily(
             "diptych_unreadable", "Records and cards in Redis that this version cannot read.", labels=("kind",)
         )
@@ -97,8 +97,8 @@ class _Now(Collector):
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             used = GaugeMetricFamily("diptych_device_memory_bytes", "Of the GPU.", labels=("what",))
             free, total = torch.cuda.mem_get_info()
-            for what, size in (("allocated", torch.cuda.memory_allocated()), ("free", free), ("total", total)):
-                used.add_metric((what,), size)
+            for label, size in (("allocated", torch.cuda.memory_allocated()), ("free", free), ("total", total)):
+                used.add_metric((label,), size)
             yield used
 
 

@@ -68,7 +68,7 @@ class PrefetchLimiter:
             return {queue: self._counts[queue] for queue in self.queues}
 
     def room(self, queue: str) -> bool:
-        """Whether one more may be taken now."""
+        """Return whether one more may be taken now."""
         return self._counts[queue] < self._limits[queue] and queue not in self._paused and not self._held_up()
 
     def pause(self, queues: frozenset[str]) -> None:
@@ -252,7 +252,7 @@ class QueueConsumers:
 
     @property
     def asking(self) -> bool:
-        """Whether Redis may still deliver a message to one of them."""
+        """Return whether Redis may still deliver a message to one of them."""
         return any(
             consumer.channel._in_poll or consumer.channel.active_queues for consumer in tuple(self._consumers.values())
         )
@@ -282,9 +282,9 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
             _screen(channel, queue, prefetch.worker, c.app.message)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
-            own = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
+            worker_queue = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
             consumers[queue] = c.app.amqp.TaskConsumer(
-                channel, queues=[own, c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
+                channel, queues=[worker_queue, c.app.amqp.queues[queue]], on_decode_error=c.on_decode_error
             )
         c.task_consumer = QueueConsumers(consumers, prefetch)
         prefetch.attach(c.hub.call_soon, c.task_consumer)

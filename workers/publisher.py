@@ -86,35 +86,35 @@ class ProgressPublisher:
         """Write all queued reports, so that a job's last progress precedes its end."""
         with self._writing:  # serialized, so that progress stays in order
             with self._lock:
-                said, self._said = self._said, {}
+                pending, self._said = self._said, {}
                 looks, self._looks = self._looks, {}
-            if said:
+            if pending:
                 self.flushes += 1
-                self._write({id: (_with(said[id][0], looks.get(id, {})), said[id][1]) for id in said})
+                self._write({id: (_with(pending[id][0], looks.get(id, {})), pending[id][1]) for id in pending})
 
-    def _write(self, said: dict[str, tuple[ProgressReport, StreamBuffer | None]]) -> None:
-        news = {id: written.news() for id, (_, written) in said.items() if written is not None and written.followed}
+    def _write(self, pending: dict[str, tuple[ProgressReport, StreamBuffer | None]]) -> None:
+        news = {id: written.news() for id, (_, written) in pending.items() if written is not None and written.followed}
         reports = []
-        for id, (report, written) in said.items():
+        for id, (report, written) in pending.items():
             if id in news:
-                report = replace(report, pieces=news[id].pieces, whole=news[id].whole)
+                report = replace(report, pieces=news[id].pieces, complete=news[id].complete)
             elif written is not None and written.cumulative:
                 report = replace(report, data={**report.data, **written.so_far()})
             reports.append(report)
         try:
-            told = self._store_retry.once(lambda: self._leases.report(reports), None)
+            replies = self._store_retry.once(lambda: self._leases.report(reports), None)
         except Exception:  # a failed write must not end the thread
             log.exception("progress could not be published")
             return
-        if told is None:
+        if replies is None:
             return
-        for id, (report, written) in said.items():
-            if id in told.stale:
+        for id, (report, written) in pending.items():
+            if id in replies.stale:
                 self._stale(id, report.attempt)
             elif written is not None:
                 if id in news:
                     written.told(news[id])
-                written.followed |= id in told.followed
+                written.followed |= id in replies.followed
 
 
 def _with(report: ProgressReport, looks: Mapping[int, Any]) -> ProgressReport:

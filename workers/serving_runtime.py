@@ -1,4 +1,4 @@
-"""What a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
+"""The parts that a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
 
 Imports no torch at module level, because the worker imports it and the handlers before torch.
 """
@@ -33,25 +33,25 @@ class ServingRuntime(Protocol):
 class ModelRuntime:
     """The engine that the settings configure, with its job handlers. Closing it ends the engine."""
 
-    works: Runtime
+    runtime: Runtime
     handlers: dict[str, JobHandler]
 
     @property
     def engine(self) -> Engine:
-        return self.works.engine
+        return self.runtime.engine
 
     def close(self) -> None:
-        self.works.close()
+        self.runtime.close()
 
 
-def build_serving_runtime(works: Runtime) -> ModelRuntime:
+def build_serving_runtime(runtime: Runtime) -> ModelRuntime:
     """Add a handler for each modality that has a runner."""
-    return ModelRuntime(works, handlers_of(works))
+    return ModelRuntime(runtime, handlers_of(runtime))
 
 
-def handlers_of(works: Runtime) -> dict[str, JobHandler]:
+def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each runner, by queue."""
-    settings = works.settings
+    settings = runtime.settings
 
     def fetch(key: str) -> bytes:
         return Artifacts(settings.artifacts, settings.storage_s).get(
@@ -60,10 +60,10 @@ def handlers_of(works: Runtime) -> dict[str, JobHandler]:
 
     deepcache = plan.parse(settings.deepcache)
     images = ImageJobHandler(
-        works.images, deepcache, fetch, works.checker, works.decisions, settings.plan, depth=works.depth,
+        runtime.images, deepcache, fetch, runtime.checker, runtime.decisions, settings.plan, depth=runtime.depth,
         metadata=settings.image_metadata,
     )  # fmt: skip
-    handlers: dict[str, JobHandler] = {works.images.modality: images}
-    if works.texts is not None:
-        handlers[works.texts.modality] = TextJobHandler(works.texts)
+    handlers: dict[str, JobHandler] = {runtime.images.modality: images}
+    if runtime.texts is not None:
+        handlers[runtime.texts.modality] = TextJobHandler(runtime.texts)
     return handlers

@@ -33,20 +33,20 @@ def read(picture: ImageParameters, fetch: Fetch, depth: DepthEstimator | None = 
         image, _ = _pixels("image", edit.image, "RGB", fetch)
         mask = None if edit.mask is None else _pixels("mask", edit.mask, "L", fetch)[0]
         edit = replace(edit, image=image, mask=mask)
-    found: dict[str, list[PictureInput]] = {field: [] for field in PICTURES}
-    for one in picture.pictures:
-        pixels, size = _pixels(f"{one.FIELD}.image", one.image, "RGB", fetch)
-        if isinstance(one, Control):
-            pixels = prepare(one, pixels, picture.size, depth)
-        found[one.FIELD].append(one.with_pixels(pixels, size))
-    pictures: dict[str, Any] = {field: tuple(own) for field, own in found.items()}
+    inputs: dict[str, list[PictureInput]] = {field: [] for field in PICTURES}
+    for item in picture.pictures:
+        pixels, size = _pixels(f"{item.FIELD}.image", item.image, "RGB", fetch)
+        if isinstance(item, Control):
+            pixels = prepare(item, pixels, picture.size, depth)
+        inputs[item.FIELD].append(item.with_pixels(pixels, size))
+    pictures: dict[str, Any] = {field: tuple(values) for field, values in inputs.items()}
     return replace(picture, edit=edit, **pictures)
 
 
 def prepare(
     choice: Control, pixels: bytes, size: tuple[int, int], depth: DepthEstimator | None = None
 ) -> bytes:  # fmt: skip
-    """What a control's network reads of a picture's pixels [height, width, 3].
+    """Return what a control's network reads of a picture's pixels [height, width, 3].
 
     Raises `Invalid` for another size, and where it needs `depth` and there is none.
     """

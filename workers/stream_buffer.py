@@ -19,10 +19,10 @@ _LEAST = 16_384  # bytes of pieces after which the whole text replaces them
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """Unsent pieces, or, if `whole`, the complete texts. `marks`: how far each answer is sent with them."""
+    """Unsent pieces, or, if `complete`, all texts. `marks`: how far each answer is sent with them."""
 
     pieces: list[dict[str, Any]]
-    whole: bool
+    complete: bool
     marks: list[tuple[int, int]]
 
 
@@ -46,10 +46,12 @@ class StreamBuffer:
         self.texts[index] += text
 
     def news(self) -> StreamChunk:
-        """What to send now. The caller confirms with `told`; else it is returned again, with what was added by then."""
+        """Return what to send now. The caller confirms with `told`; else it is returned again, with what was added by
+        then.
+        """
         # The first report of an attempt replaces what another attempt sent.
-        whole = self._marks is None or self._since > max(_LEAST, self._size)
-        begins = [(0, 0)] * len(self.texts) if whole or self._marks is None else self._marks
+        complete = self._marks is None or self._since > max(_LEAST, self._size)
+        begins = [(0, 0)] * len(self.texts) if complete or self._marks is None else self._marks
         pieces, marks = [], []
         for index, (at, token) in enumerate(begins):
             text, logprobs = self.texts[index], self._logprobs[index]
@@ -61,17 +63,17 @@ class StreamBuffer:
             if count > token:
                 piece.update(token=token, logprobs=logprobs[token:count])
             pieces.append(piece)
-        return StreamChunk(pieces, whole, marks)
+        return StreamChunk(pieces, complete, marks)
 
     def so_far(self) -> dict[str, Any]:
         """The complete texts, in the form older versions sent each time."""
-        told: dict[str, Any] = {"texts": list(self.texts)}
+        document: dict[str, Any] = {"texts": list(self.texts)}
         if any(self._logprobs):
-            told["logprobs"] = [list(one) for one in self._logprobs]
-        return told
+            document["logprobs"] = [list(entry) for entry in self._logprobs]
+        return document
 
     def told(self, news: StreamChunk) -> None:
         """Confirm that these were sent."""
         size = len(to_json(news.pieces)) + _EVENT
         self._marks = news.marks
-        self._size, self._since = (size, 0) if news.whole else (self._size, self._since + size)
+        self._size, self._since = (size, 0) if news.complete else (self._size, self._since + size)

@@ -42,7 +42,7 @@ _MOST_LOGGED = 300  # characters of an error, which may repeat what a client sen
 
 
 class WorkerTasks:
-    """What all of a worker's Celery threads run. Thread-safe."""
+    """The tasks that all of a worker's Celery threads run. Thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WorkerTasks:
         send: Callable[[Envelope], None],
         warm_claims: WarmClaims | None = None,
     ) -> None:
-        """Without `warm_claims` jobs are claimed whatever files they name."""
+        """Make the tasks. Without `warm_claims` jobs are claimed whatever files they name."""
         self._worker = worker
         self._warm_claims = warm_claims
         self._leases = store.leases
@@ -166,17 +166,17 @@ class WorkerTasks:
         self._active_jobs.add(work)
         if self._draining:  # after the claim, unseen by `hand_back_all`
             work.stop()
-        asked = {"request_id": claim.request_id} if claim.request_id else {}
+        headers = {"request_id": claim.request_id} if claim.request_id else {}
         try:
             with request_context(claim.request_id), traces.span(
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
-                model=claim.model, worker=self._worker, **asked,
+                model=claim.model, worker=self._worker, **headers,
             ) as span:  # fmt: skip
                 try:
-                    made: dict[str, Any] | Exception = self._executor.run(work)
+                    ended: dict[str, Any] | Exception = self._executor.run(work)
                 except Exception as error:
-                    made = error
-                outcome = self._end(work, made)
+                    ended = error
+                outcome = self._end(work, ended)
                 span.note(outcome=outcome)
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
@@ -184,7 +184,7 @@ class WorkerTasks:
         finally:
             self._active_jobs.remove(work)
 
-    def _end(self, work: ActiveJob, made: dict[str, Any] | Exception) -> str:
+    def _end(self, work: ActiveJob, outcome: dict[str, Any] | Exception) -> str:
         """Record the outcome, retrying through any outage, and return it as one word.
 
         Every write is refused if the job is no longer this worker's.
@@ -193,10 +193,10 @@ class WorkerTasks:
         id, fence = claim.id, claim.fence
         if work.dropped:
             return "dropped"
-        match made:
+        match outcome:
             case dict():
                 self._publisher.flush()
-                patiently(lambda: leases.succeed(id, fence, made, work.artifacts))
+                patiently(lambda: leases.succeed(id, fence, outcome, work.artifacts))
                 return "succeeded"
             case Expired():
                 patiently(lambda: leases.expire(id, fence))
@@ -211,13 +211,13 @@ class WorkerTasks:
                 # The engine cannot be trusted any more: the process exits, and the lease expires.
                 return "lost"
             case Invalid():
-                log.warning("job %s was rejected: %s", id, printable_message(str(made), _MOST_LOGGED))
-                patiently(lambda: leases.fail(id, fence, **made.to_dict()))
+                log.warning("job %s was rejected: %s", id, printable_message(str(outcome), _MOST_LOGGED))
+                patiently(lambda: leases.fail(id, fence, **outcome.to_dict()))
                 return "failed"
             case _:
-                code, message = _told(made)
-                reason = printable_message(str(made), _MOST_LOGGED)
-                log.warning("job %s failed: %s (%s: %s)", id, code, type(made).__name__, reason)
+                code, message = _told(outcome)
+                reason = printable_message(str(outcome), _MOST_LOGGED)
+                log.warning("job %s failed: %s (%s: %s)", id, code, type(outcome).__name__, reason)
                 patiently(lambda: leases.fail(id, fence, code, message))
                 return "failed"
 

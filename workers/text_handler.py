@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _USUAL = 64  # tokens of an answer in the reported capacity
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _OTHERWISE = ("prompt", "max_tokens", "seed", "stop", "logit_bias")  # converted from the job's fields
-_PASSED = [one.name for one in fields(TextParameters) if hasattr(TextJob, one.name) and one.name not in _OTHERWISE]
+_PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item.name) and item.name not in _OTHERWISE]
 
 
 class TextJobHandler:
@@ -76,7 +76,7 @@ class TextJobHandler:
         if type(job.n) is not int or not 1 <= job.n * len(prompts) <= MAX_CHOICES:
             raise Invalid("n", f"must be a whole number; n times the number of prompts must be at most {MAX_CHOICES}")
         check_bounds(TextJob, {"seed": job.seed})
-        given = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
+        values = {name: value for name in _PASSED if (value := getattr(job, name)) is not None}
         bias = _bias(job.logit_bias or {})
         return [
             TextParameters(
@@ -85,7 +85,7 @@ class TextJobHandler:
                 seed=None if job.seed is None else next_seed(job.seed, k),
                 stop=tuple(job.stop or ()),
                 logit_bias=bias,
-                **given,
+                **values,
             )
             for prompt in prompts
             for k in range(job.n)
@@ -95,9 +95,9 @@ class TextJobHandler:
         return TextJobProgress(self, [request.max_tokens for request in requests])
 
     def build_result(
-        self, job: TextJob, made: Sequence[GeneratedText], artifact_writer: ArtifactWriter
+        self, job: TextJob, outputs: Sequence[GeneratedText], artifact_writer: ArtifactWriter
     ) -> dict[str, Any]:
-        prompts = {text.prompt_tokens: text for text in made}  # answers to the same prompt share its prefill
+        prompts = {text.prompt_tokens: text for text in outputs}  # answers to the same prompt share its prefill
         choices = [
             {
                 "text": text.text,
@@ -105,24 +105,24 @@ class TextJobHandler:
                 "tokens": len(text.tokens),
                 "logprobs": self.logprobs(text.logprobs),
             }
-            for text in made
+            for text in outputs
         ]
         return {
             "choices": choices,
-            "prompt_tokens": [text.prompt_tokens for text in made],
+            "prompt_tokens": [text.prompt_tokens for text in outputs],
             "cached_tokens": max(text.cached for text in prompts.values()),
         }
 
-    def logprobs(self, given: Sequence[Logprob]) -> list[dict[str, Any]]:
+    def logprobs(self, tokens: Sequence[Logprob]) -> list[dict[str, Any]]:
         """Log probabilities as stored in the job, with each token's text. The end token is left out."""
         return [
             {
-                "token": self._piece(one.token),
-                "logprob": one.logprob,
-                "top": [{"token": self._piece(token), "logprob": value} for token, value in one.top],
+                "token": self._piece(entry.token),
+                "logprob": entry.logprob,
+                "top": [{"token": self._piece(token), "logprob": value} for token, value in entry.top],
             }
-            for one in given
-            if one.token not in self._runner.model.ends
+            for entry in tokens
+            if entry.token not in self._runner.model.ends
         ]
 
     def _piece(self, token: int) -> str:
@@ -168,21 +168,21 @@ class TextJobHandler:
         return self._ids(prompt) if start is None else (start, *self._ids(prompt))
 
 
-def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+def _bias(bias: Any) -> tuple[tuple[int, float], ...]:
     """Logit bias from JSON, where keys are strings. Raises `Invalid`."""
-    if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 20 for token in given):
+    if not isinstance(bias, dict) or not all(token.isdecimal() and len(token) < 20 for token in bias):
         raise Invalid("logit_bias", "must be an object of token ids and numbers")
-    return tuple((int(token), value) for token, value in given.items())
+    return tuple((int(token), value) for token, value in bias.items())
 
 
 class TextJobProgress:
     """A job's progress: token counts, and pieces of its texts (`written`)."""
 
-    def __init__(self, handler: TextJobHandler, most: Sequence[int]) -> None:
+    def __init__(self, handler: TextJobHandler, limits: Sequence[int]) -> None:
         self._handler = handler
-        self._most = sum(most)
-        self._tokens = [0] * len(most)
-        self.written = StreamBuffer(len(most))
+        self._most = sum(limits)
+        self._tokens = [0] * len(limits)
+        self.written = StreamBuffer(len(limits))
 
     def take(self, index: int, outcome: Outcome) -> dict[str, Any] | None:
         delta = outcome.token

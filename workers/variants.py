@@ -26,25 +26,25 @@ Open = Callable[[], "tuple[ImageModel, ctypes.CDLL | None]"]
 
 
 def unet_of(
-    settings: Settings, device: str, chosen: str, plain: str, open_model: Open, say: Say, count: Count | None
+    settings: Settings, device: str, name: str, plain: str, open_model: Open, say: Say, count: Count | None
 ) -> Path | None:
     """The folder of a quantized denoiser outside the model's own folder, created in the cache if there is none at all.
 
-    `chosen` is the precision to load the model in, the rest as for `cached` and `quantize_into`. Raises `ModelError`.
+    `name` is the precision to load the model in, the rest as for `cached` and `quantize_into`. Raises `ModelError`.
     """
     if settings.unet:
         return Path(settings.unet)
     # With LoRAs a variant must hold only scales, but the cache's holds weights: so there is none, as `load` reports.
-    if not is_quantized(chosen) or settings.lora or has_own(settings, chosen):
+    if not is_quantized(name) or settings.lora or has_own(settings, name):
         return None
-    place = cached(settings, device, cast(Scheme, chosen), plain)
+    place = cached(settings, device, cast(Scheme, name), plain)
     if not place.exists:
         quantize_into(place, settings, open_model, say, count)
     return place.denoiser
 
 
 def has_own(settings: Settings, scheme: str) -> bool:
-    """Whether a quantized denoiser is named, or exists in the model's own folder."""
+    """Return whether a quantized denoiser is named, or exists in the model's own folder."""
     from pipeline.checkpoints.load import family_of
     from pipeline.quantization import quantized_parts
 

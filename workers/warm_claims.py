@@ -29,7 +29,9 @@ _LOOK_S = 0.05
 
 
 class WarmClaims:
-    """Thread-safe. Files are named as handlers name them, and known to others by their model's name, too."""
+    """The claims of one worker. Thread-safe. Files are named as handlers name them, and known to others by their
+    model's name, too.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class WarmClaims:
         self._lock = threading.Lock()
 
     def leave(self, envelope: Envelope, handler: JobHandler, stop: Callable[[], bool]) -> bool:
-        """Whether another worker has claimed a queued job, or will: waits while it is on offer, if it should be.
+        """Return whether another worker has claimed a queued job, or will: waits while it is on offer, if it should be.
 
         Jobs with a deadline are not offered. An offer that comes when the files are gone from memory is left to the
         worker that made it.
@@ -76,14 +78,14 @@ class WarmClaims:
             self._store_retry.once(self.announce, None)
             return True
         until = time.monotonic() + self._wait_s
-        others = self._others(files)[:_OFFERED]
-        if others and not self._offer([replace(envelope, to=other) for other in others]):
+        other_claims = self._others(files)[:_OFFERED]
+        if other_claims and not self._offer([replace(envelope, to=other) for other in other_claims]):
             return False
-        while others and not stop() and (left_s := until - time.monotonic()) > 0:
+        while other_claims and not stop() and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
             if not self._store_retry.once(lambda: self._leases.glance(envelope.id)[0], True):
                 return True
-            others = [*{*others} & {*self._others(files)}]
+            other_claims = [*{*other_claims} & {*self._others(files)}]
         return False
 
     @staticmethod
@@ -127,18 +129,18 @@ class WarmClaims:
     def announce(self, *, none: bool = False) -> None:
         """Announce all files in memory, or that there are none. Raises `StoreError`."""
         if self._wait_s:
-            held = set() if none else self._held()
+            held_files = set() if none else self._held()
             with self._lock:
-                gone, self._announced = self._announced - held, held
-            self._holders.hold(self._worker, held, self._known_s, gone)
+                gone, self._announced = self._announced - held_files, held_files
+            self._holders.hold(self._worker, held_files, self._known_s, gone)
 
     def _held(self) -> set[str]:
-        """Those in memory, and those of this worker's jobs."""
+        """Return the files in memory, and those of this worker's jobs."""
         with self._lock:
             reading = {*(+self._reading)}
         return {f"{handler.name}:{file}" for handler in self._handlers for file in handler.held_files()} | reading
 
 
 def _files(handler: JobHandler, job: Any) -> set[str]:
-    """Those that a job names."""
+    """Return the files that a job names."""
     return {f"{handler.name}:{file}" for file in job.files()}

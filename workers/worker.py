@@ -110,7 +110,7 @@ class Worker:
         self._reaper.start()
 
     def permitted(self) -> bool:
-        """Whether Redis grants all needed rights, as far as it replies. Missing ones are logged once."""
+        """Return whether Redis grants all needed rights, as far as it replies. Missing ones are logged once."""
         nothing: list[str] = []
         missing = self.store_retry.once(self._rights.missing, nothing)
         if missing and missing != self._lacks:

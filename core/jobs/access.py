@@ -19,7 +19,7 @@ class AccessReader:
         self._reader: asyncio.Task[None] | None = None
 
     async def guarded(self) -> bool:
-        """Whether there are keys, or the last one was deleted, as Redis says after this call began.
+        """Return whether there are keys, or the last one was deleted, as Redis says after this call began.
 
         Calls that come during a read share the next one. Raises `StoreError`.
         """

@@ -149,8 +149,8 @@ class BatchStore(RedisStore):
         created = self._add(id, owner, file.id, int(not errors), KEPT_S * 1000, _HELD_MS, flag, *flat)
         if not int(created):
             raise KeyRequired
-        made = {"created": created, "ended": created if errors else ""}
-        return BatchRecord.of(id, {name: str(value) for name, value in {**fields, **made}.items()})
+        initial = {"created": created, "ended": created if errors else ""}
+        return BatchRecord.of(id, {name: str(value) for name, value in {**fields, **initial}.items()})
 
     def batch(self, id: str) -> BatchRecord | None:
         fields: Any = self._client.hgetall(f"{PREFIX}batch:{id}")
@@ -176,24 +176,24 @@ class BatchStore(RedisStore):
 
     def active(self) -> list[tuple[str, str, str]]:
         """List the batches in progress, oldest first: id, owner, endpoint."""
-        found: list[tuple[str, str, str]] = []
+        rows: list[tuple[str, str, str]] = []
         while True:
-            flat = self._active(len(found), _PORTION)
-            found += zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+            flat = self._active(len(rows), _PORTION)
+            rows += zip(flat[::3], flat[1::3], flat[2::3], strict=True)
             if len(flat) < 3 * _PORTION:
-                return found
+                return rows
 
     def progress(self, ids: Sequence[str]) -> list[BatchProgress]:
         """Read the current state of these batches; those no longer in progress are left out."""
-        found: list[BatchProgress] = []
+        rows: list[BatchProgress] = []
         for at in range(0, len(ids), _PORTION):
             portion = ids[at : at + _PORTION]
             flat = self._look(*portion)
             for id, fields, lines in zip(portion, flat[::2], flat[1::2], strict=True):
                 batch = BatchRecord.of(id, pairs(fields)) if fields else None
                 if batch is not None and batch.status in LIVE:
-                    found.append(_looked(batch, lines))
-        return found
+                    rows.append(_looked(batch, lines))
+        return rows
 
     def drop(self, id: str) -> None:
         """Stop working on a batch whose record is gone or that has ended."""
@@ -202,8 +202,8 @@ class BatchStore(RedisStore):
 
     def under_way(self, id: str) -> dict[int, str]:
         """The live jobs, by line."""
-        found: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
-        return {int(line): job for line, job in found.items()}
+        reply: Any = self._client.hgetall(f"{PREFIX}batch_jobs:{id}")
+        return {int(line): job for line, job in reply.items()}
 
     def results(self, id: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the result of each finished line, in order. Reads in portions, because together they may be large."""
@@ -211,8 +211,8 @@ class BatchStore(RedisStore):
         lines = sorted(map(int, keys))
         for at in range(0, len(lines), _PORTION):
             portion = lines[at : at + _PORTION]
-            found: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
-            yield from ((line, json.loads(text)) for line, text in zip(portion, found, strict=True) if text)
+            reply: Any = self._client.hmget(f"{PREFIX}batch_done:{id}", [str(line) for line in portion])
+            yield from ((line, json.loads(text)) for line, text in zip(portion, reply, strict=True) if text)
 
     def begin(self, id: str, line: int, job: str, place: int | None = None) -> bool:
         """Record that this job runs the batch's next line, and that the line after it begins at `place`.
@@ -261,5 +261,5 @@ def _place(line: int, place: int | None) -> str:
 
 def _looked(batch: BatchRecord, lines: Sequence[str]) -> BatchProgress:
     entries = list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
-    of = {state: sorted(int(line) for line, _, said in entries if said == state) for state in ("ended", "lost")}
+    of = {state: sorted(int(line) for line, _, entry in entries if entry == state) for state in ("ended", "lost")}
     return BatchProgress(batch, {int(line): job for line, job, _ in entries}, of["ended"], of["lost"])

@@ -17,7 +17,7 @@ from core.jobs.unreadable import TALLY, VERSION, UnreadableRecord, check_version
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """What a worker last announced about itself.
+    """The description that a worker last announced of itself.
 
     `state` is "starting", "ready" or "draining", `message` its current activity, `started` seconds since the epoch;
     `in_flight` and `limits` count jobs by queue; `threads` compute on the CPU, 0: not known.
@@ -49,11 +49,11 @@ def card_json(card: ModelCard | WorkerCard) -> dict[str, Any]:
 def worker_card(id: str, raw: Any) -> WorkerCard:
     """Read a worker card. Unreadable models in it are left out and counted. Raises `UnreadableRecord`."""
     _check("worker card", id, raw)
-    given = raw.get("models", [])
-    if not isinstance(given, list):
+    entries = raw.get("models", [])
+    if not isinstance(entries, list):
         raise UnreadableRecord("worker card", id, "its field models has another form")
     models: list[ModelCard] = []
-    for model in given:
+    for model in entries:
         try:
             models.append(model_card(f"{id}/{len(models)}", model))
         except UnreadableRecord as error:

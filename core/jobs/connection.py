@@ -68,7 +68,7 @@ class RedisClient(redis.Redis):
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for an unusable URL."""
+        """Prepare a client. Raises ValueError for an unusable URL."""
         self.url = url
         pool = redis.BlockingConnectionPool.from_url(
             url,
@@ -118,8 +118,8 @@ class RedisClient(redis.Redis):
             retry=AsyncRetry(ExponentialBackoff(cap=0.2, base=0.05), 2, supported_errors=(redis.ConnectionError,)),
             **_ALWAYS,
         )
-        made: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
-        return made
+        connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
+        return connection
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         with translate_redis_errors():
@@ -160,7 +160,7 @@ class RedisStore:
     """
 
     def __init__(self, redis: RedisClient | str) -> None:
-        """Raises ValueError for an unusable address."""
+        """Prepare a store. Raises ValueError for an unusable address."""
         self._client = RedisClient.at(redis)
 
     @classmethod
@@ -184,12 +184,12 @@ def translate_redis_errors() -> Iterator[None]:
 
 def _translate(error: redis.RedisError) -> StoreError:
     # Redis 6 rewords errors of commands inside a script, so that only the text identifies them.
-    said = str(error)
-    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in said:
+    message = str(error)
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in message:
         return StoreFull("Redis has reached its memory limit")
-    if "MISCONF" in said:
+    if "MISCONF" in message:
         return StoreFull("Redis cannot write its file")
-    if isinstance(error, redis.exceptions.NoPermissionError) or _DENIED.search(said):
+    if isinstance(error, redis.exceptions.NoPermissionError) or _DENIED.search(message):
         return StoreDenied("Redis does not let its user do this")
     if isinstance(error, redis.AuthenticationError):
         return StoreDown("Redis does not accept the password")
@@ -197,7 +197,7 @@ def _translate(error: redis.RedisError) -> StoreError:
         return StoreDown("Redis is still loading its file")
     if isinstance(error, redis.TimeoutError):
         return StoreDown("Redis does not answer")
-    if "CERTIFICATE_VERIFY_FAILED" in said:
+    if "CERTIFICATE_VERIFY_FAILED" in message:
         return StoreDown("Redis shows a certificate that is not trusted, or not its own")
     code = _code(error)
     if code and code not in _FAULTS:  # includes codes of later Redis versions: a refusal must not pass as a result
@@ -217,5 +217,5 @@ def _code(error: redis.RedisError) -> str:
     ):
         if isinstance(error, kind):
             return code
-    found = _CODE.search(str(error)) if isinstance(error, redis.ResponseError) else None
-    return found[1] if found else ""
+    match = _CODE.search(str(error)) if isinstance(error, redis.ResponseError) else None
+    return match[1] if match else ""

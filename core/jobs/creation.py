@@ -23,12 +23,12 @@ class JobCreation:
     """The outcome for a draft. `job` is None where it was refused: the queue is `full`, the owner's `share` of it is
     used up, the owner is `barred` (or has no key where one is required), or the last of `charges` exceeds its limit.
 
-    `made`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
+    `created`: this call created the job; a retried call whose first reply was lost cannot tell. `standing` is the queue
     position of a job created now. `charges` is the state of the counters that were charged, and of the one exceeded.
     """
 
     job: Job | None
-    made: bool = False
+    created: bool = False
     full: bool = False
     share: bool = False
     barred: bool = False
@@ -42,13 +42,13 @@ def argument(
     message: str = "",
     charges: Sequence[rates.RateLimitCost] = (),
     always: int = 0,
-    most: int | None = None,
+    limit: int | None = None,
     *,
     keyless: bool = False,
 ) -> str:
     """Encode the argument of `lua/jobs/create.lua`. The first `always` charges count even if no job is created.
 
-    `most` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies. `keyless`: the
+    `limit` limits the owner's waiting jobs in the queue; None: only the queue's own limit applies. `keyless`: the
     request came without a key, and is barred if keys are required by now.
     """
     urgency = level(draft.priority)
@@ -58,7 +58,7 @@ def argument(
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
         "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
-        str(max_queued if most is None else most), str(always), str(milliseconds(draft.keep_s)),
+        str(max_queued if limit is None else limit), str(always), str(milliseconds(draft.keep_s)),
         "1" if keyless else "",
         *(value for charge in charges for value in charge.arguments),
     ])  # fmt: skip
@@ -66,16 +66,16 @@ def argument(
 
 def outcome(draft: JobDraft[Any], charges: Sequence[rates.RateLimitCost], answer: Any) -> JobCreation:
     """Decode the answer of `lua/jobs/create.lua`."""
-    said, fields = (answer, None) if isinstance(answer, str) else answer
-    code, count, *numbers = map(int, said.split())
+    reply, fields = (answer, None) if isinstance(answer, str) else answer
+    code, count, *numbers = map(int, reply.split())
     counters = tuple(
         charge.standing(numbers[5 * k : 5 * k + 5]) for k, charge in zip(range(count), charges, strict=False)
     )
     if code == _MADE:
         created, deadline, sequence, ahead, *backlog = numbers[5 * count :]
         standing = QueuePosition(ahead, QueueBacklog(*backlog))
-        made = _queued(draft, created, deadline, f"{created}-{sequence}")
-        return JobCreation(made, True, standing=standing, charges=counters)
+        queued = _queued(draft, created, deadline, f"{created}-{sequence}")
+        return JobCreation(queued, True, standing=standing, charges=counters)
     job = None if fields is None else Job.of(draft.id, pairs(fields))
     return JobCreation(job, full=code == _FULL, share=code == _SHARE, barred=code == _BARRED, charges=counters)
 

@@ -117,7 +117,7 @@ class _EventHistory:
         return _events(answer[0][1]) if answer else []
 
     async def ended(self, job_id: str, after: _Position, of: str) -> bool:
-        """Whether the terminal event is at or before a position, or the id now belongs to another job."""
+        """Return whether the terminal event is at or before a position, or the id now belongs to another job."""
         answer = await self._ask(lambda: self._client.xrevrange(keys.events(job_id), count=1))
         return any(
             _later(event, of) if _others(event, of) else event.final and _position(event.id) <= after
@@ -195,8 +195,8 @@ class EventReader:
         return self._subscribe(job_id, seen, incarnation)
 
     async def _subscribe(self, job_id: str, after: _Position, of: str) -> AsyncGenerator[Event, None]:
-        start, whole = after, False
-        while not whole:
+        start, complete = after, False
+        while not complete:
             past = await self._history.page(job_id, after)
             for event in past:
                 after = _position(event.id)
@@ -207,7 +207,7 @@ class EventReader:
                 yield event
                 if event.final:
                     return
-            whole = len(past) < _PAGE
+            complete = len(past) < _PAGE
         if after == start and start > (0, 0) and await self._history.ended(job_id, start, of):
             return
         follower = _Follower(after, of)
@@ -333,12 +333,12 @@ class _Backoff:
 
 def _events(entries: Iterable[_Entry]) -> list[Event]:
     """Parse a stream's entries. Unreadable ones (of another version) may be skipped, but never a state change."""
-    made = []
+    events = []
     for id, fields in entries:
         kind, version = fields.get("type", ""), fields.get("v", "0")
         try:
             if version.isdecimal() and int(version) <= VERSION:
-                made.append(Event(id, kind, from_json(fields["data"]), fields.get("of", "")))
+                events.append(Event(id, kind, from_json(fields["data"]), fields.get("of", "")))
                 continue
         except (KeyError, ValueError):
             pass
@@ -346,12 +346,12 @@ def _events(entries: Iterable[_Entry]) -> list[Event]:
             _unread.add((version, kind))
             log.warning("events: entries of version %.20r cannot be read (%.20r)", version, kind)
         if kind in _STATES:
-            made.append(Event(id, kind, {}, fields.get("of", "")))
-    return made
+            events.append(Event(id, kind, {}, fields.get("of", "")))
+    return events
 
 
 def _others(event: Event, of: str) -> bool:
-    """Whether an event belongs to another job that has the same id."""
+    """Return whether an event belongs to another job that has the same id."""
     return bool(of and event.of and event.of != of)
 
 
@@ -368,10 +368,10 @@ def _merged(first: Event, second: Event) -> Event:
 
 
 def _position(id: str) -> _Position:
-    found = _ID.fullmatch(id)
-    if found is None:
+    match = _ID.fullmatch(id)
+    if match is None:
         raise ValueError("after: is not the id of an event")
-    return int(found[1]), int(found[2] or 0)
+    return int(match[1]), int(match[2] or 0)
 
 
 def _id(position: _Position) -> str:

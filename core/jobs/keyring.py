@@ -56,7 +56,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Who is admitted: the keys by id; and, without keys, whether access is `closed` or `open`.
+    """The policy that admits callers: the keys by id; and, without keys, whether access is `closed` or `open`.
 
     Neither: as far as this Redis can tell, there never was a key.
     """
@@ -95,20 +95,20 @@ class Keyring(RedisStore):
 
     def all(self) -> list[ApiKey]:
         """Every key, oldest first."""
-        found: Any = self._client.hgetall(keys.KEYS)
-        return sorted((_key(json.loads(text)) for text in found.values()), key=lambda key: (key.created, key.id))
+        reply: Any = self._client.hgetall(keys.KEYS)
+        return sorted((_key(json.loads(text)) for text in reply.values()), key=lambda key: (key.created, key.id))
 
     def guard(self) -> AccessPolicy:
         """Read the current access policy."""
         with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
             pipe.hgetall(keys.KEYS)
             pipe.get(keys.ACCESS)  # read after the keys: it is set before the last key is revoked
-            found, said = pipe.execute()
-        known = {key.id: key for key in (_key(json.loads(text)) for text in found.values())}
-        if known and said != GUARDED:  # keys of a version that stored no access state
+            reply, results = pipe.execute()
+        keys_by_id = {key.id: key for key in (_key(json.loads(text)) for text in reply.values())}
+        if keys_by_id and results != GUARDED:  # keys of a version that stored no access state
             with contextlib.suppress(StoreFull):
                 self._client.set(keys.ACCESS, GUARDED)
-        return AccessPolicy(known, not known and said == GUARDED, not known and said == _OPEN)
+        return AccessPolicy(keys_by_id, not keys_by_id and results == GUARDED, not keys_by_id and results == _OPEN)
 
     def revoke(self, id: str, *, end: bool = False) -> bool:
         """Delete a key by id. False: it does not exist. APIs notice within a second or two.
@@ -127,11 +127,11 @@ class Keyring(RedisStore):
 
         If Redis was emptied it is set to `last`, the caller's cached secret, so that existing links stay valid.
         """
-        found: Any = self._client.get(keys.SECRET)
-        if not found:
+        reply: Any = self._client.get(keys.SECRET)
+        if not reply:
             self._client.set(keys.SECRET, last.hex() or secrets.token_hex(32), nx=True)
-            found = self._client.get(keys.SECRET)
-        return bytes.fromhex(found)
+            reply = self._client.get(keys.SECRET)
+        return bytes.fromhex(reply)
 
     def clock(self) -> float:
         """The time by Redis's clock, in seconds since the epoch."""
@@ -144,7 +144,7 @@ class Keyring(RedisStore):
 
 
 def check(name: str, scopes: Sequence[str], rate: str, quota: str, queued: str = "", file_bytes: int = 0) -> None:
-    """Raises `Invalid` for values that no key may have."""
+    """Raise `Invalid` for values that no key may have."""
     if not _NAME.fullmatch(name):
         raise Invalid("name", "must be 1 to 64 letters, digits, spaces or . _ @ -, a letter or digit first")
     if not scopes or not set(scopes) <= set(SCOPES):
@@ -170,10 +170,10 @@ def webhook_secret(shared: bytes, owner: str) -> str:
     return "whsec_" + base64.b64encode(hmac.digest(shared, f"webhooks of {owner}".encode(), hashlib.sha256)).decode()
 
 
-def matching(token: str, known: Mapping[str, ApiKey]) -> ApiKey | None:
+def matching(token: str, keys_by_id: Mapping[str, ApiKey]) -> ApiKey | None:
     """The key, among those given by id, that this token belongs to."""
     match = _TOKEN.fullmatch(token)
-    key = known.get(match[1]) if match else None
+    key = keys_by_id.get(match[1]) if match else None
     return key if key is not None and hmac.compare_digest(key.hash, _hash(token)) else None
 
 
@@ -182,6 +182,6 @@ def _hash(token: str) -> str:
 
 
 def _key(raw: Mapping[str, Any]) -> ApiKey:
-    known = {field.name: raw[field.name] for field in fields(ApiKey) if field.name in raw}
+    values = {field.name: raw[field.name] for field in fields(ApiKey) if field.name in raw}
     scopes = {*raw["scopes"]} if "file_bytes" in raw else {*raw["scopes"], "files"}  # older keys: all could use files
-    return ApiKey(**{**known, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})
+    return ApiKey(**{**values, "scopes": tuple(scope for scope in SCOPES if scope in scopes)})

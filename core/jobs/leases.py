@@ -32,26 +32,26 @@ class JobLeases:
         self._hand_back = client.script("jobs/hand_back")
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
-        """Whether the job is queued, whether it must run alone, and the model that it names.
+        """Return whether the job is queued, whether it must run alone, and the model that it names.
 
         The model is empty if the job is unknown or of a newer version, which only workers of that version can read.
         """
-        found: Any = self._client.hmget(keys.job(id), "state", "suspect", "model", "v")
+        reply: Any = self._client.hmget(keys.job(id), "state", "suspect", "model", "v")
         try:
-            check_version("record", id, found[3])
+            check_version("record", id, reply[3])
         except UnreadableRecord as error:
             TALLY.note(error)
-            return found[0] == JobState.QUEUED, False, ""
-        return found[0] == JobState.QUEUED, found[1] == "1", found[2] or ""
+            return reply[0] == JobState.QUEUED, False, ""
+        return reply[0] == JobState.QUEUED, reply[1] == "1", reply[2] or ""
 
     def asked(self, id: str) -> tuple[dict[str, Any], bool]:
         """The parameters of a job, and whether it has a deadline. What is unknown or unreadable has no parameters."""
-        found: Any = self._client.hmget(keys.job(id), "parameters", "deadline")
+        reply: Any = self._client.hmget(keys.job(id), "parameters", "deadline")
         try:
-            asked = from_json(found[0] or "{}")
+            parameters = from_json(reply[0] or "{}")
         except (ValueError, RecursionError):
-            asked = None
-        return asked if isinstance(asked, dict) else {}, found[1] is not None
+            parameters = None
+        return parameters if isinstance(parameters, dict) else {}, reply[1] is not None
 
     def offer(self, envelopes: Mapping[Envelope, str], for_s: float) -> bool:
         """Push messages (envelope → message) of one queued job into the own lists of workers. False: it is not queued.
@@ -78,8 +78,8 @@ class JobLeases:
             answer
         )
         try:
-            asked = from_json(parameters) or {}
-            asked.keys()
+            decoded = from_json(parameters) or {}
+            decoded.keys()
         except (ValueError, RecursionError, AttributeError):
             TALLY.note(UnreadableRecord("record", id, "its parameters are no JSON object"))
             self.fail(id, f"{attempt}@{of}", "record_unreadable", "the job's record is damaged")
@@ -89,7 +89,7 @@ class JobLeases:
             attempt=int(attempt),
             modality=modality,
             model=model,
-            parameters=asked,
+            parameters=decoded,
             priority=int(priority),
             deadline_left_s=None if left_ms == "" else int(left_ms) / 1000,
             suspect=suspect == "1",
@@ -102,15 +102,15 @@ class JobLeases:
 
     def fence_of(self, id: str, worker: str) -> str | None:
         """The fencing token by which this worker runs the job. None: it does not run it."""
-        found: Any = self._client.hmget(keys.job(id), "state", "worker", "attempt", "incarnation")
-        state, holder, attempt, incarnation = found
+        reply: Any = self._client.hmget(keys.job(id), "state", "worker", "attempt", "incarnation")
+        state, holder, attempt, incarnation = reply
         return fence(attempt, incarnation) if (state, holder) == (JobState.RUNNING, worker) else None
 
-    def renew(self, worker: str, held: Mapping[str, int | str]) -> set[str]:
+    def renew(self, worker: str, leases: Mapping[str, int | str]) -> set[str]:
         """Renew the leases of jobs, given as id → attempt; returns the ids that this worker no longer holds."""
-        if not held:
+        if not leases:
             return set()
-        return set(self._renew(worker, self._lease_ms, *(value for pair in held.items() for value in pair)))
+        return set(self._renew(worker, self._lease_ms, *(value for pair in leases.items() for value in pair)))
 
     def report(self, items: Sequence[ProgressReport]) -> ReportOutcome:
         """Report progress in one round trip; returns lost and followed ids."""
@@ -120,8 +120,8 @@ class JobLeases:
         for item in items:
             looks = [value for look in item.previews.items() for value in look]
             event = to_json({**item.data, "pieces": item.pieces}) if item.pieces else ""
-            whole = "1" if item.pieces and item.whole else ""
-            flat += (item.id, item.attempt, to_json(item.data), event, whole, len(looks), *looks)
+            complete = "1" if item.pieces and item.complete else ""
+            flat += (item.id, item.attempt, to_json(item.data), event, complete, len(looks), *looks)
         stale, followed = self._report(*flat)
         return ReportOutcome(set(stale), set(followed))
 
@@ -132,12 +132,12 @@ class JobLeases:
         """
         return self._end(id, attempt, JobState.SUCCEEDED, "result", to_json(result), " ".join(dict.fromkeys(artifacts)))
 
-    def fail(self, id: str, attempt: int | str, code: str, message: str, **about: str | None) -> bool:
+    def fail(self, id: str, attempt: int | str, code: str, message: str, **detail: str | None) -> bool:
         """End a running job with an error that may be shown to the client. False: refused, as for `succeed`.
 
-        `about` are further fields of the error, as `Invalid.to_dict` has them.
+        `detail` are further fields of the error, as `Invalid.to_dict` has them.
         """
-        return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message, **about}))
+        return self._end(id, attempt, JobState.FAILED, "error", to_json({"code": code, "message": message, **detail}))
 
     def expire(self, id: str, attempt: int | str) -> bool:
         """End a running job whose deadline has passed. False: refused, as for `succeed`."""

@@ -46,11 +46,11 @@ class ListReader(RedisStore, Generic[T]):
             if at is None:
                 return None
             rank = at + 1
-        found: list[T] = []
+        items: list[T] = []
         more = 1
-        while more and len(found) <= limit:  # one more than the page has, to know whether another follows
-            left = min(limit + 1 - len(found), _PORTION)
+        while more and len(items) <= limit:  # one more than the page has, to know whether another follows
+            left = min(limit + 1 - len(items), _PORTION)
             order = "asc" if oldest else "desc"
             rank, more, *flat = self._page(index, self._kind, order, rank, left, _LOOKS, field, value)
-            found += [self._of(id, pairs(fields)) for id, fields in zip(flat[::2], flat[1::2], strict=True)]
-        return ListPage(found[:limit], len(found) > limit)
+            items += [self._of(id, pairs(fields)) for id, fields in zip(flat[::2], flat[1::2], strict=True)]
+        return ListPage(items[:limit], len(items) > limit)

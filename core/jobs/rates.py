@@ -43,17 +43,17 @@ class RateLimitState:
 
     @property
     def retry_after_s(self) -> int:
-        """When a retry may succeed, clamped to 1 to 120 seconds."""
+        """The seconds after which a retry may succeed, clamped to 1 to 120."""
         return min(120, max(1, math.ceil(self.reset_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimitCost:
-    """A cost against a rate limit such as 60/minute. `who` is the caller, `what` the limited action."""
+    """A cost against a rate limit such as 60/minute. `tenant` is the caller, `unit` the limited action."""
 
     rate: str
-    who: str
-    what: str
+    tenant: str
+    unit: str
     cost: int = 1
 
     @property
@@ -61,19 +61,21 @@ class RateLimitCost:
         """The arguments of `charge` in `lua/shared/charge.lua`."""
         # A cost above the whole window's limit counts as the full limit.
         item = _parsed(self.rate)
-        last, this = _keys(self.rate, self.what, self.who)
+        last, this = _keys(self.rate, self.unit, self.tenant)
         return last, this, str(item.amount), str(item.get_expiry()), str(min(self.cost, item.amount))
 
-    def standing(self, told: Sequence[int]) -> RateLimitState:
+    def standing(self, reply: Sequence[int]) -> RateLimitState:
         """Decode `charge`'s answer: allowed, then count and remaining ms of the previous window and of the current
         one.
         """
-        allowed, *window = told
+        allowed, *window = reply
         return rate_limit_state(_parsed(self.rate), bool(allowed), window)
 
 
 def rate_limit_state(item: RateLimitItem, allowed: bool, window: Sequence[int]) -> RateLimitState:
-    """Same as the library's `SlidingWindowCounterRateLimiter.get_window_stats`, on values its script has read."""
+    """Compute what the library's `SlidingWindowCounterRateLimiter.get_window_stats` does, on values its script has
+    read.
+    """
     last, last_ms, this, this_ms = window
     last_s, this_s, span_s = max(0, last_ms) / 1000, max(0, this_ms) / 1000, item.get_expiry()
     remaining = item.amount - math.floor(last * last_s / span_s + this)
@@ -91,8 +93,8 @@ class RateLimiter(RedisStore):
 
     def take(self, charge: RateLimitCost) -> RateLimitState:
         """Charge the counter. Raises `StoreDown`, and `StoreFull` if nothing can be written."""
-        told: str = self._take(*charge.arguments)
-        return charge.standing([int(number) for number in told.split()])
+        reply: str = self._take(*charge.arguments)
+        return charge.standing([int(number) for number in reply.split()])
 
 
 @cache
@@ -101,7 +103,7 @@ def _parsed(rate: str) -> RateLimitItem:
 
 
 @lru_cache(maxsize=4096)
-def _keys(rate: str, what: str, who: str) -> tuple[str, str]:
+def _keys(rate: str, unit: str, tenant: str) -> tuple[str, str]:
     """Keys of the previous and current window in the library's Redis storage."""
-    this = f"{PREFIX}limits:{{{_parsed(rate).key_for(what, who)}}}"
+    this = f"{PREFIX}limits:{{{_parsed(rate).key_for(unit, tenant)}}}"
     return f"{this}/-1", this

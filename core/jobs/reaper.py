@@ -109,12 +109,12 @@ class Reaper:
         self._well("clear")
         return len(due) >= _LIMIT
 
-    def _say(self, what: str, message: str) -> None:
-        if what not in self._failing:
+    def _say(self, name: str, message: str) -> None:
+        if name not in self._failing:
             log.warning("reaper: %s", message)
-        self._failing.add(what)
+        self._failing.add(name)
 
-    def _well(self, what: str) -> None:
-        if what in self._failing:
-            log.info("reaper: recovered (%s)", what)
-        self._failing.discard(what)
+    def _well(self, name: str) -> None:
+        if name in self._failing:
+            log.info("reaper: recovered (%s)", name)
+        self._failing.discard(name)

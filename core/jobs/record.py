@@ -168,7 +168,7 @@ class Job:
         return fence(self.attempt, self.incarnation)
 
     def same(self, other: Job | None) -> bool:
-        """Whether the other record is this very job, and not another with the same id."""
+        """Return whether the other record is this very job, and not another with the same id."""
         return other is not None and (other.id, other.incarnation) == (self.id, self.incarnation)
 
     @classmethod
@@ -179,7 +179,7 @@ class Job:
             check_version("record", id, fields.get("v"))
             return cls._of(id, fields)
         except UnreadableRecord as error:
-            raise UnreadableRecord("record", id, error.why, owner) from None
+            raise UnreadableRecord("record", id, error.reason, owner) from None
         except KeyError as error:
             raise UnreadableRecord("record", id, f"its field {error} is missing", owner) from None
         except (ValueError, RecursionError):
@@ -226,10 +226,10 @@ def fence(attempt: int | str, incarnation: str | None) -> str:
 
 def _object(text: str | None) -> dict[str, Any] | None:
     """Parse a JSON object; None for an empty text. Raises ValueError for anything else."""
-    found = from_json(text)
-    if found is not None and not isinstance(found, dict):
+    value = from_json(text)
+    if value is not None and not isinstance(value, dict):
         raise ValueError("no JSON object")
-    return found
+    return value
 
 
 def _seconds(milliseconds: str | None) -> float | None:
@@ -270,7 +270,7 @@ class ProgressReport:
 
     `attempt` is the claim's `fence`, or its bare number. `previews` are previews of its images: the image's index, and
     a small PNG in base64. `pieces` are new pieces of its texts (see `workers.stream_buffer`), sent in the event only;
-    with `whole` they are the complete texts, and replace those sent before.
+    with `complete` they are the complete texts, and replace those sent before.
     """
 
     id: str
@@ -278,7 +278,7 @@ class ProgressReport:
     data: dict[str, Any]
     previews: Mapping[int, str] = field(default_factory=dict)
     pieces: Sequence[Mapping[str, Any]] = ()
-    whole: bool = False
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

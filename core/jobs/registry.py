@@ -44,8 +44,8 @@ class Registry(RedisStore):
 
     def paused(self) -> set[str]:
         """The queues from which no worker takes jobs."""
-        found: Any = self._client.smembers(keys.PAUSED)
-        return set(found)
+        reply: Any = self._client.smembers(keys.PAUSED)
+        return set(reply)
 
     def pause(self, queue: str, on: bool) -> None:
         """Pause or resume a queue; workers apply it at their next heartbeat."""
@@ -67,21 +67,21 @@ class Registry(RedisStore):
 
     def condition(self) -> dict[str, str]:
         """Redis's own status: version, used and maximum memory, eviction policy, and whether AOF is on."""
-        told: Any = self._client.info()
+        reply: Any = self._client.info()
         return {
-            "version": str(told["redis_version"]),
-            "used": str(told["used_memory_human"]),
-            "most": str(told["maxmemory_human"]) if told["maxmemory"] else "all there is",
-            "policy": str(told["maxmemory_policy"]),
-            "appends": str(told["aof_enabled"]),
+            "version": str(reply["redis_version"]),
+            "used": str(reply["used_memory_human"]),
+            "most": str(reply["maxmemory_human"]) if reply["maxmemory"] else "all there is",
+            "policy": str(reply["maxmemory_policy"]),
+            "appends": str(reply["aof_enabled"]),
         }
 
     def workers(self) -> list[WorkerCard]:
         """The live workers, by id; those with unreadable cards are left out."""
         ids: Any = sorted(self._client.zrange(keys.WORKERS, 0, -1))
         cards: Any = self._client.mget([keys.worker(id) for id in ids]) if ids else []
-        given = {id: card for id, card in zip(ids, cards, strict=True) if card is not None}
-        return list(_read("worker card", given, worker_card))
+        cards_by_id = {id: card for id, card in zip(ids, cards, strict=True) if card is not None}
+        return list(_read("worker card", cards_by_id, worker_card))
 
     def models(self) -> list[ModelCard]:
         """Every model ever announced, with its last card, by name; `live` says which are served now.
@@ -93,7 +93,7 @@ class Registry(RedisStore):
         return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
 
     def has_model(self, name: str) -> bool:
-        """Whether a card exists under this name, readable or not."""
+        """Return whether a card exists under this name, readable or not."""
         return bool(self._client.hexists(keys.MODELS, name))
 
     def control(self, worker_id: str, after: str, block_s: float) -> list[tuple[str, dict[str, str]]]:

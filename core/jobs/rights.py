@@ -45,12 +45,12 @@ _LISTED: Final = tuple(
 
 def _commands() -> list[tuple[str, tuple[str, ...]]]:
     """Each command's name as reported when it is missing, and its arguments."""
-    found = []
+    commands = []
     for key, texts in ((f"{PREFIX}rights", _OURS), *_LISTED, *_KOMBU):
         for text in texts.replace("\n", "|").strip("|").split("|"):
             words = tuple(key if word == "<key>" else word for word in text.split())
-            found.append((f"{words[0]} on {key}" if key in words else words[0], words))
-    return found
+            commands.append((f"{words[0]} on {key}" if key in words else words[0], words))
+    return commands
 
 
 class RedisPermissions(RedisStore):

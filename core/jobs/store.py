@@ -89,8 +89,8 @@ class JobStore(RedisStore):
 
     def preview(self, id: str, image: int, incarnation: str = "") -> bytes | None:
         """The newest preview of an unfinished image, as PNG. None: there is none."""
-        found: Any = self._client.hmget(keys.preview(id), str(image), "of")
-        look, of = found
+        reply: Any = self._client.hmget(keys.preview(id), str(image), "of")
+        look, of = reply
         return base64.b64decode(look) if look and incarnation in ("", of) else None
 
     def cancel(self, id: str, incarnation: str = "") -> Job | None:
@@ -139,9 +139,9 @@ class JobStore(RedisStore):
         with self._client.pipeline(transaction=False) as pipe:
             for id in ids:
                 pipe.hgetall(keys.job(id))
-            found: Any = pipe.execute()
+            reply: Any = pipe.execute()
         jobs = []
-        for id, fields in zip(ids, found, strict=True):
+        for id, fields in zip(ids, reply, strict=True):
             try:
                 if fields:  # one may have ended or changed state since the list was read
                     jobs.append(Job.of(id, fields))

@@ -69,19 +69,19 @@ class Submissions:
         message: str = "",
         charges: Sequence[RateLimitCost] = (),
         always: int = 0,
-        most: int | None = None,
+        limit: int | None = None,
         *,
         keyless: bool = False,
     ) -> JobCreation:
         """Charge the rate limits, create the record, and push `message` into the queue's list: all or nothing.
 
-        If a charge exceeds its limit, the queue is full, or `most` of the owner's jobs wait in it, no job is created,
+        If a charge exceeds its limit, the queue is full, or `limit` of the owner's jobs wait in it, no job is created,
         and nothing further is charged. The first `always` charges count also if the queue is full or the job exists
         already. `keyless` requests are barred once keys are required. Raises `StoreDown` and `StoreFull`. A cancelled
         call may leave a job behind.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        text = argument(draft, self._max_queued, message, charges, always, most, keyless=keyless)
+        text = argument(draft, self._max_queued, message, charges, always, limit, keyless=keyless)
         self._waiting.append((text, answered))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
@@ -128,7 +128,7 @@ class Submissions:
             batch = [self._waiting.popleft() for _ in range(min(_AT_ONCE, len(self._waiting)))]
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    answers = await self._ask([asked for asked, _ in batch])
+                    answers = await self._ask([request for request, _ in batch])
             except TimeoutError:
                 answers = [StoreDown("Redis does not answer")] * len(batch)
             except Exception as error:
@@ -140,9 +140,9 @@ class Submissions:
                 raise
             _tell(batch, answers)
 
-    async def _ask(self, asked: list[str]) -> list[Any]:
+    async def _ask(self, arguments: list[str]) -> list[Any]:
         """Answers in order, errors among them. Calls that were cut off are repeated: all of them are idempotent."""
-        calls = [("EVALSHA", self._create.sha, 0, PREFIX, one) for one in asked]
+        calls = [("EVALSHA", self._create.sha, 0, PREFIX, argument) for argument in arguments]
         answers = await self._run(self._line, calls)
         unknown = [k for k, answer in enumerate(answers) if isinstance(answer, redis.exceptions.NoScriptError)]
         if unknown:  # Redis has just restarted: it has run none of these
@@ -173,7 +173,7 @@ async def _answer(line: AbstractConnection) -> Any:
 
 
 def _refused(answer: Any) -> bool:
-    """Whether a retry may succeed."""
+    """Return whether a retry may succeed."""
     try:
         with translate_redis_errors():
             if isinstance(answer, Exception):

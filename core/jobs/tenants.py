@@ -14,7 +14,7 @@ _PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """How many jobs and batches of an owner are live."""
+    """The numbers of an owner's live jobs and batches."""
 
     jobs: int
     batches: int

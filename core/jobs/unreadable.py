@@ -16,13 +16,13 @@ _REMEMBERED = 10_000  # logged ones; beyond that some are logged and counted aga
 
 
 class UnreadableRecord(ValueError):
-    """Data in Redis cannot be read. `why` contains none of it; `owner` is its owner, where known."""
+    """Data in Redis cannot be read. `reason` contains none of it; `owner` is its owner, where known."""
 
-    def __init__(self, kind: str, id: str, why: str, owner: str | None = None) -> None:
-        super().__init__(f"the {kind} {id!r:.80} cannot be read: {why}")
+    def __init__(self, kind: str, id: str, reason: str, owner: str | None = None) -> None:
+        super().__init__(f"the {kind} {id!r:.80} cannot be read: {reason}")
         self.kind = kind
         self.id = id
-        self.why = why
+        self.reason = reason
         self.owner = owner
 
 
@@ -46,7 +46,7 @@ class UnreadableCounter:
         log.warning("%s; it is skipped", error)
 
     def counts(self) -> dict[str, int]:
-        """By kind: "record", "model card", "worker card"."""
+        """Return the counts by kind: "record", "model card", "worker card"."""
         with self._lock:
             return {kind: self._counts[kind] for kind in ("record", "model card", "worker card")}
 
@@ -55,7 +55,7 @@ TALLY = UnreadableCounter()  # per process
 
 
 def check_version(kind: str, id: str, version: object) -> None:
-    """Raises `UnreadableRecord` for data of a newer version. None: written before versions existed."""
+    """Raise `UnreadableRecord` for data of a newer version. None: written before versions existed."""
     if version is None:
         return
     if not str(version).isdecimal():

@@ -125,12 +125,12 @@ TRITONS = "linear, geglu, conv, upsample conv, layer norm"
 )
 def test_what_draws_on_a_gpu_is_said_for_each_precision(device: DeviceInfo, said: list[str]) -> None:
     marks = {"well": "✓", "note": "·", "ill": "✗"}
-    assert [f"{marks[one.state]} {one.what}: {one.says}" for one in gpu("cuda:0", device, 80 * 2**30)] == said
+    assert [f"{marks[one.state]} {one.subject}: {one.says}" for one in gpu("cuda:0", device, 80 * 2**30)] == said
 
 
 @pytest.mark.parametrize("device", [L4, B200, NO_NVRTC], ids=lambda device: device.name)
 def test_fp8_runs_from_ada_on(device: DeviceInfo) -> None:
-    (fp8,) = [one for one in gpu("cuda:0", device, 2**30) if one.what == "cuda:0 fp8"]
+    (fp8,) = [one for one in gpu("cuda:0", device, 2**30) if one.subject == "cuda:0 fp8"]
     assert fp8.state == "well" and fp8.says.startswith("Triton kernels")
     assert (NO_NVRTC.nvrtc_lacks or "") in fp8.says if device is NO_NVRTC else "not a Hopper device" in fp8.says
 

@@ -214,7 +214,7 @@ def test_a_worker_measures_what_forwards_cost_before_its_first_job(cache: Path) 
     given = settings(tiny.TINY, cache, text_model="off", kernels=False, compile=False)
     with closing(app._build(given, said.append)) as equipment:
         assert isinstance(equipment, ModelRuntime)
-        curves = equipment.works.images.backend.costs.measured()
+        curves = equipment.runtime.images.backend.costs.measured()
         assert {key[0] for key in curves} >= {"deep", "vae"}
         assert all(seconds > 0 for curve in curves.values() for seconds in curve.values())
         deep = [rows for key, curve in curves.items() if key[0] == "deep" for rows in curve]

@@ -41,7 +41,7 @@ def test_pieces_make_up_the_texts(seed: int) -> None:
         assert texts == wanted and logprobs == chances
         if dice.random() < 0.7:  # else it got lost on its way to Redis, or nobody knows whether it did
             written.told(news)
-    assert not written.news().pieces or not written.news().whole
+    assert not written.news().pieces or not written.news().complete
 
 
 def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
@@ -55,7 +55,7 @@ def test_what_is_told_is_a_small_multiple(crew: Crew) -> None:
         written.add(k % 2, f"{k} ", [])
         news = written.news()
         sent += len(to_json(news.pieces))
-        report = ProgressReport(id, claim.fence, {"steps_done": k}, pieces=news.pieces, whole=news.whole)
+        report = ProgressReport(id, claim.fence, {"steps_done": k}, pieces=news.pieces, complete=news.complete)
         assert crew.store.leases.report([report]).followed == {id}
         written.told(news)
     size = sum(map(len, written.texts))

@@ -77,7 +77,7 @@ def test_a_job_is_told_as_it_stands_in_redis(
             return list(await asyncio.gather(*(submissions.make(one) for one in drafts)))
 
     for one, made in zip(drafts, run(work), strict=True):
-        assert made.made and made.job == store.get(one.id)
+        assert made.created and made.job == store.get(one.id)
         assert client.hget(f"diptych:job:{one.id}", "trace") == one.trace
         assert client.zscore("diptych:deadlines", one.id) == (made.job.deadline and round(made.job.deadline * 1000))
     books.Books.of(client).check()
@@ -171,7 +171,7 @@ def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: Job
             ]
 
     first, again, counted = run(work)
-    assert first.made and not again.made and again.job == store.get(wanted.id) and again.standing is None
+    assert first.created and not again.created and again.job == store.get(wanted.id) and again.standing is None
     assert again.job.state is JobState.RUNNING and [one.remaining for one in again.charges] == [998]
     assert [one.remaining for one in counted.charges] == [997, 6]
     assert client.lrange("image:3", 0, -1) == ["m"]
@@ -226,7 +226,7 @@ def test_a_redis_that_hangs(redis_url: str, client: redis.Redis, monkeypatch: py
             monkeypatch.setattr(module, "TIMEOUT_S", PATIENCE_S)
             return await submissions.make(draft())
 
-    assert run(work).made
+    assert run(work).created
     books.Books.of(client).check()
 
 
@@ -298,7 +298,7 @@ def test_a_caller_that_goes_away(redis_url: str, client: redis.Redis) -> None:
             return [await call for k, call in enumerate(calls) if k not in (0, 3)]
 
     made = run(work)
-    assert all(one.made for one in made)
+    assert all(one.created for one in made)
     assert [m for m in client.lrange("image:3", 0, -1)[::-1] if m not in "03"] == ["1", "2", "4", "5"]
 
 
@@ -329,17 +329,17 @@ def test_an_owners_share_is_held_exactly_and_what_others_left_behind_in_it_is_cl
 
     async def work() -> None:
         async with submitting(redis_url) as submissions:
-            made = await asyncio.gather(*(submissions.make(draft(owner="me"), most=20) for _ in range(30)))
+            made = await asyncio.gather(*(submissions.make(draft(owner="me"), limit=20) for _ in range(30)))
             assert [one.job is not None for one in made] == [True] * 20 + [False] * 10
             assert all(one.share and not one.full for one in made[20:])
-            assert (await submissions.make(draft(owner="you"), most=20)).job is not None
+            assert (await submissions.make(draft(owner="you"), limit=20)).job is not None
             assert client.scard("diptych:waiting:image:me") == 20
             for one in made[:20]:
                 assert one.job is not None and store.leases.claim(one.job.id, "worker") is not None
             assert client.exists("diptych:waiting:image:me") == 0
             client.sadd("diptych:waiting:image:me", *(f"gone-{k}" for k in range(40)))
             refused = 0
-            while (await submissions.make(draft(owner="me"), most=20)).job is None:
+            while (await submissions.make(draft(owner="me"), limit=20)).job is None:
                 refused += 1
             assert refused <= 1, "sixteen of them went with each"
 

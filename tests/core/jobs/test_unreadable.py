@@ -80,7 +80,7 @@ def test_whatever_lies_there_is_read_or_refused(raw: Any) -> None:
             try:
                 read("x", mixed)
             except UnreadableRecord as error:
-                assert error.why
+                assert error.reason
 
 
 BROKEN_RECORDS: dict[str, dict[str, str]] = {
@@ -175,4 +175,4 @@ def test_whatever_a_record_holds_is_read_or_refused(fields: dict[str, str]) -> N
         try:
             Job.of("x", mixed)
         except UnreadableRecord as error:
-            assert error.why
+            assert error.reason
