@@ -44,7 +44,7 @@ class HttpConnection(h11.Connection):
         self._refusal: ApiError | None = None
 
     @property
-    def endless(self) -> bool:
+    def discarded_too_much(self) -> bool:
         """Whether more was discarded than a client may send before it reads its response."""
         return self._discarded > MAX_DISCARDED
 

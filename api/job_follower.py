@@ -85,7 +85,7 @@ class JobFollower:
                     if record is None or record.state.final:
                         return
 
-    async def ended(self, job: Job) -> Job | None:
+    async def final_record(self, job: Job) -> Job | None:
         """The record of a job whose events have ended. None: it is gone, or the service closes."""
         while (record := await self.record(job)) is not None and not record.state.final:
             await self._pause()  # the terminal event came before the record could be read

@@ -151,7 +151,7 @@ class HttpProtocol(H11Protocol):
         if self.conn.discards:
             self._discarded += len(data)
             self.conn.receive_data(data)
-            if self.conn.endless:
+            if self.conn.discarded_too_much:
                 self.transport.abort()
             return
         super().data_received(data)

@@ -55,7 +55,7 @@ async def stream_images(
                         data = {"partial_image_index": sent[image], "image_index": image, "b64_json": look}
                         sent[image] += 1
                         yield _event("partial_image", job, data)
-        ended = await service.follower.ended(job)
+        ended = await service.follower.final_record(job)
         if ended is None:
             yield _error(not_followed(service.closing.is_set()))
         elif ended.state is not JobState.SUCCEEDED:

@@ -83,7 +83,7 @@ async def _begun(service: Service, job: Job) -> Job | None:
         async for event in events:
             if event.type == PROGRESS:
                 return job
-    ended = await service.follower.ended(job)
+    ended = await service.follower.final_record(job)
     if ended is not None:
         return ended
     if service.closing.is_set():

@@ -33,7 +33,7 @@ async def stream_answers(service: Service, job: Job, answers: AnswerFormat, *, u
             async for event in events:
                 for chunk in sent.grown(_pieces(event.data)):
                     yield chunk
-        ended = await service.follower.ended(job)
+        ended = await service.follower.final_record(job)
         if ended is None:
             yield _data(not_followed(service.closing.is_set()).content)
         elif ended.state is not JobState.SUCCEEDED:

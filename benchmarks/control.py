@@ -169,7 +169,9 @@ def _measure(
     try:
         plain, mixed = (_begun(runner, kind, options, pixels) for kind in ("plain", "mixed"))
         branch = lane.call(
-            lambda: ControlBranch(backend.beside(networks.control), networks.control, model.denoiser, model.vae_scale)
+            lambda: ControlBranch(
+                backend.lowering_for(networks.control), networks.control, model.denoiser, model.vae_scale
+            )
         )
         lane.call(lambda: _give(mixed, branch, pixels))
         alone = lane.call(lambda: _alone(model, branch, mixed))
@@ -220,7 +222,7 @@ def _alone(model: ImageModel, branch: ControlBranch, requests: Sequence[Request]
     with torch.inference_mode():
         inputs = gatherer.inputs(present, rows)
         texts = gatherer.conditioning([control.texts[rows] for control, rows in networks], 0)
-        moving = [branch.moving(inputs.sample[:rows], control.conditions(0)) for control, rows in networks]
+        moving = [branch.step_inputs(inputs.sample[:rows], control.conditions(0)) for control, rows in networks]
         merged = {**inputs.conditioning, **texts, "hint": torch.cat([entry["hint"] for entry in moving])}
     controlled = inputs._replace(sample=inputs.sample[:, : model.latent_channels], conditioning=merged)
     return torch.inference_mode()(lambda: branch(controlled))

@@ -54,7 +54,7 @@ def _schedule(card: ImageCard, job: ImageJob, steps: int) -> plan.DeepCache | No
     the schedule.
     """
     try:
-        schedule = plan.read(card.deepcache if job.deepcache is None else job.deepcache)
+        schedule = plan.read_schedule(card.deepcache if job.deepcache is None else job.deepcache)
     except ValueError:
         return None
     return schedule if schedule is not None and schedule.error_for(steps) is None else None

@@ -195,7 +195,7 @@ class ImageParameters:
         """
         changes = dict(fields)
         if "deepcache" in changes:
-            changes["deepcache"] = plan.read(changes["deepcache"])
+            changes["deepcache"] = plan.read_schedule(changes["deepcache"])
         return replace(self, **changes)
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class ImageJob:
         check_bounds(ImageParameters, {"seed": self.picture.seed})
         if self.output_format not in MEDIA_TYPES:
             raise Invalid("output_format", f"must be one of {', '.join(MEDIA_TYPES)}")
-        first = replace(self.picture, deepcache=usual if self.deepcache is None else plan.read(self.deepcache))
+        first = replace(self.picture, deepcache=usual if self.deepcache is None else plan.read_schedule(self.deepcache))
         return [replace(first, seed=next_seed(first.seed, k)) for k in range(self.n)]
 
 

@@ -202,7 +202,7 @@ def _job(picture: ImageParameters, request: Given, values: Given) -> ImageJob:
     names = ("n", "expand_prompt", "output_format", *(() if png else ("output_compression",)))
     form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
     job = ImageJob(picture, deepcache=form, **{name: request[name] for name in names if name in request})
-    return _with_checked_steps(job, None if cached is None else plan.read(cached), request)
+    return _with_checked_steps(job, None if cached is None else plan.read_schedule(cached), request)
 
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:

@@ -185,7 +185,7 @@ def parse(text: str) -> DeepCache | None:
     )
 
 
-def read(value: object) -> DeepCache | None:
+def read_schedule(value: object) -> DeepCache | None:
     """Read a schedule from settings, requests or jobs: text, or an object of its fields, with null for absent ones.
 
     Raises `Invalid`. `error_for` checks it against the number of steps.

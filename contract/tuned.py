@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from contract.card import MAX_STEPS
 from contract.errors import Invalid
 from contract.plan import AUTOMATIC, GUIDANCE_FIELDS, OFF, CacheFields, GuidanceSchedule
-from contract.plan import read as parse_schedule
+from contract.plan import read_schedule as parse_schedule
 from contract.schedule import OWN, ScheduleType, schedule_of
 
 FIELD = "plan"  # of a request

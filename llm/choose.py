@@ -32,7 +32,8 @@ class SampleRequest:
     def plain(self) -> bool:
         """Return whether greedy decoding without adjustments suffices."""
         work = self.work
-        return work.settings is None and not (work.adjusted or self.guess.tokens) and work.parameters.logprobs is None
+        adjusted = work.settings is not None or work.modifies_logits or self.guess.tokens
+        return not adjusted and work.parameters.logprobs is None
 
     @property
     def rows(self) -> range:
@@ -137,7 +138,7 @@ def _adjust_(logits: Tensor, requests: Sequence[SampleRequest]) -> tuple[set[int
         logits[rows] = sample.penalize(
             logits[rows], sample.Penalties(numbers[:, 0], numbers[:, 1], numbers[:, 2], seen, counts)
         )
-    return {request.first for request in requests if request.work.adjusted}, _constrain_(logits, requests)
+    return {request.first for request in requests if request.work.modifies_logits}, _constrain_(logits, requests)
 
 
 def _constrain_(logits: Tensor, requests: Sequence[SampleRequest]) -> dict[int, Invalid]:

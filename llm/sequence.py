@@ -82,10 +82,10 @@ class SequenceState:
         """False with penalties and grammars, which depend on each token in turn, and with a bias, which guesses
         ignore.
         """
-        return not self.adjusted
+        return not self.modifies_logits
 
     @property
-    def adjusted(self) -> bool:
+    def modifies_logits(self) -> bool:
         """Return whether the model's logits are modified before a token is chosen."""
         return self.seen is not None or self.matcher is not None or self.bias is not None
 

@@ -13,7 +13,7 @@ from contract.schedule import NoiseSchedule
 from pipeline.families.family import ImageModel, Network
 from pipeline.pixels import edit, vae
 from pipeline.sampling import denoise, samplers
-from pipeline.text.conditioning import Conditioner, Told
+from pipeline.text.conditioning import ConditionedRequest, Conditioner
 from pipeline.text.encode import Encoder
 from unet_opt.inputs import DenoiserInputs
 
@@ -92,7 +92,7 @@ class Denoiser:
         """Return the text's embeddings of all rows of these prompts, [rows, T, D], in the order of `latents`."""
         return torch.cat([self._conditioned(prompt).hidden for prompt in prompts])
 
-    def _conditioned(self, prompt: str) -> Told:
+    def _conditioned(self, prompt: str) -> ConditionedRequest:
         side = self.model.native
         (result,) = self._conditioner.conditions(
             [ImageParameters(prompt, 0, side, side, guidance_scale=self._guidance)]

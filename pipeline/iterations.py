@@ -29,7 +29,7 @@ from pipeline.pixels.picture import Picture
 from pipeline.request_state import ImageState, NarrowedState
 from pipeline.sampling import denoise
 from pipeline.sampling.kept_features import gather, keep
-from pipeline.text.conditioning import Conditioner, Told
+from pipeline.text.conditioning import ConditionedRequest, Conditioner
 from pipeline.text.encode import MarkedPrompt
 from unet_opt.inputs import DenoiserInputs
 
@@ -117,7 +117,7 @@ class IterationBuilder:
         """Compute the conditioning and starting latents of each request."""
         states: list[ImageState] = [request.work for request in requests]
 
-        def compute() -> list[tuple[Told, denoise.Conditioning | None]]:
+        def compute() -> list[tuple[ConditionedRequest, denoise.Conditioning | None]]:
             conditioner, bucket = self._conditioners[group.backend], _ENCODE_BUCKET if group.mode else 0
             rows, before = sum(state.most_rows for state in states), conditioner.encoder.misses
             plain = self._encodes_alone(group, requests)
@@ -139,7 +139,7 @@ class IterationBuilder:
                 new = conditioner.encoder.misses > before
             return list(zip(encoded, refined, strict=True))
 
-        def commit(encoded: list[tuple[Told, denoise.Conditioning | None]]) -> dict[str, Outcome]:
+        def commit(encoded: list[tuple[ConditionedRequest, denoise.Conditioning | None]]) -> dict[str, Outcome]:
             outcomes = {}
             for request, state, (own, refined) in zip(requests, states, encoded, strict=True):
                 assert state.x is not None

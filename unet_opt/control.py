@@ -88,7 +88,7 @@ class ControlBranch:
         embedding: Tensor = self.net.controlnet_cond_embedding(image)
         return map_of(self.lowering, embedding)
 
-    def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    def step_inputs(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         """Return the inputs of one request's rows at this step, beside its keys and values: `hint` [R, h, w, C].
 
         `sample` [R, C, h, w] are the rows.
@@ -130,7 +130,7 @@ class UnionBranch(ControlBranch):
         super().__init__(lowering, net, unet, scale)
 
     @torch.inference_mode()
-    def moving(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    def step_inputs(self, sample: Tensor, conditions: Sequence[Condition]) -> dict[str, Tensor]:
         net, rows = self.net, len(sample)
         x = self._conv_in(sample.to(self._conv_in.weight.dtype))  # [R, C, h, w]
         scales = [condition.strength if len(conditions) > 1 else 1.0 for condition in conditions]

@@ -100,7 +100,7 @@ class ImageBackend(Protocol):
         """
         ...
 
-    def beside(self, network: Any) -> Lowering:
+    def lowering_for(self, network: Any) -> Lowering:
         """Return a lowering like the denoiser's, for a network that runs beside it."""
         return TorchLowering(self.model.dtype)
 

@@ -115,7 +115,7 @@ class GraphBackend(ImageBackend):
             return planned(self, group, wider.rows, self._function(wider), True)
         return ExecutionPlan(self._function(key), False, width, seconds)
 
-    def beside(self, network: Any) -> Lowering:
+    def lowering_for(self, network: Any) -> Lowering:
         return CudaLowering(self.model.dtype, self.widths.descending[0])
 
     def deterministic_mode(

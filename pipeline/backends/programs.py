@@ -58,7 +58,7 @@ class ProgramBackend(ImageBackend):
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         return planned(self, group, rows, self.phases[group.phase])
 
-    def beside(self, network: Any) -> CpuLowering:
+    def lowering_for(self, network: Any) -> CpuLowering:
         return CpuLowering(self._library, network, half=self.model.precision != "fp32")
 
     def deterministic_mode(

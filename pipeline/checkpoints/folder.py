@@ -35,7 +35,7 @@ class ModelError(ValueError):
         self.kind, self.detail = kind, printable_message(detail)
         super().__init__(f"{kind} {self.detail}".lstrip())
 
-    def again(self) -> ModelError:
+    def without_traceback(self) -> ModelError:
         """Return the same error without a traceback and causes, which would keep what was read."""
         return ModelError(self.detail, kind=self.kind)
 

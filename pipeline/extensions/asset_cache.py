@@ -160,7 +160,7 @@ class AssetCache(Generic[T]):
                 self._files.move_to_end(key)
                 return asset, asset.content
             if (failure := self._failures.get(key)) is not None and failure[0] == stamp:
-                raise failure[1].again()
+                raise failure[1].without_traceback()
             load = self._load(key, stamp)
         return load.result()
 
@@ -190,12 +190,12 @@ class AssetCache(Generic[T]):
             with self._lock:
                 del self._loads[key, stamp]
                 if failure is error and failure.lasting:
-                    self._failures[key] = stamp, failure.again()
+                    self._failures[key] = stamp, failure.without_traceback()
                     self._failures.move_to_end(key)
                     if len(self._failures) > _MOST_FAILURES:
                         self._failures.popitem(last=False)
                 if (known := self._files.get(key)) is not None and known.content is None:
-                    known.error = failure.again()
+                    known.error = failure.without_traceback()
             load.set_exception(error)
         else:
             load.set_result((asset, read.content))

@@ -41,7 +41,7 @@ _BRANCHES: Mapping[str, type[Branch]] = {
     control_file.CONTROLNET: ControlBranch, control_file.UNION: UnionBranch, control_file.ADAPTER: AdapterBranch,
 }  # fmt: skip
 LowerBeside = Callable[[Any], "Lowering"]
-"""Makes the lowering of a network beside the model: `ImageBackend.beside`."""
+"""Makes the lowering of a network beside the model: `ImageBackend.lowering_for`."""
 
 
 class NetworkShape(NamedTuple):
@@ -127,7 +127,7 @@ class ControlExtension(Extension[ControlFolder]):
         if not settings.control_dir or not model.family.controls:
             return cls(model, backend)
         path, capacity = Path(settings.control_dir), settings.control_mib * 2**20
-        return cls(model, backend, ControlFolder(path, backend.model, backend.beside, capacity, release=True))
+        return cls(model, backend, ControlFolder(path, backend.model, backend.lowering_for, capacity, release=True))
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """Return the seconds of one row of a network at the cheapest batch width, by size; empty without a folder."""

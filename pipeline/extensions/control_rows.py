@@ -195,7 +195,7 @@ class ControlSteps(Steps):
         texts = gatherers[number].conditioning([entry.control.texts[entry.span.rows] for entry in chunk], padding)
         sample = inputs.sample[:, : self._channels]
         moving = [
-            entry.control.branch.moving(sample[entry.span.first :][: entry.span.rows], entry.conditions)
+            entry.control.branch.step_inputs(sample[entry.span.first :][: entry.span.rows], entry.conditions)
             for entry in chunk
         ]
         own = {name: gather([each[name] for each in moving], padding, None) for name in moving[0]}

@@ -15,7 +15,7 @@ from pipeline.backends.phases import KEYS, TEXT
 from pipeline.extensions.adapted import AdaptedModel
 from pipeline.extensions.adapters import LoraFolder, LoraLease, ScaledAdapter, refused, same
 from pipeline.extensions.extension import Extension, Steps, invalid
-from pipeline.text.conditioning import Conditioner, Told
+from pipeline.text.conditioning import ConditionedRequest, Conditioner
 from pipeline.text.encode import Encoder
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class AdaptedConditioner(Conditioner):
 
     def __call__(
         self, requests: Sequence[ImageParameters], states: Sequence[ImageState], bucket: int = 0
-    ) -> list[Told]:
+    ) -> list[ConditionedRequest]:
         """Encode as `Conditioner` does; also loads the requests' LoRAs. Raises `Invalid`, naming the LoRA."""
         conditioned = []
         for request, state in zip(requests, states, strict=True):

@@ -114,7 +114,7 @@ def _collect(
         def forward(inputs: DenoiserInputs) -> tuple[Tensor, ...]:
             read = inputs.sample[:, : model.latent_channels]
             pairs = zip(read.split(rows), hints.split(1), strict=True)
-            moving = [branch.moving(sample, [Condition(hint, 1.0, kind)]) for sample, hint in pairs]
+            moving = [branch.step_inputs(sample, [Condition(hint, 1.0, kind)]) for sample, hint in pairs]
             control_inputs = {name: torch.cat([entry[name] for entry in moving]) for name in moving[0]}
             residuals = branch(
                 DenoiserInputs(read, inputs.timestep, {**inputs.conditioning, **control_inputs, TEXT: kv})

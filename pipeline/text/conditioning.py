@@ -21,7 +21,7 @@ NamedIn = Callable[[Mapping[str, str]], tuple[TextualInversion, ...]]
 """The embeddings that texts name, by the request's field. Raises `Invalid`."""
 
 
-class Told(NamedTuple):
+class ConditionedRequest(NamedTuple):
     """The conditioning of a request, its warnings, and the embeddings [R, T, D] that it was made of."""
 
     conditioning: denoise.Conditioning
@@ -41,7 +41,7 @@ class Conditioner:
 
     def __call__(
         self, parameters: Sequence[ImageParameters], states: Sequence[ImageState], bucket: int = 0
-    ) -> list[Told]:
+    ) -> list[ConditionedRequest]:
         """Return the conditioning of each request: all plain prompts go through the encoders in one batch.
 
         `bucket` is as for `Encoder.encode`.
@@ -55,7 +55,7 @@ class Conditioner:
         read: Sequence[RequestPrompts] | None = None,
         *,
         of: Hashable = None,
-    ) -> list[Told]:
+    ) -> list[ConditionedRequest]:
         """Return the same from parameters alone, or with their prompts `read`. `of` is as for `Encoder.encode`."""
         request_prompts = [self.read(item) for item in parameters] if read is None else read
         all_prompts = [prompt for item in request_prompts for prompt in item.prompts]
@@ -83,7 +83,7 @@ class Conditioner:
         )
         return self.encoder.read(replace(fields, embeddings=self._named_in(fields.texts)))
 
-    def _condition(self, parameters: ImageParameters, embeddings: list[Embedding]) -> Told:
+    def _condition(self, parameters: ImageParameters, embeddings: list[Embedding]) -> ConditionedRequest:
         hidden_states: list[torch.Tensor] = []
 
         def prepare(hidden: torch.Tensor) -> torch.Tensor:
@@ -97,4 +97,4 @@ class Conditioner:
             for name, embedding in zip(fields, embeddings, strict=True)
             if embedding.dropped
         ]
-        return Told(conditioning, warnings, hidden_states[0])
+        return ConditionedRequest(conditioning, warnings, hidden_states[0])

@@ -39,7 +39,7 @@ def _passed_on(value: Any, steps: int = 20) -> Any:
     ],
 )
 def test_a_worker_reads_what_was_asked_for(value: Any, meant: DeepCache | None) -> None:
-    assert plan.read(_passed_on(value)) == meant
+    assert plan.read_schedule(_passed_on(value)) == meant
 
 
 def test_who_does_not_say_leaves_it_to_the_worker() -> None:
@@ -109,7 +109,7 @@ def test_the_estimate_counts_every_step_as_its_worker_makes_it(
     """`usual` is the worker's own, for who does not say."""
     card = dataclasses.replace(CACHED, deepcache=usual)
     draft = _draft(card, steps=steps, deepcache=asked, guidance_scale=guidance, n=n)
-    made = pictures(ImageJob.read(draft.parameters), plan.read(usual))
+    made = pictures(ImageJob.read(draft.parameters), plan.read_schedule(usual))
     each_s = {"block": 0.015, "resnet": 0.006}
     step_s = [
         0.03 if deep or picture.deepcache is None else each_s[picture.deepcache.depth]

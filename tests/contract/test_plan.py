@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import Invalid
-from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, GuidanceSchedule, read, rows_and_depths
+from contract.plan import AUTO, DEPTHS, CacheFields, DeepCache, GuidanceSchedule, read_schedule, rows_and_depths
 
 SCHEDULES = st.builds(
     DeepCache,
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_named(schedule: DeepCache, field: str) -> None:
     ],
 )
 def test_settings_requests_and_jobs_are_read_alike(value: object, schedule: DeepCache | None) -> None:
-    assert read(value) == schedule
+    assert read_schedule(value) == schedule
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_settings_requests_and_jobs_are_read_alike(value: object, schedule: Deep
 )
 def test_what_cannot_be_read_is_named(value: object, field: str) -> None:
     with pytest.raises(Invalid) as caught:
-        read(value)
+        read_schedule(value)
     assert caught.value.field == field
 
 

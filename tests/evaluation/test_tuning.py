@@ -40,7 +40,7 @@ def test_every_candidate_is_a_valid_plan_of_its_own(family: Any) -> None:
         asked = one.request(drafts)
         assert asked.steps == one.fields()["steps"]
         asked.guidance.check(asked.steps)
-        assert asked.deepcache == plan.read(one.fields()["deepcache"])
+        assert asked.deepcache == plan.read_schedule(one.fields()["deepcache"])
         assert one.name == FULL or asked != drafts
     guided = [one for one in every if one.interval is not None]
     assert bool(guided) == (family is sdxl.FAMILY)

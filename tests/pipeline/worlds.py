@@ -178,7 +178,7 @@ class Watching(ImageRunner):
             pack = backend.pack_adapter if backend.packs else None
             extensions.append(LoraExtension(model, backend, LoraFolder(loras, model, lora_bytes, pack)))
         if controls is not None:
-            folder = ControlFolder(controls, model, backend.beside, control_bytes, release=frugal)
+            folder = ControlFolder(controls, model, backend.lowering_for, control_bytes, release=frugal)
             extensions.append(ControlExtension(model, backend, folder))
         if image_prompts is not None:
             dtype = backend.denoiser.lowering.dtype

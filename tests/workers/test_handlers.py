@@ -196,7 +196,7 @@ def test_the_card_says_what_jobs_get_that_do_not_say(works: Runtime) -> None:
     for usual in (None, AUTO, DeepCache(3, "resnet")):
         card = ImageJobHandler(works.images, usual).card()
         told = json.loads(to_json(dataclasses.asdict(card)))["deepcache"]
-        assert plan.read(told) == usual
+        assert plan.read_schedule(told) == usual
         assert (
             pictures(ImageJob.read(JOB), usual)[0].deepcache
             == pictures(ImageJob.read({**JOB, "deepcache": told}))[0].deepcache

@@ -14,12 +14,12 @@ SHAPES = {
     "deep": ZImageShape(native=64, layers=3, refiners=2, text_layers=3, text_kv_heads=2, shift=6.0),
 }
 
+tiny_zimage.SHAPES.update({f"random:test-z-{name}": shape for name, shape in SHAPES.items()})
+
 
 @functools.cache
 def model(name: str) -> ImageModel:
-    key = f"random:test-z-{name}"
-    tiny_zimage.SHAPES[key] = SHAPES[name]
-    return load(key)
+    return load(f"random:test-z-{name}")
 
 
 @functools.cache
