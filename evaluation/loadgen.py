@@ -22,7 +22,6 @@ from core.extras import pip_install
 from evaluation.loadgen_tasks import LoadGenTask, LoggedAnswer
 from evaluation.pixels import Pixels
 
-SCENARIOS = ("Offline", "Server", "SingleStream")
 ACCURACY, PERFORMANCE = "accuracy", "performance"
 # LoadGen's kinds of configuration: its built-in one, whatever file is named, and a user's. The first call of a process
 # reads the built-in one in any case, later ones do not: so it is requested each time.

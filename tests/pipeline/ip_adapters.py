@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +158,3 @@ def _windows(one: ImageParameters) -> Any:
         return given
 
     return after
-
-
-def mean_difference(pictures: Sequence[np.ndarray]) -> float:
-    first, second = pictures
-    return float(np.abs(first - second).mean())
