@@ -144,6 +144,7 @@ class CompiledCache:
                 reason = (str(error).strip().splitlines() or [""])[0][:300]
                 self._failed[key.phase] = f"{type(error).__name__}: {reason}"
                 log.warning("%s does not compile and stays eager (%s)", key.phase, self._failed[key.phase])
+                log.debug("%s does not compile", key.phase, exc_info=error)
             finally:
                 with self._idle:
                     self._pending -= 1

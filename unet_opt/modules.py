@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -70,9 +70,6 @@ class DownPath(Protocol):
     time_embedding: Any
     down_blocks: Sequence[Level]
     mid_block: Level
-    attn_processors: Mapping[str, object]
-
-    def get_submodule(self, target: str) -> Any: ...
 
 
 class ControlNet(DownPath, Protocol):

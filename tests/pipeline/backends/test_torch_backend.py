@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ def wanted(seed: int, deterministic: bool = False) -> ImageParameters:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler is installed")
+@pytest.mark.usefixtures("young")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own modules
 @pytest.mark.parametrize("backend_name", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_takes_over_while_pictures_are_drawn(
@@ -37,7 +40,8 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(
     """Traced whole and at fixed shapes; only the long test has C++ written and compiled of the graphs, for a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend_name))
     monkeypatch.delattr("os.setpriority", raising=False)  # nothing is served here that compiling should give way to
-    runner = Watching(model(SHAPE), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
+    companion = Watching(copy.deepcopy(model(SHAPE)))
+    runner = Watching(copy.deepcopy(model(SHAPE)), compiled=True, cache=tmp_path, buckets=(4,), deterministic_rows=4)
     eager = Watching(model(SHAPE), deterministic_rows=4)
     backend = runner.backend
     assert isinstance(backend, TorchBackend)
@@ -54,7 +58,10 @@ def test_compiled_code_takes_over_while_pictures_are_drawn(
     assert backend.wait(900)
     assert not backend._executables.failed
     crank.submit("late", wanted(3, True))
-    pictures = crank.pictures()
+    del companion
+    gc.collect()
+    with torch.compiler.set_stance("fail_on_recompile"):  # no guard is on what another model's end changes
+        pictures = crank.pictures()
 
     # Those that began in eager mode end in it, to the byte; the late one says that it is compiled.
     for seed in (1, 2):
