@@ -200,9 +200,16 @@ def test_what_nobody_follows_is_not_told(writing: tuple[Api, TextWorker]) -> Non
         assert progress is not None and progress["steps_done"] > 0
 
 
-def test_who_follows_later_is_told_all_of_it(writing: tuple[Api, TextWorker]) -> None:
+def test_who_follows_later_is_told_all_of_it(writing: tuple[Api, TextWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it was streamed from the start or not."""
-    api, _ = writing
+    api, worker = writing
+    launch, followed = worker.runner.launch, threading.Event()
+
+    def slowly(requests: Any) -> Any:
+        followed.wait(0.02)  # so that it is not over before it is followed
+        return launch(requests)
+
+    monkeypatch.setattr(worker.runner, "launch", slowly)
     with Worker(api.settings) as books, ThreadPoolExecutor(1) as pool:
         for stream in (False, True):
             known = books.ids()
@@ -211,7 +218,11 @@ def test_who_follows_later_is_told_all_of_it(writing: tuple[Api, TextWorker]) ->
             (id,) = eventually(lambda: books.ids() - known)  # noqa: B023
             eventually(lambda: (books.job(id).progress or {}).get("steps_done", 0) > 40)  # noqa: B023
             texts = ["", ""]
-            for event in api.all_events(id):
+            with api.events(id) as events:
+                followed.set()
+                received = list(events)
+            followed.clear()
+            for event in received:
                 for piece in event.data.get("pieces", []):
                     told = texts[piece["index"]]
                     assert piece["at"] <= len(told), "nothing is left out"
