@@ -24,7 +24,6 @@ from tests.pipeline import loras
 from tests.workers.stage import handler_of
 from workers.build import Runtime, build
 from workers.handlers import pictures
-from workers.serving_runtime import handlers_of
 
 JOB: dict[str, Any] = {
     "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": 32, "height": 32,
@@ -134,6 +133,6 @@ def test_the_models_own_weights_are_kept_only_where_torch_draws_with_loras(folde
         assert other.images.model.denoiser.conv_in.weight.numel() > 0
         assert len(drawn(other, lora="ink")) == 2
     with build(works.settings.model_copy(update={"lora_dir": ""})) as other:
-        assert handlers_of(other)["image"].card().loras == ()
+        assert handler_of(other).card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
             drawn(other, lora="ink")
