@@ -63,9 +63,10 @@ class RegistrySnapshot:
         )
 
     def model(self, name: str | None, kind: type[C]) -> C | None:
-        """The model of this name and kind; without a name, the first live one, or else the first one."""
+        """The model of this name and kind; without a name, the first of a worker that is live, or else any."""
         candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
-        return min(candidates, key=lambda model: not model.live, default=None)
+        place = {model.name: at for worker in self.workers for at, model in reversed([*enumerate(worker.models)])}
+        return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)
 
     def expands(self, name: str) -> bool:
         """Return whether all workers of this image model also serve text; without a worker, whether any ever served

@@ -102,6 +102,8 @@ def read_settings(options: argparse.Namespace, **defaults: Any) -> Settings:
     settings = read(**{name: value for name, value in vars(options).items() if name in Settings.model_fields})
     if not hasattr(options, "plan"):
         settings = settings.model_copy(update={"plan": ""})
+    if settings.models and not hasattr(options, "models"):
+        settings = settings.catalogue[0]
     return settings.model_copy(update={k: v for k, v in defaults.items() if k not in settings.model_fields_set})
 
 

@@ -39,6 +39,7 @@ DIPTYCH_REDIS_URL and DIPTYCH_ARTIFACTS_URL (a folder that all of them see, or s
 exit codes: 0 stopped; 2 the input cannot be used, and is named; 130 stopped with Ctrl-C
 """
 _SUCH_AS = "such as redis://:password@host:6379/0"
+_CATALOGUE = ("models", "models_mib", "model_idle_s")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
@@ -60,6 +61,7 @@ def add(commands: Commands) -> None:
         help="for pictures and what is queued; default: ~/.local/share/diptych",
     )
     add_model(serve)
+    add_settings(serve, *_CATALOGUE)
     add_plan(serve)
     serve.set_defaults(run=_serve)
 
@@ -73,6 +75,7 @@ def add(commands: Commands) -> None:
     )
     worker.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     add_model(worker)
+    add_settings(worker, *_CATALOGUE)
     add_plan(worker)
     worker.set_defaults(run=_worker)
 
@@ -142,9 +145,9 @@ def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:
     from deployment.devices import NoDevices, serve_each
 
     words = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if options.verbose else []), "worker"]
-    for name in ("model", "variant", "precision", "backend", "unet", "threads"):
+    for name in ("model", "variant", "precision", "backend", "unet", "threads", *_CATALOGUE):
         if getattr(options, name) is not None:
-            words += [f"--{name}", str(getattr(options, name))]
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if options.compile is not None:
         words.append("--compile" if options.compile else "--no-compile")
     try:

@@ -254,7 +254,7 @@ class _Card:
 
     `kernels` names the kernels that run the model (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
     why no faster ones run it; both are "" in cards of older workers. `live`: whether a ready worker serves the model
-    now; only `Registry.models` sets it.
+    now; only `Registry.models` sets it. `loaded`: whether it is in the worker's memory.
     """
 
     name: StrictStr
@@ -264,6 +264,7 @@ class _Card:
     kernels: StrictStr = ""
     kernels_reason: StrictStr = ""
     live: StrictBool = False
+    loaded: StrictBool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ AUTO = "auto"
 RATE = r"([1-9][0-9]{0,8}/(second|minute|hour|day))?"  # count per period; empty: no limit
 SHARE = r"([1-9][0-9]{0,6}|([1-9][0-9]?|100)%)?"  # a number, or a percentage; empty: no limit
 _TLS = {"ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_keyfile"}  # query parameters allowed in redis_url
+_OF_ONE_MODEL = ("unet", "lora", "tiny_vae", "refiner", "plans")
 _OTHERS = {"DIPTYCH_TORCH_INDEX", "DIPTYCH_COMMIT"}  # read by install.py and by benchmarks/harness/provenance.py
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,18 @@ class Settings(BaseSettings):
 
     model: str = Field(
         default="", description="a folder in diffusers' format, a name or a hub id; empty: the embedded model"
+    )
+    models: str = Field(
+        default="",
+        pattern=r"^([^,]+(,[^,]+)*)?$",
+        description="image models that each worker serves, separated by commas; the first stays in memory, and is that "
+        "of --model if both are given; empty: that model alone",
+    )
+    models_mib: int = Field(
+        default=0, ge=0, description="that the weights of these models may take in memory; 0: all of them stay"
+    )
+    model_idle_s: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="after so long without a request a model leaves; 0: never"
     )
     models_dir: Path = Field(
         default=Path("~/.local/share/diptych/models"),
@@ -320,18 +333,26 @@ class Settings(BaseSettings):
             raise ValueError("refers to a home folder that does not exist") from error
 
     @property
+    def catalogue(self) -> list[Settings]:
+        """The settings of each image model that a worker serves; what names files of one model is the first's."""
+        names = [name for name in (self.model, *map(str.strip, self.models.split(","))) if name]
+        own = [self.model_copy(update={"model": name, "models": ""}) for name in dict.fromkeys(names or [""])]
+        specific = dict.fromkeys(_OF_ONE_MODEL, "") | ({} if self.plan in (AUTO, plan.OFF) else {"plan": ""})
+        return [own[0], *(each.model_copy(update=specific) for each in own[1:])]
+
+    @property
     def model_name(self) -> str:
         """The model to load: the configured one, the embedded one, or its stand-in.
 
         A name without a folder of its own may be that of an embedded model, such as "emoji-z", or of one in
         `models_dir`.
         """
-        if self.model:
-            if re.fullmatch(r"[\w.-]+", self.model) and not Path(self.model).exists():
+        if name := self.model or self.models.split(",")[0].strip():
+            if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
                 for where in (EMBEDDED_MODEL.parent, self.models_dir.expanduser()):
-                    if (where / self.model / "model_index.json").is_file():
-                        return str(where / self.model)
-            return self.model
+                    if (where / name / "model_index.json").is_file():
+                        return str(where / name)
+            return name
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
 
     @property

@@ -26,18 +26,21 @@ from pipeline.sampling import sigmas
 from pipeline.text.encode import RequestPrompts
 
 
-class MemoryLedger:
-    """Accounts for the memory that all requests hold together."""
+class RequestCapacity:
+    """What the requests of one or more models may hold together: places, and memory (None: no limit)."""
 
-    def __init__(
-        self,
-        backends: Mapping[str, ImageBackend],
-        max_requests: int,
-        memory_bytes: int | None,
-        extensions: Mapping[str, Extension[Any]],
-    ) -> None:
+    def __init__(self, max_requests: int, memory_bytes: int | None = None) -> None:
         self.slots = Slots(max_requests)
         self.memory = Budget(2**63 if memory_bytes is None else memory_bytes)
+
+
+class MemoryLedger:
+    """Accounts for the memory that all requests of one model hold together."""
+
+    def __init__(
+        self, backends: Mapping[str, ImageBackend], capacity: RequestCapacity, extensions: Mapping[str, Extension[Any]]
+    ) -> None:
+        self.slots, self.memory = capacity.slots, capacity.memory
         main = backends[MAIN]
         self._model = main.model
         self._denoiser = main.denoiser

@@ -25,7 +25,7 @@ from pipeline.extensions.refining import REFINER
 from pipeline.extensions.registry import KINDS
 from pipeline.fingerprint import code_digest
 from pipeline.iterations import IterationBuilder
-from pipeline.memory_ledger import MemoryLedger
+from pipeline.memory_ledger import MemoryLedger, RequestCapacity
 from pipeline.recording import BackgroundRecorder
 from pipeline.request_state import CheckedInputs, ImageState
 from pipeline.sampling import samplers
@@ -52,10 +52,11 @@ class ImageRunner:
         max_requests: int = 32,
         patience_s: float = 20.0,
         memory_bytes: int | None = None,
+        capacity: RequestCapacity | None = None,
     ) -> None:
         """`extensions` are what requests may bring along: requests for another known kind are refused. `refiner` is the
         backend of a second model that may take last steps. `max_requests` limits admitted requests, and `memory_bytes`
-        what they hold together, mainly features (default: no limit).
+        what they hold together, mainly features (default: no limit); `capacity` is both, shared with other runners.
         """
         self.backend = backend
         self.model = model = backend.model
@@ -84,7 +85,8 @@ class ImageRunner:
                 self._backends[field], conditioners[field] = extension.backend, extension.conditioner
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.held() > 0)
-        self.holdings = MemoryLedger(self._backends, max_requests, memory_bytes, self.extensions)
+        self.capacity = capacity or RequestCapacity(max_requests, memory_bytes)
+        self.holdings = MemoryLedger(self._backends, self.capacity, self.extensions)
         self._builder = IterationBuilder(self._backends, conditioners, self.holdings, self.extensions)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -266,6 +268,14 @@ class ImageRunner:
         for backend in self._own:
             self._lane.call(partial(backend.prepare, measure_s=measure_s))
         self._record()
+
+    def weight_bytes(self) -> int:
+        """Return the memory that the weights take, of its models' modules and of what its backends have packed."""
+        modules = [part for own in self._own for part in own.model.parts.values() if isinstance(part, torch.nn.Module)]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+        unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(unique.values()) + sum(sum(own.held_bytes().values()) for own in self._own)
 
     @property
     def reads_files(self) -> bool:

@@ -76,12 +76,13 @@ def _serve(self: Any, id: str = "", *_: Any) -> None:
 def _build(settings: Settings, say: Say) -> ServingRuntime:
     from pipeline.checkpoints.load import check_name
 
-    check_name(settings.model_name)  # importing torch and its dependencies takes seconds
+    for model in settings.catalogue:
+        check_name(model.model_name)  # importing torch and its dependencies takes seconds
     from workers.build import build
     from workers.metrics import METER
     from workers.serving_runtime import build_serving_runtime
 
-    return build_serving_runtime(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick))
+    return build_serving_runtime(build(settings, measure_s=_MEASURE_S, text=True, say=say, on_tick=METER.tick), say)
 
 
 _MEASURE_S = 5.0  # limit for measuring cost curves; the rest is learnt from the first jobs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,11 +23,14 @@ from llm.pages import PAGE
 from pipeline import plans
 from pipeline.backends.backend import ImageBackend
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.load import ImageModel, family_of, load
+from pipeline.checkpoints.load import ImageModel, family_of, load, short_name
 from pipeline.extensions import adapters, lora, refining
+from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.extensions.extension import Extension
 from pipeline.extensions.registry import KINDS
+from pipeline.memory_ledger import RequestCapacity
+from pipeline.model_pool import ModelPool
 from pipeline.runner import ImageRunner
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHARE = 0.7  # of free memory: the rest is for the forwards' own buffers
+_UNLIMITED = 2**63  # bytes
 _TEXT_SHARE = 0.1  # of free memory, for the KV cache
 
 
@@ -60,10 +64,11 @@ class Runtime:
     checker: Checker | None = None
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
     depth: DepthEstimator | None = None
+    pool: ModelPool | None = None  # the images' and those of other models, if there are several
 
     def close(self) -> None:
         self.engine.close()
-        self.images.close()
+        (self.pool or self.images).close()
         if self.texts is not None:
             self.texts.close()
         for lane in (self.lane, self.text_lane):
@@ -171,14 +176,16 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = ()) -> int:
+def memory_bytes(
+    settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = (), others_bytes: int = 0
+) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now, without that which
-    the extensions' files may take.
+    the extensions' files and other models may take.
     """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
     asset_bytes = sum(kind.folder.size_bytes() for kind in extensions if kind.waits and kind.folder is not None)
-    return int(_SHARE * max(0, _free_bytes(model.device) - asset_bytes))
+    return int(_SHARE * max(0, _free_bytes(model.device) - asset_bytes - others_bytes))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -308,34 +315,85 @@ def build(
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(settings, llm_lane or lane, say) if text else None
-    say(f"loading {settings.model_name}")
-    model = lane.call(lambda: load_model(settings, say, count))
-    if model.family.refines:
-        raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
-    name, why_torch = lane.call(lambda: backends.select(settings, model))
-    kept_parts = _kept_parts(settings, model, name)
-    released = tuple({model.family.denoiser, "vae"} - kept_parts)
-    release = model.family.language_model not in kept_parts
-    encoder = lane.call(lambda: text_encoder.on_kernels(settings, model, name, release=release))
-    backend, decisions = backends.make(name, settings, encoder, release=released, why_torch=why_torch)
-    extensions = [kind.open(settings, model, backend) for kind in KINDS]
-    refiner = lane.call(lambda: _refiner(settings, model, say, count))
+    first, *others = settings.catalogue
+    others_bytes = _others_bytes(settings, others)
+    images, decisions = lane.call(lambda: image_runner(first, lane, say, count, others_bytes=others_bytes))
+    pool = _pool(settings, images, decisions, lane) if others else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
-    images = ImageRunner(
-        backend,
-        extensions,
-        refiner=refiner,
-        lane=lane,
-        max_requests=settings.max_requests,
-        patience_s=settings.image_objective_s,
-        memory_bytes=memory_bytes(settings, model, extensions),
-    )
     if texts is not None and measure_s:
         say("measuring what tokens cost")
         texts.prepare(measure_s=min(1.0, measure_s))
     if measure_s or settings.compile:
         say("measuring what forwards cost")
         images.prepare(measure_s=measure_s)
-    runners: list[Runner] = [images] if texts is None else [images, texts]
+    runners: list[Runner] = [pool or images, *([] if texts is None else [texts])]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
-    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth)
+    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool)
+
+
+def image_runner(
+    settings: Settings,
+    lane: Lane,
+    say: Say,
+    count: Count | None = None,
+    *,
+    others_bytes: int = 0,
+    capacity: RequestCapacity | None = None,
+) -> tuple[ImageRunner, tuple[KernelChoice, ...]]:
+    """Load the settings' model; returns its runner on the lane, and which kernels run. Raises `ModelError`.
+
+    Computes on the calling thread. `others_bytes` are left for other models, and `capacity` is shared with theirs.
+    """
+    say(f"loading {settings.model_name}")
+    model = load_model(settings, say, count)
+    if model.family.refines:
+        raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
+    name, why_torch = backends.select(settings, model)
+    kept_parts = _kept_parts(settings, model, name)
+    released = tuple({model.family.denoiser, "vae"} - kept_parts)
+    release = model.family.language_model not in kept_parts
+    encoder = text_encoder.on_kernels(settings, model, name, release=release)
+    backend, decisions = backends.make(name, settings, encoder, release=released, why_torch=why_torch)
+    extensions = [kind.open(settings, model, backend) for kind in KINDS]
+    refiner = _refiner(settings, model, say, count)
+    runner = ImageRunner(
+        backend,
+        extensions,
+        refiner=refiner,
+        lane=lane,
+        max_requests=settings.max_requests,
+        patience_s=settings.image_objective_s,
+        memory_bytes=memory_bytes(settings, model, extensions, others_bytes),
+        capacity=capacity,
+    )
+    return runner, decisions
+
+
+def _others_bytes(settings: Settings, others: Sequence[Settings]) -> int:
+    """The memory that other models than the first take at most: the setting's, or their files' size."""
+    folders = [family_of(each.model_name, each.variant)[1] for each in others]
+    files = sum(path.stat().st_size for folder in folders if folder for path in folder.rglob("*.safetensors"))
+    return min(files, settings.models_mib * 2**20) if settings.models_mib else files
+
+
+def _pool(settings: Settings, first: ImageRunner, decisions: tuple[KernelChoice, ...], lane: Lane) -> ModelPool:
+    """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError` for equal names."""
+    names = [short_name(each.model_name) for each in settings.catalogue]
+    if len({*names}) < len(names):
+        raise ModelError(f"models of one worker must have different names, not {', '.join(names)}")
+    settings_of = dict(zip(names, settings.catalogue, strict=True))
+    loaded = {names[0]: (first, decisions)}
+
+    def load(name: str) -> ReadFile[ImageRunner]:
+        if name in loaded:
+            runner, kernels = loaded.pop(name)
+        else:
+            runner, kernels = image_runner(settings_of[name], lane, log.info, capacity=first.capacity)
+        return ReadFile(runner, runner.model.digest, runner.weight_bytes(), kernels)
+
+    pool = ModelPool(
+        names, load, settings.models_mib * 2**20 or _UNLIMITED, first.capacity,
+        patience_s=settings.image_objective_s, idle_s=settings.model_idle_s,
+    )  # fmt: skip
+    pool.start()
+    return pool

@@ -46,6 +46,11 @@ class JobHandler(Protocol):
     """A modality of jobs. Thread-safe."""
 
     @property
+    def modality(self) -> str:
+        """The queue of its jobs."""
+        ...
+
+    @property
     def name(self) -> str:
         """The model's name, as jobs name it."""
         ...
@@ -67,8 +72,12 @@ class JobHandler(Protocol):
         """Whether jobs may name files that are read for them."""
         ...
 
+    def files(self, job: Any) -> set[str]:
+        """The files that a job needs in memory. Raises `Invalid` for one that cannot be named."""
+        ...
+
     def held_files(self) -> Iterable[str]:
-        """The files in memory, each as jobs name it (`files`)."""
+        """The files in memory, each as `files` names it."""
         ...
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob | TextJob:
@@ -89,8 +98,13 @@ class JobHandler(Protocol):
         ...
 
 
+_WEIGHTS = "weights"  # the model's own, as a file that jobs need in memory
+
+
 class ImageJobHandler:
     """Images: a job asks for n of them with consecutive seeds."""
+
+    modality = "image"
 
     def __init__(
         self,
@@ -103,14 +117,17 @@ class ImageJobHandler:
         *,
         depth: DepthEstimator | None = None,
         metadata: bool = True,
+        resident: Callable[[], ImageRunner | None] | None = None,
     ) -> None:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
-        `depth` makes depth maps for controls. `metadata`: whether files tell how they were made.
+        `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `resident` returns the
+        runner while it is in memory; without it, it always is.
         """
-        self._runner = runner
+        self._resident = resident or (lambda: runner)
+        self._evictable = resident is not None
         self._deepcache = deepcache
         self._fetch = fetch
         self._checker = checker
@@ -119,23 +136,38 @@ class ImageJobHandler:
         self._depth = depth
         self._metadata = metadata
         self.name = runner.model.name
+        self.reads_files = self._evictable or runner.reads_files
+        self._card: ImageCard | None = None
+        if self._evictable:
+            self._card = self._card_of(runner)
 
     @property
     def expansion_instruction(self) -> str:
         return ""
 
     def card(self) -> ImageCard:
+        """The model's card; the last one if it is not in memory."""
+        runner = self._resident()
+        if runner is None:
+            assert self._card is not None
+            return replace(self._card, loaded=False)
+        self._card = self._card_of(runner)
+        return self._card
+
+    def _card_of(self, runner: ImageRunner) -> ImageCard:
         from workers.cards import image_card
 
         has_depth = self._depth is not None
-        return image_card(self._runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
+        return image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
 
-    @property
-    def reads_files(self) -> bool:
-        return self._runner.reads_files
+    def files(self, job: ImageJob) -> set[str]:
+        return job.files() | ({_WEIGHTS} if self._evictable else set())
 
     def held_files(self) -> Iterable[str]:
-        return self._runner.held_files()
+        runner = self._resident()
+        if runner is None:
+            return ()
+        return {*runner.held_files(), *([_WEIGHTS] if self._evictable else [])}
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobExecutor:
-    """Writes nothing to a job's record but its progress. Thread-safe. `handlers` are by modality."""
+    """Writes nothing to a job's record but its progress. Thread-safe. `handlers` are by their models' names."""
 
     engine: Engine
     handlers: Mapping[str, JobHandler]
@@ -37,8 +37,8 @@ class JobExecutor:
     def run(self, work: ActiveJob) -> dict[str, Any]:
         """The job's result. Raises whatever is the reason for its failure."""
         claim = work.claim
-        handler = self.handlers[claim.modality]
-        if claim.model != handler.name:
+        handler = self.handlers.get(claim.model)
+        if handler is None or handler.modality != claim.modality:
             raise Aborted("the job names another model")
         job = handler.read(claim.parameters)
         left_s = math.inf if claim.deadline_left_s is None else claim.deadline_left_s
@@ -67,13 +67,17 @@ class JobExecutor:
                 f"{claim.id}/{claim.attempt}/prompt-{index}/{claim.incarnation}", "text", parameters,
                 priority=claim.priority, deadline=deadline, tenant=claim.owner,
             )
-            for index, parameters in enumerate(expand.expansion_requests(pictures, self.handlers.get("text")))
+            for index, parameters in enumerate(expand.expansion_requests(pictures, self._text_handler))
         ]  # fmt: skip
         try:
             texts = work.make(requests)
         except Invalid as error:
             raise error.of(expand.FIELD) from error
         return expand.expanded(pictures, [answer.text for answer in texts])
+
+    @property
+    def _text_handler(self) -> JobHandler | None:
+        return next((handler for handler in [*self.handlers.values()] if handler.modality == "text"), None)
 
     def _requests(self, claim: Claim, parameters: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
         if tally.written is not None:
@@ -97,6 +101,7 @@ class JobExecutor:
                 deadline=deadline,
                 listener=listener(index),
                 tenant=claim.owner,
+                model=claim.model,
             )
             for index, item in enumerate(parameters)
         ]

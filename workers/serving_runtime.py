@@ -1,12 +1,15 @@
-"""The parts that a worker runs: an engine, and for each queue a job handler, which turns jobs into engine requests.
+"""The parts that a worker runs: an engine, and for each model a job handler, which turns jobs into engine requests.
 
 Imports no torch at module level, because the worker imports it and the handlers before torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from contract import plan
@@ -16,7 +19,12 @@ from workers.handlers import ImageJobHandler, JobHandler
 from workers.text_handler import TextJobHandler
 
 if TYPE_CHECKING:
+    from core.kernels.device import KernelChoice
+    from pipeline.model_pool import ModelPool
+    from pipeline.runner import ImageRunner
     from workers.build import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class ServingRuntime(Protocol):
@@ -44,26 +52,56 @@ class ModelRuntime:
         self.runtime.close()
 
 
-def build_serving_runtime(runtime: Runtime) -> ModelRuntime:
-    """Add a handler for each modality that has a runner."""
-    return ModelRuntime(runtime, handlers_of(runtime))
+def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.info) -> ModelRuntime:
+    """Add a handler for each model. Those of a pool beside its first are loaded in the background, one after the other,
+    and then served; `say` is told of each.
+    """
+    handlers = handlers_of(runtime)
+    if runtime.pool is not None:
+        Thread(target=_load_others, args=(runtime, runtime.pool, handlers, say), name="models", daemon=True).start()
+    return ModelRuntime(runtime, handlers)
 
 
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
-    """A handler for each runner, by queue."""
+    """A handler for each model that is loaded first, by its name."""
+    images = _image_handler(runtime, runtime.images, runtime.decisions, runtime.settings.plan)
+    handlers: dict[str, JobHandler] = {images.name: images}
+    if runtime.texts is not None:
+        texts = TextJobHandler(runtime.texts)
+        handlers[texts.name] = texts
+    return handlers
+
+
+def _load_others(
+    runtime: Runtime, pool: ModelPool, handlers: dict[str, JobHandler], say: Callable[[str], None]
+) -> None:
+    plan_of = {name: each.plan for name, each in zip(pool.names, runtime.settings.catalogue, strict=True)}
+    for name in pool.names[1:]:
+        try:
+            runner, decisions = pool.load(name)
+        except Exception as error:
+            log.error("%s is not served: %s", name, error)
+            continue
+        resident = partial(pool.resident, name)
+        handlers[name] = _image_handler(runtime, runner, decisions, plan_of[name], resident)
+        del runner  # the pool may evict it
+        say(f"{name} is served, too")
+
+
+def _image_handler(
+    runtime: Runtime,
+    runner: ImageRunner,
+    decisions: Sequence[KernelChoice],
+    plan_name: str,
+    resident: Callable[[], ImageRunner | None] | None = None,
+) -> ImageJobHandler:
     settings = runtime.settings
 
     def fetch(key: str) -> bytes:
-        return Artifacts(settings.artifacts, settings.storage_s).get(
-            key
-        )  # opened on first use: most engines serve no edits
+        # Opened on first use: most engines serve no edits.
+        return Artifacts(settings.artifacts, settings.storage_s).get(key)
 
-    deepcache = plan.parse(settings.deepcache)
-    images = ImageJobHandler(
-        runtime.images, deepcache, fetch, runtime.checker, runtime.decisions, settings.plan, depth=runtime.depth,
-        metadata=settings.image_metadata,
+    return ImageJobHandler(
+        runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
+        metadata=settings.image_metadata, resident=resident,
     )  # fmt: skip
-    handlers: dict[str, JobHandler] = {runtime.images.modality: images}
-    if runtime.texts is not None:
-        handlers[runtime.texts.modality] = TextJobHandler(runtime.texts)
-    return handlers

@@ -115,8 +115,8 @@ class WorkerTasks:
         id = envelope.id
         look = lambda: self._leases.glance(id)  # noqa: E731
         waits, alone, model = self._store_retry.patiently(look, unless=lambda: self._draining)
-        handler = self._handlers.get(envelope.queue)
-        if waits and handler is not None and model != handler.name:
+        handler = self._handlers.get(model)
+        if waits and (handler is None or handler.modality != envelope.queue):
             self._delayed_requeue.put(replace(envelope, to=""))  # for another worker
             return
         stop = lambda: self._draining  # noqa: E731

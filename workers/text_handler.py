@@ -32,6 +32,8 @@ _PASSED = [item.name for item in fields(TextParameters) if hasattr(TextJob, item
 class TextJobHandler:
     """Handles text jobs: n answers to each prompt, with consecutive seeds."""
 
+    modality = "text"
+
     def __init__(self, runner: TextRunner) -> None:
         self._runner = runner
         self.name = runner.model.name
@@ -66,6 +68,9 @@ class TextJobHandler:
 
     def read(self, parameters: Mapping[str, Any]) -> TextJob:
         return TextJob.read(parameters)
+
+    def files(self, job: TextJob) -> set[str]:
+        return job.files()
 
     def held_files(self) -> tuple[str, ...]:
         return ()

@@ -40,14 +40,14 @@ class WarmClaims:
         holders: FileHolders,
         store_retry: StoreRetry,
         message: Callable[[Envelope], str],
-        handlers: Collection[JobHandler],
+        handlers: Callable[[], Collection[JobHandler]],
         *,
         wait_s: float,
         known_s: float,
     ) -> None:
         """`known_s`: so long after the last heartbeat others expect this worker to have its files; at least `wait_s`.
 
-        `message` writes one to a worker.
+        `message` writes one to a worker. `handlers` are those of now.
         """
         self._worker = worker
         self._leases = leases
@@ -138,9 +138,10 @@ class WarmClaims:
         """Return the files in memory, and those of this worker's jobs."""
         with self._lock:
             reading = {*(+self._reading)}
-        return {f"{handler.name}:{file}" for handler in self._handlers for file in handler.held_files()} | reading
+        handlers = [*self._handlers()]
+        return {f"{handler.name}:{file}" for handler in handlers for file in handler.held_files()} | reading
 
 
 def _files(handler: JobHandler, job: Any) -> set[str]:
     """Return the files that a job names."""
-    return {f"{handler.name}:{file}" for file in job.files()}
+    return {f"{handler.name}:{file}" for file in handler.files(job)}

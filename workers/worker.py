@@ -137,7 +137,7 @@ class Worker:
         )
         self._warm_claims = WarmClaims(
             self.id, self._store.leases, self._holders, self.store_retry, self._message_to,
-            equipment.handlers.values(),
+            equipment.handlers.values,
             wait_s=settings.warm_wait_s, known_s=settings.lease_s,
         )  # fmt: skip
         self.tasks = WorkerTasks(
@@ -147,7 +147,7 @@ class Worker:
         self._publisher.start()
         self._control.start()
         limits = {"image": settings.image_jobs, "text": settings.text_jobs}
-        self.prefetch.serve({queue: limits[queue] for queue in equipment.handlers})
+        self.prefetch.serve({handler.modality: limits[handler.modality] for handler in equipment.handlers.values()})
         self._heartbeat.watch(engine)
 
     def ready(self) -> None:
@@ -201,7 +201,7 @@ class Worker:
 
     def card(self) -> WorkerCard:
         if self._equipment is not None:
-            self._models = [self._model(handler) for handler in self._equipment.handlers.values()]
+            self._models = [self._model(handler) for handler in [*self._equipment.handlers.values()]]
         return WorkerCard(
             id=self.id,
             host=socket.gethostname(),

@@ -66,7 +66,7 @@ class Admission:
                 request.error = error
                 return request
             if refusal is not None:
-                if not running:
+                if not running and not refusal.pending:
                     request.error = _too_large(request)
                     return request
                 if not refusal.resource:

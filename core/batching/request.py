@@ -46,8 +46,8 @@ class Request:
 
     `priority` 0 is the most urgent (as in Celery). `deadline` is the moment after which the result is
     worthless: the request then ends `expired`. Without one, `deadline` is infinite and order falls back to
-    arrival (which `add` sets). `modality` names the runner; `phase` and `work` belong to that runner alone. `tenant`
-    names its owner: tenants share the device.
+    arrival (which `add` sets). `modality` names the runner, and `model` which of its models, if it has several; `phase`
+    and `work` belong to that runner alone. `tenant` names its owner: tenants share the device.
     """
 
     id: str
@@ -58,6 +58,7 @@ class Request:
     arrival: float = 0.0
     listener: Callable[[Request, Outcome], None] | None = None
     tenant: str = ""
+    model: str = ""
 
     state: State = State.WAITING
     phase: str = ""

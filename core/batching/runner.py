@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 class NotYet(NamedTuple):
     """A request cannot be admitted now: `resource`, one of its `resources`, has no room; "": what all requests share
-    has none.
+    has none. `pending`: there will be room although nothing runs, since the runner is loading what it needs.
     """
 
     resource: str = ""
+    pending: bool = False
 
 
 class Ticket(Protocol):
@@ -185,6 +186,7 @@ class Lane:
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:
             ticket.run()
+            del ticket  # else its model would stay in memory until the next one
 
 
 class LaneTicket:

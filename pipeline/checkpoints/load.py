@@ -132,7 +132,7 @@ def _read_folder(name: str, precision: str, dtype: torch.dtype, variant: str | N
         part: load_part(folder, part, spec, torch.float32 if part in fp32_parts else dtype, variant)
         for part, spec in family.parts.items()
     }
-    return _Source(_short(name), folders.digest(folder, files), folder, family, parts, family.options(index))
+    return _Source(short_name(name), folders.digest(folder, files), folder, family, parts, family.options(index))
 
 
 def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
@@ -156,7 +156,7 @@ def _tiny_vae(where: Path, model: ImageModel) -> TinyVae:
     return TinyVae(network, digest_of(where, [where / "config.json", *files]))
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return the short name: a folder's own, independent of the path given; a hub id's last word."""
     return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else Path(name).name
 
@@ -219,7 +219,7 @@ def defaults_of(name: str, variant: str | None = None, loras: str = "") -> Image
         fused = [entry.name for entry in selection.read(loras) if entry.scale > 0]
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
-    return _student(_short(name), family, scheduler, config, fused) or family.defaults
+    return _student(short_name(name), family, scheduler, config, fused) or family.defaults
 
 
 def _student(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -58,11 +58,12 @@ class AssetCache(Generic[T]):
         read: Callable[[Any], ReadFile[T]],
         *,
         check: Callable[[Any], object] = lambda key: None,
+        free: Callable[[list[T]], object] = list.clear,
         at_once: int = 1,
     ) -> None:
         """`kind` of the files begins messages. `capacity` limits the sizes of all contents, including those in use: one
-        that is larger is not kept. `check` reads a key's header, and `read` its content; both raise `ModelError`. So
-        many are read `at_once`.
+        that is larger is not kept. `check` reads a key's header, and `read` its content; both raise `ModelError`.
+        `free` releases evicted contents and empties their list. So many are read `at_once`.
 
         `check` runs at normal priority: where Python itself is busy all threads wait for it, also while processes that
         go before it keep it from running.
@@ -72,6 +73,7 @@ class AssetCache(Generic[T]):
         self._kind = kind
         self._check = check
         self._read = read
+        self._free = free
         self._failures: OrderedDict[Hashable, tuple[Hashable, ModelError]] = OrderedDict()  # by key, with stamps
         self._files: OrderedDict[Hashable, Asset[T]] = OrderedDict()
         self._loads: dict[tuple[Hashable, Hashable], Future[tuple[Asset[T], T]]] = {}  # under way
@@ -107,15 +109,20 @@ class AssetCache(Generic[T]):
             more = sum(asset.size_bytes for asset in assets if not asset.pins)
             if self._pinned and self._pinned + more > self.capacity:
                 return None
-            evicted = [asset for asset in assets if asset.content is None and asset.error is None]
-            for asset in evicted:
-                self._load(asset.key, asset.stamp)
-            if evicted and wait:
+            absent = [asset for asset in assets if asset.content is None and asset.error is None]
+            if absent:
                 self._awaited = assets
-                return None
+                evicted = self._evict(room=sum(asset.size_bytes for asset in absent))
+                self._awaited = assets if wait else []
+                for asset in absent:
+                    self._load(asset.key, asset.stamp)
+                self._free_elsewhere(evicted)
+                if wait:
+                    return None
             self._pinned += more
             for asset in assets:
                 asset.pins += 1
+                self._files.move_to_end(asset.key)
             return assets
 
     def give(self, assets: Sequence[Asset[T]], *, keep: bool = False) -> None:
@@ -130,10 +137,7 @@ class AssetCache(Generic[T]):
                 if not asset.pins:
                     self._pinned -= asset.size_bytes
             evicted = self._evict()
-        if evicted:  # freed elsewhere: this is the engine's thread
-            thread = threading.Thread(target=evicted.clear, name="evicted", daemon=True)
-            if not started(thread):
-                evicted.clear()
+        self._free_elsewhere(evicted)
 
     def content(self, asset: Asset[T]) -> T:
         """Return what requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
@@ -146,6 +150,22 @@ class AssetCache(Generic[T]):
         if content is None:
             raise error or ModelError(f"{asset.name}: its file changed before it was used; ask again", kind=self._kind)
         return content
+
+    def resident(self, key: Hashable) -> T | None:
+        """Return the content of a file that is in memory."""
+        asset = self._files.get(key)
+        return None if asset is None else asset.content
+
+    def loading(self, key: Hashable) -> bool:
+        """Return whether a file is being read."""
+        with self._lock:
+            return any(loading == key for loading, _ in self._loads)
+
+    def evict(self, keys: Iterable[Hashable]) -> None:
+        """Evict files that nobody uses."""
+        with self._lock:
+            evicted = [content for key in keys if (content := self._drop(self._files[key])) is not None]
+        self._free(evicted)
 
     @property
     def held(self) -> Mapping[Hashable, int]:
@@ -184,7 +204,7 @@ class AssetCache(Generic[T]):
                 read = self._read(key)
             with self._lock:
                 asset, evicted = self._keep(key, stamp, read)
-            del evicted  # not under the lock, which the engine's thread waits for
+            self._free(evicted)  # not under the lock, which the engine's thread waits for
         except BaseException as error:
             failure = error if isinstance(error, ModelError) else ModelError(f"{key}: {error}", kind=self._kind)
             with self._lock:
@@ -219,15 +239,28 @@ class AssetCache(Generic[T]):
     def _too_large(self, asset: Asset[T]) -> ModelError:
         return ModelError(f"{asset.name}: needs more than the {self.capacity} bytes there are", kind=self._kind)
 
-    def _evict(self, but: Asset[T] | None = None) -> list[T]:
-        """Evict least recently used files that nobody uses, as far as needed. Under the lock."""
+    def _evict(self, but: Asset[T] | None = None, room: int = 0) -> list[T]:
+        """Evict least recently used files that nobody uses, as far as `room` needs it. Under the lock."""
         evicted: list[T] = []
         held = sum(asset.size_bytes for asset in self._files.values() if asset.content is not None)
         for asset in list(self._files.values()):
-            if held <= self.capacity:
+            if held + room <= self.capacity:
                 break
-            if asset.content is not None and not asset.pins and asset not in self._awaited and asset is not but:
-                evicted.append(asset.content)
-                asset.content = None
+            if asset is not but and (content := self._drop(asset)) is not None:
+                evicted.append(content)
                 held -= asset.size_bytes
         return evicted
+
+    def _drop(self, asset: Asset[T]) -> T | None:
+        """Take the content from a file that nobody uses; None where there is none, or somebody does. Under the lock."""
+        if asset.pins or asset in self._awaited:
+            return None
+        content, asset.content = asset.content, None
+        return content
+
+    def _free_elsewhere(self, evicted: list[T]) -> None:
+        """Free contents on another thread: this one is the engine's."""
+        if evicted:
+            thread = threading.Thread(target=self._free, args=(evicted,), name="evicted", daemon=True)
+            if not started(thread):
+                self._free(evicted)

@@ -46,7 +46,7 @@ class TextWorker:
         self._control = ControlListener(self._registry, store_retry, NAME, active_jobs.abandon)
         self._tasks = WorkerTasks(
             NAME, self._store, store_retry, SharedLock(on_change=lambda: None), active_jobs, self._publisher,
-            Artifacts(settings.artifacts), self.engine, {"text": self.handler}, lambda envelope: None,
+            Artifacts(settings.artifacts), self.engine, {self.handler.name: self.handler}, lambda envelope: None,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(32)
         self._stopping = threading.Event()

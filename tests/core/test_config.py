@@ -56,3 +56,18 @@ def test_a_job_is_offered_for_a_lease_at_most(given: dict[str, float], most: flo
     with pytest.raises(SettingsError, match=rf"^--warm-wait-s: must not exceed DIPTYCH_LEASE_S \({most:g} s\)$"):
         config.read(**given)
     assert config.read(**{**given, "lease_s": given["warm_wait_s"]}).warm_wait_s == given["warm_wait_s"]
+
+
+def test_a_catalogue_begins_with_the_one_model_and_names_each_once(models: Path) -> None:
+    given = Settings(models="emoji-z, cats,emoji-xl", unet="u", lora="ink", plan="fast", lora_dir="loras")
+    assert given.model_name == str(models / "emoji-z")
+    first, *others = given.catalogue
+    assert [each.model for each in given.catalogue] == ["emoji-z", "cats", "emoji-xl"]
+    assert (first.unet, first.lora, first.plan) == ("u", "ink", "fast")
+    assert {(each.unet, each.lora, each.plan, each.lora_dir) for each in others} == {("", "", "", "loras")}
+    assert [each.model for each in Settings(model="cats", models="emoji-z,cats").catalogue] == ["cats", "emoji-z"]
+    assert {each.plan for each in Settings(models="a,b", plan="auto").catalogue} == {"auto"}
+    (alone,) = Settings(model="cats").catalogue
+    assert alone.model == "cats" and Settings().catalogue[0].model_name == str(models / "emoji-xl")
+    with pytest.raises(SettingsError, match=r"^--models: "):
+        config.read(models="a,,b")

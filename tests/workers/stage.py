@@ -46,7 +46,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contract.card import ImageCard, ImageCosts, ImageLimits, ImageOffer, TextCard, TextCosts, TextOffer
 from contract.errors import Invalid
@@ -63,6 +63,9 @@ from workers import boot
 from workers.artifact_writer import ArtifactWriter
 from workers.handlers import ImageJobProgress, JobHandler, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
+
+if TYPE_CHECKING:
+    from workers.build import Runtime
 
 MODEL = "stage"
 SIZES = ((32, 32), (64, 32), (32, 64))
@@ -212,6 +215,7 @@ def _happen(request: Request) -> None:
 class StagePictures:
     """The image panel of the stand-in: parameters, progress and results in the shape of real ones."""
 
+    modality = "image"
     expansion_instruction = ""
 
     def __init__(self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print) -> None:
@@ -223,6 +227,9 @@ class StagePictures:
         self._note = note
         self._files: list[str] = []
         self._lock = threading.Lock()
+
+    def files(self, job: ImageJob) -> set[str]:
+        return job.files()
 
     def held_files(self) -> tuple[str, ...]:
         return tuple(self._files)
@@ -271,13 +278,11 @@ class StageTextJob(NamedTuple):
     parameters: Mapping[str, Any]
     expand_prompt: bool = False
 
-    def files(self) -> set[str]:
-        return set()
-
 
 class StageText:
     """A text panel before there is a real one: it repeats the prompt."""
 
+    modality = "text"
     name = "stage-text"
     expansion_instruction = ""
     reads_files = False
@@ -290,6 +295,9 @@ class StageText:
             name=self.name, precision="none", device="cpu", limits=TextOffer(), costs=TextCosts(),
             capacity_per_s=1 / max(1e-6, 20 * self._step_s),
         )  # fmt: skip
+
+    def files(self, job: StageTextJob) -> set[str]:
+        return set()
 
     def held_files(self) -> tuple[str, ...]:
         return ()
@@ -308,6 +316,11 @@ class StageText:
 
     def build_result(self, job: Any, made: Sequence[Any], artifact_writer: ArtifactWriter) -> dict[str, Any]:
         return {"text": made[0].prompt}
+
+
+def handler_of(works: Runtime, modality: str = "image") -> JobHandler:
+    """The handler of the model of this modality."""
+    return next(handler for handler in handlers_of(works).values() if handler.modality == modality)
 
 
 @dataclass
@@ -357,7 +370,7 @@ def build(
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
             told = lambda file: note("read", Request(file, "image", None))  # noqa: E731
             panel = StagePictures(step_s, name, files, told) if modality == "image" else StageText(step_s)
-            handlers[modality] = panel
+            handlers[panel.name] = panel
             closers.append(lane.close)
     return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, closers)
 

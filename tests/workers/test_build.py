@@ -34,10 +34,11 @@ from pipeline.extensions.lora_extension import LoraExtension
 from pipeline.quantization import quantized
 from tests.core.kernels.test_device import H200
 from tests.core.quant.stage import CACHE
+from tests.workers.stage import handler_of
 from workers import app, backends, variants
 from workers import build as build_module
 from workers.build import build, memory_bytes, precision, text_runner
-from workers.serving_runtime import ModelRuntime, handlers_of
+from workers.serving_runtime import ModelRuntime
 
 SHAPE = tiny.SDXLShape(channels=(16, 32), heads=(1, 2))
 
@@ -231,7 +232,7 @@ def test_jobs_that_do_not_say_are_cached_as_the_settings_say(
 ) -> None:
     job = {"n": 1, "seed": 1, "prompt": "x", "width": 16, "height": 16, "steps": 4, "guidance_scale": 1.0}
     with build(settings(tiny.TINY, cache, deepcache=text, kernels=False, compile=False)) as works:
-        handler = handlers_of(works)["image"]
+        handler = handler_of(works)
         assert [one.deepcache for one in handler.requests(handler.read(job))] == [schedule]
         assert [one.deepcache for one in handler.requests(handler.read({**job, "deepcache": "off"}))] == [None]
 

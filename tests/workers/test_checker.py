@@ -18,10 +18,10 @@ from core.config import Settings
 from core.config import read as read_settings
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.tiny import TINY
+from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
 from workers.checker import UnsafeImage, load
-from workers.serving_runtime import handlers_of
 from workers.tasks import _told
 
 JOB = {
@@ -67,7 +67,7 @@ def works(doorman: Doorman, tmp_path: Path) -> Iterator[Runtime]:
 
 
 def made(works: Runtime) -> list[Any]:
-    wanted = handlers_of(works)["image"].requests(ImageJob.read(JOB))
+    wanted = handler_of(works).requests(ImageJob.read(JOB))
     assert [one.preview_every for one in wanted] == [0, 0], "a preview would be seen before anyone checked it"
     return [works.engine.submit(Request(f"{k}", "image", one)).result(60) for k, one in enumerate(wanted)]
 
@@ -76,14 +76,14 @@ def made(works: Runtime) -> list[Any]:
 def test_what_is_refused_is_not_kept_and_nor_is_the_rest(works: Runtime, doorman: Doorman, left: int) -> None:
     doorman.left, artifact_writer = left, ArtifactWriter(Artifacts("memory://"))
     with pytest.raises(UnsafeImage) as caught:
-        handlers_of(works)["image"].build_result(ImageJob.read(JOB), made(works), artifact_writer)
+        handler_of(works).build_result(ImageJob.read(JOB), made(works), artifact_writer)
     assert artifact_writer.keys == [] and _told(caught.value)[0] == "content_filter"
 
 
 def test_what_is_fine_is_kept_as_it_is(works: Runtime, doorman: Doorman) -> None:
     doorman.left, pictures, artifact_writer = 2, made(works), ArtifactWriter(Artifacts("memory://"))
     whole = [picture.png() for picture in pictures]
-    assert len(handlers_of(works)["image"].build_result(ImageJob.read(JOB), pictures, artifact_writer)["images"]) == 2
+    assert len(handler_of(works).build_result(ImageJob.read(JOB), pictures, artifact_writer)["images"]) == 2
     assert [image.mode for image in doorman.seen] == ["RGB", "RGB"]
     doorman.seen[0].paste((0, 0, 0), (0, 0, 32, 32))
     assert [picture.png() for picture in pictures] == whole, "a checker can change nothing"

@@ -26,10 +26,10 @@ from tests.core.quant.stage import CACHE
 from tests.pipeline import depths
 from tests.pipeline.controls import controlnet, save
 from tests.pipeline.pixels.test_edit import photograph
+from tests.workers.stage import handler_of
 from workers import sources
 from workers.build import Runtime, build
 from workers.handlers import ImageJobHandler, pictures
-from workers.serving_runtime import handlers_of
 
 SIDE = 32
 JOB: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_depth_is_taken_by_the_settings_model(tmp_path: Path, folder: Path) -> N
     (one, _) = pictures(asked(preprocessor="depth"), None, fetch, estimate)
     assert one.control[0].image == estimate(np.asarray(photograph(SIDE))).tobytes()
     with build(settings(folder, depth_model=str(tmp_path / "depth"))) as works:
-        card = handlers_of(works)["image"].card()
+        card = handler_of(works).card()
         assert isinstance(card, ImageCard) and card.offer.preprocessors == ("canny", "depth")
         assert read_card(to_data(card)) == card
     with pytest.raises(ModelError, match=r"depth model: .*gone: no such folder"):

@@ -18,9 +18,9 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from tests.core.kernels.test_device import A100, B200, H200, L4, NO_TRITON, V100
 from tests.core.quant import stage
+from tests.workers.stage import handler_of
 from workers.build import build, precision, text_runner
 from workers.devices import keep_compiled
-from workers.serving_runtime import handlers_of
 
 DEVICES = {"V100": V100, "A100": A100, "L4": L4, "H200": H200, "B200": B200, "H200 without Triton": NO_TRITON}
 
@@ -96,7 +96,7 @@ def test_our_kernels_are_said_and_announced(tmp_path: Path, caplog: pytest.LogCa
     folder = tiny.save(tmp_path / "tiny", tiny.SDXLShape(channels=(16, 32), heads=(1, 2)))
     cache = stage.warm(tmp_path / "cache")
     with caplog.at_level(logging.INFO), build(settings(cache, model=str(folder), device="cpu")) as works:
-        card = handlers_of(works)["image"].card()
+        card = handler_of(works).card()
     assert card.kernels == instructions
     title = {"avx512-vnni": "AVX-512 VNNI kernels", "avx2": "AVX2 kernels"}[instructions]
     found = lines(caplog)
@@ -121,7 +121,7 @@ def test_torch_is_said_and_announced_with_the_reason(
     if "model" in given:
         given = {"model": str(tiny.save(tmp_path / "narrow", tiny.SDXLShape(channels=(16, 32), heads=(2, 4))))}
     with caplog.at_level(logging.INFO), build(settings(tmp_path, device="cpu", **given)) as works:
-        card = handlers_of(works)["image"].card()
+        card = handler_of(works).card()
     assert card.kernels == "torch" and reason in card.kernels_reason
     assert f"all layers: torch: {card.kernels_reason}" in lines(caplog)
     level = "INFO" if given == {"kernels": False} else "WARNING"  # what was asked for is no reason to warn
@@ -133,6 +133,6 @@ def test_a_text_model_announces_its_kernels(tmp_path: Path) -> None:
     for kernels, wanted, said in ((True, instructions, ""), (False, "torch", "the CPU kernels are turned off")):
         given = settings(stage.CACHE.parent, device="cpu", text_model=tiny_text.TINY, kernels=kernels)
         with build(given, text=True) as works:
-            card = handlers_of(works)["text"].card()
+            card = handler_of(works, "text").card()
         assert card.kernels == wanted
         assert card.kernels_reason.startswith(said) and bool(card.kernels_reason) == bool(said)

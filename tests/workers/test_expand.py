@@ -58,7 +58,7 @@ class Desk:
             self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
         )
         self._publisher.start()
-        handlers = {queue: handler for queue, handler in handlers_of(works).items() if queue in queues}
+        handlers = {name: handler for name, handler in handlers_of(works).items() if handler.modality in queues}
         self._tasks = WorkerTasks(
             "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
             works.engine, handlers,

@@ -34,11 +34,11 @@ from pipeline.checkpoints.tiny import TINY
 from tests.core.tape import Tape
 from tests.pipeline import upscalers
 from tests.pipeline.worlds import Crank, Watching
+from tests.workers.stage import handler_of
 from workers.artifact_writer import ArtifactWriter
 from workers.build import Runtime, build
 from workers.cards import image_card
 from workers.handlers import ImageJobHandler, ImageJobProgress, pictures
-from workers.serving_runtime import handlers_of
 
 JOB: dict[str, Any] = {
     "prompt": "a pizza", "negative_prompt": None, "n": 2, "seed": 5, "steps": 4, "guidance_scale": 5.0,
@@ -118,7 +118,7 @@ def works() -> Iterator[Runtime]:
 
 
 def test_pictures_are_kept_and_told(works: Runtime) -> None:
-    handler, artifacts = handlers_of(works)["image"], Artifacts("memory://")
+    handler, artifacts = handler_of(works), Artifacts("memory://")
     artifact_writer = ArtifactWriter(artifacts)
     job = handler.read(JOB)
     wanted = handler.requests(job)
@@ -135,8 +135,8 @@ def test_pictures_are_kept_and_told(works: Runtime) -> None:
 
 
 def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
-    card, runner = handlers_of(works)["image"].card(), works.images
-    assert card.name == handlers_of(works)["image"].name == TINY
+    card, runner = handler_of(works).card(), works.images
+    assert card.name == handler_of(works).name == TINY
     assert (card.modality, card.precision, card.device, card.native) == ("image", "fp32", "cpu", 32)
     assert (32, 32) in card.sizes
     assert set(card.sizes) == set(runner.sizes)

@@ -21,9 +21,9 @@ from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny import TINY
 from tests.core.quant.stage import CACHE
 from tests.pipeline import loras
+from tests.workers.stage import handler_of
 from workers.build import Runtime, build
 from workers.handlers import pictures
-from workers.serving_runtime import handlers_of
 
 JOB: dict[str, Any] = {
     "prompt": "a pizza", "n": 2, "seed": 5, "steps": 3, "guidance_scale": 5.0, "width": 32, "height": 32,
@@ -60,7 +60,7 @@ def works(folder: Path) -> Iterator[Runtime]:
 
 
 def drawn(works: Runtime, **asked: Any) -> list[Any]:
-    wanted = handlers_of(works)["image"].requests(ImageJob.read({**JOB, **asked}))
+    wanted = handler_of(works).requests(ImageJob.read({**JOB, **asked}))
     futures = [works.engine.submit(Request(f"{k}", "image", one)) for k, one in enumerate(wanted)]
     return [future.result(60) for future in futures]
 
@@ -71,7 +71,7 @@ def test_a_job_may_name_them_and_all_its_pictures_get_them() -> None:
 
 
 def test_the_card_offers_what_lies_in_the_folder_now(works: Runtime, folder: Path) -> None:
-    card = handlers_of(works)["image"].card
+    card = handler_of(works).card
     there = card().loras
     assert {"damaged", "ink", "oil"} <= {*there} and "notes" not in there
     late = folder / "late.safetensors"
@@ -108,7 +108,7 @@ def test_jobs_with_and_without_are_drawn_side_by_side(works: Runtime) -> None:
 )
 def test_a_job_that_names_a_bad_one_is_refused_and_others_are_drawn(works: Runtime, name: str, said: str) -> None:
     """Also those that are under way meanwhile."""
-    (wanted, *_) = handlers_of(works)["image"].requests(ImageJob.read({**JOB, "lora": "ink", "steps": 20}))
+    (wanted, *_) = handler_of(works).requests(ImageJob.read({**JOB, "lora": "ink", "steps": 20}))
     under_way = works.engine.submit(Request("other", "image", wanted))
     with pytest.raises(Invalid, match=f"^lora: {name}: ") as caught:
         drawn(works, lora=f"ink,{name}")
@@ -133,6 +133,6 @@ def test_the_models_own_weights_are_kept_only_where_torch_draws_with_loras(folde
         assert other.images.model.denoiser.conv_in.weight.numel() > 0
         assert len(drawn(other, lora="ink")) == 2
     with build(works.settings.model_copy(update={"lora_dir": ""})) as other:
-        assert handlers_of(other)["image"].card().loras == ()
+        assert handler_of(other).card().loras == ()
         with pytest.raises(Invalid, match=r"^lora: no LoRA folder"):
             drawn(other, lora="ink")

@@ -17,9 +17,9 @@ from core.artifacts import ArtifactError, Artifacts
 from core.batching.request import Request
 from core.config import Settings
 from pipeline.checkpoints.tiny import TINY
+from tests.workers.stage import handler_of
 from workers.build import Runtime, build
 from workers.handlers import pictures
-from workers.serving_runtime import handlers_of
 from workers.sources import read
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
@@ -65,7 +65,7 @@ def test_pixels_come_as_they_were_put(artifacts: Artifacts) -> None:
 
 
 def test_the_worker_draws_from_what_was_put(works: Runtime, artifacts: Artifacts) -> None:
-    handler = handlers_of(works)["image"]
+    handler = handler_of(works)
     wanted = handler.requests(ImageJob.read(asked(artifacts)))
     assert [(one.seed, one.made) for one in wanted] == [(5, 3), (6, 3)]
     tally = handler.tally(wanted)

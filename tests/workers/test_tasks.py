@@ -57,7 +57,7 @@ class Scene:
         self.tasks = WorkerTasks(
             "me", self.store, self.store_retry, self.shared_lock, self.active_jobs, self.publisher, crew.artifacts,
             self.engine,
-            {"image": StagePictures(0.005)}, self.sent.append,
+            {"stage": StagePictures(0.005)}, self.sent.append,
         )  # fmt: skip
 
     def run(self, id: str) -> None:

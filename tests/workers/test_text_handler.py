@@ -152,13 +152,13 @@ def test_both_panels_on_one_engine(tmp_path: Path) -> None:
         cache_dir=tmp_path, text_memory_mib=1,
     )  # fmt: skip
     with build(settings, text=True, say=said.append) as works:
-        assert list(handlers_of(works)) == ["image", "text"] and works.texts is not None
+        assert [each.modality for each in handlers_of(works).values()] == ["image", "text"] and works.texts is not None
         assert works.texts.execution.cache.size_bytes <= 2**20
         assert any("tokens of keys and values" in line for line in said)
         picture = works.engine.submit(Request("p", "image", ImageParameters("a cat", 1, 32, 32, steps=3)))
         text = works.engine.submit(Request("t", "text", stage.greedy((1, 7, 8), 20, ignore_end=True)))
         assert picture.result().image.size == (32, 32) and len(text.result().tokens) == 20
     with build(settings) as works:
-        assert list(handlers_of(works)) == ["image"]
+        assert [each.modality for each in handlers_of(works).values()] == ["image"]
     with build(settings.model_copy(update={"text_model": "off"}), text=True) as works:
-        assert list(handlers_of(works)) == ["image"]
+        assert [each.modality for each in handlers_of(works).values()] == ["image"]

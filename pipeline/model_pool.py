@@ -1,0 +1,250 @@
+"""Serves several image models as one runner: a model is in memory while requests use it, others as far as they fit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.batching.request import Request
+from core.batching.runner import LaneTicket, NotYet
+from pipeline.backends.backend import BatchGroup
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.asset_cache import Asset, AssetCache, ReadFile
+from pipeline.extensions.registry import KINDS
+from pipeline.memory_ledger import RequestCapacity
+from pipeline.runner import ImageRunner
+
+log = logging.getLogger(__name__)
+
+_STAMP = ""  # models do not change while they are served
+_TAKEN_S = 2.0  # after which a model that was loaded for a request, which did not take it, may be evicted for another
+_SHARE = 4  # a model that waits for room waits so many times as long as it loads, at least `_LEAST_S`
+_LEAST_S = 1.0
+
+
+class ModelGroup(NamedTuple):
+    """A group of requests of one model."""
+
+    model: str
+    group: BatchGroup
+
+    @property
+    def phase(self) -> str:
+        return self.group.phase
+
+
+class Lease(NamedTuple):
+    """A model that a running request keeps in memory."""
+
+    asset: Asset[ImageRunner]
+    runner: ImageRunner
+
+
+class ModelPool:
+    """The runner of a worker that serves several models; a request's is `Request.model`. `names` are in order; the
+    first stays in memory.
+
+    Models share places and memory of requests, and take turns on one lane as groups of one runner do. A model that is
+    not in memory is loaded by a thread of its own when its first request is to be admitted; requests of other models
+    go on meanwhile. Where it does not fit beside models that are in use, requests of these overtake it for a time, so
+    that loading takes a fifth of all time at most; then nothing is admitted until there is room.
+    """
+
+    modality = "image"
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        load: Callable[[str], ReadFile[ImageRunner]],
+        capacity_bytes: int,
+        capacity: RequestCapacity,
+        *,
+        patience_s: float = 20.0,
+        idle_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load` makes a model's runner, of this `capacity`, with its size; it raises `ModelError`. `capacity_bytes`
+        limits the sizes of all models in memory. After `idle_s` without a request a model is evicted; 0: never.
+        """
+        self.names = tuple(names)
+        self.patience_s = patience_s
+        self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
+        self._models: AssetCache[ImageRunner] = AssetCache("model", capacity_bytes, self._load, free=_free)
+        self._leases: dict[str, Lease] = {}  # by request
+        self._load_s: dict[str, float] = {}
+        self._used: dict[str, float] = {}  # when a model's last request ended
+        self._waiting: dict[str, float] = {}  # since when a model waits for room
+        self._next, self._next_seen = "", 0.0  # the model that is loaded for a request which waits
+        self._closed = threading.Event()
+
+    def start(self) -> ImageRunner:
+        """Load the first model, which stays. Raises `ModelError`."""
+        runner = self._models.get(self.names[0], _STAMP)
+        self._models.take(self.names[:1], wait=False)
+        if self._idle_s:
+            threading.Thread(target=self._evict_idle, name="idle models", daemon=True).start()
+        return runner
+
+    def load(self, name: str) -> tuple[ImageRunner, Any]:
+        """Return a model and what is known of it (`ReadFile.facts`), loaded if need be. Raises `ModelError`."""
+        runner = self._models.get(name, _STAMP)
+        return runner, self._models.known(name).facts
+
+    def resident(self, name: str) -> ImageRunner | None:
+        """Return a model that is in memory."""
+        return self._models.resident(name)
+
+    def _load(self, name: str) -> ReadFile[ImageRunner]:
+        started = time.monotonic()
+        read = self._load_model(name)
+        self._load_s[name] = time.monotonic() - started
+        self._used[name] = self._clock()
+        log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
+        return read
+
+    def _evict_idle(self) -> None:
+        while not self._closed.wait(min(self._idle_s, 1.0)):
+            until = self._clock() - self._idle_s
+            self._models.evict([name for name in self.names[1:] if self._used.get(name, until) < until])
+
+    # -- called by the scheduler ------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `Invalid` as the model's runner; of a model that is not in memory, requests without files are checked
+        when they are admitted.
+        """
+        if request.model not in self._load_s:
+            raise Invalid("model", "is none of this worker's")
+        runner = self._models.resident(request.model)
+        if runner is None and _files(request):
+            try:
+                runner = self._models.get(request.model, _STAMP)
+            except ModelError as error:
+                raise Invalid("model", str(error)) from error
+        if runner is not None:
+            runner.check(request)
+
+    def resources(self, request: Request) -> frozenset[str]:
+        return frozenset([_resource(request.model), *(_resource(request.model, field) for field in _files(request))])
+
+    def admit(self, request: Request) -> NotYet | None:
+        lease = self._acquire(request.model)
+        if isinstance(lease, NotYet):
+            return lease
+        try:
+            runner = self._models.content(lease)
+            if request.checked is None:
+                runner.check(request)
+            refusal = runner.admit(request)
+        except BaseException:
+            lease.error = None  # the next request tries to load it again
+            self._models.give([lease])
+            raise
+        if refusal is not None:
+            self._models.give([lease], keep=True)
+            return NotYet(_resource(request.model, refusal.resource) if refusal.resource else "")
+        self._leases[request.id] = Lease(lease, runner)
+        return None
+
+    def _acquire(self, name: str) -> Asset[ImageRunner] | NotYet:
+        """Pin a model. While it is loaded only its own requests wait for it, and so they do for room at first."""
+        now, waits = self._clock(), NotYet(_resource(name), pending=True)
+        if self._next and self._next != name and self._models.resident(name) is None:
+            if self._models.loading(self._next):
+                self._next_seen = now
+            if now < self._next_seen + _TAKEN_S:
+                return waits
+        assets = self._models.take([name], wait=True)
+        if assets is not None:
+            self._waiting.pop(name, None)
+            self._next = "" if self._next == name else self._next
+            return assets[0]
+        if self._models.loading(name):
+            self._next, self._next_seen = name, now
+            return waits
+        since = self._waiting.setdefault(name, now)
+        overtaken = now < since + max(_LEAST_S, _SHARE * self._load_s[name])
+        return NotYet(_resource(name)) if overtaken else NotYet()
+
+    def release(self, request: Request) -> None:
+        asset, runner = self._leases.pop(request.id)
+        runner.release(request)
+        self._used[request.model] = self._clock()
+        self._models.give([asset])
+
+    def held(self) -> int:
+        return self._capacity.slots.taken
+
+    def group(self, request: Request) -> ModelGroup:
+        return ModelGroup(request.model, self._of(request).group(request))
+
+    def rows(self, request: Request) -> int:
+        return self._of(request).rows(request)
+
+    def iterations(self, request: Request) -> int:
+        return self._of(request).iterations(request)
+
+    def left_s(self, request: Request, rows: int) -> float:
+        return self._of(request).left_s(request, rows)
+
+    def next_group(self, request: Request) -> ModelGroup | None:
+        group = self._of(request).next_group(request)
+        return None if group is None else ModelGroup(request.model, group)
+
+    def limit(self, group: Hashable) -> int:
+        runner, own = self._in(group)
+        return runner.limit(own)
+
+    def lane(self, group: Hashable) -> str:
+        return "device"
+
+    def cost(self, group: Hashable, rows: int) -> float:
+        runner, own = self._in(group)
+        return runner.cost(own, rows)
+
+    def launch(self, requests: Sequence[Request]) -> LaneTicket:
+        return self._of(requests[0]).launch(requests)
+
+    def _of(self, request: Request) -> ImageRunner:
+        return self._leases[request.id].runner
+
+    def _in(self, group: Hashable) -> tuple[ImageRunner, BatchGroup]:
+        assert isinstance(group, ModelGroup)
+        runner = self._models.resident(group.model)
+        assert runner is not None, "a model with running requests is in memory"
+        return runner, group.group
+
+    def close(self) -> None:
+        """Close all models."""
+        self._closed.set()
+        for name in self.names:
+            runner = self._models.resident(name)
+            if runner is not None:
+                runner.close()
+
+
+def _resource(model: str, field: str = "") -> str:
+    return f"model {model} {field}".rstrip()
+
+
+def _files(request: Request) -> Iterable[str]:
+    """The fields whose files the request needs."""
+    if not isinstance(request.parameters, ImageParameters):
+        return ()
+    return [kind.field for kind in KINDS if getattr(request.parameters, kind.field, None)]
+
+
+def _free(runners: list[ImageRunner]) -> None:
+    """Release the memory of evicted models, whose parts refer to one another."""
+    if runners:
+        for runner in runners:
+            runner.close()
+        del runner
+        runners.clear()
+        gc.collect()

@@ -1,0 +1,219 @@
+"""Several models behind one runner, on the real engine: pictures as alone, within the memory they may take."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from core.batching.engine import Engine, Tick
+from core.batching.request import Request
+from core.batching.runner import Lane
+from pipeline.backends.torch_backend import TorchBackend
+from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions.asset_cache import ReadFile
+from pipeline.memory_ledger import RequestCapacity
+from pipeline.model_pool import ModelPool
+from pipeline.runner import ImageRunner
+from tests.pipeline.worlds import model, solo
+
+KINDS = {"first": "plain", "second": "two-resnets", "third": "v-prediction", "fourth": "many-heads"}
+UNIT = 100  # bytes that each model counts
+
+
+def wanted(seed: int, **fields: Any) -> ImageParameters:
+    return ImageParameters("a red cat", seed, 32, 32, **{"steps": 4, "deterministic": True, **fields})
+
+
+class Stage:
+    """An engine over a pool of the models of `KINDS`, with room for so many at once."""
+
+    def __init__(self, room: int, *, before: Callable[[str], object] = lambda name: None, **options: Any) -> None:
+        self.lane, self.capacity = Lane("device"), RequestCapacity(8)
+        self.loads: Counter[str] = Counter()
+        self.ticks: list[Tick] = []
+        self._before = before
+        self._number = 0
+        self.pool = ModelPool([*KINDS], self.load, room * UNIT, self.capacity, **options)
+        self.first = self.pool.start()
+        for name in KINDS:
+            self.pool.load(name)
+        self.engine = Engine([self.pool], on_tick=self.ticks.append)
+
+    def load(self, name: str) -> ReadFile[ImageRunner]:
+        self._before(name)
+        self.loads[name] += 1
+        own = copy.deepcopy(model(KINDS[name]))
+        runner = ImageRunner(TorchBackend(own), lane=self.lane, capacity=self.capacity)
+        return ReadFile(runner, own.digest, UNIT, name)
+
+    def submit(self, name: str, seed: int, **fields: Any) -> Future[Any]:
+        self._number += 1
+        return self.engine.submit(Request(f"{self._number}", "image", wanted(seed, **fields), model=name))
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
+        self.lane.close()
+
+
+@pytest.fixture
+def stages() -> Iterator[Callable[..., Stage]]:
+    made: list[Stage] = []
+
+    def make(room: int, **options: Any) -> Stage:
+        made.append(Stage(room, **options))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+def alone(name: str, seed: int) -> bytes:
+    return solo(ImageRunner(TorchBackend(model(KINDS[name]))), wanted(seed)).png()
+
+
+@pytest.mark.parametrize("room", [4, 2])
+def test_pictures_of_four_models_are_those_that_each_draws_alone(stages: Callable[..., Stage], room: int) -> None:
+    """Whether all of them fit, or the first and one more at a time."""
+    stage = stages(room)
+    before = stage.loads.total()
+    futures = {(name, seed): stage.submit(name, seed) for seed in (1, 2) for name in KINDS}
+    pictures = {key: future.result(120).png() for key, future in futures.items()}
+    assert pictures == {(name, seed): alone(name, seed) for name, seed in pictures}
+    assert {getattr(tick.group, "model", "") for tick in stage.ticks} == {*KINDS}
+    assert stage.loads["first"] == 1 and (stage.loads.total() - before > 0) == (room == 2)
+    assert sum(stage.pool.resident(name) is not None for name in KINDS) <= room
+    assert stage.pool.held() == 0
+
+
+def test_requests_of_a_model_share_its_batches(stages: Callable[..., Stage]) -> None:
+    stage = stages(4)
+    hold = threading.Event()
+    stage.lane.start(hold.wait, lambda _: {})
+    futures = [stage.submit(name, seed, deterministic=False) for seed in (1, 2, 3) for name in ("first", "third")]
+    hold.set()
+    for future in futures:
+        future.result(60)
+    deep = [tick for tick in stage.ticks if tick.group.phase == "deep"]
+    assert len(deep) == 8 and {(tick.group.model, tick.rows) for tick in deep} == {("first", 6), ("third", 6)}
+
+
+def test_others_are_drawn_while_a_model_is_loaded(stages: Callable[..., Stage]) -> None:
+    loading, release = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        if stage is not None and name == "second":
+            loading.set()
+            assert release.wait(60)
+
+    stage: Stage | None = None
+    stage = stages(2, before=before)
+    assert stage.pool.resident("second") is None and stage.pool.resident("fourth") is not None
+    cold = stage.submit("second", 1)
+    assert loading.wait(60)
+    for seed in range(3):
+        assert stage.submit("first", seed).result(60) and not cold.done()
+    release.set()
+    assert cold.result(60).png() == alone("second", 1)
+
+
+def test_nobody_waits_for_ever_for_room(stages: Callable[..., Stage]) -> None:
+    """Requests of a model that is in memory come without end; another is loaded all the same, in its place."""
+    stage = stages(2)
+    stop, drawn = threading.Event(), Counter[str]()
+
+    def flood() -> None:
+        futures: list[Future[Any]] = []
+        while not stop.is_set():
+            futures = [future for future in futures if not future.done()]
+            if len(futures) < 4:
+                futures.append(stage.submit("fourth", drawn["fourth"]))
+                drawn["fourth"] += 1
+            time.sleep(0.002)
+        for future in futures:
+            future.result(60)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for name in ("second", "third"):
+            assert stage.submit(name, 5).result(60).png() == alone(name, 5)
+    finally:
+        stop.set()
+        thread.join()
+    assert drawn["fourth"] > 8 and stage.loads["fourth"] > 1
+
+
+def test_what_is_evicted_is_freed(stages: Callable[..., Stage]) -> None:
+    stage = stages(2)
+    stage.submit("second", 1).result(60)
+    runner = stage.pool.resident("second")
+    assert runner is not None
+    weights = weakref.ref(runner.model.denoiser.conv_in.weight)
+    del runner
+    stage.submit("third", 1).result(60)
+    until = time.monotonic() + 30
+    while weights() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert stage.pool.resident("second") is None and weights() is None
+
+
+def test_idle_models_leave_and_the_first_stays(stages: Callable[..., Stage]) -> None:
+    stage = stages(4, idle_s=0.2)
+    until = time.monotonic() + 30
+    while any(stage.pool.resident(name) for name in ("second", "third", "fourth")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [name for name in KINDS if stage.pool.resident(name) is not None] == ["first"]
+    assert stage.submit("third", 3).result(60).png() == alone("third", 3)
+
+
+def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(stages: Callable[..., Stage]) -> None:
+    broken = threading.Event()
+
+    def before(name: str) -> None:
+        if broken.is_set() and name == "second":
+            raise ModelError("second: its file is gone")
+
+    stage = stages(2, before=before)
+    broken.set()
+    beside, cold = stage.submit("first", 1), stage.submit("second", 1)
+    with pytest.raises(ModelError, match="its file is gone"):
+        cold.result(60)
+    assert beside.result(60).png() == alone("first", 1)
+    broken.clear()
+    assert stage.submit("second", 1).result(60).png() == alone("second", 1)
+
+
+def test_bad_requests_are_refused_whether_or_not_the_model_is_in_memory(stages: Callable[..., Stage]) -> None:
+    stage = stages(2)
+    with pytest.raises(Invalid, match="none of this worker") as refused:
+        stage.submit("fifth", 1)
+    assert refused.value.field == "model"
+    for name in ("first", "second"):
+        with pytest.raises(Invalid) as wrong:
+            stage.submit(name, 1, scheduler="wizard").result(60)
+        assert wrong.value.field == "scheduler"
+    with pytest.raises(Invalid) as unread:  # a cold model is read for that, before the engine has it
+        stage.submit("third", 1, lora="ink")
+    assert unread.value.field == "lora" and stage.pool.resident("third") is not None
+
+
+def test_a_request_that_leaves_while_its_model_is_loaded_holds_up_no_other(stages: Callable[..., Stage]) -> None:
+    stage = stages(2)
+    gone = Request("gone", "image", wanted(1), model="second")
+    future = stage.engine.submit(gone)
+    stage.engine.abort("gone")
+    assert stage.submit("third", 2).result(60).png() == alone("third", 2)
+    with pytest.raises(Exception):  # noqa: B017
+        future.result(60)
