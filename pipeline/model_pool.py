@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.request import Request
@@ -227,6 +229,16 @@ class ModelPool:
             runner = self._models.resident(name)
             if runner is not None:
                 runner.close()
+
+
+def weight_bytes(runner: ImageRunner) -> int:
+    """Return the memory that a model's weights take, of its modules and of what its backends have packed."""
+    backends = [runner.backend, *([] if runner.refiner is None else [runner.refiner])]
+    modules = [part for own in backends for part in own.model.parts.values() if isinstance(part, torch.nn.Module)]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+    unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(unique.values()) + sum(sum(own.held_bytes().values()) for own in backends)
 
 
 def _resource(model: str, field: str = "") -> str:

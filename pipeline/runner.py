@@ -269,14 +269,6 @@ class ImageRunner:
             self._lane.call(partial(backend.prepare, measure_s=measure_s))
         self._record()
 
-    def weight_bytes(self) -> int:
-        """Return the memory that the weights take, of its models' modules and of what its backends have packed."""
-        modules = [part for own in self._own for part in own.model.parts.values() if isinstance(part, torch.nn.Module)]
-        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
-        unique = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(unique.values()) + sum(sum(own.held_bytes().values()) for own in self._own)
-
     @property
     def reads_files(self) -> bool:
         """Return whether requests may name files that are read for them."""

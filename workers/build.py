@@ -30,7 +30,7 @@ from pipeline.extensions.depth import DepthEstimator
 from pipeline.extensions.extension import Extension
 from pipeline.extensions.registry import KINDS
 from pipeline.memory_ledger import RequestCapacity
-from pipeline.model_pool import ModelPool
+from pipeline.model_pool import ModelPool, weight_bytes
 from pipeline.runner import ImageRunner
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
@@ -389,7 +389,7 @@ def _pool(settings: Settings, first: ImageRunner, decisions: tuple[KernelChoice,
             runner, kernels = loaded.pop(name)
         else:
             runner, kernels = image_runner(settings_of[name], lane, log.info, capacity=first.capacity)
-        return ReadFile(runner, runner.model.digest, runner.weight_bytes(), kernels)
+        return ReadFile(runner, runner.model.digest, weight_bytes(runner), kernels)
 
     pool = ModelPool(
         names, load, settings.models_mib * 2**20 or _UNLIMITED, first.capacity,
