@@ -65,7 +65,8 @@ class RegistrySnapshot:
     def model(self, name: str | None, kind: type[C]) -> C | None:
         """The model of this name and kind; without a name, the first of a worker that is live, or else any."""
         candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
-        place = {model.name: at for worker in self.workers for at, model in reversed([*enumerate(worker.models)])}
+        ready = [worker for worker in reversed(self.workers) if worker.state == "ready"]
+        place = {model.name: at for worker in ready for at, model in enumerate(worker.models)}
         return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)
 
     def expands(self, name: str) -> bool:

@@ -41,6 +41,7 @@ class MemoryLedger:
         self, backends: Mapping[str, ImageBackend], capacity: RequestCapacity, extensions: Mapping[str, Extension[Any]]
     ) -> None:
         self.slots, self.memory = capacity.slots, capacity.memory
+        self.requests = 0  # of this model
         main = backends[MAIN]
         self._model = main.model
         self._denoiser = main.denoiser
@@ -64,6 +65,8 @@ class MemoryLedger:
             raise
         if isinstance(taken, NotYet):
             self._release(leases, keep=not taken.resource)  # only room is missing: it is the next to be admitted
+        else:
+            self.requests += 1
         return taken
 
     def _acquire(self, checked: CheckedInputs, leases: dict[str, Any]) -> NotYet | None:
@@ -99,6 +102,7 @@ class MemoryLedger:
         self.memory.give(2 * state.row_bytes)
 
     def give(self, state: ImageState) -> None:
+        self.requests -= 1
         self.slots.give(state.slot)
         self.memory.give(state.size_bytes)
         self._release(state.extensions)

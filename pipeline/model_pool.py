@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +31,9 @@ _STAMP = ""  # models do not change while they are served
 _TAKEN_S = 2.0  # after which a model that was loaded for a request, which did not take it, may be evicted for another
 _SHARE = 4  # a model that waits for room waits so many times as long as it loads, at least `_LEAST_S`
 _LEAST_S = 1.0
+_ASKED_S = 2.0  # a model whose requests wait is asked for more often than that
+_KEPT_S = 0.02
+_RETRY_S = 5.0  # between attempts to load a model that could not be loaded
 
 
 class ModelGroup(NamedTuple):
@@ -48,14 +54,29 @@ class Lease(NamedTuple):
     runner: ImageRunner
 
 
+class Checked(NamedTuple):
+    """What a model's runner found out about a request (`Request.checked`); another load of it has other files."""
+
+    runner: weakref.ref[ImageRunner]
+    inputs: Any
+
+
+class Check(NamedTuple):
+    """A request that is checked by its model, which that keeps in memory."""
+
+    request: Request
+    lease: Asset[ImageRunner]
+    result: Future[None]
+
+
 class ModelPool:
     """The runner of a worker that serves several models; a request's is `Request.model`. `names` are in order; the
     first stays in memory.
 
     Models share places and memory of requests, and take turns on one lane as groups of one runner do. A model that is
     not in memory is loaded by a thread of its own when its first request is to be admitted; requests of other models
-    go on meanwhile. Where it does not fit beside models that are in use, requests of these overtake it for a time, so
-    that loading takes a fifth of all time at most; then nothing is admitted until there is room.
+    go on meanwhile. Where it does not fit beside models that are in use, requests of these overtake it for four times
+    as long as it loads; then nothing is admitted until there is room.
     """
 
     modality = "image"
@@ -80,33 +101,55 @@ class ModelPool:
         self._models: AssetCache[ImageRunner] = AssetCache("model", capacity_bytes, self._load, free=_free)
         self._leases: dict[str, Lease] = {}  # by request
         self._load_s: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}  # bytes
         self._used: dict[str, float] = {}  # when a model's last request ended
-        self._waiting: dict[str, float] = {}  # since when a model waits for room
+        self._checks: dict[str, Check] = {}  # by request
+        self._retry_at: dict[str, float] = {}  # when a model that could not be loaded is tried again
+        self._waiting: dict[str, tuple[float, float]] = {}  # since when a model waits for room, and when it last did
         self._next, self._next_seen = "", 0.0  # the model that is loaded for a request which waits
+        self._threads = ThreadPoolExecutor(1, "checks")
         self._closed = threading.Event()
+        self.on_room: Callable[[], object] = lambda: None  # called, on any thread, when a request may be admitted
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     def start(self) -> ImageRunner:
         """Load the first model, which stays. Raises `ModelError`."""
-        runner = self._models.get(self.names[0], _STAMP)
+        runner, _ = self.load(self.names[0])
         self._models.take(self.names[:1], wait=False)
         if self._idle_s:
             threading.Thread(target=self._evict_idle, name="idle models", daemon=True).start()
         return runner
 
     def load(self, name: str) -> tuple[ImageRunner, Any]:
-        """Return a model and what is known of it (`ReadFile.facts`), loaded if need be. Raises `ModelError`."""
-        runner = self._models.get(name, _STAMP)
-        return runner, self._models.known(name).facts
+        """Return a model and what is known of it (`ReadFile.facts`), loaded if need be.
+
+        Raises `ModelError`, also for one that does not fit beside the first: it is not served.
+        """
+        runner, model, first = self._models.get(name, _STAMP), *map(self._models.known, (name, self.names[0]))
+        needed = model.size_bytes + (first.size_bytes if model is not first else 0)
+        if needed > self._models.capacity:
+            del self._load_s[name]
+            self._models.evict([name])
+            raise ModelError(
+                f"{name}: needs {needed} bytes with {self.names[0]}, and models have {self._models.capacity}"
+            )
+        return runner, model.facts
 
     def resident(self, name: str) -> ImageRunner | None:
         """Return a model that is in memory."""
         return self._models.resident(name)
 
     def _load(self, name: str) -> ReadFile[ImageRunner]:
+        # One that was never loaded is taken to be as large as the largest.
+        self._models.make_room(self._sizes.get(name, max(self._sizes.values(), default=0)))
         started = time.monotonic()
         read = self._load_model(name)
-        self._load_s[name] = time.monotonic() - started
+        self._load_s[name], self._sizes[name] = time.monotonic() - started, read.size_bytes
         self._used[name] = self._clock()
+        threading.Timer(_KEPT_S, self.on_room).start()  # once it is kept
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
 
@@ -118,41 +161,60 @@ class ModelPool:
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `Invalid` as the model's runner; of a model that is not in memory, requests without files are checked
-        when they are admitted.
+        """Raise `Invalid` as the model's runner does; a model that is not in memory checks a request before it admits
+        it.
         """
         if request.model not in self._load_s:
             raise Invalid("model", "is none of this worker's")
         runner = self._models.resident(request.model)
-        if runner is None and _files(request):
-            try:
-                runner = self._models.get(request.model, _STAMP)
-            except ModelError as error:
-                raise Invalid("model", str(error)) from error
         if runner is not None:
-            runner.check(request)
+            _check(runner, request)
 
     def resources(self, request: Request) -> frozenset[str]:
-        return frozenset([_resource(request.model), *(_resource(request.model, field) for field in _files(request))])
+        """The fields whose files the request needs, or else the model: neither waits for the other."""
+        return frozenset(_resource(request.model, field) for field in _files(request) or [""])
 
     def admit(self, request: Request) -> NotYet | None:
-        lease = self._acquire(request.model)
+        self._drop_checks()
+        check = self._checks.get(request.id)
+        if check is not None and not check.result.done():
+            return NotYet(_resource(request.model), pending=True)
+        lease = self._acquire(request.model) if check is None else self._checks.pop(request.id).lease
         if isinstance(lease, NotYet):
             return lease
         try:
-            runner = self._models.content(lease)
-            if request.checked is None:
-                runner.check(request)
-            refusal = runner.admit(request)
-        except BaseException:
-            lease.error = None  # the next request tries to load it again
+            if check is not None:
+                check.result.result()
+            return self._admit(request, lease)
+        except BaseException as error:
+            if lease.error is not None:
+                self._retry_at[request.model] = self._clock() + _RETRY_S
             self._models.give([lease])
-            raise
-        if refusal is not None:
-            self._models.give([lease], keep=True)
-            return NotYet(_resource(request.model, refusal.resource) if refusal.resource else "")
-        self._leases[request.id] = Lease(lease, runner)
-        return None
+            raise error.with_traceback(None) from None  # its frames refer to the model, which may be evicted
+
+    def _admit(self, request: Request, lease: Asset[ImageRunner]) -> NotYet | None:
+        runner, checked = self._models.content(lease), request.checked
+        if not isinstance(checked, Checked) or checked.runner() is not runner:
+            # Not on this thread: it reads files.
+            result = self._threads.submit(_check, runner, request)
+            self._checks[request.id] = Check(request, lease, result)
+            result.add_done_callback(lambda _: self.on_room())
+            return NotYet(_resource(request.model), pending=True)
+        request.checked = checked.inputs
+        refusal = runner.admit(request)
+        if refusal is None:
+            self._leases[request.id] = Lease(lease, runner)
+            return None
+        request.checked = checked
+        self._models.give([lease], keep=True)
+        return NotYet(_resource(request.model, refusal.resource) if refusal.resource else "")
+
+    def _drop_checks(self) -> None:
+        """Release the models of requests that ended while they were checked."""
+        for id, check in [*self._checks.items()]:
+            if check.request.state.final and check.result.done():
+                del self._checks[id]
+                self._models.give([check.lease])
 
     def _acquire(self, name: str) -> Asset[ImageRunner] | NotYet:
         """Pin a model. While it is loaded only its own requests wait for it, and so they do for room at first."""
@@ -162,17 +224,23 @@ class ModelPool:
                 self._next_seen = now
             if now < self._next_seen + _TAKEN_S:
                 return waits
+        asset = self._models.known(name)
+        if asset.error is not None and now >= self._retry_at.get(name, math.inf):
+            asset.error = None
         assets = self._models.take([name], wait=True)
         if assets is not None:
             self._waiting.pop(name, None)
-            self._next = "" if self._next == name else self._next
+            if self._next == name:  # the others' patience begins anew, or all would be loaded in turn
+                self._next, self._waiting = "", dict.fromkeys(self._waiting, (now, now))
             return assets[0]
-        if self._models.loading(name):
+        if self._models.loading(name) or asset.error is not None:
             self._next, self._next_seen = name, now
             return waits
-        since = self._waiting.setdefault(name, now)
+        since, last = self._waiting.get(name, (now, now))
+        since = now if last < now - _ASKED_S else since  # whoever waited then has left
+        self._waiting[name] = since, now
         overtaken = now < since + max(_LEAST_S, _SHARE * self._load_s[name])
-        return NotYet(_resource(name)) if overtaken else NotYet()
+        return waits if overtaken else NotYet(pending=True)
 
     def release(self, request: Request) -> None:
         asset, runner = self._leases.pop(request.id)
@@ -225,6 +293,7 @@ class ModelPool:
     def close(self) -> None:
         """Close all models."""
         self._closed.set()
+        self._threads.shutdown(cancel_futures=True)
         for name in self.names:
             runner = self._models.resident(name)
             if runner is not None:
@@ -245,10 +314,15 @@ def _resource(model: str, field: str = "") -> str:
     return f"model {model} {field}".rstrip()
 
 
-def _files(request: Request) -> Iterable[str]:
+def _check(runner: ImageRunner, request: Request) -> None:
+    runner.check(request)
+    request.checked = Checked(weakref.ref(runner), request.checked)
+
+
+def _files(request: Request) -> list[str]:
     """The fields whose files the request needs."""
     if not isinstance(request.parameters, ImageParameters):
-        return ()
+        return []
     return [kind.field for kind in KINDS if getattr(request.parameters, kind.field, None)]
 
 
@@ -260,3 +334,5 @@ def _free(runners: list[ImageRunner]) -> None:
         del runner
         runners.clear()
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -84,9 +84,9 @@ class ImageRunner:
             if extension.backend is not None and extension.conditioner is not None:
                 self._backends[field], conditioners[field] = extension.backend, extension.conditioner
         code_digest()  # of the sources as they are now; they may change before an image is done
-        self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.held() > 0)
         self.capacity = capacity or RequestCapacity(max_requests, memory_bytes)
         self.holdings = MemoryLedger(self._backends, self.capacity, self.extensions)
+        self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.capacity.slots.taken > 0)
         self._builder = IterationBuilder(self._backends, conditioners, self.holdings, self.extensions)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class ImageRunner:
         self._record()  # what its last iteration missed
 
     def held(self) -> int:
-        return self.holdings.slots.taken
+        return self.holdings.requests
 
     def group(self, request: Request) -> BatchGroup:
         return self._group(request, request.phase)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHARE = 0.7  # of free memory: the rest is for the forwards' own buffers
+_LEAST = 4  # of the memory for requests, this part stays theirs whatever other models take
 _UNLIMITED = 2**63  # bytes
 _TEXT_SHARE = 0.1  # of free memory, for the KV cache
 
@@ -176,16 +177,14 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(
-    settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = (), others_bytes: int = 0
-) -> int:
+def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = ()) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now, without that which
-    the extensions' files and other models may take.
+    the extensions' files may take.
     """
     if settings.memory_mib:
         return settings.memory_mib * 2**20
     asset_bytes = sum(kind.folder.size_bytes() for kind in extensions if kind.waits and kind.folder is not None)
-    return int(_SHARE * max(0, _free_bytes(model.device) - asset_bytes - others_bytes))
+    return int(_SHARE * max(0, _free_bytes(model.device) - asset_bytes))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -316,9 +315,9 @@ def build(
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(settings, llm_lane or lane, say) if text else None
     first, *others = settings.catalogue
-    others_bytes = _others_bytes(settings, others)
-    images, decisions = lane.call(lambda: image_runner(first, lane, say, count, others_bytes=others_bytes))
-    pool = _pool(settings, images, decisions, lane) if others else None
+    names = _names(settings, texts)
+    images, decisions = lane.call(lambda: image_runner(first, lane, say, count))
+    pool = _pool(settings, names, images, decisions, lane) if others else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     if texts is not None and measure_s:
         say("measuring what tokens cost")
@@ -328,6 +327,8 @@ def build(
         images.prepare(measure_s=measure_s)
     runners: list[Runner] = [pool or images, *([] if texts is None else [texts])]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
+    if pool is not None:
+        pool.on_room = engine.look
     return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool)
 
 
@@ -337,12 +338,11 @@ def image_runner(
     say: Say,
     count: Count | None = None,
     *,
-    others_bytes: int = 0,
     capacity: RequestCapacity | None = None,
 ) -> tuple[ImageRunner, tuple[KernelChoice, ...]]:
     """Load the settings' model; returns its runner on the lane, and which kernels run. Raises `ModelError`.
 
-    Computes on the calling thread. `others_bytes` are left for other models, and `capacity` is shared with theirs.
+    Computes on the calling thread. `capacity` is shared with the runners of other models.
     """
     say(f"loading {settings.model_name}")
     model = load_model(settings, say, count)
@@ -363,24 +363,36 @@ def image_runner(
         lane=lane,
         max_requests=settings.max_requests,
         patience_s=settings.image_objective_s,
-        memory_bytes=memory_bytes(settings, model, extensions, others_bytes),
+        memory_bytes=memory_bytes(settings, model, extensions),
         capacity=capacity,
     )
     return runner, decisions
 
 
-def _others_bytes(settings: Settings, others: Sequence[Settings]) -> int:
-    """The memory that other models than the first take at most: the setting's, or their files' size."""
-    folders = [family_of(each.model_name, each.variant)[1] for each in others]
-    files = sum(path.stat().st_size for folder in folders if folder for path in folder.rglob("*.safetensors"))
-    return min(files, settings.models_mib * 2**20) if settings.models_mib else files
-
-
-def _pool(settings: Settings, first: ImageRunner, decisions: tuple[KernelChoice, ...], lane: Lane) -> ModelPool:
-    """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError` for equal names."""
+def _names(settings: Settings, texts: TextRunner | None) -> list[str]:
+    """The names of the settings' image models. Raises `ModelError` for two models of one name."""
     names = [short_name(each.model_name) for each in settings.catalogue]
-    if len({*names}) < len(names):
-        raise ModelError(f"models of one worker must have different names, not {', '.join(names)}")
+    every = [*names, *([] if texts is None else [texts.model.name])]
+    if len(names) > 1 and len({*every}) < len(every):
+        raise ModelError(f"models of one worker must have different names, not {', '.join(every)}")
+    return names
+
+
+def _others_bytes(settings: Settings, first: ImageRunner) -> int:
+    """The memory that the other models than the first may take: the rest of the setting's, or as much for a model as
+    the first takes of its files' size.
+    """
+    folders = [family_of(each.model_name, each.variant)[1] for each in settings.catalogue]
+    files = [sum(path.stat().st_size for path in folder.rglob("*.safetensors")) if folder else 0 for folder in folders]
+    own = weight_bytes(first)
+    most = int(sum(files[1:]) * min(1.0, own / files[0] if files[0] else 1.0))
+    return min(most, max(0, settings.models_mib * 2**20 - own)) if settings.models_mib else most
+
+
+def _pool(
+    settings: Settings, names: list[str], first: ImageRunner, decisions: tuple[KernelChoice, ...], lane: Lane
+) -> ModelPool:
+    """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError`."""
     settings_of = dict(zip(names, settings.catalogue, strict=True))
     loaded = {names[0]: (first, decisions)}
 
@@ -396,4 +408,7 @@ def _pool(settings: Settings, first: ImageRunner, decisions: tuple[KernelChoice,
         patience_s=settings.image_objective_s, idle_s=settings.model_idle_s,
     )  # fmt: skip
     pool.start()
+    if not settings.memory_mib:
+        memory = first.capacity.memory
+        memory.capacity = max(memory.capacity // _LEAST, memory.capacity - _others_bytes(settings, first))
     return pool

@@ -64,7 +64,9 @@ def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.inf
 
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each model that is loaded first, by its name."""
-    images = _image_handler(runtime, runtime.images, runtime.decisions, runtime.settings.plan)
+    first, pool = runtime.images, runtime.pool
+    resident = None if pool is None else partial(pool.resident, first.model.name)
+    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, resident)
     handlers: dict[str, JobHandler] = {images.name: images}
     if runtime.texts is not None:
         texts = TextJobHandler(runtime.texts)
@@ -75,17 +77,16 @@ def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
 def _load_others(
     runtime: Runtime, pool: ModelPool, handlers: dict[str, JobHandler], say: Callable[[str], None]
 ) -> None:
-    plan_of = {name: each.plan for name, each in zip(pool.names, runtime.settings.catalogue, strict=True)}
-    for name in pool.names[1:]:
+    for name, settings in zip(pool.names[1:], runtime.settings.catalogue[1:], strict=True):
+        if pool.closed:
+            return
         try:
             runner, decisions = pool.load(name)
+            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, partial(pool.resident, name))
+            del runner  # the pool may evict it
+            say(f"{name} is served, too")
         except Exception as error:
             log.error("%s is not served: %s", name, error)
-            continue
-        resident = partial(pool.resident, name)
-        handlers[name] = _image_handler(runtime, runner, decisions, plan_of[name], resident)
-        del runner  # the pool may evict it
-        say(f"{name} is served, too")
 
 
 def _image_handler(

@@ -147,7 +147,7 @@ class Worker:
         self._publisher.start()
         self._control.start()
         limits = {"image": settings.image_jobs, "text": settings.text_jobs}
-        self.prefetch.serve({handler.modality: limits[handler.modality] for handler in equipment.handlers.values()})
+        self.prefetch.serve({handler.modality: limits[handler.modality] for handler in [*equipment.handlers.values()]})
         self._heartbeat.watch(engine)
 
     def ready(self) -> None:

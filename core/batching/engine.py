@@ -83,6 +83,11 @@ class Engine:
         self._wake.set()
         return future
 
+    def look(self) -> None:
+        """Admit what a runner has come to have room for. On any thread."""
+        self._inbox.append(("look", None))
+        self._wake.set()
+
     def abort(self, request_id: str) -> None:
         """End a request early. It takes effect at the next iteration; an id that is not live is ignored."""
         self._inbox.append(("abort", request_id))
@@ -199,6 +204,8 @@ class Engine:
                 self._scheduler.add(value, self.clock())
             elif message == "abort":
                 self._scheduler.abort(value, self.clock())
+            elif message == "look":
+                continue
             elif message == "hand back":
                 handed = self._scheduler.hand_back()
                 for request in handed:

@@ -9,7 +9,7 @@ from typing import Any
 
 from core.batching.batcher import Batch
 from core.batching.request import Outcome, Request
-from core.batching.runner import DeviceLost, OutOfMemory, Ticket
+from core.batching.runner import DeviceLost, Ticket
 from core.batching.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -88,11 +88,10 @@ class BatchExecutor:
             raise error
         now = self._clock()
         self._observe(batch, now - started, error)
-        self._scheduler.fail(batch, error, now)
+        rows = self._scheduler.fail(batch, error, now)
         if len(batch.requests) == 1:
             answer = "it fails"
-        elif isinstance(error, OutOfMemory):
-            rows = self._scheduler.caps.get((batch.runner.modality, batch.group), batch.rows)
+        elif rows is not None:
             answer = f"from now on at most {rows} rows"
         else:
             answer = "retried one request at a time"

@@ -205,15 +205,16 @@ class Scheduler:
                 request.result = outcome.result
                 self._end(request, State.DONE, now)
 
-    def fail(self, batch: Batch, error: BaseException, now: float) -> None:
+    def fail(self, batch: Batch, error: BaseException, now: float) -> int | None:
         """Take in the failure of a whole batch: its requests are tried again one by one, to fail alone.
 
-        Out of memory halves what a batch of this group may hold instead.
+        Out of memory halves what a batch of this group may hold instead: the rows are returned.
         """
         self._batcher.land(batch)
         many = len(batch.requests) > 1
+        lowered = None
         if many and isinstance(error, OutOfMemory):
-            self._limits.lower(batch.runner, batch.group, batch.rows)
+            lowered = self._limits.lower(batch.runner, batch.group, batch.rows)
         for request in batch.requests:
             if request.stop is not None:
                 self._end(request, request.stop, now)
@@ -222,6 +223,7 @@ class Scheduler:
                 self._end(request, State.FAILED, now)
             elif not isinstance(error, OutOfMemory):
                 request.alone = True
+        return lowered
 
     def _end(self, request: Request, state: State, now: float) -> None:
         """End the request at once, or when its iteration ends: until then its slots are in use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from core.threads import lower_priority, started
 from pipeline.checkpoints.folder import ModelError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_FAILURES = 1_000  # files that cannot be used, and are remembered
@@ -77,6 +80,7 @@ class AssetCache(Generic[T]):
         self._failures: OrderedDict[Hashable, tuple[Hashable, ModelError]] = OrderedDict()  # by key, with stamps
         self._files: OrderedDict[Hashable, Asset[T]] = OrderedDict()
         self._loads: dict[tuple[Hashable, Hashable], Future[tuple[Asset[T], T]]] = {}  # under way
+        self._evicted: list[T] = []  # for what is being read, and not freed yet
         self._awaited: list[Asset[T]] = []  # of the request that is admitted next
         self._pinned = 0  # size of all that are in use
         self._lock = threading.Lock()
@@ -112,13 +116,12 @@ class AssetCache(Generic[T]):
             absent = [asset for asset in assets if asset.content is None and asset.error is None]
             if absent:
                 self._awaited = assets
-                evicted = self._evict(room=sum(asset.size_bytes for asset in absent))
-                self._awaited = assets if wait else []
+                self._evicted += self._evict(room=sum(asset.size_bytes for asset in absent))
                 for asset in absent:
-                    self._load(asset.key, asset.stamp)
-                self._free_elsewhere(evicted)
+                    self._load(asset.key, asset.stamp)  # which frees them first
                 if wait:
                     return None
+                self._awaited = []
             self._pinned += more
             for asset in assets:
                 asset.pins += 1
@@ -137,7 +140,10 @@ class AssetCache(Generic[T]):
                 if not asset.pins:
                     self._pinned -= asset.size_bytes
             evicted = self._evict()
-        self._free_elsewhere(evicted)
+        if evicted:  # freed elsewhere: this is the engine's thread
+            thread = threading.Thread(target=self._release, args=(evicted,), name="evicted", daemon=True)
+            if not started(thread):
+                self._release(evicted)
 
     def content(self, asset: Asset[T]) -> T:
         """Return what requests use of a taken file. Raises `ModelError` if it was evicted and cannot be read again."""
@@ -165,7 +171,13 @@ class AssetCache(Generic[T]):
         """Evict files that nobody uses."""
         with self._lock:
             evicted = [content for key in keys if (content := self._drop(self._files[key])) is not None]
-        self._free(evicted)
+        self._release(evicted)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Evict least recently used files that nobody uses until so much is free."""
+        with self._lock:
+            evicted = self._evict(room=size_bytes)
+        self._release(evicted)
 
     @property
     def held(self) -> Mapping[Hashable, int]:
@@ -198,13 +210,15 @@ class AssetCache(Generic[T]):
     def _run(self, key: Hashable, stamp: Hashable, load: Future[tuple[Asset[T], T]]) -> None:
         try:
             with self._places:
+                with self._lock:
+                    evicted, self._evicted = self._evicted, []
+                self._release(evicted)
                 self.reads += 1
                 self._check(key)
                 lower_priority("reading weight files", idle=True)
                 read = self._read(key)
             with self._lock:
                 asset, evicted = self._keep(key, stamp, read)
-            self._free(evicted)  # not under the lock, which the engine's thread waits for
         except BaseException as error:
             failure = error if isinstance(error, ModelError) else ModelError(f"{key}: {error}", kind=self._kind)
             with self._lock:
@@ -219,6 +233,8 @@ class AssetCache(Generic[T]):
             load.set_exception(error)
         else:
             load.set_result((asset, read.content))
+            del read, load
+            self._release(evicted)
 
     def _keep(self, key: Hashable, stamp: Hashable, read: ReadFile[T]) -> tuple[Asset[T], list[T]]:
         """The file with this content, and what was evicted for it. Under the lock."""
@@ -258,9 +274,9 @@ class AssetCache(Generic[T]):
         content, asset.content = asset.content, None
         return content
 
-    def _free_elsewhere(self, evicted: list[T]) -> None:
-        """Free contents on another thread: this one is the engine's."""
-        if evicted:
-            thread = threading.Thread(target=self._free, args=(evicted,), name="evicted", daemon=True)
-            if not started(thread):
-                self._free(evicted)
+    def _release(self, evicted: list[T]) -> None:
+        """Free evicted contents. Not under the lock, which the engine's thread waits for."""
+        try:
+            self._free(evicted)
+        except Exception:
+            log.exception("evicted files of kind %s could not be freed", self._kind)

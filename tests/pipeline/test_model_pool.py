@@ -7,8 +7,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.batching.engine import Engine, Tick
 from core.batching.request import Request
-from core.batching.runner import Lane
+from core.batching.runner import Lane, OutOfMemory
 from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import ReadFile
@@ -37,24 +38,39 @@ def wanted(seed: int, **fields: Any) -> ImageParameters:
 class Stage:
     """An engine over a pool of the models of `KINDS`, with room for so many at once."""
 
-    def __init__(self, room: int, *, before: Callable[[str], object] = lambda name: None, **options: Any) -> None:
+    def __init__(
+        self,
+        room: int,
+        *,
+        before: Callable[[str], object] = lambda name: None,
+        served: Iterable[str] = KINDS,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
         self.lane, self.capacity = Lane("device"), RequestCapacity(8)
         self.loads: Counter[str] = Counter()
+        self.sizes = sizes
+        self.attempts: Counter[str] = Counter()
+        self.now = 0.0  # seconds that the pool's clock is ahead
         self.ticks: list[Tick] = []
         self._before = before
         self._number = 0
-        self.pool = ModelPool([*KINDS], self.load, room * UNIT, self.capacity, **options)
+        self.pool = ModelPool(
+            [*KINDS], self.load, room * UNIT, self.capacity, clock=lambda: time.monotonic() + self.now, **options
+        )
         self.first = self.pool.start()
-        for name in KINDS:
+        for name in served:
             self.pool.load(name)
         self.engine = Engine([self.pool], on_tick=self.ticks.append)
+        self.pool.on_room = self.engine.look
 
     def load(self, name: str) -> ReadFile[ImageRunner]:
+        self.attempts[name] += 1
         self._before(name)
         self.loads[name] += 1
         own = copy.deepcopy(model(KINDS[name]))
         runner = ImageRunner(TorchBackend(own), lane=self.lane, capacity=self.capacity)
-        return ReadFile(runner, own.digest, UNIT, name)
+        return ReadFile(runner, own.digest, self.sizes.get(name, UNIT), name)
 
     def submit(self, name: str, seed: int, **fields: Any) -> Future[Any]:
         self._number += 1
@@ -178,7 +194,9 @@ def test_idle_models_leave_and_the_first_stays(stages: Callable[..., Stage]) -> 
     assert stage.submit("third", 3).result(60).png() == alone("third", 3)
 
 
-def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(stages: Callable[..., Stage]) -> None:
+def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(
+    stages: Callable[..., Stage],
+) -> None:
     broken = threading.Event()
 
     def before(name: str) -> None:
@@ -191,7 +209,12 @@ def test_a_model_that_does_not_load_fails_its_requests_alone_and_is_tried_again(
     with pytest.raises(ModelError, match="its file is gone"):
         cold.result(60)
     assert beside.result(60).png() == alone("first", 1)
+    loads = stage.attempts["second"]
+    with pytest.raises(ModelError, match="its file is gone"):
+        stage.submit("second", 2).result(60)
+    assert stage.attempts["second"] == loads, "not again at once"
     broken.clear()
+    stage.now += 10
     assert stage.submit("second", 1).result(60).png() == alone("second", 1)
 
 
@@ -205,7 +228,7 @@ def test_bad_requests_are_refused_whether_or_not_the_model_is_in_memory(stages: 
             stage.submit(name, 1, scheduler="wizard").result(60)
         assert wrong.value.field == "scheduler"
     with pytest.raises(Invalid) as unread:  # a cold model is read for that, before the engine has it
-        stage.submit("third", 1, lora="ink")
+        stage.submit("third", 1, lora="ink").result(60)
     assert unread.value.field == "lora" and stage.pool.resident("third") is not None
 
 
@@ -217,3 +240,60 @@ def test_a_request_that_leaves_while_its_model_is_loaded_holds_up_no_other(stage
     assert stage.submit("third", 2).result(60).png() == alone("third", 2)
     with pytest.raises(Exception):  # noqa: B017
         future.result(60)
+
+
+def test_a_model_that_does_not_fit_beside_the_first_is_not_served(stages: Callable[..., Stage]) -> None:
+    stage = stages(2, served=("first", "second"), sizes={"third": UNIT + 1})
+    with pytest.raises(ModelError, match=r"^third: needs 201 bytes with first, and models have 200$"):
+        stage.pool.load("third")
+    assert stage.pool.resident("third") is None
+    with pytest.raises(Invalid, match="none of this worker"):
+        stage.submit("third", 1)
+    assert stage.submit("second", 1).result(60).png() == alone("second", 1)
+
+
+def test_memory_that_ran_out_for_an_evicted_model_is_no_matter_to_others(
+    stages: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages(2)
+    fails = {"second", "third"}
+    launch = ImageRunner.launch
+
+    def fail(self: ImageRunner, requests: Any) -> Any:
+        if len(requests) > 1 and requests[0].model in fails:
+            fails.discard(requests[0].model)
+            raise OutOfMemory("too wide")
+        return launch(self, requests)
+
+    monkeypatch.setattr(ImageRunner, "launch", fail)
+    for name in ("second", "third", "first"):
+        futures = [stage.submit(name, seed) for seed in (1, 2, 3)]
+        assert [future.result(60).png() for future in futures] == [alone(name, seed) for seed in (1, 2, 3)]
+    assert not fails and stage.engine.alive
+
+
+def test_patience_is_for_one_that_waits_now(stages: Callable[..., Stage]) -> None:
+    """Who left an hour ago does not make the next request of that model stop all others at once."""
+    stage = stages(2)
+    hold = threading.Event()
+    stage.submit("fourth", 1).result(60)
+    stage.lane.start(hold.wait, lambda _: {})
+    running = stage.submit("fourth", 2)
+    stage.engine.submit(Request("gone", "image", wanted(1), model="second"))
+    wait_for(lambda: stage.pool._waiting)
+    stage.engine.abort("gone")
+    stage.now += 3600
+    later = stage.submit("second", 2)
+    wait_for(lambda: stage.pool._waiting["second"][1] > 3000)
+    beside = stage.submit("fourth", 3)
+    wait_for(lambda: stage.pool.held() == 2)
+    hold.set()
+    for future, name, seed in ((running, "fourth", 2), (beside, "fourth", 3), (later, "second", 2)):
+        assert future.result(60).png() == alone(name, seed)
+
+
+def wait_for(seen: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not seen():
+        assert time.monotonic() < until
+        time.sleep(0.005)
