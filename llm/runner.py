@@ -151,7 +151,7 @@ class TextRunner:
     def limit(self, group: Hashable) -> int:
         return self._max_rows
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         return "text"
 
     def cost(self, group: Hashable, rows: int) -> float:

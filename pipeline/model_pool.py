@@ -271,7 +271,7 @@ class ModelPool:
         runner, own = self._in(group)
         return runner.limit(own)
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         return "device"
 
     def cost(self, group: Hashable, rows: int) -> float:

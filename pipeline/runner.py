@@ -235,7 +235,7 @@ class ImageRunner:
         usual = size_range(self.model.native, 1).most_pixels
         return max(2, min(rows, rows * usual // (size[0] * size[1])))
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         return "device"
 
     def cost(self, group: Hashable, rows: int) -> float:

@@ -34,7 +34,7 @@ def image_card(
     shallow = {depth: _steps(runner, phase, sizes[phase]) for depth, phase in SHALLOW.items() if phase in sizes}
     encode_s = runner.cost(BatchGroup(ENCODE, (0, 0)), 2)  # two prompts, one image
     defaults, extensions = model.defaults, runner.extensions.values()
-    names: dict[str, Any] = {extension.card_field: tuple(extension.names()) for extension in extensions}
+    names: dict[str, Any] = {extension.card_field: tuple(extension.asset_names()) for extension in extensions}
     rows = defaults.steps * defaults.rows(defaults.guidance_scale)
     decode_s = {name: _best(runner, BatchGroup(DECODES[name], native), range(1, VAE_ROWS + 1)) for name in model.vaes}
     return ImageCard(

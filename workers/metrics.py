@@ -41,7 +41,9 @@ class WorkerMetrics:
             "diptych_jobs", "Jobs by how this worker ended them.", ("modality", "outcome"), registry=self.registry
         )
         self._claims = Counter(
-            "diptych_claims", "Jobs with files, such as LoRAs or one of several models, by whether this worker had these in memory.", ("files",),
+            "diptych_claims",
+            "Jobs with files, such as LoRAs or one of several models, by whether this worker had these in memory.",
+            ("files",),
             registry=self.registry,
         )  # fmt: skip
         self._job_seconds = Histogram(

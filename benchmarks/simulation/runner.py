@@ -198,7 +198,7 @@ class SimulatedRunner:
             rows = self._limits[group] = limit(self._costs, self._device, group)
         return rows
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         return LANE
 
     def cost(self, group: Hashable, rows: int) -> float:
@@ -210,7 +210,7 @@ class SimulatedRunner:
     def launch(self, requests: Sequence[Request]) -> SimulatedTicket:
         """Start after the lane's current iteration, if there is one."""
         group, rows = self.group(requests[0]), sum(self.rows(request) for request in requests)
-        lane = self.lane(group)
+        lane = self.lane_of(group)
         begins = max(self.clock(), self._free_at.get(lane, 0.0))
         ends = self._free_at[lane] = begins + self.cost(group, rows)
         self._on_launch(IterationSpan(lane, begins, ends, group.phase, rows))

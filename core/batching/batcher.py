@@ -51,7 +51,7 @@ class Batcher:
                 if not request.in_flight:
                     group = runner.group(request)
                     key = (name, group, request.id if request.alone else "")
-                    lanes.setdefault(runner.lane(group), {}).setdefault(key, []).append(request)
+                    lanes.setdefault(runner.lane_of(group), {}).setdefault(key, []).append(request)
         return lanes
 
     def form(self, lane: str, groups: Groups, now: float) -> Batch | None:

@@ -105,7 +105,7 @@ class Runner(Protocol):
         """The most rows that one forward of this group may have."""
         ...
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         """The queue of the device on which this group runs. Batches of different lanes overlap."""
         ...
 

@@ -89,7 +89,7 @@ class CudaOps:
     def gated(self, x: Tensor, *layers: Layer, act: Activation, to: Layer) -> Tensor:
         layer = self._layer(Gated, *layers)
         rows = self._for(x, layer).flatten(0, -2)
-        y = layer.gate(rows, self._reader((to,)), act, self.branches.shares(layer, *_by_image(rows, len(x))))
+        y = layer.gated_product(rows, self._reader((to,)), act, self.branches.shares(layer, *_by_image(rows, len(x))))
         return y.view(*x.shape[:-1], -1)
 
     def conv(

@@ -142,7 +142,7 @@ class Linear(FusedLayer):
 class Gated(Linear):
     """hidden · act(gate), in the type that the next layer reads; hidden's rows of weights come first."""
 
-    def gate(self, x: Tensor, then: Reader, act: Activation, shares: BranchShares | None = None) -> Tensor:
+    def gated_product(self, x: Tensor, then: Reader, act: Activation, shares: BranchShares | None = None) -> Tensor:
         """`shares` of adapters are added to hidden and gate."""
         if self.kind is None or then.kind is not self.kind or act not in ("gelu", "silu"):
             hidden, gate = self(x, shares=shares).chunk(2, dim=-1)

@@ -22,7 +22,7 @@ class AssetFolder(ABC, Generic[T]):
     Files are read in the background: when a request is checked, before it reaches the engine, and, if one was evicted
     meanwhile, before the request joins others. A changed file is read anew: running requests keep the old version.
 
-    A kind whose files lie otherwise overrides `names` and `_stamp`, and where it says more of a damaged one
+    A kind whose files lie otherwise overrides `asset_names` and `_stamp`, and where it says more of a damaged one
     `_check_header`.
     """
 
@@ -38,7 +38,7 @@ class AssetFolder(ABC, Generic[T]):
         )
         self._most_bytes = most_bytes
 
-    def names(self) -> list[str]:
+    def asset_names(self) -> list[str]:
         """The names that requests may use now."""
         return weight_files.offered(self.folder)
 

@@ -73,11 +73,11 @@ class ControlFolder(AssetFolder[Branch]):
         self._lower = lower
         self._release = release
 
-    def names(self) -> list[str]:
+    def asset_names(self) -> list[str]:
         return control_file.offered(self.folder)
 
     def size_bytes(self) -> int:
-        files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.names()]
+        files = [control_file.size_bytes(control_file.find(self.folder, name)) for name in self.asset_names()]
         return min(super().size_bytes(), sum(files))
 
     def _stamp(self, name: str) -> Hashable:

@@ -102,7 +102,7 @@ class ControlSteps(Steps):
         self._dtype, self._padded, self._channels = dtype, padded, channels
         self._gatherers: dict[ControlNetwork, list[BatchGatherer]] = {}
 
-    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+    def charged_rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
         steps = [(state, lease, state.step + ahead) for state, lease in self._leases(states)]
         return sum(
             state.widths[step] * bool(network.conditions(step))

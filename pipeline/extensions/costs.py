@@ -30,7 +30,7 @@ def added(
     kinds: Iterable[Steps], backend: ImageBackend, group: BatchGroup, plan: ExecutionPlan, states: Sequence[ImageState],
 ) -> AddedCost:  # fmt: skip
     """Return the cost of the next step of these requests."""
-    rows = [(kind, count) for kind in kinds if (count := kind.rows(states, backend, plan.rows))]
+    rows = [(kind, count) for kind in kinds if (count := kind.charged_rows(states, backend, plan.rows))]
     total_s = sum(seconds(kind, backend, group.phase, group.size, count) for kind, count in rows)
     if len(rows) > 1:  # what of it each took is not known
         return AddedCost(total_s, lambda took_s: None)
@@ -51,7 +51,7 @@ def left(kinds: Iterable[Steps], backend: ImageBackend, size: Size, state: Image
     for kind in kinds:
         if kind.field in state.extensions:
             rows = Counter(
-                (state.phase(step), kind.rows([state], backend, state.widths[step], step - state.step))
+                (state.phase(step), kind.charged_rows([state], backend, state.widths[step], step - state.step))
                 for step in range(state.step, len(state.plan))
             )
             total_s += sum(n * seconds(kind, backend, phase, size, count) for (phase, count), n in rows.items())

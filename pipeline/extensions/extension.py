@@ -62,7 +62,7 @@ class Steps:
         """`share` of a step of the denoiser is the cost of its rows until one was measured."""
         self.field, self.share = field, share
 
-    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+    def charged_rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
         """Count the rows that pay for it in a forward of `total` rows: the step of these requests that is so many steps
         `ahead` of the next.
         """
@@ -129,9 +129,9 @@ class Extension(Generic[F]):
         """Create the extension as the settings configure it: without a folder if the model takes none of its files."""
         raise NotImplementedError
 
-    def names(self) -> Sequence[str]:
+    def asset_names(self) -> Sequence[str]:
         """List the names that requests may use now."""
-        return () if self.folder is None else self.folder.names()
+        return () if self.folder is None else self.folder.asset_names()
 
     def costs(self, backend: ImageBackend, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """Return its fields of the card's costs."""

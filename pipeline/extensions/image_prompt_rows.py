@@ -59,7 +59,7 @@ class ImagePromptSteps(Steps):
         super().__init__(field, ImagePrompt.SHARE)
         self._last: tuple[tuple[object, ...], list[_Place], list[tuple[Tensor, Tensor]]] | None = None
 
-    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+    def charged_rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
         """Count all rows of a forward, whichever have one."""
         acts = any(
             prompt.acts[state.step + ahead] and state.plan[state.step + ahead]

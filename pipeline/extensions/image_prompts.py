@@ -51,7 +51,7 @@ class ImagePromptFolder(AssetFolder["IPAdapter | VisionEncoder"]):
         held = self.cache.held
         return {name: held[name] for name, own in tuple(self.encoders.items()) if name in held and own in held}
 
-    def names(self) -> list[str]:
+    def asset_names(self) -> list[str]:
         return ip_adapter_file.offered(self.folder)
 
     def size_bytes(self) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class LoraSteps(Steps):
     """The branches of LoRAs in the denoiser's steps."""
 
-    def rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
+    def charged_rows(self, states: Sequence[ImageState], backend: ImageBackend, total: int, ahead: int = 0) -> int:
         """Count them only where steps are recorded, with graphs of their own: elsewhere their time is any step's."""
         if not backend.graphs.records:
             return 0

@@ -161,7 +161,7 @@ class StageRunner:
     def limit(self, group: object) -> int:
         return 64
 
-    def lane(self, group: object) -> str:
+    def lane_of(self, group: object) -> str:
         return self.modality
 
     def cost(self, group: object, rows: int) -> float:

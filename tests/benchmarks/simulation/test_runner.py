@@ -58,7 +58,7 @@ def test_it_answers_as_the_real_runner_does(real: ImageRunner, guided: Guidance,
                     "rows": runner.rows(request),
                     "iterations": runner.iterations(request),
                     "limit": runner.limit(group),
-                    "lane": runner.lane(group),
+                    "lane": runner.lane_of(group),
                     "held": runner.held(),
                 }
             )

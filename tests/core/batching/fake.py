@@ -321,7 +321,7 @@ class FakeRunner:
     def limit(self, group: Hashable) -> int:
         return self.limits.get(phase_of(group), self.limits[""])
 
-    def lane(self, group: Hashable) -> str:
+    def lane_of(self, group: Hashable) -> str:
         return self.lanes_of.get(phase_of(group), "main")
 
     def cost(self, group: Hashable, rows: int) -> float:
@@ -346,7 +346,7 @@ class FakeRunner:
         if error is not None and self.fail_at_launch:
             raise error
         self.flying.update(ids)
-        lane = self.lane(group)
+        lane = self.lane_of(group)
         if self.threads is not None:
             run = self.threads[lane].start(lambda: self.gate.wait(), lambda _: {})
             return FakeTicket(self, list(requests), math.nan, error, run.ready, run.notify)

@@ -901,7 +901,7 @@ def test_nothing_waits_while_its_lane_idles() -> None:
         busy = {batch.lane for batch, _ in driven.flying}
         for request in driven.scheduler.live.values():
             if request.state is State.RUNNING and not request.in_flight:
-                assert runner.lane(runner.group(request)) in busy
+                assert runner.lane_of(runner.group(request)) in busy
         driven.forward()
 
 

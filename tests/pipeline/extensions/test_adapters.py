@@ -128,7 +128,7 @@ def test_a_file_that_changes_is_read_anew_and_who_has_begun_keeps_the_old(
     path.unlink()
     with pytest.raises(ModelError, match=r"there is no a\.safetensors in the LoRA folder"):
         adapters.check("a")
-    assert adapters.names() == []
+    assert adapters.asset_names() == []
     for held in (before, after):
         adapters.cache.give(held.files)
     assert adapters.cache._pinned == 0

@@ -268,7 +268,7 @@ def test_a_changed_file_is_read_anew_and_a_running_request_keeps_its_own(tmp_pat
     path.unlink()
     with pytest.raises(ModelError, match="there is no net"):
         files.get("net")
-    assert files.names() == [] and UpscalerFolder(tmp_path / "gone").names() == []
+    assert files.asset_names() == [] and UpscalerFolder(tmp_path / "gone").asset_names() == []
 
 
 def test_a_file_tells_how_it_was_enlarged(folder: UpscalerFolder) -> None:

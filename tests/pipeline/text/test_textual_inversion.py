@@ -174,7 +174,7 @@ def test_a_bad_file_is_refused_by_field_and_name(folder: Path, damage: str, fiel
 
 def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
     runner = runner_of(tmp_path / "gone")
-    assert runner.extensions["embeddings"].names() == []
+    assert runner.extensions["embeddings"].asset_names() == []
     assert solo(runner, FOX).png() == solo(runner_of(None), FOX).png()
 
 
