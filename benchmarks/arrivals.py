@@ -27,7 +27,6 @@ from benchmarks.harness.traces import (
     play,
     poisson,
     step_level,
-    summary,
 )
 from benchmarks.rungs import Stock, Variant
 from contract import plan
@@ -111,7 +110,7 @@ def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: in
         trace = poisson(rate, min(each, pictures - part * each), seed=part)
         for name, server in servers.items():
             plays[name].append(play(name, server, order, trace))
-    return {name: summary(played) for name, played in plays.items()}
+    return {name: latency_summary(played) for name, played in plays.items()}
 
 
 def _throughput(engine: Engine, draw: Draw, order: Order) -> tuple[float, float, float]:
