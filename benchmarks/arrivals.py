@@ -24,6 +24,7 @@ from benchmarks.harness.traces import (
     RequestLevel,
     Server,
     draw_batch,
+    latency_summary,
     play,
     poisson,
     step_level,
