@@ -182,7 +182,7 @@ def _compensate(
 def inverse_input_scales(
     largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics, rule: Rule | None = None
 ) -> Tensor:
-    """Return the factor for the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
+    """The factor for the one input [K] of layers whose input channels' weights have these largest magnitudes [K].
 
     `rule` overrides that of the recipe. Raises `StatisticsError`, and `RecipeError` for layers that cannot share it.
     """
