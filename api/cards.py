@@ -206,5 +206,5 @@ class CardCache:
         # Read each time: in an emptied Redis the first API process writes its secret, and all others adopt it.
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
-        paused = frozenset(self._registry.paused())
+        paused = frozenset(self._registry.paused_queues())
         return RegistrySnapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)

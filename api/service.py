@@ -145,7 +145,7 @@ class Service:
             return ""
         return describe_missing(missing) if missing else ""
 
-    def share(self, owner: str) -> int | None:
+    def queued_limit(self, owner: str) -> int | None:
         """Return how many of an owner's jobs may wait in one queue. None: only the queue's limit applies."""
         if not owner:
             return None

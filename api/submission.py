@@ -181,7 +181,7 @@ async def create(
     The first `always` charges count even if no job is created. `keyless`: the caller has no key.
     """
     draft = replace(draft, trace=traces.current(), request_id=logs.current_request_id())
-    queue_share = service.share(draft.owner)
+    queue_share = service.queued_limit(draft.owner)
     creation = await service.submissions.make(
         draft, service.queue.message(draft.envelope), charges, always, queue_share, keyless=keyless
     )

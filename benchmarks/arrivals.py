@@ -24,10 +24,10 @@ from benchmarks.harness.traces import (
     RequestLevel,
     Server,
     draw_batch,
+    latency_summary,
     play,
     poisson,
     step_level,
-    summary,
 )
 from benchmarks.rungs import Stock, Variant
 from contract import plan
@@ -111,7 +111,7 @@ def _play(servers: Mapping[str, Server], order: Order, rate: float, pictures: in
         trace = poisson(rate, min(each, pictures - part * each), seed=part)
         for name, server in servers.items():
             plays[name].append(play(name, server, order, trace))
-    return {name: summary(played) for name, played in plays.items()}
+    return {name: latency_summary(played) for name, played in plays.items()}
 
 
 def _throughput(engine: Engine, draw: Draw, order: Order) -> tuple[float, float, float]:

@@ -128,11 +128,11 @@ def model_errors() -> Iterator[None]:
     from contract.errors import Invalid
     from core.batching.engine import Closed
     from pipeline.checkpoints.folder import ModelError
-    from workers.draw import OutputError
+    from workers.draw import OutputWriteError
 
     try:
         yield
-    except (Invalid, OutputError) as error:
+    except (Invalid, OutputWriteError) as error:
         raise UsageError(str(error)) from error
     except ModelError as error:
         raise UsageError(f"model: {error}") from error

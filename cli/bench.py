@@ -251,7 +251,7 @@ def _simulate(options: argparse.Namespace) -> int:
             simulated.plan(options, settings)  # before minutes are spent
             create_cache_folder(settings)
             with model_errors():
-                table = measure.measure(settings, simulated.sizes(options.sizes))
+                table = measure.profile_costs(settings, simulated.sizes(options.sizes))
             measure.save(table, options.measure)
         else:
             table = costs.read(costs.find(options.costs))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from contract.image import ImageParameters
     from core.config import Settings
     from pipeline.extensions.depth import DepthEstimator
-    from pipeline.text.prompts import Prompt
+    from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
 
 _EXAMPLES = """examples:
@@ -131,7 +131,7 @@ def _complete(
     options: argparse.Namespace,
     settings: Settings,
     values: Mapping[str, Any],
-    prompt: Prompt,
+    prompt: PromptRow,
     runtime: Runtime | None = None,
 ) -> ImageParameters:
     """The parameters of a prompt's first picture. Without the engine only what needs no model is checked.
@@ -183,13 +183,13 @@ def _samplers(options: argparse.Namespace) -> Sequence[str]:
     return tuple(SAMPLERS)
 
 
-def _prompts(options: argparse.Namespace) -> list[Prompt]:
-    from pipeline.text.prompts import Prompt, PromptsError, read
+def _prompts(options: argparse.Namespace) -> list[PromptRow]:
+    from pipeline.text.prompts import PromptRow, PromptsError, read
 
     check_range(options, "limit", 1)
     if options.limit is not None and options.file is None:
         raise UsageError("--limit: counts prompts of a file, and there is no --prompts")
-    typed = [Prompt(text, row, "") for row, text in enumerate(options.prompts, 1)]
+    typed = [PromptRow(text, row, "") for row, text in enumerate(options.prompts, 1)]
     if options.file is None:
         if not typed:
             raise UsageError("PROMPT: give at least one, or a file with --prompts")

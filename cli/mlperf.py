@@ -236,7 +236,7 @@ def _scored(
     _, printed = drawing.open_latent(options)
     settings_used = drawing.asked(options, settings, draft) | {"latent": printed}
     with RunWriter(options.out / "run", settings_used, rows) as writer:
-        writer.confirm(drawn_by)
+        writer.check_fingerprint(drawn_by)
         for index, picture in read_accuracy(options.out / "mlperf_log_accuracy.json", (draft.width, draft.height)):
             stream = io.BytesIO()
             Image.fromarray(picture).save(stream, "PNG")

@@ -32,7 +32,7 @@ class StatusDisplay:
     ) -> None:
         self.settle()
 
-    def now(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Show the current activity, until the next one or `settle`."""
         if text == self._now:
             return

@@ -152,7 +152,7 @@ class _Stack:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._screen.now("starting")
+        self._screen.show_activity("starting")
         if not is_private(self._listener):
             trusted = "whoever reaches it may use it, as DIPTYCH_TRUST_NETWORK says, until there is a key"
             words = trusted if self._settings.trust_network else "they are served once there is a key"
@@ -231,7 +231,7 @@ class _Stack:
         if not sight.ready:
             # No message means that it has not announced itself yet, or has removed its card and is about to say why.
             if sight.message or not self._spoken:
-                self._screen.now(f"worker: {sight.message}" if sight.message else "starting")
+                self._screen.show_activity(f"worker: {sight.message}" if sight.message else "starting")
             self._spoken |= bool(sight.message)
             self._pending = True
         elif self._pending:
@@ -252,7 +252,7 @@ class _Stack:
         if self._watch is not None:
             self._watch.close()
         # A part that ended by itself has said why, and that should be the last line.
-        say = self._screen.now if self._stop.asked else lambda text: self._screen.settle()
+        say = self._screen.show_activity if self._stop.asked else lambda text: self._screen.settle()
         say("stopping the API")
         self._end_child(self._api, _API_STOP_S, urges=0)
         say("the worker finishes what it has begun (Ctrl-C: hands it back)")

@@ -101,7 +101,7 @@ def draw_jobs(
         image: SourceImage = source.take(future.result())
         for warning in image.warnings:
             _say(console, f"{caption.id}: {warning}", "yellow")
-        notes |= dict.fromkeys(writer.confirm(read_fingerprint(image.png)))
+        notes |= dict.fromkeys(writer.check_fingerprint(read_fingerprint(image.png)))
         writer.add(
             caption, parameters.seed, file_name(parameters, f"{caption.index:05d}"), image.png,
             session=session, seconds=time.monotonic() - started,

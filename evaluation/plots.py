@@ -22,7 +22,7 @@ class Point(NamedTuple):
     series: int
 
 
-class Bar(NamedTuple):
+class IntervalRow(NamedTuple):
     """A ratio, its interval, and the band that it must lie in, in per cent from the base."""
 
     label: str
@@ -70,7 +70,7 @@ def scatter(points: Sequence[Point]) -> dict[str, Any]:
     return {"x": x, "y": y, "points": placed}
 
 
-def whiskers(bars: Sequence[Bar]) -> dict[str, Any]:
+def whiskers(bars: Sequence[IntervalRow]) -> dict[str, Any]:
     """A line for each ratio, over its shaded gate."""
     ends = [end for bar in bars for end in (bar.low, bar.high, bar.low_limit, bar.high_limit, 0.0) if end is not None]
     return {"x": _padded(ends, 168, 550), "bars": bars}

@@ -65,7 +65,9 @@ def _gate(result: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] | 
             )
             value, low, high = (100 * (ratio[key] - 1) for key in ("value", "low", "high"))
             verdict = gate.get("verdict", "")
-            bars.append(plots.Bar(run["name"], value, low, high, low_percent, high_percent, verdict, number % _SERIES))
+            bars.append(
+                plots.IntervalRow(run["name"], value, low, high, low_percent, high_percent, verdict, number % _SERIES)
+            )
     return (name, plots.whiskers(bars)) if bars else None
 
 

@@ -186,7 +186,7 @@ class RunWriter:
             self._lock.release()
             raise
 
-    def confirm(self, fingerprint: Mapping[str, Any]) -> list[str]:
+    def check_fingerprint(self, fingerprint: Mapping[str, Any]) -> list[str]:
         """Compare an image's fingerprint with the first one's; returns a sentence for each permitted difference.
 
         An older version wrote fewer parts: a part that only one of the two has counts as unknown, and is reported as

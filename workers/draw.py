@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
-    from pipeline.text.prompts import Prompt
+    from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
 
 
-class OutputError(ValueError):
+class OutputWriteError(ValueError):
     """Images cannot be written. The message names the folder, and how many were written."""
 
 
@@ -37,7 +37,7 @@ def folder(path: Path) -> Iterator[None]:
             probe.write(bytes(4096))  # a full disk still creates empty files
     except OSError as error:
         _remove(created)
-        raise OutputError(f"--out: {path} cannot be written ({error.strerror})") from error
+        raise OutputWriteError(f"--out: {path} cannot be written ({error.strerror})") from error
     try:
         yield
     finally:
@@ -51,7 +51,12 @@ def _remove(created: Sequence[Path]) -> None:
 
 
 def draw(
-    runtime: Runtime, jobs: Iterator[tuple[ImageParameters, Prompt]], total: int, each: int, out: Path, console: Console
+    runtime: Runtime,
+    jobs: Iterator[tuple[ImageParameters, PromptRow]],
+    total: int,
+    each: int,
+    out: Path,
+    console: Console,
 ) -> int:
     """Keep the engine full with `total` images of `each` steps, and write finished ones; never keeps more in memory."""
     from rich.progress import (
@@ -91,7 +96,7 @@ def draw(
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
     except OSError as error:
         been = f"{len(written)} of {total} pictures were written"
-        raise OutputError(f"--out: {out} cannot be written ({error.strerror}); {been}") from error
+        raise OutputWriteError(f"--out: {out} cannot be written ({error.strerror}); {been}") from error
     took_s = time.monotonic() - started
     if total == 1 and written:
         print(written[0], flush=True)

@@ -128,7 +128,7 @@ def play(name: str, server: Server, order: Order, trace: Sequence[float]) -> Pla
     return Played(latencies, time.monotonic() - started)
 
 
-def summary(plays: Sequence[Played]) -> dict[str, float]:
+def latency_summary(plays: Sequence[Played]) -> dict[str, float]:
     """Percentiles over the pictures of all traces that one server was played."""
     latencies = [latency for played in plays for latency in played.latencies]
     p50, p99 = np.percentile(latencies, [50, 99])

@@ -29,7 +29,7 @@ _ROUND_S = 20.0  # at most, for one round at one size
 _TOGETHER = (1, 2, 4, 8)  # pictures that are drawn together, after all widths were timed by themselves
 
 
-def measure(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
+def profile_costs(settings: Settings, sizes: Sequence[Size] = ()) -> Costs:
     """Measure at these sizes (default: the native one). Raises `CostError` for one that is not offered."""
     with record.alone(), build(settings) as runtime:
         runner = runtime.images

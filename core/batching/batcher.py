@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from core.batching.limits import Limits
-from core.batching.policy import Groups, Key, Policy
+from core.batching.policy import Groups, Key, SchedulingPolicy
 from core.batching.request import Request
 from core.batching.runner import Runner
 from core.batching.shares import Shares
@@ -29,7 +29,7 @@ class Batcher:
     """Forms the next batch of each lane by the policy's rules. A lane holds up to `depth` of them, in `flying`."""
 
     def __init__(
-        self, runners: Mapping[str, Runner], policy: Policy, limits: Limits, shares: Shares, *, depth: int
+        self, runners: Mapping[str, Runner], policy: SchedulingPolicy, limits: Limits, shares: Shares, *, depth: int
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")

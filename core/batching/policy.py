@@ -25,7 +25,7 @@ Groups = Mapping[Key, list[Request]]
 """What is ready on one lane, the most urgent first."""
 
 
-class Policy:
+class SchedulingPolicy:
     """`waiting` holds what waits for admission, by modality, and `running` what was admitted.
 
     They are the admission's own books.

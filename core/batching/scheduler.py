@@ -44,7 +44,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from core.batching.admission import Admission
 from core.batching.batcher import Batch, Batcher
 from core.batching.limits import Limits
-from core.batching.policy import Policy
+from core.batching.policy import SchedulingPolicy
 from core.batching.request import Outcome, Request, State
 from core.batching.runner import OutOfMemory, Runner
 
@@ -62,7 +62,7 @@ class Scheduler:
         self._sequence = 0
         self._limits = Limits()
         self._admission = admission = Admission(self._runners, starvation_s=starvation_s)
-        policy = Policy(self._runners, self._limits, admission.waiting, admission.running, admission.shares)
+        policy = SchedulingPolicy(self._runners, self._limits, admission.waiting, admission.running, admission.shares)
         self._batcher = Batcher(self._runners, policy, self._limits, admission.shares, depth=depth)
 
     # -- what goes in ----------------------------------------------------------------------------------------

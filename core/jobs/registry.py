@@ -42,7 +42,7 @@ class Registry(RedisStore):
             self._announce(card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
         )
 
-    def paused(self) -> set[str]:
+    def paused_queues(self) -> set[str]:
         """The queues from which no worker takes jobs."""
         reply: Any = self._client.smembers(keys.PAUSED)
         return set(reply)

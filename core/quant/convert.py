@@ -149,7 +149,7 @@ def _family(
     inverse = None
     if SCHEMES[scheme].static:
         assert statistics is not None
-        inverse = inverse_of(largest, recipe, statistics)
+        inverse = inverse_input_scales(largest, recipe, statistics)
     name = family[0]
     try:
         replacements: dict[str, nn.Module] = {}
@@ -179,7 +179,7 @@ def _compensate(
     return compensated
 
 
-def inverse_of(
+def inverse_input_scales(
     largest: Mapping[str, Tensor], recipe: Recipe, statistics: Statistics, rule: Rule | None = None
 ) -> Tensor:
     """The factor for the one input [K] of layers whose input channels' weights have these largest magnitudes [K].

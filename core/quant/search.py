@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from contract.precision import Scheme
-from core.quant.convert import Recipe, RecipeError, inverse_of, largest_weights
+from core.quant.convert import Recipe, RecipeError, inverse_input_scales, largest_weights
 from core.quant.schemes import SCHEMES
 from core.quant.statistics import Statistics, StatisticsError
 
@@ -84,10 +84,10 @@ def _best(
     largest = {name: largest_weights(name, layer) for name, layer in layers.items()}
     measure = LayerErrors([*layers.values()], rows, scheme)
     usual = recipe.rule(family[0])
-    start = measure(inverse_of(largest, recipe, statistics))
+    start = measure(inverse_input_scales(largest, recipe, statistics))
     best = Choice(usual.alpha, start, start)
     for alpha in ALPHAS:
-        error = measure(inverse_of(largest, recipe, statistics, replace(usual, alpha=alpha)))
+        error = measure(inverse_input_scales(largest, recipe, statistics, replace(usual, alpha=alpha)))
         if error < best.error:
             best = Choice(alpha, error, start)
     return best

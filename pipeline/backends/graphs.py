@@ -28,11 +28,11 @@ from pipeline.backends.phases import (
     TEXT_WIDTHS,
     VAE_TINY,
     VAE_WIDTHS,
+    drop_text_input,
     fixed_rows,
     likeliest,
     on_gpu,
     timed,
-    without_text,
 )
 from pipeline.backends.timing import PhaseCosts, PhaseTimer
 from pipeline.extensions.adapters import ScaledAdapter
@@ -172,7 +172,7 @@ class GraphBackend(ImageBackend):
         branch_context = nullcontext() if branches is None else self._lowering.adapted_like(branches)
         with torch.inference_mode(), branch_context:
             self._timer.example(key.phase, key.rows, size, chunks=key.chunks)(
-                without_text(self.denoiser, key.phase, record)
+                drop_text_input(self.denoiser, key.phase, record)
             )
         if key.phase != TEXT and branches is None:
             self._timer(key, self._function(key), True, runs=2)
@@ -190,4 +190,4 @@ class GraphBackend(ImageBackend):
                     self.graphs.missed(graph_key)
             return self.graphs.function(graph_key)(*arguments, **options)
 
-        return without_text(self.denoiser, key.phase, run)
+        return drop_text_input(self.denoiser, key.phase, run)

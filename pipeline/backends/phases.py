@@ -147,7 +147,7 @@ def _networks(
     return Networks(network, decoder, phases, tiny)
 
 
-def without_text(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def drop_text_input(denoiser: Network, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """Remove the text input from a shallow step that does not read it: its graph would hold a copy. Other phases are
     unchanged.
     """

@@ -39,7 +39,7 @@ class StepBatch(NamedTuple):
 
 
 class Finish(Protocol):
-    """The rest of a decoded picture's work, one iteration at a time: `left` of them, of which `done` are over."""
+    """The rest of a decoded picture's work, one iteration at a time: `left` more, after `done`."""
 
     done: int
 

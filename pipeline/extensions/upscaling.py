@@ -88,7 +88,7 @@ def tile_side(shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Upscaling:
+class TiledUpscale:
     """One image that is being enlarged: `done` of its `tiles` are in `canvas`."""
 
     upscaler: Upscaler
@@ -170,12 +170,12 @@ class UpscaleExtension(Extension[UpscalerFolder]):
     def size_bytes(self, request: ImageParameters, checked: Upscaler, rows: int, chunks: int) -> int:
         return checked.size_bytes(request.width, request.height)
 
-    def finish(self, request: ImageParameters, lease: Upscaler, pixels: torch.Tensor) -> Upscaling:
+    def finish(self, request: ImageParameters, lease: Upscaler, pixels: torch.Tensor) -> TiledUpscale:
         assert request.upscale is not None
         device = self.model.device
         dtype = torch.float32 if device.type == "cpu" else self.model.dtype
         size = request.upscale.size(request.width, request.height, lease.factor)
-        return Upscaling(lease, pixels, device, dtype, size)
+        return TiledUpscale(lease, pixels, device, dtype, size)
 
     def _used(self, lease: Upscaler) -> Iterable[Upscaler]:
         return (lease,)

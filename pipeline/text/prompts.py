@@ -20,7 +20,7 @@ class PromptsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRow:
     """A prompt. `row` counts from 1 as in an editor; `name` is the start of the image's file name."""
 
     text: str
@@ -30,7 +30,7 @@ class Prompt:
 
 def read(
     path: Path, limit: int | None = None, *, columns: Sequence[str] = COLUMNS, names: Sequence[str] = ("id",)
-) -> list[Prompt]:
+) -> list[PromptRow]:
     """Return the prompts of a file, the first `limit` of them. What comes after those is not looked at.
 
     A `.tsv` or `.csv` needs a header with one of `columns`; the first of the columns `names` that is there becomes the
@@ -59,7 +59,7 @@ def read(
         prompts = list(islice(_table(path, rows, columns, names), limit))
     else:
         lines = ((row, line.strip()) for row, line in enumerate(text.split("\n"), 1))
-        prompts = list(islice((Prompt(line, row, f"{row:05d}") for row, line in lines if line), limit))
+        prompts = list(islice((PromptRow(line, row, f"{row:05d}") for row, line in lines if line), limit))
     if not prompts:
         raise PromptsError(f"{path}: holds no prompts")
     return prompts
@@ -85,7 +85,7 @@ def _commas(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _table(
     path: Path, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str], names: Sequence[str]
-) -> Iterator[Prompt]:
+) -> Iterator[PromptRow]:
     filled = ((row, cells) for row, cells in rows if any(cell.strip() for cell in cells))
     first = next(filled, None)
     if first is None:
@@ -103,7 +103,7 @@ def _table(
         if name in seen:
             raise PromptsError(f"{path}: row {row} has the {header[number or 0]} {name[:80]!r} of row {seen[name]}")
         seen[name] = row
-        yield Prompt(cells[column].strip(), row, name)
+        yield PromptRow(cells[column].strip(), row, name)
 
 
 def _header(

@@ -18,7 +18,7 @@ from pipeline.text.chunks import Tokens
 _LEAST = 1e-5  # replaces a weight of 0, whose share would be infinite
 
 
-def lowered(prompt: str | WeightedPrompt, tokens: Tokens) -> list[int]:
+def downweighted_parts(prompt: str | WeightedPrompt, tokens: Tokens) -> list[int]:
     """Return the indices of the read parts below 1: each needs an embedding of the prompt without it."""
     if isinstance(prompt, str):
         return []

@@ -172,10 +172,10 @@ def test_pausing_is_told_to_workers(shared: Api, worker: Worker) -> None:
     queues = {queue["name"]: queue for queue in shared.client.get("/v1/queues").json()["data"]}
     assert set(queues) == {"image", "text"} and not queues["image"]["paused"]
     assert shared.client.post("/v1/queues/image/pause").json()["paused"]
-    assert worker.registry.paused() == {"image"}
+    assert worker.registry.paused_queues() == {"image"}
     assert shared.post("/v1/jobs", **JOB).status_code == 202, "jobs are accepted, and wait"
     assert not shared.client.post("/v1/queues/image/resume").json()["paused"]
-    assert worker.registry.paused() == set()
+    assert worker.registry.paused_queues() == set()
 
 
 def test_one_call_empties_a_queue(redis_url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,35 +113,35 @@ def test_settings_may_change_as_long_as_nothing_is_drawn(tmp_path: Path) -> None
 def test_another_model_is_refused_and_other_threads_are_told(tmp_path: Path) -> None:
     printed = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu 2 threads"}
     with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer:
-        assert writer.confirm(printed) == []
-        assert writer.confirm(printed | {"device": "cpu 4 threads"}) == [
+        assert writer.check_fingerprint(printed) == []
+        assert writer.check_fingerprint(printed | {"device": "cpu 4 threads"}) == [
             "pictures differ in device: 'cpu 2 threads' and 'cpu 4 threads'"
         ]
         with pytest.raises(RunError, match="weights is 'w' there, 'v' here"):
-            writer.confirm(printed | {"weights": "v"})
+            writer.check_fingerprint(printed | {"weights": "v"})
         writer.add(CAPTIONS[0], 7, "0.png", png(0), session=0, seconds=0.0)
     with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer, pytest.raises(RunError, match="precision"):
-        writer.confirm(printed | {"precision": "int8"})
+        writer.check_fingerprint(printed | {"precision": "int8"})
 
 
 def test_pictures_of_an_older_version_may_be_joined_and_what_they_do_not_tell_is_told(tmp_path: Path) -> None:
     older = {"model": "m", "weights": "w", "precision": "fp32", "device": "cpu", "torch": "2.12"}
     newer = older | {"torch": "2.13", "version": "0.2.0", "code": "c", "kernels": "avx2 d", "compiler": "g++ 12"}
     with RunWriter(tmp_path / "r", SETTINGS, CAPTIONS) as writer:
-        assert writer.confirm(older) == []
-        assert writer.confirm(newer) == [
+        assert writer.check_fingerprint(older) == []
+        assert writer.check_fingerprint(newer) == [
             "pictures differ in torch: '2.12' and '2.13'",
             "an older version drew some pictures, whose fingerprints do not hold code, compiler, kernels, version",
         ]
     with RunWriter(tmp_path / "s", SETTINGS, CAPTIONS) as writer:
-        assert writer.confirm(newer) == []
-        assert writer.confirm(newer | {"code": "e"}) == ["pictures differ in code: 'c' and 'e'"]
+        assert writer.check_fingerprint(newer) == []
+        assert writer.check_fingerprint(newer | {"code": "e"}) == ["pictures differ in code: 'c' and 'e'"]
         left = {name: value for name, value in newer.items() if name != "compiler"}
-        assert writer.confirm(left) == ["pictures differ in compiler: 'g++ 12' and None"], (
+        assert writer.check_fingerprint(left) == ["pictures differ in compiler: 'g++ 12' and None"], (
             "not every one has each field"
         )
         with pytest.raises(RunError, match="weights"):
-            writer.confirm(older | {"weights": "v"})
+            writer.check_fingerprint(older | {"weights": "v"})
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,9 @@ class CLIPPair:
 
     def _without(self, prompt: MarkedPrompt, chunked: Sequence[Tokens], reading: Reading) -> Sequence[torch.Tensor]:
         """Return for each k, [C, T, D], the embedding without each encoder's k-th part below 1."""
-        numbers = [weighting.lowered(text, tokens) for text, tokens in zip(prompt.texts, chunked, strict=True)]
+        numbers = [
+            weighting.downweighted_parts(text, tokens) for text, tokens in zip(prompt.texts, chunked, strict=True)
+        ]
         rows = max(map(len, numbers))
         if not rows:
             return []
@@ -208,7 +210,7 @@ class CLIPPair:
             elif text.syntax == A1111:
                 sides.append(weighting.scaled(hidden, weights))
             else:
-                numbers = weighting.lowered(text, tokens)
+                numbers = weighting.downweighted_parts(text, tokens)
                 shares = [weighting.share(text.parts[number][1]) for number in numbers]
                 rows = torch.stack([hidden, *(other.flatten(0, 1) for other in without_parts[: len(numbers)])])
                 sides.append(weighting.apply(rows, states[count].repeat(count, 1), weights, shares))

@@ -24,7 +24,7 @@ from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import upscaling
 from pipeline.extensions.esrgan import Shape
-from pipeline.extensions.upscaling import UpscalerFolder, Upscaling
+from pipeline.extensions.upscaling import TiledUpscale, UpscalerFolder
 from tests.pipeline import upscalers, worlds
 from tests.pipeline.pixels.test_edit import hole, photograph
 from tests.pipeline.worlds import Crank, Watching, levels, model, solo, together
@@ -140,7 +140,7 @@ def test_a_tile_that_failed_is_made_again(folder: UpscalerFolder) -> None:
 def test_tiles_make_the_whole(folder: UpscalerFolder, size: tuple[int, int]) -> None:
     """A network that sees no further than the margin."""
     pixels = np.asarray(photograph(64).resize(size))
-    work = Upscaling(folder.get("two"), torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    work = TiledUpscale(folder.get("two"), torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
     count = -(-size[0] // 16) * -(-size[1] // 16)
     for done in range(count):
         assert work.left == count - done
@@ -172,7 +172,7 @@ def test_a_network_that_needs_more_is_computed_in_smaller_tiles(
     upscaler, pixels = folder.get("two"), np.asarray(photograph(64))
     budget = upscaler.network.shape.forward_bytes(32 + 32, 4)
     monkeypatch.setattr(upscaling, "_FORWARD_BYTES", {"cpu": budget})
-    work = Upscaling(upscaler, torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
+    work = TiledUpscale(upscaler, torch.from_numpy(pixels.copy()), torch.device("cpu"), torch.float32)
     seen: list[int] = []
     hook = upscaler.network.register_forward_pre_hook(lambda _, given: seen.append(max(given[0].shape[2:])))
     while work.left:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.text import prompts
-from pipeline.text.prompts import Prompt, PromptsError, read
+from pipeline.text.prompts import PromptRow, PromptsError, read
 
 
 def save(folder: Path, name: str, data: str | bytes) -> Path:
@@ -41,7 +41,7 @@ def save(folder: Path, name: str, data: str | bytes) -> Path:
     ],
 )
 def test_what_people_write_is_read(tmp_path: Path, name: str, data: str, expected: list[tuple[str, int, str]]) -> None:
-    assert read(save(tmp_path, name, data)) == [Prompt(*one) for one in expected]
+    assert read(save(tmp_path, name, data)) == [PromptRow(*one) for one in expected]
 
 
 @pytest.mark.parametrize(
