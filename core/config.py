@@ -333,15 +333,9 @@ class Settings(BaseSettings):
             raise ValueError("refers to a home folder that does not exist") from error
 
     @property
-    def _names(self) -> list[str]:
-        """The names of the image models; "" for the embedded one."""
-        names = [name for name in (self.model, *map(str.strip, self.models.split(","))) if name]
-        return [*dict.fromkeys(names)] or [""]
-
-    @property
     def catalogue(self) -> list[Settings]:
         """The settings of each image model that a worker serves; what names files of one model is the first's."""
-        own = [self.model_copy(update={"model": name, "models": ""}) for name in self._names]
+        own = [self.model_copy(update={"model": name, "models": ""}) for name in _names(self.model, self.models)]
         specific = dict.fromkeys(_OF_ONE_MODEL, "") | ({} if self.plan in (AUTO, plan.OFF) else {"plan": ""})
         return [own[0], *(each.model_copy(update=specific) for each in own[1:])]
 
@@ -352,7 +346,7 @@ class Settings(BaseSettings):
         A name without a folder of its own may be that of an embedded model, such as "emoji-z", or of one in
         `models_dir`.
         """
-        if name := self._names[0]:
+        if name := _names(self.model, self.models)[0]:
             if re.fullmatch(r"[\w.-]+", name) and not Path(name).exists():
                 for where in (EMBEDDED_MODEL.parent, self.models_dir.expanduser()):
                     if (where / name / "model_index.json").is_file():
@@ -379,6 +373,12 @@ class Settings(BaseSettings):
     @property
     def compiled_kernels(self) -> Path:
         return self.cache_dir.expanduser() / "kernels"
+
+
+def _names(model: str, models: str) -> list[str]:
+    """The names of the image models; "" for the embedded one."""
+    names = [name for name in (model, *map(str.strip, models.split(","))) if name]
+    return [*dict.fromkeys(names)] or [""]
 
 
 def read(**overrides: object) -> Settings:
