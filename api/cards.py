@@ -65,6 +65,8 @@ class RegistrySnapshot:
     def model(self, name: str | None, kind: type[C]) -> C | None:
         """The model of this name and kind; without a name, the first of a worker that is live, or else any."""
         candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
         ready = [worker for worker in reversed(self.workers) if worker.state == "ready"]
         place = {model.name: at for worker in ready for at, model in enumerate(worker.models)}
         return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)

@@ -32,7 +32,6 @@ _TAKEN_S = 2.0  # after which a model that was loaded for a request, which did n
 _SHARE = 4  # a model that waits for room waits so many times as long as it loads, at least `_LEAST_S`
 _LEAST_S = 1.0
 _ASKED_S = 2.0  # a model whose requests wait is asked for more often than that
-_KEPT_S = 0.02
 _RETRY_S = 5.0  # between attempts to load a model that could not be loaded
 
 
@@ -98,7 +97,9 @@ class ModelPool:
         self.names = tuple(names)
         self.patience_s = patience_s
         self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
-        self._models: AssetCache[ImageRunner] = AssetCache("model", capacity_bytes, self._load, free=_free)
+        self._models: AssetCache[ImageRunner] = AssetCache(
+            "model", capacity_bytes, self._load, free=_free, loaded=lambda: self.retry_admission()
+        )
         self._leases: dict[str, Lease] = {}  # by request
         self._load_s: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes
@@ -109,7 +110,7 @@ class ModelPool:
         self._next, self._next_seen = "", 0.0  # the model that is loaded for a request which waits
         self._threads = ThreadPoolExecutor(1, "checks")
         self._closed = threading.Event()
-        self.on_room: Callable[[], object] = lambda: None  # called, on any thread, when a request may be admitted
+        self.retry_admission: Callable[[], object] = lambda: None  # the engine's
 
     @property
     def closed(self) -> bool:
@@ -149,7 +150,6 @@ class ModelPool:
         read = self._load_model(name)
         self._load_s[name], self._sizes[name] = time.monotonic() - started, read.size_bytes
         self._used[name] = self._clock()
-        threading.Timer(_KEPT_S, self.on_room).start()  # once it is kept
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
 
@@ -198,7 +198,7 @@ class ModelPool:
             # Not on this thread: it reads files.
             result = self._threads.submit(_check, runner, request)
             self._checks[request.id] = Check(request, lease, result)
-            result.add_done_callback(lambda _: self.on_room())
+            result.add_done_callback(lambda _: self.retry_admission())
             return NotYet(_resource(request.model), pending=True)
         request.checked = checked.inputs
         refusal = runner.admit(request)

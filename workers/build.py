@@ -316,9 +316,10 @@ def build(
     texts = text_runner(settings, llm_lane or lane, say) if text else None
     first, *others = settings.catalogue
     names = _names(settings, texts)
+    depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
+    # After all else: requests get most of the memory that is left.
     images, decisions = lane.call(lambda: image_runner(first, lane, say, count))
     pool = _pool(settings, names, images, decisions, lane) if others else None
-    depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     if texts is not None and measure_s:
         say("measuring what tokens cost")
         texts.prepare(measure_s=min(1.0, measure_s))
@@ -328,7 +329,7 @@ def build(
     runners: list[Runner] = [pool or images, *([] if texts is None else [texts])]
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
     if pool is not None:
-        pool.on_room = engine.look
+        pool.retry_admission = engine.retry_admission
     return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool)
 
 

@@ -40,14 +40,14 @@ class WarmClaims:
         holders: FileHolders,
         store_retry: StoreRetry,
         message: Callable[[Envelope], str],
-        handlers: Callable[[], Collection[JobHandler]],
+        handlers: Collection[JobHandler],
         *,
         wait_s: float,
         known_s: float,
     ) -> None:
         """`known_s`: so long after the last heartbeat others expect this worker to have its files; at least `wait_s`.
 
-        `message` writes one to a worker. `handlers` are those of now.
+        `message` writes one to a worker. `handlers` may come to be more.
         """
         self._worker = worker
         self._leases = leases
@@ -138,7 +138,7 @@ class WarmClaims:
         """Return the files in memory, and those of this worker's jobs."""
         with self._lock:
             reading = {*(+self._reading)}
-        handlers = [*self._handlers()]
+        handlers = [*self._handlers]
         return {f"{handler.name}:{file}" for handler in handlers for file in handler.held_files()} | reading
 
 

@@ -137,7 +137,7 @@ class Worker:
         )
         self._warm_claims = WarmClaims(
             self.id, self._store.leases, self._holders, self.store_retry, self._message_to,
-            equipment.handlers.values,
+            equipment.handlers.values(),
             wait_s=settings.warm_wait_s, known_s=settings.lease_s,
         )  # fmt: skip
         self.tasks = WorkerTasks(

@@ -83,9 +83,9 @@ class Engine:
         self._wake.set()
         return future
 
-    def look(self) -> None:
-        """Admit what a runner has come to have room for. On any thread."""
-        self._inbox.append(("look", None))
+    def retry_admission(self) -> None:
+        """Ask runners again whether waiting requests can be admitted. On any thread."""
+        self._inbox.append(("retry admission", None))
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -204,7 +204,7 @@ class Engine:
                 self._scheduler.add(value, self.clock())
             elif message == "abort":
                 self._scheduler.abort(value, self.clock())
-            elif message == "look":
+            elif message == "retry admission":
                 continue
             elif message == "hand back":
                 handed = self._scheduler.hand_back()

@@ -62,11 +62,13 @@ class AssetCache(Generic[T]):
         *,
         check: Callable[[Any], object] = lambda key: None,
         free: Callable[[list[T]], object] = list.clear,
+        loaded: Callable[[], object] = lambda: None,
         at_once: int = 1,
     ) -> None:
         """`kind` of the files begins messages. `capacity` limits the sizes of all contents, including those in use: one
         that is larger is not kept. `check` reads a key's header, and `read` its content; both raise `ModelError`.
-        `free` releases evicted contents and empties their list. So many are read `at_once`.
+        `free` releases evicted contents and empties their list. `loaded` is called, on any thread, after each read,
+        whether it succeeded or not. So many are read `at_once`.
 
         `check` runs at normal priority: where Python itself is busy all threads wait for it, also while processes that
         go before it keep it from running.
@@ -77,6 +79,7 @@ class AssetCache(Generic[T]):
         self._check = check
         self._read = read
         self._free = free
+        self._loaded = loaded
         self._failures: OrderedDict[Hashable, tuple[Hashable, ModelError]] = OrderedDict()  # by key, with stamps
         self._files: OrderedDict[Hashable, Asset[T]] = OrderedDict()
         self._loads: dict[tuple[Hashable, Hashable], Future[tuple[Asset[T], T]]] = {}  # under way
@@ -235,6 +238,8 @@ class AssetCache(Generic[T]):
             load.set_result((asset, read.content))
             del read, load
             self._release(evicted)
+        finally:
+            self._loaded()
 
     def _keep(self, key: Hashable, stamp: Hashable, read: ReadFile[T]) -> tuple[Asset[T], list[T]]:
         """The file with this content, and what was evicted for it. Under the lock."""

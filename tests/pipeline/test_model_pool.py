@@ -62,7 +62,7 @@ class Stage:
         for name in served:
             self.pool.load(name)
         self.engine = Engine([self.pool], on_tick=self.ticks.append)
-        self.pool.on_room = self.engine.look
+        self.pool.retry_admission = self.engine.retry_admission
 
     def load(self, name: str) -> ReadFile[ImageRunner]:
         self.attempts[name] += 1

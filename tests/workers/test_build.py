@@ -329,3 +329,12 @@ def test_widths_on_a_gpu_are_close_and_end_where_tiles_do(
         widths = drawn_with(on).widths
     assert widths.max_rows == widths.deterministic_rows == 6
     assert "at most 6 rows, not 32" in caplog.text
+
+
+def test_requests_get_the_memory_that_the_depth_model_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order: list[str] = []
+    monkeypatch.setattr("workers.build.DepthEstimator", lambda path: order.append("depth model"))
+    monkeypatch.setattr("workers.build.memory_bytes", lambda *given: order.append("memory") or 2**30)
+    settings = Settings(model=tiny.TINY, device="cpu", compile=False, kernels=False, threads=1, cache_dir=tmp_path)
+    with build(settings.model_copy(update={"depth_model": "depth"})):
+        assert order == ["depth model", "memory"]

@@ -138,7 +138,7 @@ def holders(redis_url: str) -> Iterator[FileHolders]:
 def test_nothing_is_kept_of_files_whose_jobs_have_ended(redis_url: str, holders: FileHolders) -> None:
     """Their names are the clients'."""
     handler, store = StagePictures(0, files=1), JobStore(redis_url)
-    claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, lambda: [handler], wait_s=1, known_s=1)
+    claims = WarmClaims("me", store.leases, holders, StoreRetry(), str, [handler], wait_s=1, known_s=1)
     picture = {"prompt": "", "n": 1, "seed": 1, "steps": 1, "guidance_scale": 1.0, "width": 8, "height": 8}
     for name in "ab":
         with claims.reading(ImageJob.read({**picture, "lora": name}), handler):
