@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,16 +49,15 @@ def encode(picture: Picture, image_format: ImageFormat, *, metadata: bool = True
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if image_format.name == "png":
         return picture.png(metadata=metadata)
+    from pipeline.pixels.files import encoded
+
     limit = _JPEG_EXIF if image_format.name == "jpeg" else None
     exif = _exif(picture, limit) if metadata else b""
-    stream = io.BytesIO()
     if image_format.name == "webp":
         lossless = image_format.quality == _BEST
-        picture.image.save(stream, format="WEBP", lossless=lossless, quality=image_format.quality, exif=exif)
-    else:
-        # No chroma subsampling: these images are small, and full of edges between colours.
-        picture.image.save(stream, format="JPEG", quality=max(1, image_format.quality), subsampling=0, exif=exif)
-    return stream.getvalue()
+        return encoded(picture.image, "WEBP", lossless=lossless, quality=image_format.quality, exif=exif)
+    # No chroma subsampling: these images are small, and full of edges between colours.
+    return encoded(picture.image, "JPEG", quality=max(1, image_format.quality), subsampling=0, exif=exif)
 
 
 def _exif(picture: Picture, limit: int | None) -> bytes:
@@ -85,8 +83,8 @@ def _exif(picture: Picture, limit: int | None) -> bytes:
 
 def preview(pixels: NDArray[np.uint8]) -> str:
     """Encode a preview, uint8 [h, w, 3], as PNG in base64."""
-    from PIL import Image
+    from PIL.Image import fromarray
 
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, format="PNG")
-    return base64.b64encode(stream.getvalue()).decode("ascii")
+    from pipeline.pixels import files
+
+    return base64.b64encode(files.png(fromarray(pixels))).decode("ascii")

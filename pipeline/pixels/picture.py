@@ -5,7 +5,6 @@ files.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import secrets
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.image import ImageParameters
+from pipeline.pixels import files
 from pipeline.pixels.infotext import infotext
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class Picture:
             chunks.add_text("parameters", self.infotext)  # tEXt where it is Latin-1, as their readers are used to
             chunks.add_itxt("diptych", to_json(self.parameters.to_dict()))
             chunks.add_itxt("fingerprint", to_json(self.fingerprint))
-        stream = io.BytesIO()
-        self.image.save(stream, format="PNG", pnginfo=chunks)
-        return stream.getvalue()
+        return files.png(self.image, chunks)
 
     def write(self, path: Path) -> None:
         """Write the PNG fully or not at all. Raises OSError, and then leaves nothing behind."""
