@@ -37,6 +37,7 @@ class WorkerApplication(Celery):  # type: ignore[misc]
             worker_consumer="workers.prefetch:ReconnectingConsumer",
             worker_disable_rate_limits=True,
             worker_enable_prefetch_count_reduction=False,  # the intake limits unacknowledged messages
+            result_backend_thread_safe=True,  # there is none; else each thread searches all packages for its class
             broker_channel_error_retry=True,  # e.g. of a full Redis
         )
         self.settings = settings

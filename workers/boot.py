@@ -66,7 +66,7 @@ class WorkerProgram(CeleryWorker):  # type: ignore[misc]
             gc.set_threshold(700, 10, 10)  # Python's own; the command starts with a higher one (`cli.entry`)
             gc.enable()
         self.pool_cls = ThreadPool
-        self.concurrency = sum(worker.prefetch.limits.values())  # one thread for each message in flight
+        self.concurrency = 2 * sum(worker.prefetch.limits.values())  # jobs in flight, and others being stored
         # Nothing consumes worker events, and each worker would leave its binding in Redis for ever.
         options |= dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
         super().setup_instance(**options)

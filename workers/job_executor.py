@@ -34,8 +34,11 @@ class JobExecutor:
     artifact_writer: Callable[[], ArtifactWriter]
     warm_claims: WarmClaims | None = None
 
-    def run(self, work: ActiveJob) -> dict[str, Any]:
-        """The job's result. Raises whatever is the reason for its failure."""
+    def run(self, work: ActiveJob, on_engine_done: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """The job's result. Raises whatever is the reason for its failure.
+
+        `on_engine_done` is called between the end of its last request and the storing of its results.
+        """
         claim = work.claim
         handler = self.handlers.get(claim.model)
         if handler is None or handler.modality != claim.modality:
@@ -50,6 +53,7 @@ class JobExecutor:
             with traces.span("engine", requests=len(parameters)):
                 outputs = work.make(self._requests(claim, parameters, handler.tally(parameters), deadline))
             engine_s = time.monotonic() - started
+            on_engine_done()
             if work.dropped:
                 raise Aborted("the job was cancelled, handed back or claimed again")
             artifact_writer = self.artifact_writer()

@@ -1,5 +1,8 @@
 """Limits the messages in flight per queue, and makes Celery's consumer respect the limit.
 
+A job whose results are being stored no longer counts, so that encoding and writing take no place from the engine's next
+ones; of these there may be as many again.
+
 Every queue is consumed on its own channel, so that backpressure on one does not stop the others: a full queue's channel
 asks Redis for nothing until a message is acknowledged, and then at once.
 """
@@ -10,7 +13,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +47,7 @@ class PrefetchLimiter:
         self._lock = threading.Lock()
         self._limits = dict.fromkeys(queues, 0)
         self._counts = dict.fromkeys(queues, 0)
+        self._storing = dict.fromkeys(queues, 0)
         self._held_up = held_up
         self._paused: frozenset[str] = frozenset()
         self._closed = False
@@ -50,12 +55,8 @@ class PrefetchLimiter:
         self._lines: QueueConsumers | None = None
 
     @property
-    def queues(self) -> list[str]:
-        """The queues served here."""
-        return [queue for queue, limit in self._limits.items() if limit]
-
-    @property
     def limits(self) -> dict[str, int]:
+        """By queue that is served here, how many messages may be in flight."""
         return {queue: limit for queue, limit in self._limits.items() if limit}
 
     def serve(self, limits: Mapping[str, int]) -> None:
@@ -63,13 +64,27 @@ class PrefetchLimiter:
         self._limits.update(limits)
 
     def counts(self) -> dict[str, int]:
-        """Messages in flight, by served queue."""
+        """Messages not yet acknowledged, by served queue."""
         with self._lock:
-            return {queue: self._counts[queue] for queue in self.queues}
+            return {queue: self._counts[queue] for queue in self.limits}
 
     def room(self, queue: str) -> bool:
         """Return whether one more may be taken now."""
-        return self._counts[queue] < self._limits[queue] and queue not in self._paused and not self._held_up()
+        limit, storing = self._limits[queue], self._storing[queue]
+        free = storing < limit and self._counts[queue] - storing < limit
+        return free and queue not in self._paused and not self._held_up()
+
+    @contextlib.contextmanager
+    def storing(self, queue: str) -> Iterator[None]:
+        """Context: the engine is done with a job of this queue; its place goes to another while results are stored."""
+        with self._lock:
+            self._storing[queue] += 1
+        self.wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._storing[queue] -= 1
 
     def pause(self, queues: frozenset[str]) -> None:
         """Pause these queues, and resume all others. Messages in flight continue."""
@@ -277,10 +292,12 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, c: Any) -> None:
         prefetch: PrefetchLimiter = c.app.prefetch
         consumers = {}
-        for queue in prefetch.queues:
+        for queue in prefetch.limits:
             channel = c.connection.channel()
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
             _screen(channel, queue, prefetch.worker, c.app.message)
+            commands = channel._create_client()  # kombu would make one for each command, on the same pool
+            channel.conn_or_acquire = lambda client=None, own=commands: nullcontext(client or own)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end
             worker_queue = Queue(own_queue(queue, prefetch.worker))  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
             consumers[queue] = c.app.amqp.TaskConsumer(

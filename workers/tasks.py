@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,11 @@ class WorkerTasks:
         handlers: Mapping[str, JobHandler],
         send: Callable[[Envelope], None],
         warm_claims: WarmClaims | None = None,
+        storing: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Make the tasks. Without `warm_claims` jobs are claimed whatever files they name."""
+        """Make the tasks. Without `warm_claims` jobs are claimed whatever files they name. `storing` is the context in
+        which results of a job of this queue are stored.
+        """
         self._worker = worker
         self._warm_claims = warm_claims
         self._leases = store.leases
@@ -69,6 +73,7 @@ class WorkerTasks:
         self._engine = engine
         self._handlers = handlers
         self._send = send
+        self._storing = storing or (lambda queue: nullcontext())
         keep = lambda key: store_retry.patiently(lambda: store.upkeep.keep(key))  # noqa: E731
         self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims)
         self._delayed_requeue = DelayedRequeue(self._post)
@@ -172,11 +177,14 @@ class WorkerTasks:
                 f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
                 model=claim.model, worker=self._worker, **headers,
             ) as span:  # fmt: skip
-                try:
-                    ended: dict[str, Any] | Exception = self._executor.run(work)
-                except Exception as error:
-                    ended = error
-                outcome = self._end(work, ended)
+                with ExitStack() as stack:
+                    try:
+                        ended: dict[str, Any] | Exception = self._executor.run(
+                            work, lambda: stack.enter_context(self._storing(claim.modality))
+                        )
+                    except Exception as error:
+                        ended = error
+                    outcome = self._end(work, ended)
                 span.note(outcome=outcome)
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +31,8 @@ def test_one_queue_never_takes_the_room_of_another(steps: list[tuple[str, bool]]
 
 def test_only_served_queues_are_consumed() -> None:
     prefetch = PrefetchLimiter(["image", "text"])
-    assert prefetch.queues == []
+    assert prefetch.limits == {}
     prefetch.serve({"text": 4})
-    assert prefetch.queues == ["text"]
     assert prefetch.limits == {"text": 4}
     assert prefetch.counts() == {"text": 0}
     assert not prefetch.room("image")
@@ -47,3 +48,24 @@ def test_nothing_is_taken_in_while_it_is_held_up() -> None:
     prefetch.wake()  # before Celery is there it does nothing
     prefetch.close(0)
     assert prefetch.closed
+
+
+@given(st.lists(st.sampled_from(["take", "store", "give"]), max_size=60))
+def test_jobs_that_are_stored_leave_their_places_to_as_many_others(steps: list[str]) -> None:
+    prefetch, drawn, stored = PrefetchLimiter(["image"]), 0, list[ExitStack]()
+    prefetch.serve({"image": 3})
+    for step in steps:
+        if step == "take" and prefetch.room("image"):
+            prefetch.take("image")
+            drawn += 1
+        elif step == "store" and drawn:
+            drawn -= 1
+            stack = ExitStack()
+            stack.enter_context(prefetch.storing("image"))
+            stored.append(stack)
+        elif step == "give" and stored:
+            stored.pop().close()
+            prefetch.give("image")
+        assert prefetch.counts() == {"image": drawn + len(stored)}
+        assert drawn <= 3 and drawn + len(stored) <= 2 * 3
+        assert prefetch.room("image") is (drawn < 3 and len(stored) < 3)
