@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 AHEAD_S = 0.025
+_LOOK_S, _LEAST_S = 0.002, 1e-5  # of one sleep at most, and at least
 
 
 class DeviceEvent(Protocol):
@@ -36,22 +38,25 @@ class _Queued(NamedTuple):
 
 
 class RunAhead:
-    """Lets an iteration return before the device has ended it, while no more than `seconds` of work are queued.
+    """Lets an iteration return `seconds` before the device is expected to have ended all that is queued.
 
-    Scheduling, gathering rows and launching a graph take the host about a millisecond, in which the device would
-    otherwise be idle: much beside a shallow step, or a step of one image. The price is that a request which arrives
-    waits for what is queued. Long iterations are waited for as ever. Called by one thread, on one stream.
+    Committing, scheduling, gathering rows and launching a graph take the host about a millisecond, and several times
+    that while other threads store finished images; the device would otherwise be idle in it. The price is that a
+    request which arrives in the meantime waits for what is queued. Called by one thread, on one stream.
     """
 
     def __init__(
-        self, device: torch.device, seconds: float = AHEAD_S, *, event: Callable[[], DeviceEvent] | None = None
-    ) -> None:
+        self, device: torch.device, seconds: float = AHEAD_S, *, event: Callable[[], DeviceEvent] | None = None,
+        clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         """`event` makes the device's events; default: CUDA's on a GPU. Elsewhere nothing is ever queued."""
         if event is None and device.type == "cuda":
             event = partial(torch.cuda.Event, enable_timing=True)
         self._event = event
         self._seconds = seconds
+        self._clock, self._sleep = clock, sleep
         self._queued: deque[_Queued] = deque()
+        self._begun = 0.0  # when the device began the oldest, at the latest
 
     @contextmanager
     def iteration(self, expected_s: float, observe: Callable[[float], None]) -> Iterator[None]:
@@ -61,23 +66,34 @@ class RunAhead:
         those in which it waited for the host. Not if the body raises.
         """
         if self._event is None:
-            started = time.perf_counter()
+            started = self._clock()
             yield
-            return observe(time.perf_counter() - started)
+            return observe(self._clock() - started)
         start_event, end_event = self._event(), self._event()
         start_event.record()
         yield
         end_event.record()
+        if not self._queued:
+            self._begun = self._clock()
         self._queued.append(_Queued(start_event, end_event, expected_s, observe))
-        while self._queued and (self._ahead_s > self._seconds or self._queued[0].end_event.query()):
-            self._wait()
+        while self._queued:
+            oldest, left_s = self._queued[0], self._left_s - self._seconds
+            if oldest.end_event.query():
+                self._end_oldest()
+            elif left_s <= 0:
+                return
+            elif math.isinf(left_s):
+                oldest.end_event.synchronize()
+            else:  # the device may end sooner than expected
+                self._sleep(max(_LEAST_S, min(left_s, _LOOK_S)))
 
     @property
-    def _ahead_s(self) -> float:
-        return sum(queued.expected_s for queued in self._queued)
+    def _left_s(self) -> float:
+        """Seconds until the device is expected to have ended all that is queued."""
+        oldest, *others = (queued.expected_s for queued in self._queued)
+        return max(0.0, oldest - (self._clock() - self._begun)) + sum(others)
 
-    def _wait(self) -> None:
-        """Wait for the oldest iteration."""
+    def _end_oldest(self) -> None:
         start_event, end_event, _, observe = self._queued.popleft()
-        end_event.synchronize()
+        self._begun = self._clock()
         observe(start_event.elapsed_time(end_event) / 1e3)

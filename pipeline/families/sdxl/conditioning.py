@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class CLIPPair:
         self._tokenizers = tokenizers(model)
         self._keys = KEYS[-len(self._tokenizers) :]
         self.tokens = int(self._tokenizers[0].model_max_length)
+        self._split = lru_cache(maxsize=1024)(split)  # a prompt is read at its check, and encoded later on the lane
         for tokenizer in self._tokenizers:
             split(tokenizer, "")  # forgets the padding and truncation of its file, before other threads use it
 
@@ -114,7 +115,8 @@ class CLIPPair:
         """Count the chunks of a prompt, over both encoders. Raises `Invalid`."""
         count = 1
         for field, text, tokenizer, key in zip(*self._texts(fields, name), self._tokenizers, self._keys, strict=True):
-            tokens = split(tokenizer, text, 1, fields.embeddings, key)
+            own = fields.embeddings
+            tokens = split(tokenizer, text, 1, own, key) if own else self._split(tokenizer, text)
             if len(tokens.ids) > MAX_CHUNKS:
                 room = self.tokens - 2
                 raise Invalid(
@@ -142,7 +144,7 @@ class CLIPPair:
     def plain(self, prompts: Sequence[str]) -> list[Embedding]:
         """Encode prompts that fit into one chunk."""
         # Not padded by the tokenizer: padding is a state of it, and `read` uses it on other threads.
-        ids = [torch.cat([split(tokenizer, prompt).ids for prompt in prompts]) for tokenizer in self._tokenizers]
+        ids = [torch.cat([self._split(tokenizer, prompt).ids for prompt in prompts]) for tokenizer in self._tokenizers]
         joined, pooled = self._compute(ids)
         # Clones: a view would keep the whole batch alive for as long as one of its prompts is cached.
         return [Embedding(joined[row].clone(), pooled[row].clone()) for row in range(len(prompts))]

@@ -28,6 +28,12 @@ class Device:
     def event(self) -> Event:
         return Event(self)
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ahead(self, seconds: float = _BOUND_S) -> RunAhead:
+        return RunAhead(torch.device("cpu"), seconds, event=self.event, clock=lambda: self.now, sleep=self.sleep)
+
 
 @dataclass
 class Event:
@@ -51,7 +57,7 @@ class Event:
 def play(work: list[float], host_s: float, bound_s: float) -> tuple[Device, list[float], float]:
     """The device, what was observed of each iteration, and the most that was queued when one returned."""
     device, seen, most = Device(), [], 0.0
-    ahead = RunAhead(torch.device("cpu"), bound_s, event=device.event)
+    ahead = device.ahead(bound_s)
     for seconds in work:
         device.now += host_s
         with ahead.iteration(seconds, seen.append):
@@ -90,9 +96,33 @@ def test_the_host_works_while_the_device_computes() -> None:
     assert seen == pytest.approx(work)  # the device never waited
 
 
+def test_the_host_works_before_a_long_iteration_has_ended() -> None:
+    """Steps of 129 ms, and 20 ms of a busy host before each."""
+    device, seen, most = play([0.129] * 10, 0.020, _BOUND_S)
+    assert device.now == pytest.approx(10 * 0.129 + 0.020)
+    assert seen == pytest.approx([0.129] * 10)
+    assert most <= _BOUND_S
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 0.2), st.floats(1e-3, 0.2)), min_size=1, max_size=20))
+def test_wrong_expectations_lose_no_iteration_and_little_time(work: list[tuple[float, float]]) -> None:
+    device, seen = Device(), list[float]()
+    ahead = device.ahead()
+    for seconds, expected in work:
+        device.now += 0.001
+        with ahead.iteration(expected, seen.append):
+            device.submit(seconds)
+    with ahead.iteration(math.inf, lambda _: None):
+        pass
+    waited = sum(seconds + 0.001 for seconds, _ in work)
+    looks = len(work) * 0.002
+    assert len(seen) == len(work)
+    assert device.free_at <= device.now <= waited + looks + 1e-9
+
+
 def test_an_iteration_whose_result_is_read_has_ended() -> None:
     device, seen = Device(), list[float]()
-    ahead = RunAhead(torch.device("cpu"), _BOUND_S, event=device.event)
+    ahead = device.ahead()
     for _ in range(2):
         with ahead.iteration(0.01, seen.append):
             device.submit(0.01)
@@ -105,7 +135,7 @@ def test_an_iteration_whose_result_is_read_has_ended() -> None:
 
 def test_one_that_fails_is_not_observed() -> None:
     device, seen = Device(), list[float]()
-    ahead = RunAhead(torch.device("cpu"), _BOUND_S, event=device.event)
+    ahead = device.ahead()
     with pytest.raises(RuntimeError, match="too large"), ahead.iteration(0.01, seen.append):
         raise RuntimeError("too large")
     with ahead.iteration(math.inf, seen.append):
