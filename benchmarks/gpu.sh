@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs questions on a GPU machine, each in a process of its own with a time limit, so that one that hangs ends alone. Run it
-# in the repository's root: bash benchmarks/gpu.sh engine phases "kernels products --write" "kernels memory" loras. A word with options is
+# in the repository's root: bash benchmarks/gpu.sh engine phases "kernels products" "kernels memory" loras. A word with options is
 # quoted; `loras` tests LoRAs and then measures them. Results and logs go to OUT (default: build/h200), LIMIT is in seconds.
 # The wheels in .whl are installed first, if there are any (wheels.sh).
 OUT=${OUT:-build/h200}; mkdir -p "$OUT"

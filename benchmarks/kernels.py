@@ -1,16 +1,17 @@
 """Measures the GPU kernels alone at the shapes of SDXL, Z-Image and Llama-3.1-8B: every variant, and torch's own.
 
-    python -m benchmarks.kernels [part ...] [--models sdxl,zimage,llama] [--write]
+    python -m benchmarks.kernels [part ...] [--models sdxl,zimage,llama]
 
 Parts: `compile` (all programs, on all cores), `products`, `attention`, `decode`, `memory`; gpu.sh runs one in a process
 of its own, with a time limit. Of a shape every variant is timed at full clock, and the best four for longer, in a
 graph, since the power limit favours others; variants of a product must agree in all bits.
-`--write` merges the best tiles into the device's table beside `core/kernels/cuda/tiles.py`. The shapes are those of
-`benchmarks/kernel_shapes.py`. `--device cpu --tiny` rehearses it on the kernels' references.
+`diptych tune-kernels` writes the best tiles of a device. The shapes are those of `benchmarks/kernel_shapes.py`.
+`--device cpu --tiny` rehearses it on the kernels' references.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -316,7 +317,11 @@ def measure(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_part(part: str, models: Sequence[str], device: str, *, small: bool) -> dict[str, Any]:
+def run_part(
+    part: str, models: Sequence[str], device: str, *, small: bool,
+    each: Callable[[dict[str, Any]], object] = lambda cases: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure a part's cases; `each` gets all so far after every case."""
     torch.manual_seed(0)
     measured = {}
     with Clocks() as clocks, torch.inference_mode():
@@ -325,6 +330,7 @@ def run_part(part: str, models: Sequence[str], device: str, *, small: bool) -> d
                 measured[f"{model} {case.name}"] = figures = measure(case)
                 text = f"{figures['ms']:.4f} ms, {figures['rate']:,.0f} G/s, {figures['variant']}"
                 record.progress(f"{model} {case.name}: {text}{' WRONG' if figures['wrong'] else ''}")
+                each(measured)
     return {"cases": measured, "clocks": clocks.summary()}
 
 
@@ -339,20 +345,33 @@ def merged(table: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def write(table: dict[str, Any], path: Path) -> None:
+def write(table: dict[str, Any], multiprocessors: int, path: Path) -> None:
     """Write a table of tiles, one line a shape."""
-    kernels = []
+    kernels = [f' "multiprocessors": {multiprocessors}']
     for kernel, shapes in table.items():
         lines = ",\n".join(f'  "{shape}": {json.dumps(winners)}' for shape, winners in shapes.items())
         kernels.append(f' "{kernel}": {{\n{lines}\n }}')
     path.write_text("{\n" + ",\n".join(kernels) + "\n}\n")
 
 
+TILED = ("sdxl", "zimage")  # models whose products' tiles are in tables
+
+
+def tune(models: Sequence[str], path: Path) -> None:
+    """Measure the products' tiles on the current GPU, and write its table with the best of them, after each shape.
+
+    Shapes that were not measured keep what the device's table has so far.
+    """
+    processors = driver.multiprocessors(torch.cuda.current_device())
+    table = copy.deepcopy(tiles.table(torch.cuda.get_device_name(), processors))
+    record.progress(f"compiled {compile_all(models)} programs")
+    run_part("products", models, "cuda", small=False, each=lambda cases: write(merged(table, cases), processors, path))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("kernels", __doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help="default: all")
     parser.add_argument("--models", default=",".join(PRODUCTS), help="default: %(default)s")
-    parser.add_argument("--write", action="store_true", help="merge the best tiles into the device's table")
     options = parser.parse_args(arguments)
     names = ("compile", *PARTS)
     models = command.names(options.models, PRODUCTS, "--models")
@@ -362,10 +381,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record.progress(f"compiled {compile_all(models) if options.device == 'cuda' else 0} programs")
             continue
         measured = run_part(part, models, options.device, small=options.tiny)
-        if part == "products" and options.write:
-            name = torch.cuda.get_device_name()
-            path = Path(tiles.__file__).with_name(f"{'_'.join(name.lower().split())}.json")
-            write(merged(dict(tiles.table(name)), measured["cases"]), path)
         record.publish(f"kernels-{part}", measured, options.results)
     return 0
 

@@ -1,10 +1,11 @@
 """Measures each phase of a model at each width as a CUDA graph, to compare two versions of the code in one run.
 
-    python -m benchmarks.phases [--family zimage|llama] [--stock] [--against old.json] [--name phases]
+    python -m benchmarks.phases [--family zimage|llama] [--stock] [--against old.json] [--tiles FILE] [--name phases]
 
 Medians of windows of consecutive replays, on the fused lowering in INT8 (Z-Image and Llama-3.1-8B also in bf16).
 Weights are random: speeds are real, images and texts are not. `--stock` also times diffusers' denoiser, eager and
-compiled; `--against` prints the ratio of each phase to that in an earlier file. `--device cpu --tiny` rehearses it.
+compiled; `--against` prints the ratio of each phase to that in an earlier file. `--tiles`, of a table of tiles or
+"estimate", measures each phase with these too, in turns with the device's own. `--device cpu --tiny` rehearses it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from benchmarks.harness import command, models, record
 from benchmarks.harness.timing import window_ms
 from contract.plan import BLOCK, DEPTHS
+from core.kernels.cuda import tiles
 from core.kernels.cuda.decode_kernel import part_count
 from core.kernels.kv_cache import TokenBatch
 from core.ops.cuda import CudaLowering
@@ -74,7 +76,8 @@ def sdxl_phases(device: str, *, small: bool, stock: bool) -> Phases:
             parts = tuple(part.clone() for part in select_features(features, depth))
             shallow = partial(unet.shallow, depth, inputs.without_text(), parts)
             yield f"shallow{'' if depth == BLOCK else f'-{depth}'} {count}", shallow, True
-    yield "keys 2", lambda: unet.prepare_text(models.inputs(source, 2)[2]), True
+    text = models.inputs(source, 2)[2]
+    yield "keys 2", partial(unet.prepare_text, text), True
     for count in (1, 2) if small else (1, 2, 4):
         latents = torch.randn(count, model.latent_channels, *sample.shape[2:], device=device)
         yield f"vae {count}", partial(decoder, latents), True
@@ -188,16 +191,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=FAMILIES, default="sdxl", help="default: %(default)s")
     parser.add_argument("--stock", action="store_true", help="also diffusers' denoiser")
     parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier file of the same family")
+    parser.add_argument(
+        "--tiles", action="append", default=[], metavar="FILE", help="with these tiles too: a table, or `estimate`"
+    )
     parser.add_argument("--name", default="phases", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     before = json.loads(options.against.read_text())["ms"] if options.against else {}
     times: dict[str, float] = {}
+    others: dict[str, dict[str, float]] = {Path(table).stem: {} for table in options.tiles}
+    tables = {Path(table).stem: {} if table == "estimate" else tiles.read(Path(table)) for table in options.tiles}
     for name, run, graph in FAMILIES[options.family](options.device, small=options.tiny, stock=options.stock):
         times[name] = window_ms(run, graph=graph)
-        record.progress(f"{name}: {times[name]:.3f} ms")
-    rows = [(name, f"{ms:.3f}", f"{ms / before[name]:.3f}" if name in before else None) for name, ms in times.items()]
-    record.table(options.family, ("phase", "ms", "ratio"), rows)
-    record.publish(options.name, {"family": options.family, "ms": times}, options.results)
+        for label, table in tables.items():
+            with tiles.using(table):
+                others[label][name] = window_ms(run, graph=graph)
+        record.progress(
+            f"{name}: {times[name]:.3f} ms; {json.dumps({k: round(v[name], 3) for k, v in others.items()})}"
+        )
+    rows = [
+        (name, f"{ms:.3f}", f"{ms / before[name]:.3f}" if name in before else None,
+         *(f"{other[name]:.3f}" for other in others.values()))
+        for name, ms in times.items()
+    ]  # fmt: skip
+    record.table(options.family, ("phase", "ms", "ratio", *others), rows)
+    extra = {"tiles": others} if others else {}
+    record.publish(options.name, {"family": options.family, "ms": times, **extra}, options.results)
     return 0
 
 

@@ -22,9 +22,9 @@ from core.threads import uninterruptible
 
 _FAMILIES = (
     "generate", "chat", "serve", "keys", "models", "doctor", "convert", "quantize", "captions", "evaluate", "tune",
-    "mlperf", "bench",
+    "tune_kernels", "mlperf", "bench",
 )  # fmt: skip
-_FAMILY_OF = {"api": "serve", "worker": "serve"}  # of commands that have another name
+_FAMILY_OF = {"api": "serve", "worker": "serve", "tune-kernels": "tune_kernels"}  # of commands that have another name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,13 +15,13 @@ from unet_opt.deepcache import input_shapes
 _PRODUCTS = ("conv", "upsample", "gated", "linear")
 
 
-def tuned_rows(unet: Any, height: int, width: int, device: str) -> int | None:
+def tuned_rows(unet: Any, height: int, width: int, device: str, multiprocessors: int) -> int | None:
     """Return the most rows of latents of this size for which all of the UNet's products have a measured tile.
 
-    `device` is its name as CUDA gives it. Products that were measured at no width are left out; None where there is no
-    other, as on a device without a table.
+    `device` is its name as CUDA gives it; a table may be a sibling's (`tiles.table`). Products that were measured
+    at no width are left out; None where there is no other, as on a device without a table.
     """
-    measured = tiles.table(device)
+    measured = tiles.table(device, multiprocessors)
     row_counts = []
     for kernel, columns, depth, positions in products(unet, height, width):
         rows = measured.get(kernel, {}).get(f"{columns},{depth}", {})

@@ -10,7 +10,7 @@ import torch
 from contract.precision import cpu_kernels_lack, is_quantized
 from core.config import Settings
 from core.kernels import describe as description
-from core.kernels.cuda import driver, language
+from core.kernels.cuda import driver, language, tiles
 from core.kernels.device import EVERY_LAYER, TORCH, DeviceInfo, KernelChoice, decisions, instead, lacks, say
 from core.threads import LIMITED, compute_threads
 from pipeline.checkpoints.folder import ModelError
@@ -106,11 +106,11 @@ def widest(settings: Settings, model: ImageModel) -> int:
     if model.device.type != "cuda":
         return settings.max_rows
     side, name = model.native // model.vae_scale, torch.cuda.get_device_name(model.device)
-    tuned = tuned_rows(model.denoiser, side, side, name)
+    tuned = tuned_rows(model.denoiser, side, side, name, driver.multiprocessors(model.device.index or 0))
     if tuned is None:
         log.info(
-            "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate",
-            name, model.name, settings.max_rows,
+            "no tiles were measured on %s for %s: forwards have up to %d rows, tiles by estimate; "
+            "`diptych tune-kernels` measures them", name, model.name, settings.max_rows,
         )  # fmt: skip
         return settings.max_rows
     if tuned < settings.max_rows:
@@ -138,4 +138,5 @@ def keep_compiled(settings: Settings, device: str) -> None:
     if device == "cpu":
         return
     driver.keep_in(settings.compiled_kernels)
+    tiles.keep_in(settings.measured_tiles)
     language.keep_in(settings.compiled_kernels / "triton")

@@ -114,5 +114,5 @@ def test_the_best_tiles_are_merged_into_a_table(tmp_path: Path) -> None:
         "linear": {"64,32": {"8": [1, 64, 1, 0], "16": [2, 128, 1, 0]}},
         "geglu": {"64,32": {"16": [1, 64, 2, 0, 8]}},
     }
-    kernels.write(table, tmp_path / "table.json")
-    assert json.loads((tmp_path / "table.json").read_text()) == table
+    kernels.write(table, 132, tmp_path / "table.json")
+    assert json.loads((tmp_path / "table.json").read_text()) == {"multiprocessors": 132, **table}

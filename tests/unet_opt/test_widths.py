@@ -33,9 +33,9 @@ def of_sdxl() -> Any:
 def test_sdxl_on_the_measured_device_ends_at_eight_pictures() -> None:
     """Two rows each; smaller pictures have room for more of them."""
     unet = of_sdxl()
-    assert tuned_rows(unet, 128, 128, "NVIDIA H200") == 16
-    assert tuned_rows(unet, 64, 64, "NVIDIA H200") == 64
-    assert tuned_rows(unet, 128, 128, "Tesla T4") is None
+    assert tuned_rows(unet, 128, 128, "NVIDIA H200", 132) == 16
+    assert tuned_rows(unet, 64, 64, "NVIDIA H200", 132) == 64
+    assert tuned_rows(unet, 128, 128, "Tesla T4", 40) is None
 
 
 def test_every_measured_product_is_one_of_a_models() -> None:
@@ -43,7 +43,7 @@ def test_every_measured_product_is_one_of_a_models() -> None:
     unet = of_sdxl()
     known = {(kernel, f"{columns},{depth}") for kernel, columns, depth, _ in products(unet, 128, 128)}
     known |= {("linear", "11520,3840"), ("linear", "3840,3840"), ("linear", "3840,10240"), ("geglu", "20480,3840")}
-    assert {(kernel, key) for kernel, sizes in tiles.table("NVIDIA H200").items() for key in sizes} <= known
+    assert {(kernel, key) for kernel, sizes in tiles.table("NVIDIA H200", 132).items() for key in sizes} <= known
 
 
 def test_the_narrowest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_the_narrowest_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> N
     table: dict[str, dict[str, dict[str, list[int]]]] = defaultdict(dict)
     for kernel, columns, depth, positions in products(unet, side, side):
         table[kernel].setdefault(f"{columns},{depth}", {})[str(12 * positions)] = [1, 64, 1, 0]
-    monkeypatch.setattr(tiles, "table", lambda device: table if device == "one" else {})
-    assert tuned_rows(unet, side, side, "one") == 12
+    monkeypatch.setattr(tiles, "table", lambda device, _: table if device == "one" else {})
+    assert tuned_rows(unet, side, side, "one", 1) == 12
     table["linear"]["32,128"] = {str(4 * 4 * 4): [1, 64, 1, 0], str(5 * 4 * 4): [1, 64, 1, 0]}
-    assert tuned_rows(unet, side, side, "one") == 5
-    assert tuned_rows(unet, side, side, "another") is None
+    assert tuned_rows(unet, side, side, "one", 1) == 5
+    assert tuned_rows(unet, side, side, "another", 1) is None
 
 
 @torch.inference_mode()

@@ -70,9 +70,10 @@ def settings(model: Path | str, cache: Path, **given: object) -> Settings:
 
 
 @pytest.mark.usefixtures("has_kernels")
-def test_auto_takes_int8_where_the_model_has_it_and_the_kernels_run(model: Path, cache: Path) -> None:
+def test_auto_takes_int8_where_the_model_has_it_and_the_kernels_run(model: Path, cache: Path, tmp_path: Path) -> None:
     assert precision(settings(model, cache), "cpu") == "int8"
-    assert precision(settings(tiny.TINY, cache), "cpu") == "fp32", "no such variant"
+    plain = tiny.save(tmp_path / "plain", SHAPE, seed=1)  # which no other test has quantized into the same cache
+    assert precision(settings(plain, cache), "cpu") == "fp32", "no such variant"
     with build(settings(model, cache)) as works:
         assert works.images.model.precision == "int8" and isinstance(works.images.backend, ProgramBackend)
 
@@ -266,6 +267,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**36, 2**37))
     monkeypatch.setattr(description, "describe", lambda *_: H200)
     monkeypatch.setattr(driver, "_kept_in", driver._kept_in)  # which is put back

@@ -1,17 +1,23 @@
 """Chooses a product's tile: the measured best if there is one, else the cheapest by a cost model.
 
-A table is a JSON file per device beside this one, written by `benchmarks/kernels.py`: kernel → "N,K" → bucket of
-rows → tile. Nothing is tuned at start-up.
+A table is a JSON file per device, written by `diptych tune-kernels`: kernel → "N,K" → bucket of rows → tile, and the
+device's number of multiprocessors. Some are beside this file, others where `keep_in` says. Nothing is tuned at
+start-up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,64 @@ def bucket(rows: int) -> int:
     return 1 << max(rows - 1, 1).bit_length()
 
 
+SHIPPED = Path(__file__).parent
+_folders: list[Path] = [SHIPPED]
+_chosen: list[dict[str, Any]] = []  # by `using`
+
+
+def keep_in(folder: Path) -> None:
+    """Look for tables in this folder too, before the shipped ones."""
+    _folders[:] = [folder, SHIPPED]
+    _forget()
+
+
+def path_of(folder: Path, device: str) -> Path:
+    """The file of a device's table."""
+    return folder / f"{'_'.join(device.lower().split())}.json"
+
+
 @functools.cache
-def table(device: str) -> dict[str, Any]:
-    """The measured tiles of this device, or nothing."""
-    name = "_".join(device.lower().split())
-    path = Path(__file__).with_name(f"{name}.json")
-    if not path.is_file():
+def table(device: str, multiprocessors: int) -> dict[str, Any]:
+    """The tiles measured on this device: by its owner, else as shipped; else a sibling's, of as many multiprocessors.
+
+    Empty where there is none. A file that cannot be read is logged and left out.
+    """
+    if _chosen:
+        return _chosen[-1]
+    own = (path_of(folder, device) for folder in _folders)
+    for path in (*own, *sorted(SHIPPED.glob("*.json"))):
+        if path.is_file() and (entries := read(path, multiprocessors)):
+            log.info("tiles of %s: %s", device, path)
+            return entries
+    return {}
+
+
+def read(path: Path, multiprocessors: int | None = None) -> dict[str, Any]:
+    """A table; empty for a device of other multiprocessors, and for a file that cannot be read, which is logged."""
+    try:
+        entries: dict[str, Any] = json.loads(path.read_text())
+        measured_on = entries.pop("multiprocessors")
+        return entries if multiprocessors in (None, measured_on) else {}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        log.warning("%s is not read: %s", path, error)
         return {}
-    entries: dict[str, Any] = json.loads(path.read_text())
-    return entries
+
+
+@contextlib.contextmanager
+def using(entries: dict[str, Any]) -> Iterator[None]:
+    """Context: every device has these tiles."""
+    _chosen.append(entries)
+    try:
+        _forget()
+        yield
+    finally:
+        _chosen.pop()
+        _forget()
+
+
+def _forget() -> None:
+    table.cache_clear()
+    choose.cache_clear()
 
 
 def cheapest(rows: int, columns: int, multiprocessors: int, choices: list[Tile]) -> Tile:
@@ -84,7 +139,7 @@ def cheapest(rows: int, columns: int, multiprocessors: int, choices: list[Tile])
 def choose(device: str, kernel: str, rows: int, columns: int, depth: int, multiprocessors: int) -> Tile:
     """The tile for a product of `rows` × `columns` over `depth`; `kernel`: linear, geglu, conv or upsample."""
     choices = candidates(columns, gated=kernel == "geglu")
-    measured = table(device).get(kernel, {}).get(f"{columns},{depth}", {}).get(str(bucket(rows)))
+    measured = table(device, multiprocessors).get(kernel, {}).get(f"{columns},{depth}", {}).get(str(bucket(rows)))
     if measured is not None and replace(tile := Tile(*measured), group=1) in choices:
         return tile
     return cheapest(rows, columns, multiprocessors, choices)

@@ -6,10 +6,12 @@ import ctypes
 import math
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks import kernels
 from core.kernels.cuda import tiles
 from core.kernels.cuda.gemm import GemmArguments
 from core.kernels.cuda.gemm_source import LOCATE, TYPES
@@ -34,12 +36,41 @@ def test_shapes_that_nobody_measured_get_wide_tiles_that_fill_the_device(
 
 def test_a_measured_tile_is_taken_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"linear": {"3840,3840": {"8192": [2, 128, 2, 0, 8], "16384": [1, 256, 1, 0], "32768": [7, 7, 7, 7]}}}
-    monkeypatch.setattr(tiles, "table", lambda device: measured)
+    monkeypatch.setattr(tiles, "table", lambda *_: measured)
     tiles.choose.cache_clear()
     made = [tiles.choose("measured", "linear", rows, 3840, 3840, PROCESSORS) for rows in (4224, 8448, 16896)]
     tiles.choose.cache_clear()
     assert made[:2] == [Tile(2, 128, 2, 0, 8), Tile(1, 256, 1)]
     assert made[2] in tiles.candidates(3840), "no tile of the kernel's: not taken"
+
+
+@pytest.fixture
+def folders() -> Iterator[None]:
+    yield
+    tiles._folders[:] = [tiles.SHIPPED]
+    tiles._forget()
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_table_is_the_owners_else_shipped_else_a_siblings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    h100, h200 = (tiles.read(tiles.path_of(tiles.SHIPPED, name)) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
+    assert h100 and h200 and h100 != h200
+    assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == h100
+    assert tiles.table("NVIDIA H100 NVL", PROCESSORS) in (h100, h200)
+    assert tiles.table("NVIDIA H100 PCIe", 114) == {}, "another number of multiprocessors"
+    tiles.keep_in(tmp_path)
+    own = tiles.path_of(tmp_path, "NVIDIA H100 80GB HBM3")
+    for text in ("no JSON", "[]", "{}"):
+        own.write_text(text)
+        tiles._forget()
+        assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == h100
+        assert f"{own} is not read" in caplog.text
+        caplog.clear()
+    kernels.write({"linear": {"64,32": {"8": [1, 64, 1, 0]}}}, PROCESSORS, own)
+    tiles._forget()
+    assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {"linear": {"64,32": {"8": [1, 64, 1, 0]}}}
+    with tiles.using({}):
+        assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {}
 
 
 PROGRAM = """
