@@ -51,7 +51,8 @@ def add(commands: Commands) -> None:
         "Redis, the API and a worker, started and kept alive by this one command.",
         _PARTS,
     )
-    add_settings(serve, "host", "port")
+    add_settings(serve, "host", "port", "apis")
+    serve.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     serve.add_argument(
         "--data",
         "--data-dir",
@@ -83,6 +84,7 @@ def add(commands: Commands) -> None:
 def _serve(options: argparse.Namespace) -> int:
     _check_extra()
     from deployment.address import AddressError
+    from deployment.devices import NoDevices, visible_gpus
     from deployment.redis import RedisError
     from deployment.serve import DataError, serve
 
@@ -90,7 +92,10 @@ def _serve(options: argparse.Namespace) -> int:
     if settings.redis_url:
         _check_redis(settings)
     try:
-        return serve(settings, verbose=options.verbose)
+        devices = visible_gpus(os.environ) if options.each_gpu else None
+        return serve(settings, devices=devices, verbose=options.verbose)
+    except NoDevices as error:
+        raise UsageError(f"--each-gpu: {error}") from error
     except (AddressError, DataError) as error:
         raise UsageError(str(error)) from error
     except RedisError as error:
@@ -133,12 +138,13 @@ def _worker(options: argparse.Namespace) -> int:
 
 
 def _limit_threads(settings: Settings) -> None:
-    """Limit the threads of a GPU worker's libraries, before any of them is loaded."""
-    from core.threads import compute_threads, limit_threads
-    from deployment.devices import expects_gpu
+    """Limit the threads of a GPU worker's libraries, before any of them is loaded, and keep it near its GPU."""
+    from core.threads import compute_threads, limit_threads, stay_on
+    from deployment.devices import expects_gpu, gpu_of, near_cores
 
     if expects_gpu(settings.device, os.environ):
         limit_threads(os.environ, compute_threads(settings.threads, gpu=True))
+        stay_on(near_cores(gpu_of(settings.device, os.environ)))
 
 
 def _each_gpu(settings: Settings, options: argparse.Namespace) -> int:

@@ -193,6 +193,9 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="that the API listens on")
     port: int = Field(default=8000, ge=1, le=65535, description="that the API listens on")
+    apis: int = Field(
+        default=1, ge=1, le=64, description="processes that answer HTTP under `diptych serve`, on the same port"
+    )
     max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
     max_attempts: int = Field(default=3, ge=1, le=100, description="crashes that a job may be in before it fails")
     image_jobs: int = Field(default=32, ge=1, le=1000, description="image jobs that a worker takes at once")
@@ -373,6 +376,10 @@ class Settings(BaseSettings):
     @property
     def compiled_kernels(self) -> Path:
         return self.cache_dir.expanduser() / "kernels"
+
+    @property
+    def measured_tiles(self) -> Path:
+        return self.cache_dir.expanduser() / "tiles"
 
 
 def _names(model: str, models: str) -> list[str]:

@@ -42,6 +42,12 @@ def limit_threads(environment: MutableMapping[str, str], threads: int) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def stay_on(near: set[int]) -> None:
+    """Keep this process on those of its processors that are among these, if there are any."""
+    if hasattr(os, "sched_setaffinity") and (own := near & os.sched_getaffinity(0)):
+        os.sched_setaffinity(0, own)
+
+
 def lower_priority(name: str, *, idle: bool = False) -> None:
     """Run the calling thread, and threads and processes that it starts, behind all others. `name` is for the log.
 

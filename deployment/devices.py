@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -57,12 +58,50 @@ def expects_gpu(device: str, environment: Mapping[str, str]) -> bool:
         return False
 
 
+def gpu_of(device: str, environment: Mapping[str, str]) -> str:
+    """The GPU of a worker of this device setting, as CUDA_VISIBLE_DEVICES names it; "" where that is not known."""
+    try:
+        return visible_gpus(environment)[int(device.partition(":")[2] or 0)]
+    except (NoDevices, ValueError, IndexError):
+        return ""
+
+
+def near_cores(device: str, system: Path = Path("/sys"), query: Callable[[], str] | None = None) -> set[int]:
+    """The processors of the NUMA node that a GPU is attached to, or nothing where that is not known.
+
+    `device` is a GPU as CUDA_VISIBLE_DEVICES names it. `query` is what `nvidia-smi` prints of each GPU's index, UUID
+    and bus.
+    """
+    listing = (query or partial(_nvidia_smi, "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"))()
+    for line in listing.splitlines():
+        index, uuid, bus = (word.strip() for word in line.split(","))
+        if device in (index, uuid):
+            # CUDA writes eight digits of the bus's domain, the kernel four.
+            folder = system / "bus/pci/devices" / bus.lower()[-12:]
+            try:
+                node = int((folder / "numa_node").read_text())
+                return _cores((system / f"devices/system/node/node{node}/cpulist").read_text()) if node >= 0 else set()
+            except (OSError, ValueError):
+                return set()
+    return set()
+
+
+def _cores(ranges: str) -> set[int]:
+    """The numbers of a list such as "0-15,32-47"."""
+    ends = (part.split("-") for part in ranges.strip().split(",") if part)
+    return {core for first, *last in ends for core in range(int(first), int(*last or [first]) + 1)}
+
+
 def _listed() -> str:
+    return _nvidia_smi("-L")
+
+
+def _nvidia_smi(*arguments: str) -> str:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
     try:
-        return subprocess.run([command, "-L"], capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -80,8 +119,8 @@ def serve_each(
     logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # private, under an unpredictable name
     with StopSignals() as stop, StatusDisplay() as screen:
         parts = [
-            (ChildProcess(f"worker {k}", command, _environment(settings, k, device), logs / f"{k}.log"), Backoff())
-            for k, device in enumerate(devices)
+            (ChildProcess(name, command, environment, logs / f"{name}.log"), Backoff())
+            for name, environment in worker_environments(settings, os.environ, devices)
         ]
         code = 0
         try:
@@ -96,13 +135,21 @@ def serve_each(
             _end([child for child, _ in parts], stop, screen, settings.drain_s + _HAND_BACK_S)
 
 
-def _environment(settings: Settings, k: int, device: str) -> dict[str, str]:
-    """The k-th worker's environment: its device, and its own metrics port, counted up from the configured one."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
-    if settings.metrics:
-        host, _, port = settings.metrics.rpartition(":")
-        environment["DIPTYCH_METRICS"] = f"{host}:{int(port) + k}"
-    return environment
+def worker_environments(
+    settings: Settings, environment: Mapping[str, str], devices: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """The name and environment of each device's worker: its device, and its own metrics port, counted up from the
+    configured one. Without `devices` of the one worker, which chooses its device.
+    """
+    if devices is None:
+        yield "worker", dict(environment)
+        return
+    for number, device in enumerate(devices):
+        own = {**environment, "CUDA_VISIBLE_DEVICES": device}
+        if settings.metrics:
+            host, _, port = settings.metrics.rpartition(":")
+            own["DIPTYCH_METRICS"] = f"{host}:{int(port) + number}"
+        yield f"worker {number}", own
 
 
 def _look(child: ChildProcess, backoff: Backoff, screen: StatusDisplay) -> int:

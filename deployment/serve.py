@@ -9,13 +9,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from core.config import Settings
 from deployment.address import is_private, listen, url
 from deployment.children import Backoff, ChildProcess, reason
+from deployment.devices import worker_environments
 from deployment.redis import RedisError, RedisServer
 from deployment.screen import StatusDisplay
 from deployment.signals import StopSignals
@@ -39,16 +41,17 @@ class _Unusable(Exception):
     """A part reported that its input can never work."""
 
 
-def serve(settings: Settings, *, verbose: bool = False) -> int:
+def serve(settings: Settings, *, devices: Sequence[str] | None = None, verbose: bool = False) -> int:
     """Serve until a signal comes; returns the exit code.
 
-    Raises `AddressError` and `DataError` before anything is started, and `RedisError` if no Redis is available.
+    `devices`: one worker for each of these GPUs, as CUDA_VISIBLE_DEVICES names them; otherwise one on the settings'
+    device. Raises `AddressError` and `DataError` before anything is started, and `RedisError` if no Redis is available.
     """
     _open_standard_descriptors()
     with StopSignals() as stop, listen(settings.host, settings.port) as listener, _lock(settings.data_dir) as folder:
         settings = settings.model_copy(update={"data_dir": folder})
         with StatusDisplay() as screen:
-            return _Stack(settings, listener, screen, stop, verbose=verbose).run()
+            return _Stack(settings, listener, screen, stop, devices, verbose=verbose).run()
 
 
 def _open_standard_descriptors() -> None:
@@ -110,8 +113,9 @@ class _Part:
 
 class _Stack:
     def __init__(
-        self, settings: Settings, listener: socket.socket, screen: StatusDisplay, stop: StopSignals, *, verbose: bool
-    ) -> None:
+        self, settings: Settings, listener: socket.socket, screen: StatusDisplay, stop: StopSignals,
+        devices: Sequence[str] | None, *, verbose: bool,
+    ) -> None:  # fmt: skip
         self._screen, self._stop, self._listener, self._verbose = screen, stop, listener, verbose
         self._redis: RedisServer | None = None
         if not settings.redis_url:
@@ -122,16 +126,24 @@ class _Stack:
         command = [sys.executable, "-P", "-m", "cli", *(["--verbose"] if verbose else [])]
         environment, logs = _environment(settings), settings.data_dir / "logs"
         descriptor = listener.fileno()
-        self._api = ChildProcess(
-            "API", [*command, "api", "--fd", str(descriptor)], environment, logs / "api.log", descriptors=(descriptor,)
-        )
-        self._worker = ChildProcess(
-            "worker", [*command, "worker"], environment, logs / "worker.log", niceness=_NICENESS
-        )
-        self._parts = [
-            _Part("worker", self._start_worker, lambda: self._worker.code),
-            _Part("API", self._api.start, lambda: self._api.code),
+        numbers = range(1, settings.apis + 1)
+        self._apis = [
+            ChildProcess(
+                name := "API" if settings.apis == 1 else f"API {number}",
+                [*command, "api", "--fd", str(descriptor)], environment, logs / f"{_file_name(name)}.log",
+                descriptors=(descriptor,),
+            )
+            for number in numbers
+        ]  # fmt: skip
+        self._workers = [
+            ChildProcess(name, [*command, "worker"], own, logs / f"{_file_name(name)}.log", niceness=_NICENESS)
+            for name, own in worker_environments(settings, environment, devices)
         ]
+        self._parts = [
+            *(_Part(worker.name, partial(self._start_worker, worker), partial(_code, worker))
+              for worker in self._workers),
+            *(_Part(api.name, api.start, partial(_code, api)) for api in self._apis),
+        ]  # fmt: skip
         self._watch: ReadinessWatcher | None = None
         self._announced, self._pending, self._spoken = False, True, False
 
@@ -162,12 +174,13 @@ class _Stack:
                 self._begin_redis(self._redis)
             if self._stop.asked:
                 return
-            self._start_worker()  # first: it takes longest
-            self._api.start()
+            for child in (*self._workers, *self._apis):  # workers first: they take longest
+                child.start()
         except OSError as error:
             raise _unusable(self._settings.data_dir, error) from error
         self._watch = ReadinessWatcher(self._settings, url(self._listener))
-        self._watch.expect(self._worker.pid)
+        for worker in self._workers:
+            self._watch.expect(worker.name, worker.pid)
 
     def _begin_redis(self, redis: RedisServer) -> None:
         """Start Redis and wait until it answers, however long its file takes to load."""
@@ -179,10 +192,10 @@ class _Stack:
                 raise RedisError(f"redis-server did not start: {redis.last_words()}")
             time.sleep(0.01)
 
-    def _start_worker(self) -> None:
-        self._worker.start()
+    def _start_worker(self, worker: ChildProcess) -> None:
+        worker.start()
         if self._watch is not None:
-            self._watch.expect(self._worker.pid)
+            self._watch.expect(worker.name, worker.pid)
 
     # -- run -------------------------------------------------------------------------------------------------------
 
@@ -198,8 +211,8 @@ class _Stack:
                 self._hear()
                 if code == _UNUSABLE and part.name != "Redis":
                     raise _Unusable
-                if self._watch is not None:
-                    self._watch.lost(api=part.name == "API", worker=part.name == "worker")
+                if self._watch is not None and part.name != "Redis":
+                    self._watch.lost(part.name)
                 words = f": {self._redis.last_words()}" if part.name == "Redis" and self._redis and code > 0 else ""
                 self._postpone(part, f"ended ({reason(code)}{words})")
 
@@ -219,7 +232,7 @@ class _Stack:
 
     def _hear(self) -> None:
         """Print the children's output, except what belongs in their logs only."""
-        for child in (self._api, self._worker):
+        for child in (*self._apis, *self._workers):
             for line in child.lines() if child.process is not None else ():
                 informs = line.startswith("INFO ") or '"level": "INFO"' in line
                 if self._verbose or not informs:
@@ -254,22 +267,37 @@ class _Stack:
         # A part that ended by itself has said why, and that should be the last line.
         say = self._screen.show_activity if self._stop.asked else lambda text: self._screen.settle()
         say("stopping the API")
-        self._end_child(self._api, _API_STOP_S, urges=0)
+        self._end_children(self._apis, _API_STOP_S, urges=0)
         say("the worker finishes what it has begun (Ctrl-C: hands it back)")
-        self._end_child(self._worker, self._settings.drain_s + _HAND_BACK_S, urges=1)
+        self._end_children(self._workers, self._settings.drain_s + _HAND_BACK_S, urges=1)
         if self._redis is not None:
             say("stopping Redis")
             self._redis.stop()
 
-    def _end_child(self, child: ChildProcess, patience_s: float, *, urges: int) -> None:
+    def _end_children(self, children: Sequence[ChildProcess], patience_s: float, *, urges: int) -> None:
         """Send SIGTERM; again at each of so many further stop signals; then, or after that time, SIGKILL."""
         until, passed_on = time.monotonic() + patience_s, 0
-        child.terminate()
-        while child.code is None and time.monotonic() < until and self._stop.urged <= urges:
+        for child in children:
+            child.terminate()
+        while (
+            any(child.code is None for child in children)
+            and time.monotonic() < until
+            and self._stop.urged <= urges
+        ):  # fmt: skip
             if self._stop.urged > passed_on:
                 passed_on = self._stop.urged
-                child.terminate()
+                for child in children:
+                    child.terminate()
             self._hear()
             time.sleep(_LOOK_S)
-        child.kill()
+        for child in children:
+            child.kill()
         self._hear()
+
+
+def _code(child: ChildProcess) -> int | None:
+    return child.code
+
+
+def _file_name(name: str) -> str:
+    return name.lower().replace(" ", "-")

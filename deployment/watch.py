@@ -9,6 +9,7 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -25,8 +26,8 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The last observation. `api`: it answers, and has itself seen Redis and a ready worker. `message` is our worker's
-    activity, or why that is unknown.
+    """The last observation. `api`: it answers, and has itself seen Redis and a ready worker. `worker`: all of ours are
+    ready. `message` is the activity of one that is not, or why that is unknown.
     """
 
     api: bool = False
@@ -46,7 +47,7 @@ class ReadinessWatcher:
         self._settings = settings
         self._address = urlsplit(url)
         self._sight = Readiness()
-        self._worker: tuple[int, float] | None = None
+        self._workers: dict[str, tuple[int, float] | None] = {}
         self._changed = threading.Condition()
         self._over = False
         self._registry: Registry | None = None
@@ -58,20 +59,20 @@ class ReadinessWatcher:
         with self._changed:
             return self._sight
 
-    def lost(self, *, api: bool = False, worker: bool = False) -> None:
-        """A part ended; its last observation is invalid."""
+    def lost(self, name: str) -> None:
+        """A part ended, a worker or an API process; its last observation is invalid."""
         with self._changed:
-            if api:
-                self._sight = replace(self._sight, api=False)
-            if worker:
+            if name in self._workers:
                 self._sight = replace(self._sight, worker=False, message="", models=())
-                self._worker = None
+                self._workers[name] = None
+            else:
+                self._sight = replace(self._sight, api=False)
             self._changed.notify()
 
-    def expect(self, pid: int) -> None:
-        """Set the worker's process id."""
+    def expect(self, name: str, pid: int) -> None:
+        """Set the process id of the worker of this name."""
         with self._changed:
-            self._worker = (pid, time.time() - 1.0)
+            self._workers[name] = (pid, time.time() - 1.0)
             self._changed.notify()
 
     def close(self) -> None:
@@ -86,32 +87,36 @@ class ReadinessWatcher:
                 self._changed.wait_for(lambda: self._over or not self._sight.ready)
                 if self._over:
                     return
-                before, worker = self._sight, self._worker
+                before, workers = self._sight, dict(self._workers)
             seen = before
-            if worker is not None and not seen.worker:
-                seen = self._look_for_worker(seen, *worker)
+            if workers and not seen.worker:
+                seen = self._look_for_workers(seen, workers.values())
             if not seen.api:
                 seen = replace(seen, api=self._api_answers())
             with self._changed:
-                if self._sight == before and self._worker == worker:  # nothing was lost meanwhile
+                if self._sight == before and self._workers == workers:  # nothing was lost meanwhile
                     self._sight = seen
                 self._changed.wait_for(lambda: self._over, _LOOK_S)
 
-    def _look_for_worker(self, seen: Readiness, pid: int, since: float) -> Readiness:
+    def _look_for_workers(self, seen: Readiness, workers: Iterable[tuple[int, float] | None]) -> Readiness:
         from core.jobs.connection import StoreError
         from core.jobs.registry import Registry
 
         if self._registry is None:  # imported only after the children's own imports have begun
             self._registry = Registry.of(self._settings)
         try:
-            cards = self._registry.workers()
+            cards = {card.pid: card for card in self._registry.workers() if card.host == socket.gethostname()}
         except StoreError as error:
             return replace(seen, message=str(error))
-        for card in cards:
+        for worker in workers:
+            card = cards.get(worker[0]) if worker is not None else None
             # An earlier worker may have had the same process id, above all in a container.
-            if card.pid == pid and card.host == socket.gethostname() and card.started >= since:
-                return replace(seen, worker=card.state == "ready", message=card.message, models=tuple(card.models))
-        return replace(seen, message="")
+            if card is None or worker is None or card.started < worker[1]:
+                return replace(seen, message="")
+            seen = replace(seen, worker=card.state == "ready", message=card.message, models=tuple(card.models))
+            if not seen.worker:
+                break
+        return seen
 
     def _api_answers(self) -> bool:
         connection = http.client.HTTPConnection(self._address.hostname or "", self._address.port, timeout=_ANSWER_S)

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from core.threads import GPU_THREADS, cores
-from deployment.devices import expects_gpu
+from deployment.devices import expects_gpu, gpu_of, near_cores
 
 # The command up to where the worker's process would boot, and then what the build does first.
 _STARTED = """
@@ -74,3 +75,27 @@ def test_auto_needs_a_gpu_and_a_torch_that_uses_it(
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: version)
     assert expects_gpu("auto", {"CUDA_VISIBLE_DEVICES": visible}) is expected
+
+
+LISTED = "0, GPU-aa, 00000000:19:00.0\n1, GPU-bb, 00000000:9B:00.0\n2, GPU-cc, 00000000:C1:00.0\n"
+
+
+def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
+    for bus, node in (("0000:19:00.0", "0"), ("0000:9b:00.0", "1"), ("0000:c1:00.0", "-1")):
+        (tmp_path / "bus/pci/devices" / bus).mkdir(parents=True)
+        (tmp_path / "bus/pci/devices" / bus / "numa_node").write_text(f"{node}\n")
+    for node, listed in ((0, "0-3,8-9\n"), (1, "4\n")):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(listed)
+    cores_of = {name: near_cores(name, tmp_path, lambda: LISTED) for name in ("0", "GPU-bb", "1", "2", "3", "")}
+    assert cores_of == {"0": {0, 1, 2, 3, 8, 9}, "GPU-bb": {4}, "1": {4}, "2": set(), "3": set(), "": set()}
+    assert near_cores("0", tmp_path / "nothing", lambda: LISTED) == set()
+    assert near_cores("0", tmp_path, lambda: "") == set()
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "gpu"),
+    [("auto", "3,5", "3"), ("cuda", "3,5", "3"), ("cuda:1", "3,5", "5"), ("cuda:2", "3,5", ""), ("cuda", "", "")],
+)
+def test_the_gpu_of_a_worker_follows_from_its_device(device: str, visible: str, gpu: str) -> None:
+    assert gpu_of(device, {"CUDA_VISIBLE_DEVICES": visible}) == gpu

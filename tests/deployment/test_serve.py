@@ -85,6 +85,30 @@ def test_ctrl_c_under_make_reaches_both_and_leaves_nothing(serve: Callable[..., 
             os.killpg(make.pid, signal.SIGKILL)
 
 
+def test_a_worker_for_each_gpu_and_several_apis_are_one_service(serve: Callable[..., Served]) -> None:
+    """The GPUs are names only: the workers compute on the CPU. One that is killed comes back, and so does an API."""
+    served = serve("--each-gpu", "--apis", "2", variables={"DIPTYCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"})
+    served.ready()
+    parts = [child for child in served._children() if "cli" in child.cmdline()]
+    workers = [part for part in parts if "worker" in part.cmdline()]
+    apis = [part for part in parts if "api" in part.cmdline()]
+    assert len(workers) == len(apis) == 2
+    assert {worker.environ()["CUDA_VISIBLE_DEVICES"] for worker in workers} == {"0", "1"}
+    assert served.picture().startswith(b"\x89PNG")
+    for part, name in ((workers[1], "worker 1"), (apis[0], "API")):
+        part.kill()
+        wait_until(lambda name=name: f"{name}" in served.err and "starting it again" in served.err, name)
+    wait_until(lambda: "diptych: ready again" in served.out + served.err, "both again")
+    assert served.picture().startswith(b"\x89PNG")
+    assert served.stop(signal.SIGTERM) == 0
+
+
+def test_without_a_gpu_none_is_served(serve: Callable[..., Served]) -> None:
+    served = serve("--each-gpu", variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert served.ended() == 2
+    assert "--each-gpu: no GPU is visible here" in served.err
+
+
 def test_a_model_that_is_not_there_ends_it(serve: Callable[..., Served]) -> None:
     """On an address for everyone, with variables that are no settings: all is said once, and the error last."""
     variables = {"DIPTYCH_PRECISON": "fp16", "diptych_port": "80"}
