@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from deployment.address import listen, url
 from deployment.children import ChildProcess
 from deployment.devices import visible_gpus, worker_environments
 from deployment.redis import RedisServer
+from deployment.serve import NICENESS, REDIS_OPTIONS
 from pipeline.checkpoints import sdxl, tiny
 
 _HALF = {"deepcache": {"interval": 2, "depth": RESNET}}
@@ -93,7 +95,7 @@ class Host:
     """What `diptych serve --each-gpu` starts, part by part, so that workers can be ended. Call within its context."""
 
     def __init__(self, options: argparse.Namespace, devices: Sequence[str] | None, folder: Path) -> None:
-        self.redis = RedisServer(folder / "redis", tied=True)
+        self.redis = RedisServer(folder / "redis", REDIS_OPTIONS, tied=True)
         self._listener = listen("127.0.0.1", 0)
         self.url = url(self._listener)
         settings = Settings(
@@ -116,7 +118,7 @@ class Host:
             for number in range(options.apis)
         ]  # fmt: skip
         self.workers = [
-            ChildProcess(name, [*base, "worker"], environment, folder / f"{name}.log")
+            ChildProcess(name, [*base, "worker"], environment, folder / f"{name}.log", niceness=NICENESS)
             for name, environment in worker_environments(settings, variables, devices)
         ]
 
@@ -130,6 +132,7 @@ class Host:
         self.end(self.workers)
         self.end(self.apis)
         self.redis.kill()
+        self._listener.close()
 
     def wait_ready(self) -> None:
         """Wait until all workers are ready and record no more graphs. Raises `BenchError`."""
@@ -178,8 +181,12 @@ class Host:
 def _cpu_s(pid: int) -> float:
     import psutil
 
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    process, total = psutil.Process(pid), 0.0
+    for each in (process, *process.children(recursive=True)):  # those that encode files are a worker's
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -231,6 +238,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all, and return the results; they are saved after each window."""
     counts, plans = options.counts, options.plans
     devices = visible_gpus(os.environ)[: max(counts)] if options.device == "cuda" else None
+    if max(counts) > (there := len(devices) if devices is not None else 1):
+        raise BenchError(f"--gpus: {max(counts)}, and there are {there}")
     results: dict[str, Any] = {
         "model": options.model, "precision": options.precision, "apis": options.apis, "window_s": options.window,
         "cores": len(os.sched_getaffinity(0)), "gpus": {},
@@ -251,6 +260,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             host.keep(count)
             if options.engine and engine is None and devices is not None and count < len(devices):
                 engine = _engine(devices[-1], plans, options)
+                stack.callback(engine.kill)
             figures = results["gpus"][str(count)] = {}
             host.settle()
             record.progress(f"{count} GPUs: settled after {time.monotonic() - started:.0f} s")

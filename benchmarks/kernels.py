@@ -337,9 +337,10 @@ def run_part(
 def merged(table: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
     """A table of tiles with the best of these cases: kernel → "N,K" → bucket of rows → tile."""
     for figures in cases.values():
-        if figures["tile"] is not None and "," in figures["variant"]:
+        times = {name: ms for name, ms in figures["longer_ms"].items() if "," in name and name not in figures["wrong"]}
+        if figures["tile"] is not None and times:  # "default" is one of the tiles, timed once more
             kernel, shape, rows = figures["tile"]
-            numbers = [int(number) for number in figures["variant"].split(",")]
+            numbers = [int(number) for number in min(times, key=times.__getitem__).split(",")]
             key = numbers if numbers[4] > 1 else numbers[:4]
             table.setdefault(kernel, {}).setdefault(shape, {})[rows] = key
     return table

@@ -198,8 +198,8 @@ class Settings(BaseSettings):
     )
     max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
     max_attempts: int = Field(default=3, ge=1, le=100, description="crashes that a job may be in before it fails")
-    image_jobs: int = Field(default=32, ge=1, le=1000, description="image jobs that a worker takes at once")
-    text_jobs: int = Field(default=64, ge=1, le=1000, description="text jobs that a worker takes at once")
+    image_jobs: int = Field(default=32, ge=1, le=1000, description="image jobs that a worker computes at once")
+    text_jobs: int = Field(default=64, ge=1, le=1000, description="text jobs that a worker computes at once")
     lease_s: float = Field(
         default=15.0,
         ge=0.5,

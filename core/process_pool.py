@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _ROOT = Path(__file__).resolve().parents[1]
 _COUNT = struct.Struct(">II")  # length of the JSON, number of blobs
 _LENGTH = struct.Struct(">Q")
-_NICE = 10  # the event loop and the workers (5 under `diptych serve`) go first
+NICE = 10  # the event loop and the workers (5 under `diptych serve`) go first
 _OPEN_FILES = 64
 _EXIT_S = 1.0  # from the end of a child's output to its exit
 _MOST_BYTES = 256 * 2**20  # of one blob or value: what a child claims is not trusted
@@ -75,10 +75,14 @@ class ProcessPool:
     """Children of one module. As many as there are calls at once: the caller limits these. Thread-safe."""
 
     def __init__(
-        self, module: str, *, memory_bytes: int, cpu_s: int, timeout_s: float, calls: int = 100, idle_s: float = 30.0
-    ) -> None:
-        """Starts no process yet. `memory_bytes` limits a child's address space, `cpu_s` and `timeout_s` one call."""
-        self._arguments = [module, str(memory_bytes), str(cpu_s)]
+        self, module: str, *, memory_bytes: int, cpu_s: int, timeout_s: float, calls: int = 100, idle_s: float = 30.0,
+        niceness: int = NICE,
+    ) -> None:  # fmt: skip
+        """Starts no process yet. `memory_bytes` limits a child's address space, `cpu_s` and `timeout_s` one call.
+
+        `niceness` is added to this process's.
+        """
+        self._arguments = [module, str(memory_bytes), str(cpu_s), str(niceness)]
         self._timeout_s, self._calls, self._idle_s = timeout_s, calls, idle_s
         self._lock = threading.Lock()
         self._idle: list[_Child] = []  # used last: at the end
@@ -243,10 +247,10 @@ class _Child:
 
 def serve(*functions: Function) -> NoReturn:
     """Run a child: limit this process, and answer calls of these functions until the standard input ends."""
-    memory_bytes, cpu_s = map(int, sys.argv[1:])
+    memory_bytes, cpu_s, niceness = map(int, sys.argv[1:])
     by_name = {function.__name__: function for function in functions}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends its children
-    os.nice(_NICE)
+    os.nice(niceness)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)

@@ -74,8 +74,8 @@ def near_cores(device: str, system: Path = Path("/sys"), query: Callable[[], str
     """
     listing = (query or partial(_nvidia_smi, "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"))()
     for line in listing.splitlines():
-        index, uuid, bus = (word.strip() for word in line.split(","))
-        if device in (index, uuid):
+        index, uuid, bus = ([word.strip() for word in line.split(",")] + [""] * 3)[:3]
+        if bus and device in (index, uuid):
             # CUDA writes eight digits of the bus's domain, the kernel four.
             folder = system / "bus/pci/devices" / bus.lower()[-12:]
             try:
@@ -119,8 +119,8 @@ def serve_each(
     logs = Path(tempfile.mkdtemp(prefix="diptych-workers-"))  # private, under an unpredictable name
     with StopSignals() as stop, StatusDisplay() as screen:
         parts = [
-            (ChildProcess(name, command, environment, logs / f"{name}.log"), Backoff())
-            for name, environment in worker_environments(settings, os.environ, devices)
+            (ChildProcess(name, command, environment, logs / f"{number}.log"), Backoff())
+            for number, (name, environment) in enumerate(worker_environments(settings, os.environ, devices))
         ]
         code = 0
         try:

@@ -29,8 +29,8 @@ _LOOK_S = 0.05
 _API_STOP_S = 10.0
 _HAND_BACK_S = 15.0  # beyond drain_s, to hand back unfinished jobs
 _UNUSABLE = 2  # exit code of a part whose input can never work
-_NICENESS = 5  # of the worker: the API stays responsive under load, and what reads weight files may be far nicer
-_REDIS_OPTIONS = ("maxmemory 1gb",)
+NICENESS = 5  # of the worker: the API stays responsive under load, and what reads weight files may be far nicer
+REDIS_OPTIONS = ("maxmemory 1gb",)
 
 
 class DataError(ValueError):
@@ -119,7 +119,7 @@ class _Stack:
         self._screen, self._stop, self._listener, self._verbose = screen, stop, listener, verbose
         self._redis: RedisServer | None = None
         if not settings.redis_url:
-            self._redis = RedisServer(settings.data_dir / "redis", _REDIS_OPTIONS, tied=True)
+            self._redis = RedisServer(settings.data_dir / "redis", REDIS_OPTIONS, tied=True)
             settings = settings.model_copy(update={"redis_url": self._redis.url})
         self._settings = settings
         # -P: modules in the folder where serve was started must not shadow ours.
@@ -136,7 +136,7 @@ class _Stack:
             for number in numbers
         ]  # fmt: skip
         self._workers = [
-            ChildProcess(name, [*command, "worker"], own, logs / f"{_file_name(name)}.log", niceness=_NICENESS)
+            ChildProcess(name, [*command, "worker"], own, logs / f"{_file_name(name)}.log", niceness=NICENESS)
             for name, own in worker_environments(settings, environment, devices)
         ]
         self._parts = [
@@ -241,7 +241,8 @@ class _Stack:
     def _show(self) -> None:
         """Print the worker's activity while it is not ready, and once that all is ready."""
         sight = self._watch.sight if self._watch is not None else Readiness()
-        if not sight.ready:
+        whole = all(part.backoff.due is None for part in self._parts)  # of several APIs one may answer for another
+        if not (sight.ready and whole):
             # No message means that it has not announced itself yet, or has removed its card and is about to say why.
             if sight.message or not self._spoken:
                 self._screen.show_activity(f"worker: {sight.message}" if sight.message else "starting")

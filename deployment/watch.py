@@ -105,14 +105,15 @@ class ReadinessWatcher:
         if self._registry is None:  # imported only after the children's own imports have begun
             self._registry = Registry.of(self._settings)
         try:
-            cards = {card.pid: card for card in self._registry.workers() if card.host == socket.gethostname()}
+            here = [card for card in self._registry.workers() if card.host == socket.gethostname()]
         except StoreError as error:
             return replace(seen, message=str(error))
         for worker in workers:
-            card = cards.get(worker[0]) if worker is not None else None
             # An earlier worker may have had the same process id, above all in a container.
-            if card is None or worker is None or card.started < worker[1]:
+            own = [card for card in here if worker is not None and card.pid == worker[0] and card.started >= worker[1]]
+            if not own:
                 return replace(seen, message="")
+            card = own[0]
             seen = replace(seen, worker=card.state == "ready", message=card.message, models=tuple(card.models))
             if not seen.worker:
                 break

@@ -56,7 +56,7 @@ class PrefetchLimiter:
 
     @property
     def limits(self) -> dict[str, int]:
-        """By queue that is served here, how many messages may be in flight."""
+        """By queue that is served here, how many jobs may be in flight; as many more may be being stored."""
         return {queue: limit for queue, limit in self._limits.items() if limit}
 
     def serve(self, limits: Mapping[str, int]) -> None:
@@ -70,8 +70,9 @@ class PrefetchLimiter:
 
     def room(self, queue: str) -> bool:
         """Return whether one more may be taken now."""
-        limit, storing = self._limits[queue], self._storing[queue]
-        free = storing < limit and self._counts[queue] - storing < limit
+        with self._lock:
+            limit, storing, count = self._limits[queue], self._storing[queue], self._counts[queue]
+        free = storing < limit and count - storing < limit
         return free and queue not in self._paused and not self._held_up()
 
     @contextlib.contextmanager

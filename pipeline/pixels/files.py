@@ -1,8 +1,9 @@
 """Encodes images as files without holding the GIL for long.
 
 Pillow holds it while it encodes into memory: sixteen images that end at once would take turns with it, a few
-milliseconds each, and the engine's thread would wait for all of them whenever it needs it. JPEG and WebP are written to
-a file descriptor, for which Pillow releases it; PNG, for which it never does, by child processes if the image is large.
+milliseconds each, and the engine's thread would wait for all of them whenever it needs it. JPEG is written to a file
+descriptor, for which Pillow releases it; PNG, for which it never does, by child processes if the image is large. WebP's
+encoder releases it by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ log = logging.getLogger(__name__)
 
 LARGE = 2**18  # pixels, from which on a PNG takes longer than a child's pipes
 _PROCESSES = ProcessPool(
-    "pipeline.pixels.png_process", memory_bytes=4 * 2**30, cpu_s=120, timeout_s=240.0, calls=5000, idle_s=60.0
-)
+    "pipeline.pixels.png_process", memory_bytes=4 * 2**30, cpu_s=120, timeout_s=240.0, calls=5000, idle_s=60.0,
+    niceness=0,  # a job waits for it
+)  # fmt: skip
 _TURNS = threading.BoundedSemaphore(max(1, min(8, cores() // 2)))
 
 
@@ -47,8 +49,8 @@ def png(image: Image, chunks: PngInfo | None = None) -> bytes:
             with _TURNS:
                 _, (data,) = _PROCESSES.call("png", arguments, [image.tobytes(), *(data for _, data in texts)])
             return data
-        except (CallError, OSError) as error:
-            log.warning("a PNG is encoded on a thread: %s", error)
+        except (CallError, OSError, RuntimeError) as error:  # the last of a system without memory for a thread
+            log.warning("a PNG is encoded on a thread, since no process did (%s)", type(error).__name__)
     stream = io.BytesIO()
     image.save(stream, format="PNG", pnginfo=chunks)
     return stream.getvalue()

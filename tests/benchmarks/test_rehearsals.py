@@ -104,10 +104,14 @@ def test_every_shape_of_kernels_has_its_call(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_best_tiles_are_merged_into_a_table(tmp_path: Path) -> None:
     cases = {
-        "a": {"tile": ["linear", "64,32", "16"], "variant": "2,128,1,0,1"},
-        "b": {"tile": ["geglu", "64,32", "16"], "variant": "1,64,2,0,8"},
-        "c": {"tile": None, "variant": "2,128,1,0,1"},
-        "d": {"tile": ["linear", "64,32", "32"], "variant": "default"},
+        "a": {"tile": ["linear", "64,32", "16"], "longer_ms": {"2,128,1,0,1": 1.0, "1,64,1,0,1": 2.0}, "wrong": []},
+        "b": {"tile": ["geglu", "64,32", "16"], "longer_ms": {"default": 1.0, "1,64,2,0,8": 1.1}, "wrong": []},
+        "c": {"tile": None, "longer_ms": {"2,128,1,0,1": 1.0}, "wrong": []},
+        "d": {
+            "tile": ["linear", "64,32", "32"],
+            "longer_ms": {"default": 1.0, "1,64,1,0,1": 0.5},
+            "wrong": ["1,64,1,0,1"],
+        },
     }
     table = kernels.merged({"linear": {"64,32": {"8": [1, 64, 1, 0]}}}, cases)
     assert table == {

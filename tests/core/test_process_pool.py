@@ -91,7 +91,7 @@ def test_children_run_below_the_api_and_the_workers() -> None:
 
     processes = pool()
     pid = processes.call("echo", 1)[0][1]
-    assert psutil.Process(pid).nice() - os.nice(0) > serve._NICENESS
+    assert psutil.Process(pid).nice() - os.nice(0) > serve.NICENESS
     processes.close()
 
 

@@ -90,7 +90,8 @@ def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
     cores_of = {name: near_cores(name, tmp_path, lambda: LISTED) for name in ("0", "GPU-bb", "1", "2", "3", "")}
     assert cores_of == {"0": {0, 1, 2, 3, 8, 9}, "GPU-bb": {4}, "1": {4}, "2": set(), "3": set(), "": set()}
     assert near_cores("0", tmp_path / "nothing", lambda: LISTED) == set()
-    assert near_cores("0", tmp_path, lambda: "") == set()
+    for failed in ("", "NVIDIA-SMI has failed because it could not communicate with the driver.", "a, b\n,,,\n"):
+        assert near_cores("0", tmp_path, lambda failed=failed: failed) == set()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pipeline.text.encode import Embedding, MarkedPrompt, Prompt, PromptFields, 
 from pipeline.text.textual_inversion import TextualInversion, words
 
 _NO_PART = -2
+_CACHED_LENGTH = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class CLIPPair:
         self._tokenizers = tokenizers(model)
         self._keys = KEYS[-len(self._tokenizers) :]
         self.tokens = int(self._tokenizers[0].model_max_length)
-        self._split = lru_cache(maxsize=1024)(split)  # a prompt is read at its check, and encoded later on the lane
+        self._cached = lru_cache(maxsize=1024)(split)
         for tokenizer in self._tokenizers:
             split(tokenizer, "")  # forgets the padding and truncation of its file, before other threads use it
 
@@ -126,6 +127,11 @@ class CLIPPair:
                 )
             count = max(count, len(tokens.ids))
         return count
+
+    def _split(self, tokenizer: Any, text: str | WeightedPrompt) -> Tokens:
+        """Split a prompt, of which no long one is kept: it is read at its check, and encoded later on the lane."""
+        length = len(text) if isinstance(text, str) else sum(len(part) for part, _ in text.parts)
+        return (self._cached if length <= _CACHED_LENGTH else split)(tokenizer, text)
 
     def _prompt(self, fields: PromptFields, name: str, chunks: int, clip_skip: int) -> Prompt:
         _, texts = self._texts(fields, name)
