@@ -100,7 +100,7 @@ class Host:
         self.url = url(self._listener)
         settings = Settings(
             model=options.model, precision=options.precision, device=options.device, data_dir=folder,
-            redis_url=self.redis.url, text_model="", max_queued=100_000, cache_dir=folder / "cache",
+            redis_url=self.redis.url, text_model="off", max_queued=100_000, cache_dir=folder / "cache",
             artifacts_url=f"file://{folder}/artifacts", threads=options.threads, image_jobs=options.image_jobs,
         )  # fmt: skip
         if options.tiny:

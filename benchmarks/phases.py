@@ -205,9 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for label, table in tables.items():
             with tiles.using(table):
                 others[label][name] = window_ms(run, graph=graph)
-        record.progress(
-            f"{name}: {times[name]:.3f} ms; {json.dumps({k: round(v[name], 3) for k, v in others.items()})}"
-        )
+        compared = "".join(f", {label} {other[name]:.3f}" for label, other in others.items())
+        record.progress(f"{name}: {times[name]:.3f} ms{compared}")
     rows = [
         (name, f"{ms:.3f}", f"{ms / before[name]:.3f}" if name in before else None,
          *(f"{other[name]:.3f}" for other in others.values()))
