@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two retries of one thread
 _SAY_AGAIN_S = 60.0
+_JITTER = random.SystemRandom()  # without a state that other threads, forks or a caller's seed share
 
 
 class RetryAbandoned(RuntimeError):
@@ -51,7 +52,7 @@ class StoreRetry:
                 self._answered()
                 return value
             with self._changed:  # one success wakes all waiters; otherwise their retries are staggered
-                self._changed.wait(wait_s * random.uniform(0.5, 1.0))
+                self._changed.wait(wait_s * _JITTER.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_S)
 
     def once(self, call: Callable[[], T], otherwise: T) -> T:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _LIMIT = 100
 _MOMENT_S = 2.0
+_JITTER = random.SystemRandom()  # without a state that other threads, forks or a caller's seed share
 
 
 class Reaper:
@@ -62,7 +63,7 @@ class Reaper:
             self._clearer.join(_MOMENT_S)
 
     def _run(self, work: Callable[[], bool]) -> None:
-        while not self._stop.wait(self._every_s * random.uniform(0.75, 1.25)):  # keeps processes from sweeping in step
+        while not self._stop.wait(self._every_s * _JITTER.uniform(0.75, 1.25)):  # keeps processes from sweeping in step
             while work() and not self._stop.is_set():
                 pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
 
@@ -40,6 +41,19 @@ def test_more_than_one_sweep_holds(store: JobStore, client: redis.Redis) -> None
     assert {sent.get(timeout=PATIENCE_S).id for _ in range(250)} == ids
     reaper.stop()
     assert sent.empty()
+
+
+def test_sweeps_leave_the_state_of_the_random_module_alone(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that begins while another thread draws numbers changes them."""
+    swept: queue.Queue[None] = queue.Queue()
+    monkeypatch.setattr(random, "uniform", lambda *_: pytest.fail("the shared generator was used"))
+    reaper = Reaper(store.upkeep, lambda envelope: None, every_s=0.01)
+    monkeypatch.setattr(reaper, "_pass", lambda: bool(swept.put(None)))
+    reaper._thread = threading.Thread(target=reaper._run, args=(reaper._pass,))
+    reaper.start()
+    for _ in range(3):
+        swept.get(timeout=PATIENCE_S)
+    reaper.stop()
 
 
 def test_goes_on_at_once_while_there_is_more(store: JobStore, client: redis.Redis) -> None:
