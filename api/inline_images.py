@@ -1,7 +1,8 @@
-"""Sends stored images in base64 inside of JSON without ever holding one whole.
+"""Sends stored images in base64 inside of JSON.
 
-Images are checked against their keys before the first byte is sent; then they are read again, part by part, as fast as
-the client reads.
+Images are checked against their keys before the first byte is sent. What was read for that is sent, as far as the
+service's memory for it reaches; of other images never more than a part is in memory: they are read again as fast as the
+client reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import hashlib
 import json
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from api.service import Service
 from core.artifacts import ArtifactError, digest_of
 
 _PART = 3 * 2**17  # bytes of an image in memory; a multiple of 3, so that the base64 of its parts can be joined
+_HELD = 8 * 2**20  # bytes of base64 that an answer may hold: enough for a few images of 1024²
 
 
 class Inline:
@@ -37,6 +40,21 @@ def verified_size(service: Service, key: str) -> int:
     return size
 
 
+def _encoded(service: Service, key: str, most: int) -> tuple[int, bytes | None]:
+    """The size in bytes of an image that is whole, and the image in base64, unless that has more bytes than `most`.
+    Blocks. Raises `ArtifactError`.
+    """
+    if _length(service.artifacts.size(key)) > most:
+        return verified_size(service, key), None
+    data = service.artifacts.get(key)
+    return len(data), base64.b64encode(data)
+
+
+def _length(size: int) -> int:
+    """The length of so many bytes in base64."""
+    return 4 * ((size + 2) // 3)
+
+
 def _part(service: Service, key: str, at: int, length: int) -> bytes:
     return service.artifacts.read_part(key, at, length)
 
@@ -50,6 +68,7 @@ class InlineDocument:
         text = json.dumps(document, default=self._marked, separators=(",", ":"), allow_nan=False)
         self._pieces = list(self._split(text))
         self._sizes: dict[str, int] = {}
+        self._held: dict[str, bytes] = {}  # images in base64, by key
 
     def _marked(self, value: Any) -> str:
         assert isinstance(value, Inline)
@@ -65,19 +84,27 @@ class InlineDocument:
 
     async def verify(self) -> int:
         """Check all images; return the document's length in bytes. Raises `ArtifactError`."""
-        for image in self._images.values():
-            self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
-        return self._length()
+        memory = self._service.inline_bytes
+        free = claimed = memory.claim(_HELD)
+        try:
+            for key in dict.fromkeys(image.key for image in self._images.values()):
+                self._sizes[key], data = await self._service.stored(_encoded, self._service, key, free)
+                if data is not None:
+                    self._held[key] = data
+                    free -= len(data)
+        finally:
+            memory.give(free)
+            weakref.finalize(self, memory.give, claimed - free)  # an answer whose client has left is never streamed
+        return self._whole_length()
 
     def _parts(self, image: Inline) -> Iterator[tuple[int, int]]:
         """Yield where each part of an image begins, and its length."""
         size = self._sizes[image.key]
         return ((at, min(_PART, size - at)) for at in range(0, size, _PART))
 
-    def _length(self) -> int:
+    def _whole_length(self) -> int:
         return sum(
-            4 * ((self._sizes[piece.key] + 2) // 3) if isinstance(piece, Inline) else len(piece)
-            for piece in self._pieces
+            _length(self._sizes[piece.key]) if isinstance(piece, Inline) else len(piece) for piece in self._pieces
         )
 
     def write(self, write: Callable[[bytes], None]) -> None:
@@ -94,8 +121,10 @@ class InlineDocument:
     async def stream(self) -> AsyncIterator[bytes]:
         """The document's bytes, after `verify`. Raises `ArtifactError`."""
         for piece in self._pieces:
-            if isinstance(piece, Inline):
+            if not isinstance(piece, Inline):
+                yield piece
+            elif piece.key in self._held:
+                yield self._held[piece.key]
+            else:
                 for at, length in self._parts(piece):
                     yield base64.b64encode(await self._service.stored(_part, self._service, piece.key, at, length))
-            else:
-                yield piece

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from api.cards import CardCache
 from api.fair_limiter import FairLimiter
+from api.held_bytes import HeldBytes
 from api.job_follower import JobFollower
 from api.links import ImageLinks
 from api.picture_decoder import PictureDecoder
@@ -47,6 +48,7 @@ _THREADS = 24  # for Redis calls; its client has a few more connections, for the
 _PARSERS = 2  # of batch files, line by line
 _WRITERS = 4  # of uploads: each holds a few MiB
 _STORERS = 16  # threads for the artifact store, separate from those for Redis
+_INLINE_BYTES = 2**27  # of images in base64 that answers hold, besides the part of each that is being sent
 _WAITS_FOR_REDIS = ContextVar("waits_for_redis", default=False)
 
 
@@ -85,6 +87,7 @@ class Service:
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self.pictures = PictureDecoder(self.stored)
+        self.inline_bytes = HeldBytes(_INLINE_BYTES)
         self._storers = TimeoutThreadPool("storage", _STORERS)
 
     async def start(self) -> None:

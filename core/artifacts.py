@@ -150,9 +150,7 @@ class Artifacts:
 
         In a folder the data is synced to disk on return, and existing damaged data is rewritten.
         """
-        key = key_of(data, media_type)
-        self._put(key, io.BytesIO(data), len(data), media_type)
-        return key
+        return self.put_kept(data, media_type, lambda key: True)
 
     def put_kept(self, data: bytes, media_type: str, keep: Callable[[str], bool]) -> str:
         """Store like `put`, after `keep` was called with the key, so that nobody deletes it; `keep` returns whether it
@@ -160,8 +158,10 @@ class Artifacts:
 
         Errors of `keep` are raised too.
         """
-        _wait_for(keep, key_of(data, media_type))
-        return self.put(data, media_type)
+        key = key_of(data, media_type)
+        _wait_for(keep, key)
+        self._put(key, io.BytesIO(data), len(data), media_type)
+        return key
 
     def spool(self) -> Spool:
         """A spool for a large artifact. The caller closes it. Raises `ArtifactError`.

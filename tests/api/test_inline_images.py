@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from api import inline_images
+from api.held_bytes import HeldBytes
 from api.service import Service
 from core.artifacts import ArtifactError, Artifacts
 from tests.api.test_images import new_job
@@ -81,7 +82,7 @@ def test_a_store_that_fails_inside_an_event_ends_the_connection(
     received = b""
     with ThreadPoolExecutor(1) as pool:
         known = worker.ids()
-        finishes = pool.submit(lambda: finish(worker, new_job(worker, known), [bytes(MIB)]))
+        finishes = pool.submit(lambda: finish(worker, new_job(worker, known), [bytes(7 * MIB)]))
         fields = {"prompt": "x", "stream": True}
         stream = shared.client.stream("POST", "/v1/images/generations", json=fields)
         with stream as response, contextlib.suppress(httpx2.RemoteProtocolError):
@@ -110,3 +111,25 @@ def test_a_client_that_does_not_read_holds_no_pictures(redis_url: str, folder: P
                 assert connection.recv(12) == b"HTTP/1.1 200"
                 time.sleep(1.5)  # some more readings of the memory
         assert monitor.peak_mib() - before < 60
+
+
+@pytest.mark.parametrize("limit", [0, 3 * MIB, 64 * MIB])
+def test_answers_hold_no_more_than_the_service_allows_and_let_go_of_it(
+    shared: Api, worker: Worker, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """Images that do not fit into the memory are read again as they are sent; all arrive as they are."""
+    held = HeldBytes(limit)
+    service: Service = shared.server.config.app.state.service  # type: ignore[union-attr]
+    monkeypatch.setattr(service, "inline_bytes", held)
+    reads: list[str] = []
+    part = inline_images._part
+    monkeypatch.setattr(inline_images, "_part", lambda *arguments: (reads.append(arguments[1]), part(*arguments))[1])
+    pictures = [random.Random(k).randbytes(size) for k, size in enumerate((MIB, 6 * MIB, MIB))]
+    with ThreadPoolExecutor(1) as pool:
+        known = worker.ids()
+        answer = pool.submit(shared.draw, n=3, response_format="b64_json")
+        finish(worker, new_job(worker, known), pictures)
+        parts = [image["b64_json"] for image in answer.result(PATIENCE_S).json()["data"]]
+    assert [base64.b64decode(part, validate=True) for part in parts] == pictures
+    assert len(set(reads)) == {0: 3, 3 * MIB: 1, 64 * MIB: 1}[limit]
+    eventually(lambda: held.count == 0)
