@@ -123,7 +123,12 @@ def test_answers_hold_no_more_than_the_service_allows_and_let_go_of_it(
     monkeypatch.setattr(service, "inline_bytes", held)
     reads: list[str] = []
     part = inline_images._part
-    monkeypatch.setattr(inline_images, "_part", lambda *arguments: (reads.append(arguments[1]), part(*arguments))[1])
+
+    def counted(service: Service, key: str, at: int, length: int) -> bytes:
+        reads.append(key)
+        return part(service, key, at, length)
+
+    monkeypatch.setattr(inline_images, "_part", counted)
     pictures = [random.Random(k).randbytes(size) for k, size in enumerate((MIB, 6 * MIB, MIB))]
     with ThreadPoolExecutor(1) as pool:
         known = worker.ids()
