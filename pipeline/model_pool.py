@@ -89,14 +89,17 @@ class ModelPool:
         *,
         patience_s: float = 20.0,
         idle_s: float = 0.0,
+        on_close: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` makes a model's runner, of this `capacity`, with its size; it raises `ModelError`. `capacity_bytes`
         limits the sizes of all models in memory. After `idle_s` without a request a model is evicted; 0: never.
+        `on_close` is called after all models are closed.
         """
         self.names = tuple(names)
         self.patience_s = patience_s
         self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
+        self._on_close = on_close
         self._models: AssetCache[ImageRunner] = AssetCache(
             "model", capacity_bytes, self._load, free=_free, loaded=lambda: self.retry_admission()
         )
@@ -298,12 +301,16 @@ class ModelPool:
             runner = self._models.resident(name)
             if runner is not None:
                 runner.close()
+        self._on_close()
 
 
 def weight_bytes(runner: ImageRunner) -> int:
-    """Return the memory that a model's weights take, of its modules and of what its backends have packed."""
+    """Return the memory that a model's weights take, of modules that no other model has, and of what its backends have
+    packed.
+    """
     backends = [runner.backend, *([] if runner.refiner is None else [runner.refiner])]
-    modules = [part for own in backends for part in own.model.parts.values() if isinstance(part, torch.nn.Module)]
+    parts = [part for own in backends for name, part in own.model.parts.items() if name not in own.shared_parts]
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
     unique = {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -86,7 +86,9 @@ class ImageRunner:
         code_digest()  # of the sources as they are now; they may change before an image is done
         self.capacity = capacity or RequestCapacity(max_requests, memory_bytes)
         self.holdings = MemoryLedger(self._backends, self.capacity, self.extensions)
-        self.recording = BackgroundRecorder(self._lane, self._record_next, lambda: self.capacity.slots.taken > 0)
+        self.recording = backend.recording or BackgroundRecorder(
+            self._lane, self._record_next, lambda: self.capacity.slots.taken > 0
+        )
         self._builder = IterationBuilder(self._backends, conditioners, self.holdings, self.extensions)
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
@@ -294,7 +296,8 @@ class ImageRunner:
 
     def close(self) -> None:
         """Stop compiling and recording, and the lane if it is the runner's own."""
-        self.recording.close()
+        if self.backend.recording is None:
+            self.recording.close()
         for backend in {*self._backends.values()}:
             backend.close()
         if self._own_lane:

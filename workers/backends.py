@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from core.kernels.device import KernelChoice
 from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.programs import ProgramBackend
+from pipeline.backends.swapped import SharedBackends
 from pipeline.backends.torch_backend import TorchBackend
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.checkpoints.load import ImageModel
@@ -119,9 +121,17 @@ def select(settings: Settings, model: ImageModel) -> tuple[str, str]:
 
 
 def make(
-    name: str, settings: Settings, model: ImageModel, *, release: Collection[str], why_torch: str = ""
+    name: str,
+    settings: Settings,
+    model: ImageModel,
+    *,
+    release: Collection[str],
+    why_torch: str = "",
+    shared: SharedBackends | None = None,
 ) -> tuple[ImageBackend, tuple[KernelChoice, ...]]:
-    """The backend of a name that `select` returned, and which kernels it runs, which is logged."""
+    """The backend of a name that `select` returned, and which kernels it runs, which is logged. It may be one of
+    `shared`.
+    """
     factory = find(name)
     assert factory is not None
     buckets = _GPU_BUCKETS if model.device.type == "cuda" else _CPU_BUCKETS
@@ -131,4 +141,5 @@ def make(
     else:
         log.info("%s runs in %s on the backend %s", model.name, model.precision, name)
         decisions = ()
-    return factory(model, widths, settings=settings, release=release), decisions
+    make = partial(factory, model, widths, settings=settings, release=release)
+    return make() if shared is None else shared.backend_of(model, make), decisions

@@ -22,6 +22,7 @@ from core.kernels.device import KernelChoice, lacks
 from llm.pages import PAGE
 from pipeline import plans
 from pipeline.backends.backend import ImageBackend
+from pipeline.backends.swapped import SharedBackends
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, family_of, load, short_name
 from pipeline.extensions import adapters, lora, refining
@@ -318,8 +319,9 @@ def build(
     names = _names(settings, texts)
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     # After all else: requests get most of the memory that is left.
-    images, decisions = lane.call(lambda: image_runner(first, lane, say, count))
-    pool = _pool(settings, names, images, decisions, lane) if others else None
+    shared = SharedBackends(lane) if others else None
+    images, decisions = lane.call(lambda: image_runner(first, lane, say, count, shared=shared))
+    pool = None if shared is None else _pool(settings, names, images, decisions, lane, shared)
     if texts is not None and measure_s:
         say("measuring what tokens cost")
         texts.prepare(measure_s=min(1.0, measure_s))
@@ -340,10 +342,12 @@ def image_runner(
     count: Count | None = None,
     *,
     capacity: RequestCapacity | None = None,
+    shared: SharedBackends | None = None,
 ) -> tuple[ImageRunner, tuple[KernelChoice, ...]]:
     """Load the settings' model; returns its runner on the lane, and which kernels run. Raises `ModelError`.
 
-    Computes on the calling thread. `capacity` is shared with the runners of other models.
+    Computes on the calling thread. `capacity` is shared with the runners of other models, and so are backends of
+    `shared`.
     """
     say(f"loading {settings.model_name}")
     model = load_model(settings, say, count)
@@ -354,7 +358,12 @@ def image_runner(
     released = tuple({model.family.denoiser, "vae"} - kept_parts)
     release = model.family.language_model not in kept_parts
     encoder = text_encoder.on_kernels(settings, model, name, release=release)
-    backend, decisions = backends.make(name, settings, encoder, release=released, why_torch=why_torch)
+    alone = settings.refiner or settings.lora  # whose graphs, or weights, are not those of others
+    backend, decisions = backends.make(
+        name, settings, encoder, release=released, why_torch=why_torch, shared=None if alone else shared
+    )
+    if backend.shared_parts:
+        model = backend.model
     extensions = [kind.open(settings, model, backend) for kind in KINDS]
     refiner = _refiner(settings, model, say, count)
     runner = ImageRunner(
@@ -391,22 +400,28 @@ def _others_bytes(settings: Settings, first: ImageRunner) -> int:
 
 
 def _pool(
-    settings: Settings, names: list[str], first: ImageRunner, decisions: tuple[KernelChoice, ...], lane: Lane
+    settings: Settings,
+    names: list[str],
+    first: ImageRunner,
+    decisions: tuple[KernelChoice, ...],
+    lane: Lane,
+    shared: SharedBackends,
 ) -> ModelPool:
     """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError`."""
     settings_of = dict(zip(names, settings.catalogue, strict=True))
+    shared.capacity = first.capacity
     loaded = {names[0]: (first, decisions)}
 
     def load(name: str) -> ReadFile[ImageRunner]:
         if name in loaded:
             runner, kernels = loaded.pop(name)
         else:
-            runner, kernels = image_runner(settings_of[name], lane, log.info, capacity=first.capacity)
+            runner, kernels = image_runner(settings_of[name], lane, log.info, capacity=first.capacity, shared=shared)
         return ReadFile(runner, runner.model.digest, weight_bytes(runner), kernels)
 
     pool = ModelPool(
         names, load, settings.models_mib * 2**20 or _UNLIMITED, first.capacity,
-        patience_s=settings.image_objective_s, idle_s=settings.model_idle_s,
+        patience_s=settings.image_objective_s, idle_s=settings.model_idle_s, on_close=shared.close,
     )  # fmt: skip
     pool.start()
     if not settings.memory_mib:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,8 @@ class CudaOps:
         self._base, self._rows = base, rows
         self.layers: list[FusedLayer] = []
         self.branches = CudaRowBranches(rows)
-        self._kept: dict[tuple[object, ...], Any] = {}  # what was made of modules, by what and whose
+        self._kept: dict[tuple[object, ...], Kept] = {}  # by what and whose
+        self._fixed = False  # no further layer is met
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -118,7 +119,7 @@ class CudaOps:
         self, x: Tensor, norm: Layer, *, scale: Tensor | None = None, residual: Tensor | None = None,
         to: Sequence[Layer] = (),
     ) -> Tensor:  # fmt: skip
-        layer = self._made(lambda: FusedRmsNorm(norm, self._base), FusedRmsNorm, norm)
+        layer = self._made(lambda norm: FusedRmsNorm(norm, self._base), FusedRmsNorm, norm)
         y = layer(x.flatten(0, -2), self._reader(to), scale, _flat(residual))
         return y.view(x.shape)
 
@@ -203,31 +204,63 @@ class CudaOps:
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
         """Made once: it compares the layers' scales, for which the host waits."""
-        return self._made(lambda: Reader.of(to) if to else Reader(None, None), Reader, *to)
+        return self._made(lambda *to: Reader.of(to) if to else Reader(None, None), Reader, *to)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
-        def make() -> F_:
-            layer = kind(modules, self._base)
+        layer = self._made(lambda *modules: kind(modules, self._base), kind, *modules)
+        if layer.number < 0:
             layer.number = len(self.layers)
             self.layers.append(layer)
-            return layer
-
-        return self._made(make, kind, *modules)
+        return layer
 
     def _norm(self, module: Layer, silu: bool = False) -> Norm:
-        return self._made(lambda: Norm(module, self._base, silu), Norm, module, silu)
+        return self._made(lambda module: Norm(module, self._base, silu), (Norm, silu), module)
 
     def _head_norms(self, norms: tuple[Layer, Layer]) -> tuple[Tensor, float]:
         """Weights [2, d] of the norms of queries and keys, and their epsilon."""
         first, second = norms
-        weights = self._made(lambda: torch.stack([first.weight.detach(), second.weight.detach()]), first, second)
+        weights = self._made(lambda *norms: torch.stack([n.weight.detach() for n in norms]), "heads", first, second)
         return weights, rms_eps(first)
 
-    def _made(self, make: Callable[[], T], *key: object) -> T:
+    def _made(self, make: Callable[..., T], kind: object, *modules: Layer) -> T:
+        """Return what `make(*modules)` returned when these were first met."""
+        key = (kind, *modules)
         if key not in self._kept:
-            self._kept[key] = make()
-        layer: T = self._kept[key]
-        return layer
+            if self._fixed:
+                raise RuntimeError("a network whose weights are swapped meets a new layer")
+            self._kept[key] = Kept(make, modules, make(*modules))
+        made: T = self._kept[key].made
+        return made
+
+    def counterparts(self, module_of: Callable[[Layer], Layer]) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor that kernels read with the same of other modules, as `CudaLowering.counterparts`."""
+        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for kept in self._kept.values():
+            own, other = _tensors(kept.made), _tensors(kept.make(*map(module_of, kept.modules)))
+            if [(t.shape, t.dtype, t.stride()) for t in own] != [(t.shape, t.dtype, t.stride()) for t in other]:
+                raise ValueError("the networks have weights of other shapes")
+            # Readers share the scales of the layers that they are of.
+            pairs |= {
+                (t.data_ptr(), t.numel()): pair for t, pair in zip(own, zip(own, other, strict=True), strict=True)
+            }
+        self._fixed = True
+        return list(pairs.values())
+
+
+class Kept(NamedTuple):
+    """What was made of modules, and how."""
+
+    make: Callable[..., Any]
+    modules: tuple[Layer, ...]
+    made: Any
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    """The tensors that kernels read of a fused layer, a norm or a reader, in one order for all of a kind."""
+    if isinstance(made, Tensor):
+        return [made]
+    values = made if isinstance(made, tuple) else vars(made).values()
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
@@ -277,6 +310,21 @@ class CudaLowering:
                 assert self._model is not None
                 self._adaptable = AdaptableLayers(self._ops.layers, self._model)
         return self._adaptable.pack(factors)
+
+    def counterparts(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor that the kernels read with its counterpart for a model of the same architecture, both of
+        one shape, type and layout: where the latter are copied into the former, calls and their graphs compute that
+        model.
+
+        All walks must have run once: a layer that is met later raises RuntimeError. The model's own modules become
+        views of the counterparts. Raises ValueError for a model that differs in more than its weights.
+        """
+        assert self._model is not None
+        own, other = dict(self._model.named_modules()), dict(model.named_modules())
+        if own.keys() != other.keys() or any(type(own[name]) is not type(other[name]) for name in own):
+            raise ValueError("the networks have different layers")
+        names = {each: name for name, each in own.items()}
+        return self._ops.counterparts(lambda layer: other[names[layer]])
 
     def adapted(self, rows: Uses) -> AbstractContextManager[None]:
         """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""

@@ -15,7 +15,7 @@ from pipeline.backends.timing import PhaseCosts
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel, Network
 from pipeline.fingerprint import KernelIdentity
-from pipeline.recording import GraphSet
+from pipeline.recording import BackgroundRecorder, GraphSet
 
 if TYPE_CHECKING:
     from core.ops.ops import Lowering
@@ -81,6 +81,8 @@ class ImageBackend(Protocol):
     graphs: GraphSet = NO_GRAPHS
     fixed_shapes: bool = False  # every input of a width and size has one shape: texts are padded to the longest
     packs: bool = False  # whether steps of requests with LoRAs run here too, beside all others, on packed branches
+    recording: BackgroundRecorder | None = None  # of the graphs, if other models' are the same ones
+    shared_parts: frozenset[str] = frozenset()  # of the model, which another one's are too
     batch_invariant: bool = False  # a row's bits do not depend on others: how many they are, how long their texts
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:

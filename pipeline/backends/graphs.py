@@ -71,20 +71,22 @@ class GraphBackend(ImageBackend):
         self.widths = replace(widths, buckets=(*widths.buckets, widths.max_rows))
         networks = on_gpu(model, self.widths.descending[0])
         self.denoiser, self._layers = networks.denoiser, networks.phases
-        assert isinstance(self.denoiser.lowering, CudaLowering)
-        self._lowering = self.denoiser.lowering
+        parts = {model.family.denoiser: self.denoiser.lowering, "vae": networks.decoder.lowering}
+        self.lowerings = {part: lowering for part, lowering in parts.items() if isinstance(lowering, CudaLowering)}
+        self._lowering = self.lowerings[model.family.denoiser]
         self.kernels = KernelIdentity.on_gpu(model)
         self._sizes = {(0, 0), *model.sizes}
         self.costs = PhaseCosts(skip_first=True)
         self._timer = PhaseTimer(model, self.costs, self.denoiser)
         if recorder is None and model.device.type == "cuda":
             recorder = CudaRecorder(model.device)
+        self.recorder = recorder
         steps = dict.fromkeys(STEPS, self.widths.descending[::-1])
         decodes = {phase: VAE_WIDTHS for phase in DECODES.values() if phase in self._layers}
         recorded, self.phases = {**steps, **decodes}, self._layers
         if not model.family.padded:  # prompts of different lengths have no graph in common
             recorded[TEXT] = TEXT_WIDTHS
-            self.phases = {**self._layers, TEXT: self._embed}
+            self.phases = {**self._layers, TEXT: lambda ids: embed_recorded(self.graphs, model.device, ids)}
         self.graphs = GraphSet(GraphCache(self._layers, recorder, capacity=capacity), recorded, self._record)
         self._choice = GraphChoice(self.graphs, self.costs, self.widths.descending, self._sizes)
 
@@ -156,14 +158,12 @@ class GraphBackend(ImageBackend):
     def forget_adapters(self) -> None:
         self._lowering.clear_branches()
 
-    def _embed(self, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run `TEXT`, at the next width of a graph."""
-        rows = len(ids[0])
-        key = ExecutableKey(TEXT, self.graphs.width(TEXT, rows), (0, 0))
-        padded = [to_device(torch.cat([part, *[part[:1]] * (key.rows - rows)]), self.model.device) for part in ids]
-        # Not later: embeddings are cached, and must not depend on when they were computed.
-        self.graphs.record_now(key)
-        return tuple(part[:rows] for part in self.graphs.function(key)(padded))
+    def run_all(self) -> None:
+        """Run all that has weights once, kernel by kernel, so that each layer is met. On the lane's thread."""
+        size = (self.model.native, self.model.native)
+        with torch.inference_mode():
+            for phase in (*STEPS, *(decode for decode in DECODES.values() if decode in self._layers)):
+                self._timer.example(phase, 1, size)(drop_text_input(self.denoiser, phase, self._layers[phase]))
 
     def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         """Record the graph on an example, and time it."""
@@ -191,3 +191,13 @@ class GraphBackend(ImageBackend):
             return self.graphs.function(graph_key)(*arguments, **options)
 
         return drop_text_input(self.denoiser, key.phase, run)
+
+
+def embed_recorded(graphs: GraphSet, device: torch.device, ids: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run `TEXT`, at the next width of a graph."""
+    rows = len(ids[0])
+    key = ExecutableKey(TEXT, graphs.width(TEXT, rows), (0, 0))
+    padded = [to_device(torch.cat([part, *[part[:1]] * (key.rows - rows)]), device) for part in ids]
+    # Not later: embeddings are cached, and must not depend on when they were computed.
+    graphs.record_now(key)
+    return tuple(part[:rows] for part in graphs.function(key)(padded))

@@ -98,8 +98,10 @@ def on_torch(model: ImageModel) -> Networks:
 
 def on_gpu(model: ImageModel, rows: int) -> Networks:
     """Build the networks on fused layers, at most so many rows at a time. Raises `ModelError` for unsupported parts."""
-    denoiser = CudaLowering(model.dtype, rows, model.denoiser)
-    decoder, tiny = (CudaLowering(dtype, rows) for dtype in (model.vae.dtype, model.dtype))
+    denoiser, decoder = (
+        CudaLowering(dtype, rows, part) for dtype, part in ((model.dtype, model.denoiser), (model.vae.dtype, model.vae))
+    )
+    tiny = CudaLowering(model.dtype, rows)
     # Constants as existing tensors: graphs cannot copy any from the host.
     none = torch.zeros(1, model.vae.config.latent_channels, 1, 1, device=model.device)
     shift = vae.unscale(none, model.vae.config)

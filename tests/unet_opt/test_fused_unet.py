@@ -5,6 +5,7 @@ On a GPU the kernels run, elsewhere their plain twins.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -80,6 +81,28 @@ def test_rows_are_the_same_in_any_company(scheme: str) -> None:
     together = deep(one, given)[0].clone()
     alone = torch.cat([deep(one, given.rows([row]))[0].clone() for row in range(6)])
     assert error(alone, together) < (0.02 if CUDA or scheme == "int8" else 1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["floats", "int8", "fp8"])
+def test_a_network_with_anothers_weights_is_that_network(scheme: str) -> None:
+    """Once these are copied to where its kernels read; a network that differs in more is refused."""
+    one, other = (unet("three-levels") if scheme == "floats" else in_8_bits("three-levels", scheme) for _ in range(2))
+    for tensor in (*other.parameters(), *other.buffers()):
+        tensor.data = tensor.view(torch.int8).roll(1).view(tensor.dtype) if tensor.itemsize == 1 else tensor * 1.1
+    one, other = one.to(DEVICE, BASE), other.to(DEVICE, BASE)
+    split, given = SplitUNet(CudaLowering(BASE, 3, one), one), placed(inputs(one, 3, 8, 8))
+    own = deep(split, given)[0].clone()
+    expected = deep(on_fused(copy.deepcopy(other), rows=3), given)[0].clone()
+    with torch.inference_mode():
+        for read, theirs in split.lowering.counterparts(other):
+            read.copy_(theirs)
+    found = deep(split, given)[0]
+    assert torch.equal(found, expected) and not torch.equal(found, own)
+    with pytest.raises(ValueError, match="different layers"):
+        split.lowering.counterparts(unet("conv1x1").to(DEVICE, BASE))
+    if scheme != "floats":
+        with pytest.raises(ValueError, match="different layers"):
+            split.lowering.counterparts(unet("three-levels").to(DEVICE, BASE))
 
 
 def test_keys_are_packed_as_torch_packs_them() -> None:

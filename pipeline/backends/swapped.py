@@ -1,0 +1,319 @@
+"""Shares a backend among models of one architecture: its graphs, its buffers and its costs.
+
+Kernels and recorded graphs read weights at fixed addresses. Before the first forward of another model than the last
+one's, the weights of the part that runs are copied there, within the device's memory: for SDXL's UNet in 8 bits 2.6 GB,
+against which recording its graphs anew takes a minute. Text encoders are not swapped: each model has its own, or those
+of another that are equal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.batching.runner import Lane
+from core.cuda_graphs import GraphCache
+from core.graphs import ExecutableKey
+from core.ops.branches import LowRank, PackedAdapter
+from core.ops.cuda import CudaLowering
+from core.ops.ops import Lowering
+from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend
+from pipeline.backends.graphs import GraphBackend, embed_recorded
+from pipeline.backends.phases import KEYS, STEPS, TEXT, TEXT_WIDTHS, VAE
+from pipeline.backends.timing import synchronize
+from pipeline.extensions.adapters import ScaledAdapter
+from pipeline.families.family import ImageModel
+from pipeline.memory_ledger import RequestCapacity
+from pipeline.recording import BackgroundRecorder, GraphSet
+
+_DECODER = ("decoder.", "post_quant_conv.")
+_WORD = 8  # bytes that a copy moves at a time, where a tensor has a multiple of them
+
+
+class Weights:
+    """A model's own copy of what the kernels of one part read. `size_bytes` is 0 for the only model of a backend, whose
+    weights are where the kernels read them.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """`pairs` are each tensor that kernels read and its own, of one shape, type and layout."""
+        self._copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        self.fill(pairs)
+
+    def fill(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for pair in pairs:
+            read, own = _flattened(*pair)
+            targets, sources = self._copies.setdefault(read.dtype, ([], []))
+            targets.append(read)
+            sources.append(own)
+
+    @property
+    def own(self) -> list[Tensor]:
+        return [tensor for _, sources in self._copies.values() for tensor in sources]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.own)
+
+    @torch.inference_mode()
+    def copy_in(self) -> None:
+        """Copy them to where the kernels read, in the current stream."""
+        for targets, sources in self._copies.values():
+            torch._foreach_copy_(targets, sources)
+
+    def equals(self, other: Weights) -> bool:
+        """Return whether both are of the same values. Waits for the device."""
+        return len(self.own) == len(other.own) and all(map(torch.equal, self.own, other.own))
+
+
+class SharedBackend:
+    """A backend, and which of its models' weights are where its kernels read them. Forwards run on one thread, the
+    lane's; `join` on any other.
+    """
+
+    def __init__(self, backend: GraphBackend, lane: Lane, busy: Callable[[], bool]) -> None:
+        """`busy` returns whether requests are running."""
+        self.backend = backend
+        self.recording = BackgroundRecorder(lane, backend.graphs.record_next, busy)
+        self._lane = lane
+        self._members: weakref.WeakSet[SwappedBackend] = weakref.WeakSet()
+        self._first = {part: Weights() for part in backend.lowerings}
+        self._present = dict(self._first)
+        self._complete = False
+        self._lock = threading.Lock()
+
+    def first(self) -> SwappedBackend:
+        """Return the backend of the model that the backend was built with."""
+        return self._member(self.backend.model, self._first, self.backend.phases[TEXT], ())
+
+    def join(self, model: ImageModel) -> SwappedBackend | None:
+        """Return the backend of another model, which takes on the parts that are equal to another's; None for one of
+        another architecture.
+        """
+        if not _alike(self.backend.model, model):
+            return None
+        with self._lock:
+            if not self._complete:
+                self._lane.call(self.backend.run_all)
+                self._complete = True
+            try:
+                counterparts = {part: low.counterparts(model.parts[part]) for part, low in self._lowerings.items()}
+            except ValueError:
+                return None
+            weights = {part: Weights(pairs) for part, pairs in counterparts.items()}
+            shared: dict[str, nn.Module] = {}
+            text: Callable[..., Any] | None = None
+            for member in self._members:
+                equal = {
+                    name for name in _modules(model) if name not in shared and self._equal(name, member, model, weights)
+                }
+                shared |= {name: member.model.parts[name] for name in equal}
+                weights |= {part: member.weights[part] for part in weights if part in equal}
+                if text is None and {*_modules(model)} - {*weights} <= equal:
+                    text = member.phases[TEXT]
+            for part, pairs in counterparts.items():
+                if part not in shared and not self._first[part].own:  # the first other one
+                    self._first[part].fill((read, read.clone()) for read, _ in pairs)
+            joined = model.with_parts(**shared)
+            member = self._member(joined, weights, text or _text_phase(joined, self.backend), shared)
+            self._lane.call(member.measure_swap)
+            return member
+
+    @property
+    def _lowerings(self) -> Mapping[str, CudaLowering]:
+        return self.backend.lowerings
+
+    def _member(
+        self, model: ImageModel, weights: Mapping[str, Weights], text: Callable[..., Any], shared: Iterable[str]
+    ) -> SwappedBackend:
+        member = SwappedBackend(self, model, weights, text, shared)
+        self._members.add(member)
+        return member
+
+    def _equal(self, name: str, member: SwappedBackend, model: ImageModel, weights: Mapping[str, Weights]) -> bool:
+        """Return whether a part of another model, whose `weights` these are, is equal to a member's."""
+        own, other = member.model.parts[name], model.parts[name]
+        apart: tuple[str, ...] = ()
+        if name in weights:
+            if name == model.family.denoiser:  # it is what makes it another model
+                return False
+            held = member.weights[name]
+            present = held if held.own else Weights(self._lowerings[name].counterparts(own))
+            if not present.equals(weights[name]):
+                return False
+            apart = _DECODER  # which the kernels read, and may be another model's now
+        tensors, others = (
+            {key: tensor for key, tensor in part.state_dict().items() if not key.startswith(apart)}
+            for part in (own, other)
+        )
+        return tensors.keys() == others.keys() and all(_same(tensors[key], others[key]) for key in tensors)
+
+    def swap_in(self, part: str, weights: Weights) -> None:
+        """Have the kernels of a part read these weights from the next forward on."""
+        if self._present[part] is not weights:
+            weights.copy_in()
+            self._present[part] = weights
+
+    def holds(self, part: str, weights: Weights) -> bool:
+        """Return whether these weights are where the kernels read."""
+        return self._present[part] is weights
+
+
+class SharedBackends:
+    """The shared backends of a worker's models. A backend ends with the last of its models."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.capacity: RequestCapacity | None = None  # of the requests of all models
+        self._lane = lane
+        self._shared: weakref.WeakSet[SharedBackend] = weakref.WeakSet()
+
+    def backend_of(self, model: ImageModel, make: Callable[[], ImageBackend]) -> ImageBackend:
+        """Return the view of another model's backend, or else what `make` builds. Raises what it raises."""
+        for shared in [*self._shared]:
+            if (member := shared.join(model)) is not None:
+                return member
+        backend = make()
+        if not isinstance(backend, GraphBackend):
+            return backend
+        shared = SharedBackend(backend, self._lane, self._busy)
+        self._shared.add(shared)
+        return shared.first()
+
+    def _busy(self) -> bool:
+        return self.capacity is not None and self.capacity.slots.taken > 0
+
+    def close(self) -> None:
+        """End recording. Not on the lane's thread."""
+        for shared in self._shared:
+            shared.recording.close()
+
+
+class SwappedBackend(ImageBackend):
+    """A model's view of a shared backend: its weights are swapped in before its forwards."""
+
+    fixed_shapes = GraphBackend.fixed_shapes
+    packs = GraphBackend.packs
+
+    def __init__(
+        self, shared: SharedBackend, model: ImageModel, weights: Mapping[str, Weights], text: Callable[..., Any],
+        shared_parts: Iterable[str],
+    ) -> None:  # fmt: skip
+        """`weights` are by part. `text` is the phase `TEXT`. `shared_parts` are another model's too."""
+        self._shared, self._base = shared, shared.backend
+        self.model, self.weights, self.shared_parts = model, weights, frozenset(shared_parts)
+        self.denoiser, self.widths, self.graphs = self._base.denoiser, self._base.widths, self._base.graphs
+        self.kernels, self.costs = self._base.kernels, self._base.costs
+        self.phases = {name: self._with_weights(name, run) for name, run in self._base.phases.items()} | {TEXT: text}
+        self.recording = shared.recording
+        self._swap_s = 0.0
+
+    def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
+        plan, part = self._base.plan(group, rows, live=live), self._part(group.phase)
+        if part is None or self._shared.holds(part, self.weights[part]):
+            return plan
+        if live:  # now, rather than within the forward, which is timed
+            self._shared.swap_in(part, self.weights[part])
+        return plan._replace(seconds=plan.seconds + self._swap_s)
+
+    def measure_swap(self) -> None:
+        """Swap the denoiser in once, and time it. On the lane's thread."""
+        synchronize(self.model.device)
+        started = time.perf_counter()
+        self._shared.swap_in(self.model.family.denoiser, self.weights[self.model.family.denoiser])
+        synchronize(self.model.device)
+        self._swap_s = time.perf_counter() - started
+
+    def _part(self, phase: str) -> str | None:
+        """The part that a phase runs, if its weights are swapped."""
+        return self.model.family.denoiser if phase in (*STEPS, KEYS) else "vae" if phase == VAE else None
+
+    def _with_weights(self, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        part = self._part(phase)
+        if part is None:
+            return run
+
+        def forward(*arguments: Any, **options: Any) -> Any:
+            self._shared.swap_in(part, self.weights[part])
+            return run(*arguments, **options)
+
+        return forward
+
+    def deterministic_mode(
+        self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
+    ) -> str:
+        return self._base.deterministic_mode(size, depth, decode, chunks, controlled=controlled)
+
+    def lowering_for(self, network: Any) -> Lowering:
+        return self._base.lowering_for(network)
+
+    def executable(self, mode: str) -> str:
+        return self._base.executable(mode)
+
+    def prepare(self, size: tuple[int, int] | None = None, *, measure_s: float = 0.0) -> None:
+        self._base.prepare(size, measure_s=measure_s)
+
+    def adapt(self, owners: Sequence[tuple[ScaledAdapter, ...]], *, apart: bool) -> AbstractContextManager[None]:
+        return self._base.adapt(owners, apart=apart)
+
+    def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
+        return self._base.pack_adapter(factors)
+
+    def forget_adapters(self) -> None:
+        self._base.forget_adapters()
+
+
+def _modules(model: ImageModel) -> list[str]:
+    """The parts that have weights."""
+    return [name for name, part in model.parts.items() if isinstance(part, nn.Module)]
+
+
+def _alike(model: ImageModel, other: ImageModel) -> bool:
+    """Return whether a backend that was built for one model serves another, if its weights have the same shapes."""
+    tiny, other_tiny = (None if each.tiny_vae is None else each.tiny_vae.digest for each in (model, other))
+    plain = model.embed is None and other.embed is None
+    if not plain or tiny != other_tiny or model.family is not other.family:
+        return False
+    traits, others = ((each.precision, each.device, each.dtype, each.tiled_above) for each in (model, other))
+    return traits == others and all(
+        _architecture(model.parts[part]) == _architecture(other.parts[part]) for part in model.family.quantized
+    )
+
+
+def _architecture(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in dict(part.config).items() if not name.startswith("_")}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _flattened(read: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as words in the order of their memory, where they have no gaps: copies of small types are slow."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(read.shape, read.stride(), strict=True))
+    if not read.numel() or extent != read.numel():
+        return read, own
+    pair = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (read, own)]
+    aligned = all(t.nbytes % _WORD == 0 and t.data_ptr() % _WORD == 0 for t in pair)
+    return tuple(t.view(torch.int64 if aligned else torch.uint8) for t in pair)  # type: ignore[return-value]
+
+
+def _text_phase(model: ImageModel, base: GraphBackend) -> Callable[..., Any]:
+    """The phase `TEXT` of a model with text encoders of its own, in graphs of its own where the base has such."""
+    embed = partial(model.family.embed, model)
+    if model.family.padded:
+        return embed
+
+    def record(key: ExecutableKey, run: Callable[..., Any]) -> None:
+        with torch.inference_mode():
+            run(model.family.example_ids(model, key.rows))
+
+    cache = GraphCache({TEXT: embed}, base.recorder, capacity=len(TEXT_WIDTHS))
+    return partial(embed_recorded, GraphSet(cache, {TEXT: TEXT_WIDTHS}, record), model.device)

@@ -1,0 +1,202 @@
+"""Models that share a backend draw what each draws on one of its own, and none records a graph again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from contract.image import ImageParameters
+from contract.plan import DeepCache
+from core.batching.engine import Engine
+from core.batching.request import Request
+from core.batching.runner import Lane
+from pipeline.backends.backend import ImageBackend, Widths
+from pipeline.backends.graphs import GraphBackend
+from pipeline.backends.phases import TEXT
+from pipeline.backends.swapped import SharedBackends, SwappedBackend
+from pipeline.backends.torch_backend import TorchBackend
+from pipeline.extensions.asset_cache import ReadFile
+from pipeline.families.family import ImageModel
+from pipeline.memory_ledger import RequestCapacity
+from pipeline.model_pool import ModelPool, weight_bytes
+from pipeline.runner import ImageRunner
+from tests.core.tape import Tape
+from tests.pipeline import worlds
+from tests.pipeline.backends.test_programs import SHAPES
+from tests.pipeline.worlds import model, solo
+
+worlds.MORE.update(SHAPES)
+SHAPE, OTHER_SHAPE = SHAPES
+WIDTHS = Widths(8, 2, (2, 4, 8))
+CHANGED = {
+    "base": (), "tuned": ("unet",), "retold": ("unet", "text_encoder", "text_encoder_2"), "relit": ("unet", "vae"),
+    "relit too": ("unet", "vae"),
+}  # fmt: skip
+"""The parts that differ from the base model's."""
+
+
+def altered(part: nn.Module, seed: int) -> nn.Module:
+    """A copy of a part with other weights."""
+    generator, other = torch.Generator().manual_seed(seed), copy.deepcopy(part)
+    for tensor in (*other.parameters(), *other.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.mul_(1 + 0.2 * torch.rand(tensor.shape, generator=generator))
+        elif tensor.dtype == torch.int8:
+            tensor.data.copy_(tensor.roll(seed))
+    return other
+
+
+def tuned(name: str) -> ImageModel:
+    """A model of the shape whose changed parts are its own, and the others equal copies."""
+    base, seed = model(SHAPE), 1 + [*CHANGED].index(name)
+    parts = {
+        part: altered(own, 3 if name.startswith("relit") and part == "vae" else seed) if part in CHANGED[name]
+        else copy.deepcopy(own)
+        for part, own in base.parts.items() if isinstance(own, nn.Module)
+    }  # fmt: skip
+    return replace(base.with_parts(**parts), name=name, digest=name)
+
+
+def parameters(seed: int) -> ImageParameters:
+    cached = DeepCache(2, "block") if seed % 2 else None
+    return ImageParameters("a red cat", seed, 32, 32, steps=4, deterministic=True, deepcache=cached)
+
+
+class Shelf:
+    """An engine over a pool of these models, whose backends are shared."""
+
+    def __init__(self, names: list[str], room: int = 2**40) -> None:
+        self.lane, self.capacity, self.tape = Lane("device"), RequestCapacity(16), Tape()
+        self.shared = SharedBackends(self.lane)
+        self.shared.capacity = self.capacity
+        self.loads: list[str] = []
+        self.pool = ModelPool(names, self.load, room, self.capacity, on_close=self.shared.close)
+        self.pool.start()
+        self.lane.call(lambda: self.backend(names[0]).prepare(measure_s=600))
+        for name in names[1:]:
+            self.pool.load(name)
+        self.engine = Engine([self.pool])
+        self.pool.retry_admission = self.engine.retry_admission
+
+    def load(self, name: str) -> ReadFile[ImageRunner]:
+        self.loads.append(name)
+        own = tuned(name)
+        backend = self.shared.backend_of(own, lambda: GraphBackend(own, WIDTHS, recorder=self.tape))
+        runner = ImageRunner(backend, lane=self.lane, capacity=self.capacity)
+        return ReadFile(runner, name, weight_bytes(runner), name)
+
+    def backend(self, name: str) -> ImageBackend:
+        runner = self.pool.resident(name)
+        assert runner is not None
+        return runner.backend
+
+    def draw(self, names: list[str], seeds: range) -> dict[tuple[str, int], bytes]:
+        """Pictures of all models with all seeds, in one crowd."""
+        futures = {
+            (name, seed): self.engine.submit(Request(f"{name} {seed}", "image", parameters(seed), model=name))
+            for seed in seeds for name in names
+        }  # fmt: skip
+        return {key: future.result(120).png() for key, future in futures.items()}
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
+        self.lane.close()
+
+
+@pytest.fixture
+def shelves() -> Iterator[Callable[..., Shelf]]:
+    made: list[Shelf] = []
+
+    def make(*arguments: object, **options: object) -> Shelf:
+        made.append(Shelf(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for shelf in made:
+        shelf.close()
+
+
+def alone(name: str, seed: int) -> bytes:
+    runner = ImageRunner(GraphBackend(tuned(name), WIDTHS, recorder=Tape()))
+    runner.prepare(measure_s=600)
+    picture = solo(runner, parameters(seed))
+    runner.close()
+    return picture.png()
+
+
+def test_models_of_one_backend_draw_what_each_draws_on_its_own(shelves: Callable[..., Shelf]) -> None:
+    """Whatever parts are theirs, and though their steps alternate."""
+    names = [*CHANGED]
+    shelf = shelves(names)
+    pictures = shelf.draw(names, range(1, 4))
+    expected = {(name, seed): alone(name, seed) for name in names for seed in range(1, 3 if name == "relit" else 2)}
+    assert len({*expected.values()}) == len(expected)
+    assert expected == {key: pictures[key] for key in expected}
+
+
+def test_a_further_model_records_nothing_but_text_and_holds_what_is_its_own(shelves: Callable[..., Shelf]) -> None:
+    shelf = shelves(["base", "tuned"])
+    before = shelf.tape.recordings
+    pictures = shelf.draw(["base", "tuned"], range(2))
+    assert shelf.tape.recordings == before and len({*pictures.values()}) == len(pictures)
+    base, other = shelf.backend("base"), shelf.backend("tuned")
+    assert other.model.parts["vae"] is base.model.parts["vae"] and other.phases[TEXT] is base.phases[TEXT]
+    assert other.costs is base.costs and other.graphs is base.graphs
+    sizes = {name: weight_bytes(shelf.pool.resident(name)) for name in ("base", "tuned")}  # type: ignore[arg-type]
+    denoiser = sum(t.nbytes for t in other.model.denoiser.state_dict().values())
+    assert sizes["tuned"] == denoiser < sizes["base"]
+
+
+def test_an_equal_vae_is_held_once_also_by_models_that_are_not_the_first(shelves: Callable[..., Shelf]) -> None:
+    shelf = shelves(["base", "relit", "relit too", "retold"])
+    lit, too, told, base = (shelf.backend(name) for name in ("relit", "relit too", "retold", "base"))
+    assert too.model.vae is lit.model.vae is not base.model.vae is told.model.vae
+    assert too.phases[TEXT] is base.phases[TEXT] is not told.phases[TEXT]
+
+
+def test_a_model_that_was_evicted_joins_again(shelves: Callable[..., Shelf]) -> None:
+    """Also the one that the backend was built with, while another is in memory."""
+    shelf = shelves(["tuned", "base", "retold"])
+    names = ["base", "retold"]
+    first = shelf.draw(names, range(2))
+    shelf.pool._models.evict(names)
+    gc.collect()
+    assert [shelf.pool.resident(name) for name in names] == [None, None]
+    assert shelf.draw(names, range(2)) == first
+    assert shelf.loads.count("base") == shelf.loads.count("retold") == 2
+
+
+def test_another_architecture_has_a_backend_of_its_own() -> None:
+    lane = Lane("device")
+    shared = SharedBackends(lane)
+    own = shared.backend_of(tuned("base"), lambda: GraphBackend(tuned("base"), WIDTHS, recorder=Tape()))
+    another = model(OTHER_SHAPE)
+    other = shared.backend_of(another, lambda: GraphBackend(another, WIDTHS, recorder=Tape()))
+    assert isinstance(other, SwappedBackend) and other.graphs is not own.graphs
+    plain = TorchBackend(model("v-prediction"), WIDTHS)
+    assert shared.backend_of(plain.model, lambda: plain) is plain
+    lane.close()
+
+
+def test_a_backend_ends_with_the_last_of_its_models() -> None:
+    lane = Lane("device")
+    shared = SharedBackends(lane)
+    backends = [
+        shared.backend_of(each, lambda each=each: GraphBackend(each, WIDTHS, recorder=Tape()))  # type: ignore[misc]
+        for each in map(tuned, ("base", "tuned"))
+    ]
+    graphs = weakref.ref(backends[0].graphs)
+    for _ in range(2):
+        assert graphs() is not None
+        backends.pop(0)
+        gc.collect()
+    assert graphs() is None
+    lane.close()
