@@ -213,7 +213,7 @@ class SwappedBackend(ImageBackend):
         self.kernels, self.costs = self._base.kernels, self._base.costs
         self.phases = {name: self._with_weights(name, run) for name, run in self._base.phases.items()} | {TEXT: text}
         self.recording = shared.recording
-        self._swap_s = 0.0
+        self.swap_s = 0.0
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         plan, part = self._base.plan(group, rows, live=live), self._part(group.phase)
@@ -221,7 +221,7 @@ class SwappedBackend(ImageBackend):
             return plan
         if live:  # now, rather than within the forward, which is timed
             self._shared.swap_in(part, self.weights[part])
-        return plan._replace(seconds=plan.seconds + self._swap_s)
+        return plan._replace(seconds=plan.seconds + self.swap_s)
 
     def measure_swap(self) -> None:
         """Swap the denoiser in once, and time it. On the lane's thread."""
@@ -229,7 +229,7 @@ class SwappedBackend(ImageBackend):
         started = time.perf_counter()
         self._shared.swap_in(self.model.family.denoiser, self.weights[self.model.family.denoiser])
         synchronize(self.model.device)
-        self._swap_s = time.perf_counter() - started
+        self.swap_s = time.perf_counter() - started
 
     def _part(self, phase: str) -> str | None:
         """The part that a phase runs, if its weights are swapped."""
