@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import random
 import statistics
@@ -69,7 +70,9 @@ class Catalogue:
         self._shared.capacity = self._capacity
         self._widths = Widths(rows, buckets=tuple(w for w in (1, *range(2, 17, 2), *range(20, 129, 4)) if w <= rows))
         self.names = [f"model-{number}" for number in range(count)]
-        self.pool = ModelPool(self.names, self._load, 2**63, self._capacity, on_close=self._shared.close)
+        self.pool = ModelPool(
+            self.names, self._load, 2**63, self._capacity, host_bytes=2**63, on_close=self._shared.close
+        )
         self._last = ""
         started = time.perf_counter()
         first = self.pool.start()
@@ -82,14 +85,25 @@ class Catalogue:
             self.pool.load(name)
             joins.append(time.perf_counter() - started)
         other = self.pool.load(self.names[-1])[0].backend
+        offload_s, onload_s = self._away() if count > 1 else (None, None)
         self.facts = {
             "graphs": first.backend.graphs.counts[0], "recorded_s": round(recorded_s, 1),
             "join_s": round(statistics.median(joins), 3) if joins else None,
             "swap_ms": round(1e3 * other.swap_s, 2) if isinstance(other, SwappedBackend) else None,
+            "offload_s": offload_s, "onload_s": onload_s,
             "gib": round(torch.cuda.memory_allocated() / 2**30, 1) if model.device.type == "cuda" else None,
         }  # fmt: skip
         self.engine = Engine([self.pool], on_tick=self._note)
         self.pool.retry_admission = self.engine.retry_admission
+
+    def _away(self) -> tuple[float, float]:
+        """Seconds in which the last model leaves for the host's memory, and comes back."""
+        moments = [time.perf_counter()]
+        for move in (lambda: self.pool.evict(self.names[-1:]), lambda: self.pool.load(self.names[-1])):
+            move()
+            moments.append(time.perf_counter())
+        left, back = (round(end - start, 3) for start, end in itertools.pairwise(moments))
+        return left, back
 
     def _load(self, name: str) -> ReadFile[ImageRunner]:
         model = fine_tune(self._model, self.names.index(name))

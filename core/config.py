@@ -54,6 +54,11 @@ class Settings(BaseSettings):
     models_mib: int = Field(
         default=0, ge=0, description="that the weights of these models may take in memory; 0: all of them stay"
     )
+    models_host_mib: int = Field(
+        default=0,
+        ge=0,
+        description="host memory for models that left a GPU's: they come back without being loaded; 0: none",
+    )
     model_idle_s: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="after so long without a request a model leaves; 0: never"
     )

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 _PART = 2**24  # bytes that are copied from pinned memory at a time
+_ALIGNMENT = 64  # bytes
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -29,6 +30,26 @@ def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> lis
     with _apart(device):
         copies = [tensor.to(device) for tensor in tensors]
     _complete(copies, device)
+    return copies
+
+
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy from a device to the host's memory, pinned for a GPU; complete when this returns. On any thread, for tensors
+    that nothing writes. Beside others' work, as `copy_to_device`.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    copies: list[torch.Tensor] = []
+    memory, used = torch.empty(0, dtype=torch.uint8), 0
+    with _apart(device):
+        for tensor in tensors:
+            if used + tensor.nbytes > memory.nbytes:  # torch rounds each allocation of pinned memory to a power of two
+                size = max(_PART, tensor.nbytes)
+                memory, used = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda"), 0
+            part = memory[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(part.copy_(tensor, non_blocking=True))
+            used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if device.type == "cuda":
+        _stream(device).synchronize()
     return copies
 
 

@@ -8,7 +8,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -53,6 +54,15 @@ class Lease(NamedTuple):
     runner: ImageRunner
 
 
+class Facts(NamedTuple):
+    """What is known of a loaded model (`ReadFile`)."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    facts: Any
+
+
 class Checked(NamedTuple):
     """What a model's runner found out about a request (`Request.checked`); another load of it has other files."""
 
@@ -74,7 +84,8 @@ class ModelPool:
 
     Models share places and memory of requests, and take turns on one lane as groups of one runner do. A model that is
     not in memory is loaded by a thread of its own when its first request is to be admitted; requests of other models
-    go on meanwhile. Where it does not fit beside models that are in use, requests of these overtake it for four times
+    go on meanwhile. One that has left the device's memory may be kept in the host's, from where it comes back without
+    being loaded. Where it does not fit beside models that are in use, requests of these overtake it for four times
     as long as it loads; then nothing is admitted until there is room.
     """
 
@@ -89,20 +100,26 @@ class ModelPool:
         *,
         patience_s: float = 20.0,
         idle_s: float = 0.0,
+        host_bytes: int = 0,
         on_close: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` makes a model's runner, of this `capacity`, with its size; it raises `ModelError`. `capacity_bytes`
         limits the sizes of all models in memory. After `idle_s` without a request a model is evicted; 0: never.
-        `on_close` is called after all models are closed.
+        `host_bytes` limits the sizes of models that are kept in the host's memory. `on_close` is called after all
+        models are closed.
         """
         self.names = tuple(names)
         self.patience_s = patience_s
         self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
         self._on_close = on_close
         self._models: AssetCache[ImageRunner] = AssetCache(
-            "model", capacity_bytes, self._load, free=_free, loaded=lambda: self.retry_admission()
+            "model", capacity_bytes, self._load, free=self._retire, loaded=lambda: self.retry_admission()
         )
+        self._host_bytes = host_bytes
+        self._offloaded: OrderedDict[str, ReadFile[ImageRunner]] = OrderedDict()  # least recently used first
+        self._offloading = threading.Lock()
+        self._facts: weakref.WeakKeyDictionary[ImageRunner, Facts] = weakref.WeakKeyDictionary()
         self._leases: dict[str, Lease] = {}  # by request
         self._load_s: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes
@@ -142,6 +159,10 @@ class ModelPool:
             )
         return runner, model.facts
 
+    def evict(self, names: Iterable[str]) -> None:
+        """Have models leave the memory that no request uses."""
+        self._models.evict(names)
+
     def resident(self, name: str) -> ImageRunner | None:
         """Return a model that is in memory."""
         return self._models.resident(name)
@@ -150,16 +171,38 @@ class ModelPool:
         # One that was never loaded is taken to be as large as the largest.
         self._models.make_room(self._sizes.get(name, max(self._sizes.values(), default=0)))
         started = time.monotonic()
-        read = self._load_model(name)
+        with self._offloading:
+            offloaded = self._offloaded.pop(name, None)
+        if offloaded is None:
+            read = self._load_model(name)
+        else:
+            offloaded.content.backend.onload()
+            read = offloaded
+        self._facts[read.content] = Facts(name, read.digest, read.size_bytes, read.facts)
         self._load_s[name], self._sizes[name] = time.monotonic() - started, read.size_bytes
         self._used[name] = self._clock()
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
 
+    def _retire(self, runners: list[ImageRunner]) -> None:
+        """Keep evicted models in the host's memory as far as it is for them; close the others. Empties the list."""
+        for runner in runners if self._host_bytes and not self.closed else ():
+            name, digest, size_bytes, facts = self._facts[runner]
+            with self._offloading:
+                if size_bytes <= self._host_bytes and runner.backend.offload():
+                    self._offloaded[name] = ReadFile(runner, digest, size_bytes, facts)
+        with self._offloading:
+            kept = [read.content for read in self._offloaded.values()]
+            closed = [runner for runner in runners if runner not in kept]
+            while sum(read.size_bytes for read in self._offloaded.values()) > self._host_bytes:
+                closed.append(self._offloaded.popitem(last=False)[1].content)
+        runners.clear()
+        _free(closed)
+
     def _evict_idle(self) -> None:
         while not self._closed.wait(min(self._idle_s, 1.0)):
             until = self._clock() - self._idle_s
-            self._models.evict([name for name in self.names[1:] if self._used.get(name, until) < until])
+            self.evict([name for name in self.names[1:] if self._used.get(name, until) < until])
 
     # -- called by the scheduler ------------------------------------------------------------------------------------
 
@@ -297,8 +340,8 @@ class ModelPool:
         """Close all models."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
-        for name in self.names:
-            runner = self._models.resident(name)
+        runners = [self._models.resident(name) for name in self.names]
+        for runner in (*runners, *(read.content for read in self._offloaded.values())):
             if runner is not None:
                 runner.close()
         self._on_close()

@@ -25,6 +25,7 @@ from core.graphs import ExecutableKey
 from core.ops.branches import LowRank, PackedAdapter
 from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
+from core.transfers import copy_to_device, copy_to_host
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend
 from pipeline.backends.graphs import GraphBackend, embed_recorded
 from pipeline.backends.phases import KEYS, STEPS, TEXT, TEXT_WIDTHS, VAE
@@ -67,7 +68,11 @@ class Weights:
     def copy_in(self) -> None:
         """Copy them to where the kernels read, in the current stream."""
         for targets, sources in self._copies.values():
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def move(self, copy: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        """Keep these copies of them instead. On any thread."""
+        self._copies = {dtype: (targets, [*copy(sources)]) for dtype, (targets, sources) in self._copies.items()}
 
     def equals(self, other: Weights) -> bool:
         """Return whether both are of the same values. Waits for the device."""
@@ -85,14 +90,19 @@ class SharedBackend:
         self.recording = BackgroundRecorder(lane, backend.graphs.record_next, busy)
         self._lane = lane
         self._members: weakref.WeakSet[SwappedBackend] = weakref.WeakSet()
-        self._first = {part: Weights() for part in backend.lowerings}
-        self._present = dict(self._first)
+        self._first: weakref.ref[SwappedBackend] | None = None  # the model that the backend was built with
+        # Weakly, so that the weights of a model that is gone are, too.
+        self._present: dict[str, weakref.ref[Weights]] = {}
         self._complete = False
         self._lock = threading.Lock()
 
     def first(self) -> SwappedBackend:
-        """Return the backend of the model that the backend was built with."""
-        return self._member(self.backend.model, self._first, self.backend.phases[TEXT], ())
+        """Return the backend of the model that the backend was built with. Call once, before anything runs."""
+        weights = {part: Weights() for part in self._lowerings}
+        member = self._member(self.backend.model, weights, self.backend.phases[TEXT], ())
+        self._present = {part: weakref.ref(own) for part, own in weights.items()}
+        self._first = weakref.ref(member)
+        return member
 
     def join(self, model: ImageModel) -> SwappedBackend | None:
         """Return the backend of another model, which takes on the parts that are equal to another's; None for one of
@@ -119,9 +129,12 @@ class SharedBackend:
                 weights |= {part: member.weights[part] for part in weights if part in equal}
                 if text is None and {*_modules(model)} - {*weights} <= equal:
                     text = member.phases[TEXT]
+            first = None if self._first is None else self._first()
             for part, pairs in counterparts.items():
-                if part not in shared and not self._first[part].own:  # the first other one
-                    self._first[part].fill((read, read.clone()) for read, _ in pairs)
+                if first is not None and part not in shared and not first.weights[part].own:  # the first other one
+                    first.weights[part].fill((read, read.clone()) for read, _ in pairs)
+            # Of the denoiser's modules only shapes are read now.
+            shared[model.family.denoiser] = self.backend.model.denoiser
             joined = model.with_parts(**shared)
             member = self._member(joined, weights, text or _text_phase(joined, self.backend), shared)
             self._lane.call(member.measure_swap)
@@ -158,13 +171,13 @@ class SharedBackend:
 
     def swap_in(self, part: str, weights: Weights) -> None:
         """Have the kernels of a part read these weights from the next forward on."""
-        if self._present[part] is not weights:
+        if not self.holds(part, weights):
             weights.copy_in()
-            self._present[part] = weights
+            self._present[part] = weakref.ref(weights)
 
     def holds(self, part: str, weights: Weights) -> bool:
         """Return whether these weights are where the kernels read."""
-        return self._present[part] is weights
+        return self._present[part]() is weights
 
 
 class SharedBackends:
@@ -222,6 +235,19 @@ class SwappedBackend(ImageBackend):
         if live:  # now, rather than within the forward, which is timed
             self._shared.swap_in(part, self.weights[part])
         return plan._replace(seconds=plan.seconds + self.swap_s)
+
+    def held_bytes(self) -> dict[str, int]:
+        denoiser = self.model.family.denoiser
+        return {f"{denoiser} weights": self.weights[denoiser].size_bytes} if denoiser in self.shared_parts else {}
+
+    def offload(self) -> bool:
+        if any(name not in self.shared_parts for name in _modules(self.model) if name not in self.weights):
+            return False  # text encoders, whose graphs read them where they are
+        self.weights[self.model.family.denoiser].move(copy_to_host)
+        return True
+
+    def onload(self) -> None:
+        self.weights[self.model.family.denoiser].move(partial(copy_to_device, device=self.model.device))
 
     def measure_swap(self) -> None:
         """Swap the denoiser in once, and time it. On the lane's thread."""

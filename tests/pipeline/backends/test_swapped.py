@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -72,12 +73,12 @@ def parameters(seed: int) -> ImageParameters:
 class Shelf:
     """An engine over a pool of these models, whose backends are shared."""
 
-    def __init__(self, names: list[str], room: int = 2**40) -> None:
+    def __init__(self, names: list[str], *, host_bytes: int = 0) -> None:
         self.lane, self.capacity, self.tape = Lane("device"), RequestCapacity(16), Tape()
         self.shared = SharedBackends(self.lane)
         self.shared.capacity = self.capacity
         self.loads: list[str] = []
-        self.pool = ModelPool(names, self.load, room, self.capacity, on_close=self.shared.close)
+        self.pool = ModelPool(names, self.load, 2**40, self.capacity, host_bytes=host_bytes, on_close=self.shared.close)
         self.pool.start()
         self.lane.call(lambda: self.backend(names[0]).prepare(measure_s=600))
         for name in names[1:]:
@@ -129,7 +130,8 @@ def alone(name: str, seed: int) -> bytes:
     runner.prepare(measure_s=600)
     picture = solo(runner, parameters(seed))
     runner.close()
-    return picture.png()
+    file: bytes = picture.png()
+    return file
 
 
 def test_models_of_one_backend_draw_what_each_draws_on_its_own(shelves: Callable[..., Shelf]) -> None:
@@ -167,11 +169,24 @@ def test_a_model_that_was_evicted_joins_again(shelves: Callable[..., Shelf]) -> 
     shelf = shelves(["tuned", "base", "retold"])
     names = ["base", "retold"]
     first = shelf.draw(names, range(2))
-    shelf.pool._models.evict(names)
+    shelf.pool.evict(names)
     gc.collect()
     assert [shelf.pool.resident(name) for name in names] == [None, None]
     assert shelf.draw(names, range(2)) == first
     assert shelf.loads.count("base") == shelf.loads.count("retold") == 2
+
+
+def test_a_model_in_the_hosts_memory_is_not_loaded_again(shelves: Callable[..., Shelf]) -> None:
+    """As many as fit there, those that were used last; one with text encoders of its own is closed."""
+    names = ["base", "tuned", "relit", "retold"]
+    room = weight_bytes(ImageRunner(GraphBackend(tuned("base"), WIDTHS)))  # of one model and a part
+    shelf = shelves(names, host_bytes=room)
+    first = shelf.draw(names, range(2))
+    for name in ("retold", "relit", "tuned"):
+        shelf.pool.evict([name])
+        gc.collect()
+    assert shelf.draw(names, range(2)) == first
+    assert Counter(shelf.loads) == {"base": 1, "tuned": 1, "relit": 2, "retold": 2}
 
 
 def test_another_architecture_has_a_backend_of_its_own() -> None:
