@@ -2,9 +2,9 @@
 
     python -m benchmarks.catalogue [--models 20] [--zipf 1.0] [--plans full,half,4-steps] [--window S]
 
-The fine-tunes differ from the first model in their denoisers' weights, share its backend and stay on the device. Of
-each plan there are windows of requests of one model, and of requests whose models are drawn from Zipf's law: the k-th
-has a share of 1/k^s. `--device cpu --tiny` rehearses it.
+The fine-tunes differ from the first model in their denoisers' weights, and share its backend; those that `--device-gib`
+leaves no room for, by last use, are in the host's memory. Of each plan there are windows of requests of one model, and
+of requests whose models are drawn from Zipf's law: the k-th has a share of 1/k^s. `--device cpu --tiny` rehearses it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fine_tune(model: ImageModel, number: int) -> ImageModel:
 class Catalogue:
     """An engine over a pool of so many fine-tunes, all of which are loaded."""
 
-    def __init__(self, model: ImageModel, count: int, rows: int, measure_s: float) -> None:
+    def __init__(self, model: ImageModel, count: int, rows: int, device_bytes: int, measure_s: float) -> None:
         self.lane, self.times, self.swaps = Lane("device"), PhaseTimes(), 0
         self._model, self._capacity = model, RequestCapacity(4 * rows)
         self._shared = SharedBackends(self.lane)
@@ -71,19 +71,21 @@ class Catalogue:
         self._widths = Widths(rows, buckets=tuple(w for w in (1, *range(2, 17, 2), *range(20, 129, 4)) if w <= rows))
         self.names = [f"model-{number}" for number in range(count)]
         self.pool = ModelPool(
-            self.names, self._load, 2**63, self._capacity, host_bytes=2**63, on_close=self._shared.close
+            self.names, self._load, device_bytes, self._capacity, host_bytes=2**63, on_close=self._shared.close
         )
         self._last = ""
         started = time.perf_counter()
         first = self.pool.start()
         first.prepare(measure_s=measure_s)
         first.recording.wait(_RECORD_S)
+        record.progress(f"recorded, {_gib()} GiB")
         recorded_s = time.perf_counter() - started
         joins: list[float] = []
         for name in self.names[1:]:
             started = time.perf_counter()
             self.pool.load(name)
             joins.append(time.perf_counter() - started)
+            record.progress(f"{name}: {joins[-1]:.2f} s, {_gib()} GiB")
         other = self.pool.load(self.names[-1])[0].backend
         offload_s, onload_s = self._away() if count > 1 else (None, None)
         self.facts = {
@@ -91,7 +93,7 @@ class Catalogue:
             "join_s": round(statistics.median(joins), 3) if joins else None,
             "swap_ms": round(1e3 * other.swap_s, 2) if isinstance(other, SwappedBackend) else None,
             "offload_s": offload_s, "onload_s": onload_s,
-            "gib": round(torch.cuda.memory_allocated() / 2**30, 1) if model.device.type == "cuda" else None,
+            "on_device": sum(self.pool.resident(name) is not None for name in self.names), "gib": _gib(),
         }  # fmt: skip
         self.engine = Engine([self.pool], on_tick=self._note)
         self.pool.retry_admission = self.engine.retry_admission
@@ -141,6 +143,11 @@ class Catalogue:
         self.lane.close()
 
 
+def _gib() -> float:
+    """GiB that torch has allocated on the GPU."""
+    return round(torch.cuda.memory_allocated() / 2**30, 1) if torch.cuda.is_available() else 0.0
+
+
 def popular(names: Sequence[str], exponent: float) -> Callable[[int], str]:
     """The model of each request, by Zipf's law."""
     weights = [1 / (rank + 1) ** exponent for rank in range(len(names))]
@@ -153,7 +160,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     calibrated = models.ranges(source, 1 if options.tiny else models.CALIBRATED)
     model = models.variant(source, "int8", calibrated)
     del source
-    catalogue = Catalogue(model, options.models, options.rows, 0.2 if options.tiny else 90.0)
+    catalogue = Catalogue(
+        model, options.models, options.rows, int(options.device_gib * 2**30), 0.2 if options.tiny else 90.0
+    )
     results: dict[str, Any] = {
         "model": options.model, "models": options.models, "zipf": options.zipf, "rows": options.rows,
         **catalogue.facts, "plans": {},
@@ -191,6 +200,10 @@ def show(results: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("catalogue", __doc__)
     parser.add_argument("--models", type=int, default=20, help="default: %(default)s")
+    parser.add_argument(
+        "--device-gib", type=float, default=1024.0,
+        help="of weights on the device; further models wait in the host's memory; default: %(default)s",
+    )  # fmt: skip
     parser.add_argument("--zipf", type=float, default=1.0, help="the exponent; default: %(default)s")
     parser.add_argument("--plans", default="full,half,4-steps", help="default: %(default)s")
     parser.add_argument("--model", default=sdxl.NAME, help="default: %(default)s")

@@ -53,6 +53,15 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def refill(tensors: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+    """Copy from pinned memory into a device's tensors, which nothing reads meanwhile; as `copy_to_device` otherwise."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with _apart(device):
+        for tensor, content in zip(tensors, host, strict=True):
+            tensor.copy_(content, non_blocking=True)
+    _complete(tensors, device)
+
+
 def allocated(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Bytes on the device for `filled`: for contents that depend on where they lie."""
     with _apart(device):

@@ -176,7 +176,7 @@ class ModelPool:
         if offloaded is None:
             read = self._load_model(name)
         else:
-            offloaded.content.backend.onload()
+            offloaded.content.backend.offload(back=True)
             read = offloaded
         self._facts[read.content] = Facts(name, read.digest, read.size_bytes, read.facts)
         self._load_s[name], self._sizes[name] = time.monotonic() - started, read.size_bytes

@@ -77,7 +77,7 @@ LARGE_CLASSES = {
     "core.ops.trace.TraceOps": 22,
     "llm.runner.TextRunner": 20,
     "pipeline.families.family.ImageModel": 14,
-    "pipeline.model_pool.ModelPool": 19,
+    "pipeline.model_pool.ModelPool": 20,
     "pipeline.recording.GraphSet": 15,
     "pipeline.runner.ImageRunner": 19,
     "workers.prefetch.PrefetchLimiter": 13,

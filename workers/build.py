@@ -358,10 +358,8 @@ def image_runner(
     released = tuple({model.family.denoiser, "vae"} - kept_parts)
     release = model.family.language_model not in kept_parts
     encoder = text_encoder.on_kernels(settings, model, name, release=release)
-    alone = settings.refiner or settings.lora  # whose graphs, or weights, are not those of others
-    backend, decisions = backends.make(
-        name, settings, encoder, release=released, why_torch=why_torch, shared=None if alone else shared
-    )
+    shared = None if settings.refiner else shared  # whose graphs are recorded by turns with the model's
+    backend, decisions = backends.make(name, settings, encoder, release=released, why_torch=why_torch, shared=shared)
     if backend.shared_parts:
         model = backend.model
     extensions = [kind.open(settings, model, backend) for kind in KINDS]

@@ -53,8 +53,8 @@ class CudaOps:
         self._base, self._rows = base, rows
         self.layers: list[FusedLayer] = []
         self.branches = CudaRowBranches(rows)
-        self._kept: dict[tuple[object, ...], Kept] = {}  # by what and whose
-        self._fixed = False  # no further layer is met
+        self.kept: dict[tuple[object, ...], Kept] = {}  # by what and whose
+        self.fixed = False  # no further layer is met
         self._joints: dict[tuple[int, ...], Tensor] = {}
         self._joint = 0
 
@@ -225,26 +225,12 @@ class CudaOps:
     def _made(self, make: Callable[..., T], kind: object, *modules: Layer) -> T:
         """Return what `make(*modules)` returned when these were first met."""
         key = (kind, *modules)
-        if key not in self._kept:
-            if self._fixed:
+        if key not in self.kept:
+            if self.fixed:
                 raise RuntimeError("a network whose weights are swapped meets a new layer")
-            self._kept[key] = Kept(make, modules, make(*modules))
-        made: T = self._kept[key].made
+            self.kept[key] = Kept(make, modules, make(*modules))
+        made: T = self.kept[key].made
         return made
-
-    def counterparts(self, module_of: Callable[[Layer], Layer]) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor that kernels read with the same of other modules, as `CudaLowering.counterparts`."""
-        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for kept in self._kept.values():
-            own, other = _tensors(kept.made), _tensors(kept.make(*map(module_of, kept.modules)))
-            if [(t.shape, t.dtype, t.stride()) for t in own] != [(t.shape, t.dtype, t.stride()) for t in other]:
-                raise ValueError("the networks have weights of other shapes")
-            # Readers share the scales of the layers that they are of.
-            pairs |= {
-                (t.data_ptr(), t.numel()): pair for t, pair in zip(own, zip(own, other, strict=True), strict=True)
-            }
-        self._fixed = True
-        return list(pairs.values())
 
 
 class Kept(NamedTuple):
@@ -324,7 +310,17 @@ class CudaLowering:
         if own.keys() != other.keys() or any(type(own[name]) is not type(other[name]) for name in own):
             raise ValueError("the networks have different layers")
         names = {each: name for name, each in own.items()}
-        return self._ops.counterparts(lambda layer: other[names[layer]])
+        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for kept in self._ops.kept.values():
+            made = kept.make(*(other[names[module]] for module in kept.modules))
+            tensors, counterparts = _tensors(kept.made), _tensors(made)
+            forms, others = ([(t.shape, t.dtype, t.stride()) for t in each] for each in (tensors, counterparts))
+            if forms != others:
+                raise ValueError("the networks have weights of other shapes")
+            # Readers have the scales of the layers that they are of.
+            pairs |= {(t.data_ptr(), t.numel()): (t, c) for t, c in zip(tensors, counterparts, strict=True)}
+        self._ops.fixed = True
+        return list(pairs.values())
 
     def adapted(self, rows: Uses) -> AbstractContextManager[None]:
         """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""

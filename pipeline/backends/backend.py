@@ -139,13 +139,11 @@ class ImageBackend(Protocol):
         """Return the bytes of what it holds beside the model's own weights, by name, as far as it knows them."""
         return {}
 
-    def offload(self) -> bool:
-        """Move its own weights to the host's memory; False: it cannot. On any thread, while no request runs on it."""
+    def offload(self, *, back: bool = False) -> bool:
+        """Move its own weights to the host's memory, or `back`; False: it cannot. On any thread, while no request runs
+        on it.
+        """
         return False
-
-    def onload(self) -> None:
-        """Move them back. On any thread."""
-        return
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until all requested executables are compiled or have failed; False after `timeout_s`."""

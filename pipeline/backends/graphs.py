@@ -158,13 +158,6 @@ class GraphBackend(ImageBackend):
     def forget_adapters(self) -> None:
         self._lowering.clear_branches()
 
-    def run_all(self) -> None:
-        """Run all that has weights once, kernel by kernel, so that each layer is met. On the lane's thread."""
-        size = (self.model.native, self.model.native)
-        with torch.inference_mode():
-            for phase in (*STEPS, *(decode for decode in DECODES.values() if decode in self._layers)):
-                self._timer.example(phase, 1, size)(drop_text_input(self.denoiser, phase, self._layers[phase]))
-
     def _record(self, key: ExecutableKey, record: Callable[..., Any]) -> None:
         """Record the graph on an example, and time it."""
         size: Any = key.size

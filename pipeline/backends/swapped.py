@@ -25,11 +25,11 @@ from core.graphs import ExecutableKey
 from core.ops.branches import LowRank, PackedAdapter
 from core.ops.cuda import CudaLowering
 from core.ops.ops import Lowering
-from core.transfers import copy_to_device, copy_to_host
+from core.transfers import copy_to_device, copy_to_host, refill
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend
 from pipeline.backends.graphs import GraphBackend, embed_recorded
-from pipeline.backends.phases import KEYS, STEPS, TEXT, TEXT_WIDTHS, VAE
-from pipeline.backends.timing import synchronize
+from pipeline.backends.phases import KEYS, STEPS, TEXT, TEXT_WIDTHS, VAE, drop_text_input
+from pipeline.backends.timing import PhaseTimer, synchronize
 from pipeline.extensions.adapters import ScaledAdapter
 from pipeline.families.family import ImageModel
 from pipeline.memory_ledger import RequestCapacity
@@ -70,9 +70,10 @@ class Weights:
         for targets, sources in self._copies.values():
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
-    def move(self, copy: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Keep these copies of them instead. On any thread."""
-        self._copies = {dtype: (targets, [*copy(sources)]) for dtype, (targets, sources) in self._copies.items()}
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep these copies of `own` instead. On any thread, while nothing copies from them."""
+        kept = iter(tensors)
+        self._copies = {dtype: (targets, [next(kept) for _ in own]) for dtype, (targets, own) in self._copies.items()}
 
     def equals(self, other: Weights) -> bool:
         """Return whether both are of the same values. Waits for the device."""
@@ -93,6 +94,7 @@ class SharedBackend:
         self._first: weakref.ref[SwappedBackend] | None = None  # the model that the backend was built with
         # Weakly, so that the weights of a model that is gone are, too.
         self._present: dict[str, weakref.ref[Weights]] = {}
+        self._spare: list[list[Tensor]] = []  # memory of a denoiser's weights that have left the device
         self._complete = False
         self._lock = threading.Lock()
 
@@ -112,7 +114,7 @@ class SharedBackend:
             return None
         with self._lock:
             if not self._complete:
-                self._lane.call(self.backend.run_all)
+                self._lane.call(self._run_all)
                 self._complete = True
             try:
                 counterparts = {part: low.counterparts(model.parts[part]) for part, low in self._lowerings.items()}
@@ -137,7 +139,7 @@ class SharedBackend:
             shared[model.family.denoiser] = self.backend.model.denoiser
             joined = model.with_parts(**shared)
             member = self._member(joined, weights, text or _text_phase(joined, self.backend), shared)
-            self._lane.call(member.measure_swap)
+            member.swap_s = self._lane.call(partial(self._timed_swap, weights[model.family.denoiser]))
             return member
 
     @property
@@ -174,6 +176,45 @@ class SharedBackend:
         if not self.holds(part, weights):
             weights.copy_in()
             self._present[part] = weakref.ref(weights)
+
+    @torch.inference_mode()
+    def _run_all(self) -> None:
+        """Run all that has weights once, kernel by kernel, so that each layer is met. On the lane's thread."""
+        backend, model = self.backend, self.backend.model
+        timer = PhaseTimer(model, backend.costs, backend.denoiser)
+        for phase in (*STEPS, VAE):
+            run = drop_text_input(backend.denoiser, phase, backend.phases[phase])
+            timer.example(phase, 1, (model.native, model.native))(run)
+
+    @torch.inference_mode()
+    def offload(self, weights: Weights) -> None:
+        """Move a denoiser's weights to the host's memory. Their memory on the device is kept for the next ones: torch's
+        allocator would give it to other streams only.
+        """
+        left = weights.own
+        weights.keep(copy_to_host(left))
+        with self._lock:
+            self._spare = [left]
+
+    @torch.inference_mode()
+    def onload(self, weights: Weights) -> None:
+        """Move them back."""
+        with self._lock:
+            spare = self._spare.pop() if self._spare else None
+        if spare is None:
+            spare = copy_to_device(weights.own, self.backend.model.device)
+        else:
+            refill(spare, weights.own)
+        weights.keep(spare)
+
+    def _timed_swap(self, weights: Weights) -> float:
+        """Seconds in which a denoiser's weights are swapped in. On the lane's thread."""
+        model = self.backend.model
+        synchronize(model.device)
+        started = time.perf_counter()
+        self.swap_in(model.family.denoiser, weights)
+        synchronize(model.device)
+        return time.perf_counter() - started
 
     def holds(self, part: str, weights: Weights) -> bool:
         """Return whether these weights are where the kernels read."""
@@ -226,7 +267,7 @@ class SwappedBackend(ImageBackend):
         self.kernels, self.costs = self._base.kernels, self._base.costs
         self.phases = {name: self._with_weights(name, run) for name, run in self._base.phases.items()} | {TEXT: text}
         self.recording = shared.recording
-        self.swap_s = 0.0
+        self.swap_s = 0.0  # that it takes to swap the denoiser in
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         plan, part = self._base.plan(group, rows, live=live), self._part(group.phase)
@@ -240,22 +281,11 @@ class SwappedBackend(ImageBackend):
         denoiser = self.model.family.denoiser
         return {f"{denoiser} weights": self.weights[denoiser].size_bytes} if denoiser in self.shared_parts else {}
 
-    def offload(self) -> bool:
+    def offload(self, *, back: bool = False) -> bool:
         if any(name not in self.shared_parts for name in _modules(self.model) if name not in self.weights):
             return False  # text encoders, whose graphs read them where they are
-        self.weights[self.model.family.denoiser].move(copy_to_host)
+        (self._shared.onload if back else self._shared.offload)(self.weights[self.model.family.denoiser])
         return True
-
-    def onload(self) -> None:
-        self.weights[self.model.family.denoiser].move(partial(copy_to_device, device=self.model.device))
-
-    def measure_swap(self) -> None:
-        """Swap the denoiser in once, and time it. On the lane's thread."""
-        synchronize(self.model.device)
-        started = time.perf_counter()
-        self._shared.swap_in(self.model.family.denoiser, self.weights[self.model.family.denoiser])
-        synchronize(self.model.device)
-        self.swap_s = time.perf_counter() - started
 
     def _part(self, phase: str) -> str | None:
         """The part that a phase runs, if its weights are swapped."""
@@ -305,7 +335,7 @@ def _alike(model: ImageModel, other: ImageModel) -> bool:
     """Return whether a backend that was built for one model serves another, if its weights have the same shapes."""
     tiny, other_tiny = (None if each.tiny_vae is None else each.tiny_vae.digest for each in (model, other))
     plain = model.embed is None and other.embed is None
-    if not plain or tiny != other_tiny or model.family is not other.family:
+    if not plain or other_tiny not in (None, tiny) or model.family is not other.family:
         return False
     traits, others = ((each.precision, each.device, each.dtype, each.tiled_above) for each in (model, other))
     return traits == others and all(
