@@ -101,6 +101,30 @@ def _loras(*results: Result) -> Rows:
                    "behind": behind, "equal": "yes" if equal else "no"}  # fmt: skip
 
 
+_RUNG_OF = {"full": "int8", "half": "half", "4-steps": "4-steps"}  # of `benchmarks.engine`, by plan of `fleet`
+
+
+def _fleet(result: Result, engine: Result) -> Rows:
+    """The plans, each with ever more GPUs, beside so many engines alone."""
+    for plan, rung in _RUNG_OF.items():
+        alone = engine["rungs"][rung]
+        for count, plans in sorted(result["gpus"].items(), key=lambda item: int(item[0])):
+            figures = plans[plan]
+            single = {"one": figures.get("single_s"), "engine": alone["single_s"]}
+            yield {
+                **figures, **figures["cpu_s_an_image"], "plan": _PLANS[plan], "gpus": int(count),
+                "share": figures["images_s"] / int(count) / alone["images_s"],
+                "alone": cell("{one:.3f} s; {engine:.3f} s", single),
+            }  # fmt: skip
+
+
+def _catalogue(result: Result) -> Rows:
+    for plan, figures in result["plans"].items():
+        one, zipf = figures["one"], figures["zipf"]
+        yield {"plan": _PLANS[plan], "one": one, "zipf": zipf, "share": zipf["images_s"] / one["images_s"],
+               "in_flight": figures["in_flight"], "p99": zipf["p99_s"] / one["p99_s"]}  # fmt: skip
+
+
 TABLES: dict[str, Table | Text] = {
     "h200-engine": Table(("h200/engine", "ways"), (
         ("1024×1024, 20 steps with guidance", "{label}"), ("images/s", "{images_s:.2f}"),
@@ -114,6 +138,20 @@ TABLES: dict[str, Table | Text] = {
         ('relative to "half"', "{ratio:.2f}×"), ("one image alone", "{single_s:.3f} s"),
         ("rows of a deep forward, mean", "{deep_rows:.1f}"), ("in flight", "{in_flight}"),
         ("latency p50 of these", "{p50_s:.2f} s"), ("SM clock, power", _CLOCKS)), _plans),
+    "h200-fleet": Table(("h200/fleet", "h200/fleet-engine"), (
+        ("INT8, 1024×1024, JPEG", "{plan}"), ("GPUs", "{gpus}"), ("images/s", "{images_s:.2f}"),
+        ("of so many engines alone", "{share:.1%}"), ("p50, p99", "{p50_s:.2f} s, {p99_s:.2f} s"),
+        ("CPU per image: workers, APIs, Redis", "{workers:.3f} s, {apis:.3f} s, {redis:.4f} s"),
+        ("one image alone: over HTTP; in the engine", "{alone}")), _fleet,
+        "{apis} API processes, {cores} cores; windows of {window_s:.0f} s, each once."),
+    "h200-catalogue": Table(("h200/catalogue",), (
+        ("INT8, 1024×1024", "{plan}"), ("in flight", "{in_flight}"), ("one model, images/s", "{one[images_s]:.2f}"),
+        ("all models, images/s", "{zipf[images_s]:.2f}"), ("share", "{share:.1%}"),
+        ("p99: one, all", "{one[p99_s]:.2f} s, {zipf[p99_s]:.2f} s ({p99:.2f}×)"),
+        ("changes of model", "{zipf[changes]}")), _catalogue,
+        "{models} models, of which {on_device} were on the device; Zipf's law with exponent {zipf}. It takes "
+        "{swap_ms:.2f} ms to swap weights in, {join_s:.2f} s for a further model to join, and {offload_s:.2f} s and "
+        "{onload_s:.2f} s to leave for the host's memory and to come back."),
     "h200-loras": Table(("h200/loras", "h200/loras-64"), (
         ("layers with a share", "{layers}"), ("rank", "{rank}"), ("without LoRAs", "{plain_ms:.1f} ms"),
         ("in the products, throughput", "{inside[ms]:.1f} ms, {inside[ratio]:.1%}"),

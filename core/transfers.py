@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -77,6 +77,17 @@ def filled(memory: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
             to.copy_(part.pin_memory(), non_blocking=True)
     _complete([memory], memory.device)
     return memory
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Context: on a GPU what this thread computes and copies goes in a stream beside others', which it does not wait
+    for; complete at its end. For loading: in the default stream each tensor's copy would wait for the steps before it.
+    """
+    with _apart(device):
+        yield
+    if device.type == "cuda":
+        _stream(device).synchronize()
 
 
 def _apart(device: torch.device) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
 from core.config import STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
+from core.transfers import beside
 from llm.pages import PAGE
 from pipeline import plans
 from pipeline.backends.backend import ImageBackend
@@ -414,7 +415,10 @@ def _pool(
         if name in loaded:
             runner, kernels = loaded.pop(name)
         else:
-            runner, kernels = image_runner(settings_of[name], lane, log.info, capacity=first.capacity, shared=shared)
+            with beside(first.model.device):
+                runner, kernels = image_runner(
+                    settings_of[name], lane, log.info, capacity=first.capacity, shared=shared
+                )
         return ReadFile(runner, runner.model.digest, weight_bytes(runner), kernels)
 
     pool = ModelPool(

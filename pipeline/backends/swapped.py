@@ -139,6 +139,7 @@ class SharedBackend:
             shared[model.family.denoiser] = self.backend.model.denoiser
             joined = model.with_parts(**shared)
             member = self._member(joined, weights, text or _text_phase(joined, self.backend), shared)
+            synchronize(model.device)  # the lane's stream reads what this one wrote
             member.swap_s = self._lane.call(partial(self._timed_swap, weights[model.family.denoiser]))
             return member
 
