@@ -20,6 +20,7 @@ from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import ApiKey, Keyring
+from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.record import QueueBacklog
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -45,6 +46,7 @@ class RegistrySnapshot:
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, QueueBacklog] = field(default_factory=dict)
+    model_backlogs: Mapping[str, QueueBacklog] = field(default_factory=dict)  # of models with live jobs
     paused: frozenset[str] = frozenset()
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
     guarded: bool = False
@@ -90,13 +92,20 @@ class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(
-        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, folder: Path | None = None
+        self,
+        registry: Registry,
+        store: JobStore,
+        model_backlogs: ModelBacklogs,
+        keyring: Keyring,
+        access: AccessReader,
+        folder: Path | None = None,
     ) -> None:
         """`folder` is the folder of this Redis, if it runs beside this process."""
         self._beside = folder
         self.trouble = ""  # why Redis does not reply, where known
         self._registry = registry
         self._store = store
+        self._model_backlogs = model_backlogs
         self._keyring = keyring
         self._access = access
         self._task: asyncio.Task[None] | None = None
@@ -202,6 +211,7 @@ class CardCache:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
+        model_backlogs = self._model_backlogs.read()
         guard = self._keyring.guard()
         # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
@@ -209,4 +219,4 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        return RegistrySnapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(workers, models, backlogs, model_backlogs, paused, guard.keys, guarded, secret, ahead_s)
