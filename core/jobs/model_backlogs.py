@@ -9,7 +9,7 @@ from core.jobs.broker import QUEUES
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.record import QueueBacklog
 
-_LOOKS = 2000  # jobs that a call examines of a queue, and of all that run: some milliseconds of Redis
+_LOOKS = 1000  # jobs that a call examines of a queue, and of all that run: a millisecond or two of Redis
 
 
 class ModelBacklogs(RedisStore):

@@ -14,7 +14,7 @@ local function sum(state, total, ids)
     local model = v[1]
     if model then
       if not jobs[model] then models[#models + 1], jobs[model], work_ms[model] = model, 0, 0 end
-      jobs[model], work_ms[model] = jobs[model] + 1, work_ms[model] + (tonumber(v[2]) or 0)
+      jobs[model], work_ms[model] = jobs[model] + 1, work_ms[model] + math.max(1, tonumber(v[2]) or 0)
       examined = examined + 1
     end
   end
