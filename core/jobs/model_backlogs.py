@@ -22,7 +22,8 @@ class ModelBacklogs(RedisStore):
         self._by_model = self._client.script("jobs/by_model")
 
     def read(self) -> dict[str, QueueBacklog]:
-        """The load of every model that has live jobs, by its name.
+        """The load of every model that has live jobs, by its name. A job counts for a millisecond at least, so that no
+        load without work hides jobs.
 
         Of more than `looks` jobs the most urgent and the oldest are examined, and the others count as divided among the
         models like these, with as much work a job.

@@ -1,7 +1,7 @@
 """The Helm chart agrees with what it deploys: settings, commands, probes, ports and metrics; and it renders.
 
-What needs rendering is skipped where there is no `helm`. `KUBERNETES_VALIDATE` names a program that takes files (such as
-kubernetes-validate or kubeconform), which then checks every rendered object against the schemas of Kubernetes.
+What needs rendering is skipped where there is no `helm`. `KUBERNETES_VALIDATE` names a program that takes files, such
+as kubernetes-validate or kubeconform, which then checks every rendered object against the schemas of Kubernetes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 -- Sums the live jobs of queues by model.
 -- KEYS: none
 -- ARGV: 2 maximum number of queued jobs of each queue, and of running jobs, to examine, 3… queues
--- Answer: {model, state, jobs, their ms, …}; a model may occur several times. The most urgent and the oldest jobs are
---   examined; the others count as divided among the models like these.
+-- Answer: {model, state, jobs, their ms, …}; a model may occur several times, and a job counts for a millisecond at least.
+--   The most urgent and the oldest jobs are examined; the others count as divided among the models like these.
 
 local P, looks = ARGV[1], tonumber(ARGV[2])
 local answer = {}
