@@ -7,22 +7,18 @@ as kubernetes-validate or kubeconform, which then checks every rendered object a
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 import cli
@@ -31,6 +27,7 @@ from api.cards import RegistrySnapshot
 from api.metrics import MetricsMiddleware, QueueCollector
 from core.config import Settings
 from core.jobs.record import QueueBacklog
+from tests.deployment import scaling
 from tests.deployment.served import ROOT
 from workers.metrics import WorkerMetrics
 
@@ -401,46 +398,14 @@ def test_helm_and_kubernetes_find_no_fault(rendered: dict[str, Objects], tmp_pat
         subprocess.run([*shlex.split(program), str(tmp_path / "objects.yaml")], check=True)
 
 
-# -- scaling -----------------------------------------------------------------------------------------------------------
-
-
-def workers_by_formula(scaled: Mapping[str, Any], values: Mapping[str, float]) -> int:
-    """The workers that KEDA's formula asks for, which is read as Python after its conditional operators are turned."""
-    formula = scaled["spec"]["advanced"]["scalingModifiers"]["formula"]
-    *cases, otherwise = formula.split(" : ")
-    text = " else ".join("({1}) if ({0}) else".format(*case.split(" ? ")).removesuffix(" else") for case in cases)
-    return math.ceil(round(eval(f"{text} else {otherwise}", {"max": max}, dict(values)), 9))
-
-
 @needs_helm
 def test_a_scaled_entry_asks_the_metrics_of_its_models(rendered: dict[str, Objects]) -> None:
     spec = rendered["full"]["ScaledObject", "r-diptych-worker-h100"]["spec"]
     triggers = {trigger["name"]: trigger["metadata"]["valueLocation"] for trigger in spec["triggers"]}
-    models = AUTOSCALED["autoscaling"]["models"]
-    assert triggers == {
-        f"{state}_{k}": f'diptych_model_work_seconds{{model="{model}",state="{state}"}}'
-        for (k, model), state in product(enumerate(models), ("queued", "running"))
-    } | {"ready": f'diptych_model_workers{{model="{models[0]}",state="ready"}}'}
+    scaling_of = AUTOSCALED["autoscaling"]
+    assert triggers == scaling.locations(scaling_of["models"])
+    formula = spec["advanced"]["scalingModifiers"]["formula"]
+    assert formula == scaling.formula(3, scaling_of["targetSeconds"], scaling_of["loadingSeconds"])
     assert spec["minReplicaCount"] == 0 and spec["initialCooldownPeriod"] > spec["cooldownPeriod"]
     service = rendered["full"]["Service", "r-diptych-api"]["spec"]["ports"][0]["port"]
     assert {trigger["metadata"]["url"] for trigger in spec["triggers"]} == {f"http://r-diptych-api.n:{service}/metrics"}
-
-
-@needs_helm
-@given(work_s=st.integers(0, 100_000), ready=st.integers(0, 50))
-def test_the_workers_asked_for_do_the_work_in_time_and_no_fewer_would(
-    rendered: dict[str, Objects], work_s: int, ready: int
-) -> None:
-    scaled = rendered["full"]["ScaledObject", "r-diptych-worker-h100"]
-    target_s, loading_s = (AUTOSCALED["autoscaling"][name] for name in ("targetSeconds", "loadingSeconds"))
-    values = {name: 0.0 for trigger in scaled["spec"]["triggers"] for name in [trigger["name"]]}
-    asked = workers_by_formula(
-        scaled, {**values, "queued_1": work_s / 2, "running_2": work_s / 2, "ready": float(ready)}
-    )
-
-    def done_s(workers: int) -> int:
-        """Seconds of work that so many do by the target: those that load do less."""
-        return min(workers, ready) * target_s + max(0, workers - ready) * (target_s - loading_s)
-
-    assert done_s(asked) >= work_s
-    assert asked == 0 if work_s == 0 else asked == 1 or done_s(asked - 1) < work_s
