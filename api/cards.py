@@ -20,7 +20,6 @@ from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import StoreError
 from core.jobs.keyring import ApiKey, Keyring
-from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.record import QueueBacklog
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -92,20 +91,13 @@ class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(
-        self,
-        registry: Registry,
-        store: JobStore,
-        model_backlogs: ModelBacklogs,
-        keyring: Keyring,
-        access: AccessReader,
-        folder: Path | None = None,
+        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, folder: Path | None = None
     ) -> None:
         """`folder` is the folder of this Redis, if it runs beside this process."""
         self._beside = folder
         self.trouble = ""  # why Redis does not reply, where known
         self._registry = registry
         self._store = store
-        self._model_backlogs = model_backlogs
         self._keyring = keyring
         self._access = access
         self._task: asyncio.Task[None] | None = None
@@ -211,7 +203,7 @@ class CardCache:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
-        model_backlogs = self._model_backlogs.read()
+        by_model = {name: load for queue in QUEUES for name, load in self._store.backlog_by_model(queue).items()}
         guard = self._keyring.guard()
         # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
@@ -219,4 +211,4 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        return RegistrySnapshot(workers, models, backlogs, model_backlogs, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s)

@@ -125,7 +125,7 @@ def _by_model(now: RegistrySnapshot) -> Iterable[Metric]:
             ("queued", load.queued, load.queued_ms), ("running", load.running, load.running_ms),
         ):  # fmt: skip
             jobs.add_metric((model, state), count)
-            work.add_metric((model, state), ms / 1000)
+            work.add_metric((model, state), max(ms, count) / 1000)  # above 0 where there are jobs: it wakes workers
             aliases[state].add_metric((model,), count)
         for state in _STATES:
             workers.add_metric((model, state), states[model, state])

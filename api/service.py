@@ -32,7 +32,6 @@ from core.jobs.connection import RedisClient, StoreError
 from core.jobs.events import EventReader
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring, most_queued
-from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.rates import RateLimiter
 from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, QueuePosition
@@ -77,10 +76,7 @@ class Service:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = CardCache(
-            self.registry, self.store, ModelBacklogs(self.redis), self.keyring, AccessReader(self.redis),
-            _beside(settings),
-        )  # fmt: skip
+        self.cards = CardCache(self.registry, self.store, self.keyring, AccessReader(self.redis), _beside(settings))
         self.reaper = Reaper(self.store.upkeep, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now

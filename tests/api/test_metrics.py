@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.jobs.keyring import Keyring
 from tests.api.world import CARD, Api, check_error, eventually, opened, settings_of
+from tests.core.jobs.drafts import make
 
 
 def figures(client: httpx2.Client) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -77,6 +78,10 @@ def test_a_model_without_workers_keeps_its_load(redis_url: str, folder: Path) ->
         assert work_s > 0
         check_model(found, CARD.name, queued=1, running=0, work_s=work_s, ready=0)
         check_model(found, "idle", queued=0, running=0, work_s=0, ready=0)
+        make(worker.store, modality="text", model="unmeasured")  # its estimate is 0, but not its work
+        work = lambda: figures(api.client).get(unmeasured, 0)  # noqa: E731
+        unmeasured = ("diptych_model_work_seconds", frozenset({"model": "unmeasured", "state": "queued"}.items()))
+        eventually(lambda: work() > 0)
 
 
 def test_with_keys_they_are_for_who_sees_all(redis_url: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import redis
 
-from core.jobs.model_backlogs import ModelBacklogs
+from core.jobs.broker import QUEUES
 from core.jobs.record import QueueBacklog
 from core.jobs.store import JobStore
 from tests.core.jobs import books
@@ -18,24 +18,21 @@ MODELS = {"emoji-xl": "image", "someone/else's model": "image", "emoji-lm": "tex
 
 
 def counted(client: redis.Redis) -> dict[str, QueueBacklog]:
-    """The same, over all records in Redis; a job counts for a millisecond at least."""
+    """The same, over all records in Redis."""
     sums: dict[str, Counter[str]] = {}
     for record in books.Books.of(client).records.values():
         if record["state"] in books.LIVE:
             load = sums.setdefault(record["model"], Counter())
             load[record["state"]] += 1
-            load[f"{record['state']}_ms"] += max(1, int(record["work_ms"]))
-    return {
-        model: QueueBacklog(load["queued"], load["queued_ms"], load["running"], load["running_ms"])
-        for model, load in sums.items()
-    }
+            load[f"{record['state']}_ms"] += int(record["work_ms"])
+    names = ("queued", "queued_ms", "running", "running_ms")
+    return {model: QueueBacklog(*(load[name] for name in names)) for model, load in sums.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_the_count_over_the_records(store: JobStore, client: redis.Redis, redis_url: str, seed: int) -> None:
+def test_it_is_the_count_over_the_records(store: JobStore, client: redis.Redis, seed: int) -> None:
     generator = random.Random(seed)
-    backlogs = ModelBacklogs(redis_url)
-    assert backlogs.read() == {}
+    assert [store.backlog_by_model(queue) for queue in QUEUES] == [{}, {}]
     ids: list[str] = []
     for _ in range(60):
         model = generator.choice([*MODELS])
@@ -54,23 +51,21 @@ def test_it_is_the_count_over_the_records(store: JobStore, client: redis.Redis, 
             case 3 if (claim := store.leases.claim(id, "worker-1")) is not None:
                 store.leases.succeed(id, claim.fence, {})
     expected = counted(client)
-    assert len(expected) == 3 and backlogs.read() == expected
-    backlogs.close()
+    assert len(expected) == 3
+    for queue in QUEUES:
+        assert store.backlog_by_model(queue) == {m: load for m, load in expected.items() if MODELS[m] == queue}
 
 
-def test_a_part_stands_for_the_whole(store: JobStore, redis_url: str) -> None:
+def test_a_part_stands_for_the_whole(store: JobStore) -> None:
     """With fewer looks than jobs the totals remain: a quarter of the oldest eight is of the other model."""
     for k in range(40):
         make(store, model="rare" if k % 4 == 0 else "usual", work_ms=200 if k % 4 == 0 else 100)
-    backlogs = ModelBacklogs(redis_url, looks=8)
-    assert backlogs.read() == {"rare": QueueBacklog(10, 2000, 0, 0), "usual": QueueBacklog(30, 3000, 0, 0)}
-    backlogs.close()
+    whole = {"rare": QueueBacklog(10, 2000, 0, 0), "usual": QueueBacklog(30, 3000, 0, 0)}
+    assert store.backlog_by_model("image", 8) == store.backlog_by_model("image") == whole
 
 
-def test_a_message_without_a_record_is_passed_over(store: JobStore, client: redis.Redis, redis_url: str) -> None:
+def test_a_message_without_a_record_is_passed_over(store: JobStore, client: redis.Redis) -> None:
     """As after a record was deleted by hand."""
     client.delete(f"diptych:job:{make(store, model='emoji-xl')}")
     make(store, model="emoji-xl", work_ms=7)
-    backlogs = ModelBacklogs(redis_url)
-    assert backlogs.read() == {"emoji-xl": QueueBacklog(1, 7, 0, 0)}
-    backlogs.close()
+    assert store.backlog_by_model("image") == {"emoji-xl": QueueBacklog(1, 7, 0, 0)}
