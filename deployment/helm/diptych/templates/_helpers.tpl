@@ -71,9 +71,11 @@ Sprig's merge would leave out. Maps are merged. */}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}{{ fail (printf "%s.minReplicas: exceeds maxReplicas" $where) }}{{ end -}}
 {{- if not $.Values.metrics.keySecret.name }}{{ fail (printf "%s: needs metrics.keySecret.name, a key that KEDA reads /metrics with" $where) }}{{ end -}}
 {{- range $other := $entries -}}
+{{- $served := $other.autoscaling.models -}}
+{{- range default (list "emoji-xl") $other.models }}{{ $served = append $served (base .) }}{{ end -}}
 {{- range $model := $scaling.models -}}
-{{- if and (ne $other.name $entry.name) (has $model $other.autoscaling.models) -}}
-{{- fail (printf "%s.models: %s is in the entry %s too, and both would be scaled for its work" $where $model $other.name) -}}
+{{- if and (ne $other.name $entry.name) (has $model $served) -}}
+{{- fail (printf "%s.models: %s is served by the entry %s too, which does some of its work" $where $model $other.name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
