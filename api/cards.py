@@ -203,7 +203,7 @@ class CardCache:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
-        by_model = {name: load for queue in QUEUES for name, load in self._store.backlog_by_model(queue).items()}
+        by_model = {name: load for queue in QUEUES for name, load in self._store.by_model.read(queue).items()}
         guard = self._keyring.guard()
         # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)

@@ -6,7 +6,6 @@ Does not use Celery: callers send the envelopes that its methods return.
 from __future__ import annotations
 
 import base64
-from collections import Counter
 from typing import Any, Self
 
 from core.config import Settings
@@ -15,6 +14,7 @@ from core.jobs.broker import PRIORITY_STEPS
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.leases import JobLeases
 from core.jobs.limits import JobLimits
+from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.record import (
     Job,
     JobDraft,
@@ -30,7 +30,6 @@ from core.jobs.upkeep import MARGIN_MS, JobUpkeep
 
 _USUAL = JobLimits()
 _LOOKS = 2000  # entries that one page of a list may scan
-_EXAMINED = 1000  # jobs of a state that the load by model is counted over: a millisecond or two of Redis
 
 
 class QueueFull(RuntimeError):
@@ -43,7 +42,8 @@ class QueueFull(RuntimeError):
 
 
 class JobStore(RedisStore):
-    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`.
+    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`; `by_model` tells
+    the load of each model.
 
     On a full Redis only `create` and `report` are refused. A call whose reply was lost may be repeated with the same
     arguments: it takes effect once, and returns the same result (except `claim`, which then returns None until the
@@ -57,6 +57,7 @@ class JobStore(RedisStore):
         super().__init__(redis)
         self.leases = JobLeases(self._client, limits)
         self.upkeep = JobUpkeep(self._client, limits)
+        self.by_model = ModelBacklogs(self._client)
         self._retention_ms = milliseconds(limits.retention_s)
         self._max_queued = limits.max_queued
         self._create = self._client.script("jobs/create", rates.LIMITS)
@@ -64,7 +65,6 @@ class JobStore(RedisStore):
         self._follow = self._client.script("jobs/follow")
         self._standing = self._client.script("jobs/standing")
         self._list = self._client.script("jobs/list")
-        self._by_model = self._client.script("jobs/by_model")
         self._erase = self._client.script("jobs/erase")
         self._empty = self._client.script("jobs/empty")
 
@@ -156,16 +156,3 @@ class JobStore(RedisStore):
         """A queue's load, in jobs and in estimated work."""
         fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
         return QueueBacklog(*(int(field or 0) for field in fields))
-
-    def backlog_by_model(self, queue: str, examined: int = _EXAMINED) -> dict[str, QueueBacklog]:
-        """The load of a queue by model, of the models of which jobs wait or run; their sum is the queue's load.
-
-        Of more than `examined` jobs of a state the most urgent and the oldest are read, and the others count as divided
-        among the models like these.
-        """
-        answer: Any = self._by_model(queue, examined)
-        sums: Counter[tuple[str, str]] = Counter()
-        for model, state, jobs, work_ms in zip(answer[::4], answer[1::4], answer[2::4], answer[3::4], strict=True):
-            sums[model, state], sums[model, f"{state}_ms"] = jobs, work_ms
-        names = ("queued", "queued_ms", "running", "running_ms")
-        return {model: QueueBacklog(*(sums[model, name] for name in names)) for model in {*answer[::4]}}
