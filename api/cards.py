@@ -45,6 +45,7 @@ class RegistrySnapshot:
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, QueueBacklog] = field(default_factory=dict)
+    model_backlogs: Mapping[str, QueueBacklog] = field(default_factory=dict)  # of models with live jobs
     paused: frozenset[str] = frozenset()
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
     guarded: bool = False
@@ -202,6 +203,7 @@ class CardCache:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
+        by_model = {name: load for queue in QUEUES for name, load in self._store.by_model.read(queue).items()}
         guard = self._keyring.guard()
         # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
@@ -209,4 +211,4 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        return RegistrySnapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s)

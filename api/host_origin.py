@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import ApiError
 from api.service import Service
 
-_OPEN = ("/healthz", "/readyz")  # expose nothing, and are used by supervisors
+_OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # expose nothing, and are used by supervisors
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.middleware import on_start
 from core import logs, traces
 
-_QUIET = ("/healthz", "/readyz", "/metrics")  # frequent, and not worth tracing
+_QUIET = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")  # frequent, and not worth tracing
 
 
 class TracingMiddleware:

@@ -5,11 +5,13 @@ Uses the extra `otel` only if tracing is configured. A job's record carries W3C'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from core.extras import pip_install
+
+Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 _PATH = "/v1/traces"  # of an OTLP collector (OTLP/HTTP, "OTLP/HTTP Request")
 
@@ -63,8 +65,12 @@ class Span:
 
     def note(self, **attributes: str | int | float) -> None:
         """Set attributes; `job_id` becomes `diptych.job_id`."""
+        self.set({f"diptych.{name}": value for name, value in attributes.items()})
+
+    def set(self, attributes: Attributes) -> None:
+        """Set attributes under names that are others', such as those of OpenTelemetry's semantic conventions."""
         if self._span is not None:
-            self._span.set_attributes({f"diptych.{name}": value for name, value in attributes.items()})
+            self._span.set_attributes(attributes)
 
     def fail(self, reason: str) -> None:
         if self._span is not None:
@@ -77,10 +83,14 @@ _NOTHING = Span()
 
 
 @contextmanager
-def span(name: str, kind: str = "internal", parent: str = "", **attributes: str | int | float) -> Iterator[Span]:
+def span(
+    name: str, kind: str = "internal", parent: str = "", conventional: Attributes | None = None,
+    **attributes: str | int | float,
+) -> Iterator[Span]:  # fmt: skip
     """Context: a span within the current one, or within `parent`, another process's traceparent.
 
-    `kind`: internal, server, or consumer. An exception that leaves the context is recorded by its type only.
+    `kind`: internal, server, or consumer. `conventional` are attributes as for `Span.set`, which samplers see, others
+    as for `Span.note`. An exception that leaves the context is recorded by its type only.
     """
     if _tracer is None:
         yield _NOTHING
@@ -90,8 +100,9 @@ def span(name: str, kind: str = "internal", parent: str = "", **attributes: str 
 
     context = TraceContextTextMapPropagator().extract({"traceparent": parent}) if parent else None
     with _tracer.start_as_current_span(
-        name, context=context, kind=SpanKind[kind.upper()], record_exception=False, set_status_on_exception=False
-    ) as begun:
+        name, context=context, kind=SpanKind[kind.upper()], attributes=conventional, record_exception=False,
+        set_status_on_exception=False,
+    ) as begun:  # fmt: skip
         recorder = Span(begun)
         recorder.note(**attributes)
         try:

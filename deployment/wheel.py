@@ -36,8 +36,8 @@ __all__ = [
 TOP = "diptych"
 _BESIDE = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
 _DATA = {".cpp", ".css", ".cu", ".h", ".html", ".jinja", ".js", ".json", ".lua", ".svg", ".txt"}
-# For the checkout only: measurements behind the docs.
-_LEFT_OUT = ("benchmarks/results/", "benchmarks/history/")
+# For the checkout only: measurements behind the docs, and the chart.
+_LEFT_OUT = ("benchmarks/results/", "benchmarks/history/", "deployment/helm/")
 
 
 class BuildError(ValueError):

@@ -57,6 +57,10 @@ class PageAllocator:
         """Allocatable pages: empty ones, and released ones."""
         return self._slots.free + len(self._idle)
 
+    def usage(self) -> float:
+        """Return the part of all pages that sequences hold, from 0 to 1."""
+        return 1 - self.free / self.capacity
+
     @property
     def held(self) -> int:
         return len(self._holders)

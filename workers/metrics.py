@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# The name under which vLLM shows it; read by its dashboards, and by the endpoint picker of the Gateway API's inference
+# extension.
+_VLLM_KV_CACHE = "vllm:kv_cache_usage_perc"
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -46,6 +49,7 @@ class WorkerMetrics:
             ("files",),
             registry=self.registry,
         )  # fmt: skip
+        self._kv_caches: dict[str, Callable[[], float]] = {}
         self._job_seconds = Histogram(
             "diptych_job_seconds", "A job in the engine, from its claim to its result.", ("modality",), buckets=_LONG,
             registry=self.registry,
@@ -70,9 +74,13 @@ class WorkerMetrics:
         if outcome == "succeeded":
             self._job_seconds.labels(modality).observe(seconds)
 
+    def show_kv_cache(self, model: str, usage: Callable[[], float]) -> None:
+        """Show how much of a text model's KV cache is used: `usage()`, from 0 to 1."""
+        self._kv_caches[model] = usage
+
     def serve(self, address: str, in_hand: Callable[[], dict[str, int]]) -> None:
         """Serve on `host:port`, from its own thread, until the process ends. Raises OSError."""
-        self.registry.register(_Now(in_hand))
+        self.registry.register(_Now(in_hand, self._kv_caches))
         host, _, port = address.rpartition(":")
         start_http_server(int(port), addr=host.strip("[]"), registry=self.registry)
         log.info("metrics are at http://%s/metrics", address)
@@ -81,14 +89,22 @@ class WorkerMetrics:
 class _Now(Collector):
     """Metrics read at scrape time."""
 
-    def __init__(self, in_hand: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, in_hand: Callable[[], dict[str, int]], kv_caches: Mapping[str, Callable[[], float]]) -> None:
         self._in_hand = in_hand
+        self._kv_caches = kv_caches
 
     def collect(self) -> Iterable[Any]:
         gauge = GaugeMetricFamily("diptych_jobs_in_hand", "Messages that this worker has taken.", labels=("queue",))
         for queue, count in self._in_hand().items():
             gauge.add_metric((queue,), count)
         yield gauge
+        caches = GaugeMetricFamily("diptych_kv_cache_usage_ratio", "Used part of the KV cache.", labels=("model",))
+        alias = GaugeMetricFamily(_VLLM_KV_CACHE, "The same under vLLM's name.", labels=("model_name",))
+        for model, usage in [*self._kv_caches.items()]:
+            value = usage()
+            caches.add_metric((model,), value)
+            alias.add_metric((model,), value)
+        yield from (caches, alias)
         unreadable = CounterMetricFamily(
             "diptych_unreadable", "Records and cards in Redis that this version cannot read.", labels=("kind",)
         )

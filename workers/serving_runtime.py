@@ -16,6 +16,7 @@ from contract import plan
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from workers.handlers import ImageJobHandler, JobHandler
+from workers.metrics import METER
 from workers.text_handler import TextJobHandler
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     if runtime.texts is not None:
         texts = TextJobHandler(runtime.texts)
         handlers[texts.name] = texts
+        METER.show_kv_cache(texts.name, runtime.texts.pages.usage)
     return handlers
 
 

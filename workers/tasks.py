@@ -23,6 +23,7 @@ from core.jobs.broker import Envelope
 from core.jobs.record import Claim
 from core.jobs.store import JobStore
 from core.logs import job_context, request_context
+from workers import genai
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.checker import UnsafeImage
@@ -174,8 +175,8 @@ class WorkerTasks:
         headers = {"request_id": claim.request_id} if claim.request_id else {}
         try:
             with request_context(claim.request_id), traces.span(
-                f"job {claim.modality}", "consumer", claim.trace, job_id=claim.id, attempt=claim.attempt,
-                model=claim.model, worker=self._worker, **headers,
+                f"job {claim.modality}", "consumer", claim.trace, genai.request_attributes(claim), job_id=claim.id,
+                attempt=claim.attempt, model=claim.model, worker=self._worker, **headers,
             ) as span:  # fmt: skip
                 with ExitStack() as stack:
                     try:
@@ -186,6 +187,7 @@ class WorkerTasks:
                         ended = error
                     outcome = self._end(work, ended)
                 span.note(outcome=outcome)
+                span.set(genai.outcome_attributes(claim, ended))
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
             METER.ended(claim.modality, outcome, time.monotonic() - begun)

@@ -14,6 +14,7 @@ from core.jobs.broker import PRIORITY_STEPS
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.leases import JobLeases
 from core.jobs.limits import JobLimits
+from core.jobs.model_backlogs import ModelBacklogs
 from core.jobs.record import (
     Job,
     JobDraft,
@@ -41,7 +42,8 @@ class QueueFull(RuntimeError):
 
 
 class JobStore(RedisStore):
-    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`.
+    """The job records: create, read, list and end jobs. Workers use its `leases`, sweeps its `upkeep`; `by_model` tells
+    the load of each model.
 
     On a full Redis only `create` and `report` are refused. A call whose reply was lost may be repeated with the same
     arguments: it takes effect once, and returns the same result (except `claim`, which then returns None until the
@@ -55,6 +57,7 @@ class JobStore(RedisStore):
         super().__init__(redis)
         self.leases = JobLeases(self._client, limits)
         self.upkeep = JobUpkeep(self._client, limits)
+        self.by_model = ModelBacklogs(self._client)
         self._retention_ms = milliseconds(limits.retention_s)
         self._max_queued = limits.max_queued
         self._create = self._client.script("jobs/create", rates.LIMITS)

@@ -71,9 +71,15 @@ def test_a_key_opens_and_nothing_else_does(guarded: tuple[Guarded, Worker]) -> N
     client = doors.key()
     assert client.post("/v1/jobs", json=JOB).status_code == 202
     assert client.get("/v1/models").status_code == 200
-    for path in ("/v1/models", "/v1/jobs", "/v1/queues", "/v1/jobs/job_000000000000000000000000/events"):
+    for path in (
+        "/v1/models",
+        "/v2/models/x/ready",
+        "/v1/jobs",
+        "/v1/queues",
+        "/v1/jobs/job_000000000000000000000000/events",
+    ):
         check_error(doors.client("").get(path), 401, code="invalid_api_key")
-    for path in ("/healthz", "/readyz", "/openapi.json"):
+    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/openapi.json"):
         assert doors.client("").get(path).status_code == 200
     assert doors.keyring.revoke(client.key_id)  # type: ignore[attr-defined]
     eventually(lambda: client.get("/v1/models").status_code == 401)

@@ -10,13 +10,14 @@ OPERATION_IDS = """
     chat_v1_chat_completions_post complete_v1_completions_post content_v1_files__id__content_get
     content_v1_files__id__content_get_head create_v1_batches_post create_v1_files_post create_v1_jobs_post
     delete_v1_files__id__delete delete_v1_jobs__id__delete draw__post draw_with_v1_models__name__post
-    edit_v1_images_edits_post empty_v1_queues__name__cancel_post events_v1_jobs__id__events_get
-    files_v1_files_get forget_v1_models__name__delete generate_v1_images_generations_post healthz_healthz_get
+    edit_v1_images_edits_post empty_v1_queues__name__cancel_post events_v1_jobs__id__events_get files_v1_files_get
+    forget_v1_models__name__delete generate_v1_images_generations_post healthz_healthz_get
     image_v1_jobs__id__images__k__get image_v1_jobs__id__images__k__get_head list_jobs_v1_jobs_get
-    look_v1_batches__id__get look_v1_files__id__get look_v1_jobs__id__get metrics_metrics_get
-    model_v1_models__name__get models_v1_models_get pause_v1_queues__name__pause_post
-    preview_v1_jobs__id__preview_get put_v1_jobs__id__put queues_v1_queues_get readyz_readyz_get
-    requeue_v1_jobs__id__requeue_post resume_v1_queues__name__resume_post
+    live_v2_health_live_get look_v1_batches__id__get look_v1_files__id__get look_v1_jobs__id__get
+    metrics_metrics_get model_ready_v2_models__name__ready_get model_v1_models__name__get models_v1_models_get
+    pause_v1_queues__name__pause_post preview_v1_jobs__id__preview_get put_v1_jobs__id__put queues_v1_queues_get
+    ready_v2_health_ready_get readyz_readyz_get requeue_v1_jobs__id__requeue_post
+    resume_v1_queues__name__resume_post
 """
 
 

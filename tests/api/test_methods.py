@@ -32,7 +32,8 @@ def addresses(shared: Api, drawn: tuple[str, bytes]) -> dict[str, str]:
     batch = shared.post("/v1/batches", input_file_id=file, endpoint="/v1/completions", completion_window="24h").json()
     known = {
         "/v1/jobs/{id}": {"id": drawn[0].split("/")[3], "k": "1"}, "/v1/files/": {"id": file},
-        "/v1/batches/": {"id": batch["id"]}, "/v1/models/": {"name": "emoji-xl"}, "/v1/queues/": {"name": "image"},
+        "/v1/batches/": {"id": batch["id"]}, "/v1/models/": {"name": "emoji-xl"}, "/v2/models/": {"name": "emoji-xl"},
+        "/v1/queues/": {"name": "image"},
     }  # fmt: skip
     paths = shared.client.get("/openapi.json").json()["paths"]
     made = {"/": "/", "/web/main.js": "/web/main.js", "/openapi.json": "/openapi.json", "/docs": "/docs"}

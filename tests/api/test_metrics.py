@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.jobs.keyring import Keyring
-from tests.api.world import Api, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, Api, check_error, eventually, opened, settings_of
+from tests.core.jobs.drafts import make
 
 
 def figures(client: httpx2.Client) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -38,6 +41,7 @@ def test_queues_workers_and_requests(redis_url: str, folder: Path) -> None:
         work_s = worker.job(ids[1]).work_ms / 1000
         assert value(found, "diptych_queue_wait_seconds", queue="image") == 2 * work_s
         assert value(found, "diptych_workers", state="ready") == 1 and value(found, "diptych_redis_up") == 1
+        check_model(found, CARD.name, queued=2, running=1, work_s=work_s, ready=1)
         made = {"method": "POST", "route": "/v1/jobs", "status": "202"}
         assert value(found, "diptych_http_seconds_count", **made) == 3
         for path in ("/v1/jobs/secret-1", "/v1/jobs/secret-2", "/nowhere/secret"):
@@ -46,6 +50,38 @@ def test_queues_workers_and_requests(redis_url: str, folder: Path) -> None:
         look = {"method": "GET", "route": "/v1/jobs/{id}", "status": "404"}
         assert value(found, "diptych_http_seconds_count", **look) == 2
         assert "secret" not in str(found)
+
+
+def check_model(
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float], model: str, *, queued: int, running: int, work_s: float,
+    ready: int,
+) -> None:  # fmt: skip
+    """A model's load in jobs and seconds, and under vLLM's names."""
+    for state, count, alias in (("queued", queued, "waiting"), ("running", running, "running")):
+        assert value(found, "diptych_model_jobs", model=model, state=state) == count
+        assert value(found, "diptych_model_work_seconds", model=model, state=state) == pytest.approx(count * work_s)
+        assert value(found, f"vllm:num_requests_{alias}", model_name=model) == count
+    assert value(found, "diptych_model_workers", model=model, state="ready") == ready
+
+
+def test_a_model_without_workers_keeps_its_load(redis_url: str, folder: Path) -> None:
+    """What scales from zero reads it: the last card makes the estimate, and an idle model shows 0."""
+    with opened(settings_of(redis_url, folder), CARD) as (api, worker):
+        worker.announce(card=replace(CARD, name="idle"))
+        worker.registry.deregister(worker.name)
+        eventually(lambda: value(figures(api.client), "diptych_workers", state="ready") == 0)
+        id = api.order(model=CARD.name)
+        waits = lambda: value(figures(api.client), "diptych_model_jobs", model=CARD.name, state="queued")  # noqa: E731
+        eventually(lambda: waits() == 1)
+        found = figures(api.client)
+        work_s = worker.job(id).work_ms / 1000
+        assert work_s > 0
+        check_model(found, CARD.name, queued=1, running=0, work_s=work_s, ready=0)
+        check_model(found, "idle", queued=0, running=0, work_s=0, ready=0)
+        make(worker.store, modality="text", model="unmeasured")  # its estimate is 0, but not its work
+        work = lambda: figures(api.client).get(unmeasured, 0)  # noqa: E731
+        unmeasured = ("diptych_model_work_seconds", frozenset({"model": "unmeasured", "state": "queued"}.items()))
+        eventually(lambda: work() > 0)
 
 
 def test_with_keys_they_are_for_who_sees_all(redis_url: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""/v1/models, /healthz and /readyz: what is told of workers, and when."""
+"""/v1/models, /healthz and /readyz, and KServe's addresses of the same: what is told of workers, and when."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ from pathlib import Path
 
 from api.schemas import EditJobFields, JobFields
 from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+
+
+def check_kserve(api: Api, path: str, **expected: object) -> None:
+    """The answer of the Open Inference Protocol, by which a probe sees the status alone."""
+    answer = api.client.get(path)
+    body = answer.json()
+    assert {name: body[name] for name in expected} == expected
+    assert answer.status_code == (200 if all(expected.values()) else 503)
+    assert ("error" in body) == (answer.status_code == 503) and answer.headers["cache-control"] == "no-store"
+
+
+def test_kserve_is_told_the_same(redis_url: str, folder: Path) -> None:
+    """Of a model whose name has slashes, too; one that no worker serves any more is known and not ready."""
+    with opened(settings_of(redis_url, folder), dataclasses.replace(CARD, name="someone/xl")) as (api, worker):
+        worker.announce()
+        eventually(lambda: api.client.get("/v2/models/emoji-xl/ready").status_code == 200)
+        check_kserve(api, "/v2/health/live", live=True)
+        check_kserve(api, "/v2/health/ready", ready=True)
+        check_kserve(api, "/v2/models/emoji-xl/ready", name="emoji-xl", ready=True)
+        check_kserve(api, "/v2/models/someone/xl/ready", name="someone/xl", ready=False)
+        check_error(api.client.get("/v2/models/other/ready"), 404, code="model_not_found")
+        worker.registry.deregister(worker.name)
+        eventually(lambda: api.client.get("/readyz").status_code == 503)
+        check_kserve(api, "/v2/health/live", live=True)
+        check_kserve(api, "/v2/health/ready", ready=False)
+        check_kserve(api, "/v2/models/emoji-xl/ready", name="emoji-xl", ready=False)
 
 
 def test_before_any_worker_and_while_one_starts(redis_url: str, folder: Path) -> None:

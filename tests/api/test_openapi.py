@@ -31,7 +31,7 @@ WAITS = {  # for a worker, however long
     "POST /", "POST /v1/models/{name}",
     "GET /v1/jobs/{id}/events",
 }  # fmt: skip
-UNREADY = {"GET /readyz"}  # 503 is what it is for
+UNREADY = {"GET /readyz", "GET /v2/health/ready", "GET /v2/models/{name}/ready"}  # 503 is what it is for
 TEXT = {"POST /v1/chat/completions", "POST /v1/completions"}
 
 load_all_checks()

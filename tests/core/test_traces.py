@@ -17,9 +17,10 @@ def test_spans_are_sent_within_one_another() -> None:
     with Collector() as collector:
         traces.begin(collector.url + "/", "diptych-test")
         try:
-            with traces.span("outer", "server", PARENT, job_id="a", attempt=2) as outer:
+            with traces.span("outer", "server", PARENT, {"gen_ai.request.seed": 7}, job_id="a", attempt=2) as outer:
                 carried = traces.current()
                 outer.name("renamed")
+                outer.set({"gen_ai.response.finish_reasons": ["stop", "length"]})
                 with pytest.raises(RuntimeError), traces.span("inner"):
                     raise RuntimeError("nothing of a user's is told")
             with traces.span("elsewhere", "consumer", carried):
@@ -37,6 +38,8 @@ def test_spans_are_sent_within_one_another() -> None:
     assert inner.status.message == "RuntimeError" and not inner.events and not outer.status.code
     told = {attribute.key: attribute.value for attribute in outer.attributes}
     assert told["diptych.job_id"].string_value == "a" and told["diptych.attempt"].int_value == 2
+    reasons = told["gen_ai.response.finish_reasons"].array_value.values
+    assert told["gen_ai.request.seed"].int_value == 7 and [one.string_value for one in reasons] == ["stop", "length"]
     assert spans["alone"].parent_span_id == b"" and spans["alone"].trace_id != outer.trace_id
 
 
@@ -75,7 +78,7 @@ sys.modules["opentelemetry"] = None  # as where it is not installed
 from core import traces
 traces.begin("", "diptych")
 with traces.span("nothing", job_id="a") as span:
-    span.note(a=1); span.name("b"); span.fail("c")
+    span.note(a=1); span.name("b"); span.fail("c"); span.set({"d": 1})
     assert traces.current() == ""
 try:
     traces.begin("http://collector:4318", "diptych")

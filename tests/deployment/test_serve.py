@@ -225,3 +225,5 @@ def test_parts_on_their_own_make_a_service(redis_url: str, tmp_path: Path, serve
     asked, drawn, engine = (spans[name] for name in ("POST /v1/jobs", "job image", "engine"))
     assert asked.trace_id == drawn.trace_id == engine.trace_id, "one trace through the queue"
     assert (drawn.parent_span_id, engine.parent_span_id) == (asked.span_id, drawn.span_id)
+    attributes = {attribute.key: attribute.value.string_value for attribute in drawn.attributes}
+    assert attributes["gen_ai.request.model"] == attributes["diptych.model"] == attributes["gen_ai.response.model"]

@@ -102,9 +102,9 @@ def test_idle_pages_are_found_until_their_place_is_needed() -> None:
         assert pages.extend(holding, len(tokens))
         pages.publish(holding, tokens, len(tokens))
         pages.release(holding)
-    assert pages.free == 4 and pages.held == 0
+    assert pages.free == 4 and pages.held == 0 and pages.usage() == 0
     taker = SequencePages()
-    assert pages.extend(taker, PAGE)
+    assert pages.extend(taker, PAGE) and pages.usage() == 1 / 4
     found = {name: SequencePages() for name in ("old", "new")}
     pages.find(found["old"], [*old, 0])
     pages.find(found["new"], [*new, 0])

@@ -26,6 +26,7 @@ def test_what_is_shown_is_what_was_told() -> None:
     meter.tick(Tick("text", "no phase", 1, 1, 0.5, None))
     for outcome in ("succeeded", "succeeded", "failed", "handed_back"):
         meter.ended("image", outcome, 1.5)
+    meter.show_kv_cache("emoji-lm", lambda: 0.25)
     meter.serve(f"127.0.0.1:{port}", lambda: {"image": 3, "text": 0})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
@@ -45,6 +46,7 @@ def test_what_is_shown_is_what_was_told() -> None:
     )
     assert found["diptych_job_seconds_count", "image"] == 2
     assert found["diptych_jobs_in_hand", "image"] == 3
+    assert found["diptych_kv_cache_usage_ratio", "emoji-lm"] == found["vllm:kv_cache_usage_perc", "emoji-lm"] == 0.25
 
 
 def test_an_address_in_use() -> None:
