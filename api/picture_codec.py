@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from api.picture_walk import InvalidPicture, check_size, walk
-from core.process_pool import serve
+from api.process_pool import serve
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = {"PNG": "image/png", "WEBP": "image/webp"}

@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
+from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 from api.uploads import PictureSource, PictureUploads
 from contract.card import Size
 from contract.image_request import Margins
-from core.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 
 T = TypeVar("T")
 

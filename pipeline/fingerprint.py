@@ -33,7 +33,7 @@ CODE = (
     "contract/markup.py", "contract/offered.py", "contract/picture_input.py", "contract/plan.py",
     "contract/precision.py", "contract/printable.py", "contract/prompts.py", "contract/refining.py",
     "contract/schedule.py", "contract/strict.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
-    "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/kernels", "core/ops", "core/process_pool.py",
+    "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/kernels", "core/ops",
     "core/quant",
     "core/transfers.py", "llm/encoder.py", "llm/family.py",
     "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("contract", "core"),  # of core the package's own __init__ only
     ("core.config", "core.digests", "core.extras", "core.failures", "core.logs", "core.threads"),
-    ("core.process_pool", "core.traces"),
+    ("core.traces",),
     ("core.artifacts", "core.batching", "core.cuda_graphs", "core.graphs", "core.jobs", "core.kernels", "core.quant",
      "core.transfers"),
     ("core.ops",),

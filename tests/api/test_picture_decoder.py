@@ -10,10 +10,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from api.process_pool import CallTimeout, ProcessPool
 from api.service import Service
 from core.jobs.files import FileStore
 from core.jobs.keyring import Keyring
-from core.process_pool import CallTimeout, ProcessPool
 from deployment.redis import RedisServer
 from tests.api.test_edits import PNG, as_file, hole, pixels
 from tests.api.test_references import inline, uploaded

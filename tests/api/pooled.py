@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core.process_pool import serve
+from api.process_pool import serve
 
 
 def echo(arguments: Any, blobs: list[bytes]) -> tuple[Any, list[bytes]]:

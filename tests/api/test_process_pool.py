@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from core import process_pool
-from core.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
+from api import process_pool
+from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
 from tests.api.world import eventually
 
-MODULE = "tests.core.pooled"
+MODULE = "tests.api.pooled"
 
 
 def pool(**more: Any) -> ProcessPool:
@@ -112,7 +112,7 @@ def test_a_process_that_others_killed_fails_no_call(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_input() -> None:
-    processes = ProcessPool("tests.core.no_such_module", memory_bytes=2**31, cpu_s=30, timeout_s=120.0)
+    processes = ProcessPool("tests.api.no_such_module", memory_bytes=2**31, cpu_s=30, timeout_s=120.0)
     with pytest.raises(CallFailed):
         processes.call("echo", None)
     processes.close()
