@@ -82,18 +82,21 @@ def path_of(folder: Path, device: str) -> Path:
 
 @functools.cache
 def table(device: str, multiprocessors: int) -> dict[str, Any]:
-    """The tiles measured on this device: by its owner, else as shipped; else a sibling's, of as many multiprocessors.
+    """The tiles of this device, shape by shape: as its owner measured them, else as shipped, else those of a sibling, of
+    as many multiprocessors.
 
-    Empty where there is none. A file that cannot be read is logged and left out.
+    Empty where there are none. A file that cannot be read is logged and left out.
     """
     if _chosen:
         return _chosen[-1]
+    entries: dict[str, Any] = {}
     own = (path_of(folder, device) for folder in _folders)
-    for path in (*own, *sorted(SHIPPED.glob("*.json"))):
-        if path.is_file() and (entries := read(path, multiprocessors)):
+    for path in dict.fromkeys((*own, *sorted(SHIPPED.glob("*.json")))):
+        if path.is_file() and (measured := read(path, multiprocessors)):
             log.info("tiles of %s: %s", device, path)
-            return entries
-    return {}
+            for kernel, shapes in measured.items():
+                entries[kernel] = {**shapes, **entries.get(kernel, {})}
+    return entries
 
 
 def read(path: Path, multiprocessors: int | None = None) -> dict[str, Any]:
@@ -101,6 +104,8 @@ def read(path: Path, multiprocessors: int | None = None) -> dict[str, Any]:
     try:
         entries: dict[str, Any] = json.loads(path.read_text())
         measured_on = entries.pop("multiprocessors")
+        if not all(isinstance(shapes, dict) for shapes in entries.values()):
+            raise ValueError
         return entries if multiprocessors in (None, measured_on) else {}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.warning("%s is not read: %s", path, error)

@@ -52,23 +52,28 @@ def folders() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("folders")
-def test_a_table_is_the_owners_else_shipped_else_a_siblings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_shape_has_the_owners_tiles_else_the_shipped_else_a_siblings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     h100, h200 = (tiles.read(tiles.path_of(tiles.SHIPPED, name)) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
     assert h100 and h200 and h100 != h200
-    assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == h100
-    assert tiles.table("NVIDIA H100 NVL", PROCESSORS) in (h100, h200)
+    shipped = tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS)
+    assert shipped == {kernel: {**h200[kernel], **h100[kernel]} for kernel in h200}
+    assert tiles.table("NVIDIA H200", PROCESSORS) == h200
+    assert tiles.table("NVIDIA H100 NVL", PROCESSORS) == shipped
     assert tiles.table("NVIDIA H100 PCIe", 114) == {}, "another number of multiprocessors"
     tiles.keep_in(tmp_path)
     own = tiles.path_of(tmp_path, "NVIDIA H100 80GB HBM3")
-    for text in ("no JSON", "[]", "{}"):
+    for text in ("no JSON", "[]", "{}", '{"multiprocessors": 132, "linear": 3}'):
         own.write_text(text)
         tiles._forget()
-        assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == h100
+        assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == shipped
         assert f"{own} is not read" in caplog.text
         caplog.clear()
-    kernels.write({"linear": {"64,32": {"8": [1, 64, 1, 0]}}}, PROCESSORS, own)
+    measured = {shape: {"8": [1, 64, 1, 0]} for shape in ("64,32", next(iter(h100["linear"])))}
+    kernels.write({"linear": measured}, PROCESSORS, own)
     tiles._forget()
-    assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {"linear": {"64,32": {"8": [1, 64, 1, 0]}}}
+    assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {**shipped, "linear": {**shipped["linear"], **measured}}
     with tiles.using({}):
         assert tiles.table("NVIDIA H100 80GB HBM3", PROCESSORS) == {}
 
