@@ -82,8 +82,8 @@ def path_of(folder: Path, device: str) -> Path:
 
 @functools.cache
 def table(device: str, multiprocessors: int) -> dict[str, Any]:
-    """The tiles of this device, shape by shape: as its owner measured them, else as shipped, else those of a sibling, of
-    as many multiprocessors.
+    """The tiles of this device, shape by shape: as its owner measured them, else as shipped, else those of a sibling,
+    which has as many multiprocessors.
 
     Empty where there are none. A file that cannot be read is logged and left out.
     """
