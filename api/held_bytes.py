@@ -9,14 +9,16 @@ class HeldBytes:
     """Counts bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._count, self._lock = limit, 0, threading.Lock()
+        self._limit, self._count = limit, 0
+        self._lock = threading.RLock()  # a finalizer that gives may run in the midst of a claim
 
-    def claim(self, most: int) -> int:
-        """Claim up to so many bytes; return how many."""
+    def claim(self, count: int) -> bool:
+        """Claim so many bytes, if there are."""
         with self._lock:
-            claimed = max(0, min(most, self._limit - self._count))
-            self._count += claimed
-            return claimed
+            if self._count + count > self._limit:
+                return False
+            self._count += count
+            return True
 
     def give(self, count: int) -> None:
         with self._lock:

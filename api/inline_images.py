@@ -25,8 +25,9 @@ _HELD = 8 * 2**20  # bytes of base64 that an answer may hold: enough for a few i
 class Inline:
     """A value of a JSON document that stands for an image in base64."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self, key: str, size_bytes: int | None = None) -> None:
+        """`size_bytes` of the image, as its record says."""
+        self.key, self.size_bytes = key, size_bytes
         self.mark = secrets.token_hex(16)
 
 
@@ -40,14 +41,9 @@ def verified_size(service: Service, key: str) -> int:
     return size
 
 
-def _encoded(service: Service, key: str, most: int) -> tuple[int, bytes | None]:
-    """The size in bytes of an image that is whole, and the image in base64, unless that has more bytes than `most`.
-    Blocks. Raises `ArtifactError`.
-    """
-    if _length(service.artifacts.size(key)) > most:
-        return verified_size(service, key), None
-    data = service.artifacts.get(key)
-    return len(data), base64.b64encode(data)
+def _encoded(service: Service, key: str) -> bytes:
+    """An image that is whole, in base64. Blocks. Raises `ArtifactError`."""
+    return base64.b64encode(service.artifacts.get(key))
 
 
 def _length(size: int) -> int:
@@ -69,6 +65,7 @@ class InlineDocument:
         self._pieces = list(self._split(text))
         self._sizes: dict[str, int] = {}
         self._held: dict[str, bytes] = {}  # images in base64, by key
+        self._held_bytes = 0
 
     def _marked(self, value: Any) -> str:
         assert isinstance(value, Inline)
@@ -84,18 +81,24 @@ class InlineDocument:
 
     async def verify(self) -> int:
         """Check all images; return the document's length in bytes. Raises `ArtifactError`."""
-        memory = self._service.inline_bytes
-        free = claimed = memory.claim(_HELD)
-        try:
-            for key in dict.fromkeys(image.key for image in self._images.values()):
-                self._sizes[key], data = await self._service.stored(_encoded, self._service, key, free)
-                if data is not None:
-                    self._held[key] = data
-                    free -= len(data)
-        finally:
-            memory.give(free)
-            weakref.finalize(self, memory.give, claimed - free)  # an answer whose client has left is never streamed
+        for image in self._images.values():
+            if image.key in self._sizes:
+                continue
+            if image.size_bytes is None or not self._hold(_length(image.size_bytes)):
+                self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
+                continue
+            self._held[image.key] = await self._service.stored(_encoded, self._service, image.key)
+            self._sizes[image.key] = image.size_bytes
         return self._whole_length()
+
+    def _hold(self, count: int) -> bool:
+        """Return whether so many bytes may be held until this document is gone, also where its client has left."""
+        memory = self._service.inline_bytes
+        if self._held_bytes + count > _HELD or not memory.claim(count):
+            return False
+        self._held_bytes += count
+        weakref.finalize(self, memory.give, count)
+        return True
 
     def _parts(self, image: Inline) -> Iterator[tuple[int, int]]:
         """Yield where each part of an image begins, and its length."""

@@ -88,7 +88,7 @@ def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
     image = results(job)[k]
     if links is not None:
         return {"url": links.image(job, k, image["key"]), **revised_prompt(image)}
-    return {"b64_json": Inline(image["key"]), **revised_prompt(image)}
+    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **revised_prompt(image)}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:

@@ -45,11 +45,11 @@ _CHANGE = 0.02  # of a fine-tune's scales, biases and plain weights, relative
 _RECORD_S = 600.0
 
 
-def fine_tune(model: ImageModel, number: int) -> ImageModel:
-    """The model with other weights in its denoiser; the first is the model itself."""
+def fine_tune(model: ImageModel, denoiser: Any, number: int) -> ImageModel:
+    """The model with other weights in its denoiser, of which this is a copy on the CPU; the first is itself."""
     if not number:
         return model
-    denoiser = copy.deepcopy(model.denoiser)
+    denoiser = copy.deepcopy(denoiser).to(model.device)
     generator = torch.Generator(model.device).manual_seed(number)
     with torch.no_grad():
         for name, tensor in (*denoiser.named_parameters(), *denoiser.named_buffers()):
@@ -66,13 +66,12 @@ class Catalogue:
     def __init__(self, model: ImageModel, count: int, rows: int, device_bytes: int, measure_s: float) -> None:
         self.lane, self.times, self.swaps = Lane("device"), PhaseTimes(), 0
         self._model, self._capacity = model, RequestCapacity(4 * rows)
+        self._denoiser = copy.deepcopy(model.denoiser).cpu()  # what kernels read may be another's
         self._shared = SharedBackends(self.lane)
         self._shared.capacity = self._capacity
         self._widths = Widths(rows, buckets=tuple(w for w in (1, *range(2, 17, 2), *range(20, 129, 4)) if w <= rows))
         self.names = [f"model-{number}" for number in range(count)]
-        self.pool = ModelPool(
-            self.names, self._load, device_bytes, self._capacity, host_bytes=2**63, on_close=self._shared.close
-        )
+        self.pool = ModelPool(self.names, self._load, device_bytes, self._capacity, host_bytes=2**63)
         self._last = ""
         started = time.perf_counter()
         first = self.pool.start()
@@ -108,7 +107,7 @@ class Catalogue:
         return left, back
 
     def _load(self, name: str) -> ReadFile[ImageRunner]:
-        model = fine_tune(self._model, self.names.index(name))
+        model = fine_tune(self._model, self._denoiser, self.names.index(name))
         backend = self._shared.backend_of(model, lambda: GraphBackend(model, self._widths))
         runner = ImageRunner(backend, lane=self.lane, capacity=self._capacity)
         return ReadFile(runner, name, weight_bytes(runner))

@@ -101,18 +101,15 @@ class ModelPool:
         patience_s: float = 20.0,
         idle_s: float = 0.0,
         host_bytes: int = 0,
-        on_close: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` makes a model's runner, of this `capacity`, with its size; it raises `ModelError`. `capacity_bytes`
         limits the sizes of all models in memory. After `idle_s` without a request a model is evicted; 0: never.
-        `host_bytes` limits the sizes of models that are kept in the host's memory. `on_close` is called after all
-        models are closed.
+        `host_bytes` limits the sizes of models that are kept in the host's memory.
         """
         self.names = tuple(names)
         self.patience_s = patience_s
         self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
-        self._on_close = on_close
         self._models: AssetCache[ImageRunner] = AssetCache(
             "model", capacity_bytes, self._load, free=self._retire, loaded=lambda: self.retry_admission()
         )
@@ -168,11 +165,12 @@ class ModelPool:
         return self._models.resident(name)
 
     def _load(self, name: str) -> ReadFile[ImageRunner]:
-        # One that was never loaded is taken to be as large as the largest.
-        self._models.make_room(self._sizes.get(name, max(self._sizes.values(), default=0)))
-        started = time.monotonic()
         with self._offloading:
             offloaded = self._offloaded.pop(name, None)
+        # While it is loaded it is as large as the largest, parts included that turn out to be another's.
+        largest = max(self._sizes.values(), default=0)
+        self._models.make_room(largest if offloaded is None else offloaded.size_bytes)
+        started = time.monotonic()
         if offloaded is None:
             read = self._load_model(name)
         else:
@@ -186,18 +184,32 @@ class ModelPool:
 
     def _retire(self, runners: list[ImageRunner]) -> None:
         """Keep evicted models in the host's memory as far as it is for them; close the others. Empties the list."""
-        for runner in runners if self._host_bytes and not self.closed else ():
-            name, digest, size_bytes, facts = self._facts[runner]
+        closed: list[ImageRunner] = []
+        while runners:
+            runner = runners.pop()
             with self._offloading:
-                if size_bytes <= self._host_bytes and runner.backend.offload():
-                    self._offloaded[name] = ReadFile(runner, digest, size_bytes, facts)
-        with self._offloading:
-            kept = [read.content for read in self._offloaded.values()]
-            closed = [runner for runner in runners if runner not in kept]
-            while sum(read.size_bytes for read in self._offloaded.values()) > self._host_bytes:
-                closed.append(self._offloaded.popitem(last=False)[1].content)
-        runners.clear()
+                if not self._offload(runner):
+                    closed.append(runner)
+                while sum(read.size_bytes for read in self._offloaded.values()) > self._host_bytes:
+                    closed.append(self._offloaded.popitem(last=False)[1].content)
+            del runner
         _free(closed)
+
+    def _offload(self, runner: ImageRunner) -> bool:
+        name, digest, size_bytes, facts = self._facts[runner]
+        if size_bytes > self._host_bytes or name in self._offloaded or self.closed:
+            return False
+        if self._models.resident(name) is not None or self._models.loading(name):  # it was asked for meanwhile
+            return False
+        try:
+            if not runner.backend.offload():
+                return False
+        except Exception as error:
+            log.warning("%s leaves memory: it could not be moved to the host's (%s)", name, type(error).__name__)
+            return False
+        runner.clear_caches()
+        self._offloaded[name] = ReadFile(runner, digest, size_bytes, facts)
+        return True
 
     def _evict_idle(self) -> None:
         while not self._closed.wait(min(self._idle_s, 1.0)):
@@ -340,11 +352,12 @@ class ModelPool:
         """Close all models."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
-        runners = [self._models.resident(name) for name in self.names]
-        for runner in (*runners, *(read.content for read in self._offloaded.values())):
+        with self._offloading:
+            runners = [*(self._models.resident(name) for name in self.names)]
+            runners += [read.content for read in self._offloaded.values()]
+        for runner in runners:
             if runner is not None:
                 runner.close()
-        self._on_close()
 
 
 def weight_bytes(runner: ImageRunner) -> int:

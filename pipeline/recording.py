@@ -31,10 +31,14 @@ class GraphSet:
     one thread, the lane's; everything else may be called on any.
     """
 
-    def __init__(self, graphs: GraphCache, widths: Mapping[str, Sequence[int]], record: Record) -> None:
+    def __init__(
+        self, graphs: GraphCache, widths: Mapping[str, Sequence[int]], record: Record, *, settles: bool = True
+    ) -> None:
         """`widths` are the numbers of rows that each phase is recorded at, ascending. `record(key, run)` calls `run`
-        with arguments of that shape, within `torch.inference_mode`: that records them.
+        with arguments of that shape, within `torch.inference_mode`: that records them. `settles`: the device is settled
+        after the last one too, not only after one that failed.
         """
+        self._settles = settles
         self._graphs = graphs
         self._widths = widths
         self._record = record
@@ -151,7 +155,7 @@ class GraphSet:
             self._missed.pop(key, None)
             self._planned.pop(key, None)
         log.debug("recording %s at %d rows, %s, took %.2f s", key.phase, key.rows, key.size, took_s)
-        if not self.pending:
+        if self._settles and not self.pending:
             self._graphs.settle()
             log.info("recorded %d of %d graphs in %.1f s", *self.counts, self.spent_s)
 

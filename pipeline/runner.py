@@ -286,6 +286,14 @@ class ImageRunner:
         kinds = self.extensions.items()
         return {field: kind.folder for field, kind in kinds if kind.waits and kind.folder is not None}
 
+    def clear_caches(self) -> None:
+        """Release what is kept for requests to come, while there are none."""
+        self._builder.clear_cache()
+        for conditioner in self._conditioners.values():
+            conditioner.encoder.clear_cache()
+        for folder in self._folders.values():
+            folder.cache.evict([*folder.held])
+
     def _record(self) -> None:
         """Begin to record what is missing, if anything is."""
         if any(backend.graphs.pending for backend in self._own):

@@ -79,7 +79,7 @@ LARGE_CLASSES = {
     "pipeline.families.family.ImageModel": 14,
     "pipeline.model_pool.ModelPool": 20,
     "pipeline.recording.GraphSet": 15,
-    "pipeline.runner.ImageRunner": 19,
+    "pipeline.runner.ImageRunner": 20,
     "workers.prefetch.PrefetchLimiter": 13,
 }
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "base", "misc"}

@@ -424,7 +424,7 @@ def _pool(
     pool = ModelPool(
         names, load, settings.models_mib * 2**20 or _UNLIMITED, first.capacity,
         patience_s=settings.image_objective_s, idle_s=settings.model_idle_s,
-        host_bytes=settings.models_host_mib * 2**20, on_close=shared.close,
+        host_bytes=settings.models_host_mib * 2**20,
     )  # fmt: skip
     pool.start()
     if not settings.memory_mib:

@@ -204,7 +204,7 @@ class CudaOps:
 
     def _reader(self, to: Sequence[Layer]) -> Reader:
         """Made once: it compares the layers' scales, for which the host waits."""
-        return self._made(lambda *to: Reader.of(to) if to else Reader(None, None), Reader, *to)
+        return self._made(lambda *to: Reader.of(to), Reader, *to) if to else Reader(None, None)
 
     def _layer(self, kind: type[F_], *modules: Layer) -> F_:
         layer = self._made(lambda *modules: kind(modules, self._base), kind, *modules)
@@ -239,6 +239,26 @@ class Kept(NamedTuple):
     make: Callable[..., Any]
     modules: tuple[Layer, ...]
     made: Any
+
+
+class Counterparts(NamedTuple):
+    """What calls of a lowering read, of another model.
+
+    pairs: each tensor that they read and its counterpart, both of one shape, type and layout: where the latter are
+        copied into the former, calls and their graphs compute the other model.
+    adaptable: packs that model's adapters.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    adaptable: AdaptableLayers
+
+
+def _paired(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair them. Raises ValueError for tensors of other shapes, types or layouts."""
+    forms, other_forms = ([(t.shape, t.dtype, t.stride()) for t in each] for each in (tensors, others))
+    if forms != other_forms:
+        raise ValueError("the networks have weights of other shapes")
+    return list(zip(tensors, others, strict=True))
 
 
 def _tensors(made: Any) -> list[Tensor]:
@@ -291,36 +311,51 @@ class CudaLowering:
 
         Raises ValueError, naming the layer, for a factor that does not fit it.
         """
+        return self.adaptable().pack(factors)
+
+    def adaptable(self) -> AdaptableLayers:
+        """Return the layers of prepared walks, with the scales that they had at the first call. On any thread."""
         with self._lock:
             if self._adaptable is None:
                 assert self._model is not None
                 self._adaptable = AdaptableLayers(self._ops.layers, self._model)
-        return self._adaptable.pack(factors)
+        return self._adaptable
 
-    def counterparts(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor that the kernels read with its counterpart for a model of the same architecture, both of
-        one shape, type and layout: where the latter are copied into the former, calls and their graphs compute that
-        model.
+    def counterparts(self, model: nn.Module, without: tuple[str, ...] = ()) -> Counterparts:
+        """Return what calls read of a model of the same architecture. All walks must have run once.
 
-        All walks must have run once: a layer that is met later raises RuntimeError. The model's own modules become
-        views of the counterparts. Raises ValueError for a model that differs in more than its weights.
+        `without`: the names that parameters begin with which no call reads. The model's own modules become views of
+        the counterparts. Raises ValueError for a model that differs in more than its weights.
         """
         assert self._model is not None
         own, other = dict(self._model.named_modules()), dict(model.named_modules())
         if own.keys() != other.keys() or any(type(own[name]) is not type(other[name]) for name in own):
             raise ValueError("the networks have different layers")
         names = {each: name for name, each in own.items()}
-        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        layers: dict[int, FusedLayer] = {}
+        met: set[Layer] = set()
         for kept in self._ops.kept.values():
             made = kept.make(*(other[names[module]] for module in kept.modules))
-            tensors, counterparts = _tensors(kept.made), _tensors(made)
-            forms, others = ([(t.shape, t.dtype, t.stride()) for t in each] for each in (tensors, counterparts))
-            if forms != others:
-                raise ValueError("the networks have weights of other shapes")
-            # Readers have the scales of the layers that they are of.
-            pairs |= {(t.data_ptr(), t.numel()): (t, c) for t, c in zip(tensors, counterparts, strict=True)}
+            pairs += _paired(_tensors(kept.made), _tensors(made))
+            met.update(kept.modules)
+            if isinstance(kept.made, FusedLayer):
+                layers[kept.made.number] = made
+        # What walks are fed with, such as a guidance scale's embedding, or a token for padding.
+        for name, module in own.items():
+            if module not in met and not name.startswith(without):
+                sides = (
+                    [*each.parameters(recurse=False), *each.buffers(recurse=False)] for each in (module, other[name])
+                )
+                pairs += _paired(*([tensor.detach() for tensor in side] for side in sides))
+        # Readers have the scales of the layers that they are of.
+        unique = {(read.data_ptr(), read.numel()): (read, its) for read, its in pairs}
+        adaptable = AdaptableLayers(self._ops.layers, self._model, [layers[at] for at in range(len(self._ops.layers))])
+        return Counterparts([*unique.values()], adaptable)
+
+    def fix_layers(self) -> None:
+        """Let a call that meets a new layer raise RuntimeError from now on: counterparts have none."""
         self._ops.fixed = True
-        return list(pairs.values())
 
     def adapted(self, rows: Uses) -> AbstractContextManager[None]:
         """Context: row i of every call's batch gets these adapters, each with its scale, in this order."""

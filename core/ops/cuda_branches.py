@@ -72,14 +72,18 @@ class CudaBranches:
 class AdaptableLayers:
     """The layers of a lowering that adapters may have a share in: those that exist when the first is packed."""
 
-    def __init__(self, layers: Sequence[FusedLayer], model: nn.Module) -> None:
+    def __init__(
+        self, layers: Sequence[FusedLayer], model: nn.Module, scaled: Sequence[FusedLayer] | None = None
+    ) -> None:
+        """`scaled` are the same layers of another model, whose inputs have scales of their own; default: `layers`."""
         names = {module: name for name, module in model.named_modules()}
         self._layers = tuple(layers)
         self._names = [[names.get(module, "?") for module in layer.modules] for layer in layers]
         # All at once: each copy from the device waits for what is queued there.
-        scales = [layer.inverse.flatten() for layer in layers if layer.inverse is not None]
+        inverses = [layer.inverse for layer in (layers if scaled is None else scaled)]
+        scales = [inverse.flatten() for inverse in inverses if inverse is not None]
         parts = iter(torch.cat(scales).cpu().split([len(each) for each in scales])) if scales else iter(())
-        self._inverses = [None if layer.inverse is None else next(parts) for layer in layers]
+        self._inverses = [None if inverse is None else next(parts) for inverse in inverses]
 
     def pack(self, factors: Mapping[str, LowRank]) -> CudaBranches:
         """An adapter by its layers' names. Raises ValueError, naming the layer, for a factor that fits none."""

@@ -24,6 +24,7 @@ from core.cuda_graphs import GraphCache
 from core.graphs import ExecutableKey
 from core.ops.branches import LowRank, PackedAdapter
 from core.ops.cuda import CudaLowering
+from core.ops.cuda_branches import AdaptableLayers
 from core.ops.ops import Lowering
 from core.transfers import copy_to_device, copy_to_host, refill
 from pipeline.backends.backend import BatchGroup, ExecutionPlan, ImageBackend
@@ -35,7 +36,8 @@ from pipeline.families.family import ImageModel
 from pipeline.memory_ledger import RequestCapacity
 from pipeline.recording import BackgroundRecorder, GraphSet
 
-_DECODER = ("decoder.", "post_quant_conv.")
+_DECODER = ("decoder.", "post_quant_conv.")  # what names of a VAE's parameters begin with
+_ENCODER = ("encoder", "quant_conv")
 _WORD = 8  # bytes that a copy moves at a time, where a tensor has a multiple of them
 
 
@@ -91,36 +93,42 @@ class SharedBackend:
         self.recording = BackgroundRecorder(lane, backend.graphs.record_next, busy)
         self._lane = lane
         self._members: weakref.WeakSet[SwappedBackend] = weakref.WeakSet()
-        self._first: weakref.ref[SwappedBackend] | None = None  # the model that the backend was built with
         # Weakly, so that the weights of a model that is gone are, too.
         self._present: dict[str, weakref.ref[Weights]] = {}
+        self._built: dict[str, weakref.ref[Weights]] = {}  # of the model that the backend was built with
         self._spare: list[list[Tensor]] = []  # memory of a denoiser's weights that have left the device
-        self._complete = False
+        self._complete = self._closed = False
         self._lock = threading.Lock()
 
     def first(self) -> SwappedBackend:
         """Return the backend of the model that the backend was built with. Call once, before anything runs."""
         weights = {part: Weights() for part in self._lowerings}
-        member = self._member(self.backend.model, weights, self.backend.phases[TEXT], ())
-        self._present = {part: weakref.ref(own) for part, own in weights.items()}
-        self._first = weakref.ref(member)
-        return member
+        self._present, self._built = ({part: weakref.ref(own) for part, own in weights.items()} for _ in range(2))
+        adaptable = self._lowerings[self.backend.model.family.denoiser].adaptable()  # before anything is swapped
+        return self._member(self.backend.model, weights, self.backend.phases[TEXT], adaptable, ())
 
     def join(self, model: ImageModel) -> SwappedBackend | None:
         """Return the backend of another model, which takes on the parts that are equal to another's; None for one of
         another architecture.
         """
-        if not _alike(self.backend.model, model):
-            return None
+        denoiser = model.family.denoiser
         with self._lock:
+            if self._closed or not _alike(self.backend.model, model):
+                return None
+            self._spare.clear()
             if not self._complete:
                 self._lane.call(self._run_all)
                 self._complete = True
             try:
-                counterparts = {part: low.counterparts(model.parts[part]) for part, low in self._lowerings.items()}
+                counterparts = {
+                    part: lowering.counterparts(model.parts[part], without=_ENCODER if part == "vae" else ())
+                    for part, lowering in self._lowerings.items()
+                }
             except ValueError:
                 return None
-            weights = {part: Weights(pairs) for part, pairs in counterparts.items()}
+            for lowering in self._lowerings.values():
+                lowering.fix_layers()
+            weights = {part: Weights(each.pairs) for part, each in counterparts.items()}
             shared: dict[str, nn.Module] = {}
             text: Callable[..., Any] | None = None
             for member in self._members:
@@ -131,38 +139,54 @@ class SharedBackend:
                 weights |= {part: member.weights[part] for part in weights if part in equal}
                 if text is None and {*_modules(model)} - {*weights} <= equal:
                     text = member.phases[TEXT]
-            first = None if self._first is None else self._first()
-            for part, pairs in counterparts.items():
-                if first is not None and part not in shared and not first.weights[part].own:  # the first other one
-                    first.weights[part].fill((read, read.clone()) for read, _ in pairs)
+            copied_bytes = self._copy_aside({part: c.pairs for part, c in counterparts.items() if part not in shared})
             # Of the denoiser's modules only shapes are read now.
-            shared[model.family.denoiser] = self.backend.model.denoiser
+            shared[denoiser] = self.backend.model.denoiser
             joined = model.with_parts(**shared)
-            member = self._member(joined, weights, text or _text_phase(joined, self.backend), shared)
+            text = text or _text_phase(joined, self.backend)
+            member = self._member(joined, weights, text, counterparts[denoiser].adaptable, shared)
+            member.copied_bytes = copied_bytes
             synchronize(model.device)  # the lane's stream reads what this one wrote
-            member.swap_s = self._lane.call(partial(self._timed_swap, weights[model.family.denoiser]))
+            member.swap_s = self._lane.call(partial(self._timed_swap, weights[denoiser]))
             return member
+
+    def _copy_aside(self, pairs: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> int:
+        """Copy what kernels read of parts whose weights are only there, before others take the place; returns the
+        bytes.
+        """
+        built = {part: own for part in pairs if (own := self._built[part]()) is not None and not own.own}
+        copies = {part: [(read, read.clone()) for read, _ in pairs[part]] for part in built}  # all, or none
+        for part, weights in built.items():
+            weights.fill(copies[part])
+        return sum(weights.size_bytes for weights in built.values())
 
     @property
     def _lowerings(self) -> Mapping[str, CudaLowering]:
         return self.backend.lowerings
 
     def _member(
-        self, model: ImageModel, weights: Mapping[str, Weights], text: Callable[..., Any], shared: Iterable[str]
+        self,
+        model: ImageModel,
+        weights: Mapping[str, Weights],
+        text: Callable[..., Any],
+        adaptable: AdaptableLayers,
+        shared: Iterable[str],
     ) -> SwappedBackend:
-        member = SwappedBackend(self, model, weights, text, shared)
+        member = SwappedBackend(self, model, weights, text, adaptable, shared)
         self._members.add(member)
         return member
 
     def _equal(self, name: str, member: SwappedBackend, model: ImageModel, weights: Mapping[str, Weights]) -> bool:
         """Return whether a part of another model, whose `weights` these are, is equal to a member's."""
         own, other = member.model.parts[name], model.parts[name]
+        if _architecture(own) != _architecture(other):
+            return False
         apart: tuple[str, ...] = ()
         if name in weights:
             if name == model.family.denoiser:  # it is what makes it another model
                 return False
             held = member.weights[name]
-            present = held if held.own else Weights(self._lowerings[name].counterparts(own))
+            present = held if held.own else Weights(self._lowerings[name].counterparts(own, without=_ENCODER).pairs)
             if not present.equals(weights[name]):
                 return False
             apart = _DECODER  # which the kernels read, and may be another model's now
@@ -175,6 +199,7 @@ class SharedBackend:
     def swap_in(self, part: str, weights: Weights) -> None:
         """Have the kernels of a part read these weights from the next forward on."""
         if not self.holds(part, weights):
+            self._present[part] = weakref.ref(Weights())  # of no model, should a copy fail
             weights.copy_in()
             self._present[part] = weakref.ref(weights)
 
@@ -186,6 +211,7 @@ class SharedBackend:
         for phase in (*STEPS, VAE):
             run = drop_text_input(backend.denoiser, phase, backend.phases[phase])
             timer.example(phase, 1, (model.native, model.native))(run)
+        synchronize(model.device)
 
     @torch.inference_mode()
     def offload(self, weights: Weights) -> None:
@@ -194,19 +220,26 @@ class SharedBackend:
         """
         left = weights.own
         weights.keep(copy_to_host(left))
-        with self._lock:
-            self._spare = [left]
+        self._spare[:] = [left]
 
     @torch.inference_mode()
     def onload(self, weights: Weights) -> None:
         """Move them back."""
-        with self._lock:
-            spare = self._spare.pop() if self._spare else None
-        if spare is None:
+        try:
+            spare = self._spare.pop()
+        except IndexError:  # none, or another thread took it
             spare = copy_to_device(weights.own, self.backend.model.device)
         else:
             refill(spare, weights.own)
         weights.keep(spare)
+
+    def leave(self, member: SwappedBackend) -> None:
+        """End recording if no other model is left. Not on the lane's thread."""
+        with self._lock:
+            self._members.discard(member)
+            self._closed = not self._members
+        if self._closed:
+            self.recording.close()
 
     def _timed_swap(self, weights: Weights) -> float:
         """Seconds in which a denoiser's weights are swapped in. On the lane's thread."""
@@ -245,11 +278,6 @@ class SharedBackends:
     def _busy(self) -> bool:
         return self.capacity is not None and self.capacity.slots.taken > 0
 
-    def close(self) -> None:
-        """End recording. Not on the lane's thread."""
-        for shared in self._shared:
-            shared.recording.close()
-
 
 class SwappedBackend(ImageBackend):
     """A model's view of a shared backend: its weights are swapped in before its forwards."""
@@ -259,9 +287,12 @@ class SwappedBackend(ImageBackend):
 
     def __init__(
         self, shared: SharedBackend, model: ImageModel, weights: Mapping[str, Weights], text: Callable[..., Any],
-        shared_parts: Iterable[str],
+        adaptable: AdaptableLayers, shared_parts: Iterable[str],
     ) -> None:  # fmt: skip
-        """`weights` are by part. `text` is the phase `TEXT`. `shared_parts` are another model's too."""
+        """`weights` are by part. `text` is the phase `TEXT`; `adaptable` packs adapters. `shared_parts` are another
+        model's too.
+        """
+        self._adaptable = adaptable
         self._shared, self._base = shared, shared.backend
         self.model, self.weights, self.shared_parts = model, weights, frozenset(shared_parts)
         self.denoiser, self.widths, self.graphs = self._base.denoiser, self._base.widths, self._base.graphs
@@ -269,6 +300,7 @@ class SwappedBackend(ImageBackend):
         self.phases = {name: self._with_weights(name, run) for name, run in self._base.phases.items()} | {TEXT: text}
         self.recording = shared.recording
         self.swap_s = 0.0  # that it takes to swap the denoiser in
+        self.copied_bytes = 0  # of other models, for its sake
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
         plan, part = self._base.plan(group, rows, live=live), self._part(group.phase)
@@ -280,11 +312,12 @@ class SwappedBackend(ImageBackend):
 
     def held_bytes(self) -> dict[str, int]:
         denoiser = self.model.family.denoiser
-        return {f"{denoiser} weights": self.weights[denoiser].size_bytes} if denoiser in self.shared_parts else {}
+        own_bytes = self.weights[denoiser].size_bytes if denoiser in self.shared_parts else 0
+        return {f"{denoiser} weights": own_bytes, "copied aside": self.copied_bytes}
 
     def offload(self, *, back: bool = False) -> bool:
-        if any(name not in self.shared_parts for name in _modules(self.model) if name not in self.weights):
-            return False  # text encoders, whose graphs read them where they are
+        if not {*_modules(self.model)} <= self.shared_parts:
+            return False  # text encoders are read where they are, and a VAE's encoder is a module
         (self._shared.onload if back else self._shared.offload)(self.weights[self.model.family.denoiser])
         return True
 
@@ -321,10 +354,13 @@ class SwappedBackend(ImageBackend):
         return self._base.adapt(owners, apart=apart)
 
     def pack_adapter(self, factors: Mapping[str, LowRank]) -> PackedAdapter:
-        return self._base.pack_adapter(factors)
+        return self._adaptable.pack(factors)
 
     def forget_adapters(self) -> None:
         self._base.forget_adapters()
+
+    def close(self) -> None:
+        self._shared.leave(self)
 
 
 def _modules(model: ImageModel) -> list[str]:
@@ -345,7 +381,9 @@ def _alike(model: ImageModel, other: ImageModel) -> bool:
 
 
 def _architecture(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in dict(part.config).items() if not name.startswith("_")}
+    """A part's configuration, of diffusers or transformers, without where it is from."""
+    config = part.config.to_dict() if hasattr(part.config, "to_dict") else dict(part.config)
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -373,4 +411,5 @@ def _text_phase(model: ImageModel, base: GraphBackend) -> Callable[..., Any]:
             run(model.family.example_ids(model, key.rows))
 
     cache = GraphCache({TEXT: embed}, base.recorder, capacity=len(TEXT_WIDTHS))
-    return partial(embed_recorded, GraphSet(cache, {TEXT: TEXT_WIDTHS}, record), model.device)
+    # Recorded while requests are running: the device is not to be waited for.
+    return partial(embed_recorded, GraphSet(cache, {TEXT: TEXT_WIDTHS}, record, settles=False), model.device)

@@ -117,6 +117,10 @@ class Encoder:
         """Return the most tokens that are read at once."""
         return self._text.tokens
 
+    def clear_cache(self) -> None:
+        """Release all embeddings, while nothing is encoded."""
+        self._cache.clear()
+
     def encode(self, prompts: Sequence[Prompt], bucket: int = 0, *, of: Hashable = None) -> list[Embedding]:
         """Return an embedding for each prompt, in order; uncached prompts go through the encoders in one batch.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core.ops.cuda import CudaLowering
+from core.ops.cuda_branches import AdaptableLayers
 from core.ops.reference import TorchLowering
 from tests.core.quant.stage import check_close
 from tests.unet_opt.shapes import UNETS, Inputs, deep, in_8_bits, inputs, stock, unet
@@ -94,8 +95,9 @@ def test_a_network_with_anothers_weights_is_that_network(scheme: str) -> None:
     own = deep(split, given)[0].clone()
     expected = deep(on_fused(copy.deepcopy(other), rows=3), given)[0].clone()
     with torch.inference_mode():
-        for read, theirs in split.lowering.counterparts(other):
+        for read, theirs in split.lowering.counterparts(other).pairs:
             read.copy_(theirs)
+    split.lowering.fix_layers()
     found = deep(split, given)[0]
     assert torch.equal(found, expected) and not torch.equal(found, own)
     with pytest.raises(ValueError, match="different layers"):
@@ -103,6 +105,36 @@ def test_a_network_with_anothers_weights_is_that_network(scheme: str) -> None:
     if scheme != "floats":
         with pytest.raises(ValueError, match="different layers"):
             split.lowering.counterparts(unet("three-levels").to(DEVICE, BASE))
+
+
+def test_adapters_of_another_model_are_packed_for_its_scales() -> None:
+    """Whichever model's are in place."""
+    one, other = (in_8_bits("three-levels").to(DEVICE, BASE) for _ in range(2))
+    for name, buffer in other.named_buffers():
+        if name.endswith("inverse"):
+            buffer.mul_(1.5)
+    lowerings = [CudaLowering(BASE, 2, each) for each in (one, other)]
+    for lowering, each in zip(lowerings, (one, other), strict=True):
+        deep(SplitUNet(lowering, each), placed(inputs(each, 2, 8, 8)))
+    own, expected = (_scales(lowering.adaptable()) for lowering in lowerings)
+    found = _scales(lowerings[0].counterparts(copy.deepcopy(other)).adaptable)
+    assert torch.equal(found, expected) and not torch.equal(found, own)
+
+
+def _scales(layers: AdaptableLayers) -> Tensor:
+    return torch.cat([inverse for inverse in layers._inverses if inverse is not None])
+
+
+def test_image_prompts_meet_no_new_layer() -> None:
+    """Nor does a step without any, once all walks have run without."""
+    of = unet("three-levels").to(DEVICE, BASE)
+    split, given = SplitUNet(CudaLowering(BASE, 2, of), of), placed(inputs(of, 2, 8, 8))
+    deep(split, given)
+    split.lowering.fix_layers()
+    images = [(torch.zeros(2, 4, split.text_width, device=DEVICE, dtype=BASE), torch.full((2,), 4, device=DEVICE))]
+    with torch.inference_mode():
+        kv = split.prepare_text(given.hidden)
+        split.deep(given.of_denoiser(kv), images=images)
 
 
 def test_keys_are_packed_as_torch_packs_them() -> None:
