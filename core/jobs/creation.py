@@ -57,7 +57,7 @@ def argument(
         "" if draft.deadline_s is None else str(milliseconds(draft.deadline_s)), str(int(draft.work_ms)),
         str(max_queued), draft.owner, draft.digest, "" if draft.webhook is None else to_json(draft.webhook),
         " ".join(dict.fromkeys(draft.inputs)), draft.trace, draft.request_id,
-        "" if draft.followed is None else str(int(draft.followed)), list_key(draft.modality, urgency), message,
+        "" if draft.followed is None else str(int(draft.followed)), list_key(draft.envelope.kombu_queue, urgency), message,
         str(max_queued if limit is None else limit), str(always), str(milliseconds(draft.keep_s)),
         "1" if keyless else "",
         *(value for charge in charges for value in charge.arguments),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.jobs import keys
-from core.jobs.broker import Envelope, level, list_key, own_queue
+from core.jobs.broker import Envelope, level, list_key
 from core.jobs.connection import RedisClient
 from core.jobs.limits import JobLimits
 from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, fence, from_json, milliseconds, to_json
@@ -60,7 +60,7 @@ class JobLeases:
         message as lost; `for_s` is a lease at most.
         """
         pushes = [
-            (list_key(own_queue(envelope.queue, envelope.to), level(envelope.priority)), message)
+            (list_key(envelope.kombu_queue, level(envelope.priority)), message)
             for envelope, message in envelopes.items()
         ]
         id = next(iter(envelopes)).id
@@ -152,5 +152,5 @@ class JobLeases:
 
         It is placed before all jobs that were never started.
         """
-        queue = self._hand_back(id, attempt)
-        return Envelope(id, queue, 0) if queue else None
+        answer = self._hand_back(id, attempt)
+        return Envelope(id, answer[0], 0, model=answer[1]) if answer else None

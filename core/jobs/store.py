@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from core.config import Settings
 from core.jobs import creation, keys, rates
-from core.jobs.broker import PRIORITY_STEPS
+from core.jobs.broker import model_queue
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.leases import JobLeases
 from core.jobs.limits import JobLimits
@@ -28,6 +28,7 @@ from core.jobs.unreadable import TALLY, UnreadableRecord
 from core.jobs.upkeep import MARGIN_MS, JobUpkeep
 
 _USUAL = JobLimits()
+_BACKLOG = ("queued", "queued_ms", "running", "running_ms")
 _LOOKS = 2000  # entries that one page of a list may scan
 
 
@@ -72,7 +73,7 @@ class JobStore(RedisStore):
     def create(self, draft: JobDraft[Any], message: str = "") -> Job:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
-        Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and
+        Without a message the caller sends the draft's `envelope`. Raises `QueueFull`, and
         `StoreFull` with nothing created. If the job exists it is returned unchanged; where clients choose ids, its
         `owner` and `digest` tell whether it is the same.
         """
@@ -114,11 +115,11 @@ class JobStore(RedisStore):
         """Cancel up to `limit` waiting jobs of a queue, the most urgent first. Returns how many; fewer than `limit`
         means the queue is empty. In portions, because Redis serves nobody else during a script.
         """
-        return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
+        return int(self._empty(queue, self._retention_ms, limit))
 
     def standing(self, id: str) -> QueuePosition | None:
         """The position of a queued job. None: it is not queued."""
-        answer = self._standing(id, *PRIORITY_STEPS)
+        answer = self._standing(id)
         return None if not answer else QueuePosition(int(answer[0]), QueueBacklog(*map(int, answer[1:])))
 
     def page(
@@ -151,5 +152,18 @@ class JobStore(RedisStore):
 
     def backlog(self, queue: str) -> QueueBacklog:
         """A queue's load, in jobs and in estimated work."""
-        fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
-        return QueueBacklog(*(int(field or 0) for field in fields))
+        return _backlog(self._client.hmget(keys.backlog(queue), *_BACKLOG))
+
+    def backlog_by_model(self, queue: str) -> dict[str, QueueBacklog]:
+        """The load of a queue by model, of the models of which jobs wait or run; their sum is the queue's load."""
+        reply: Any = self._client.smembers(keys.active_models(queue))
+        models = sorted(reply)
+        with self._client.pipeline(transaction=False) as pipe:
+            for model in models:
+                pipe.hmget(keys.backlog(model_queue(queue, model)), *_BACKLOG)
+            return dict(zip(models, map(_backlog, pipe.execute()), strict=True))
+
+
+def _backlog(fields: Any) -> QueueBacklog:
+    # Below zero for a while, by model, where a process of an older version has ended what it did not count.
+    return QueueBacklog(*(max(0, int(field or 0)) for field in fields))
