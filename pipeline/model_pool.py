@@ -143,6 +143,10 @@ class ModelPool:
         """Return a model that is in memory."""
         return self._models.resident(name)
 
+    def load_s(self, name: str) -> float:
+        """Return how long a model took to load when it last was; 0: it never was."""
+        return self._load_s.get(name, 0.0)
+
     def _load(self, name: str) -> ReadFile[ImageRunner]:
         # One that was never loaded is taken to be as large as the largest.
         self._models.make_room(self._sizes.get(name, max(self._sizes.values(), default=0)))

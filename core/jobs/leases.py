@@ -30,6 +30,7 @@ class JobLeases:
         self._report = client.script("jobs/report")
         self._finish = client.script("jobs/finish")
         self._hand_back = client.script("jobs/hand_back")
+        self._route = client.script("jobs/route")
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
         """Return whether the job is queued, whether it must run alone, and the model that it names.
@@ -154,3 +155,10 @@ class JobLeases:
         """
         answer = self._hand_back(id, attempt)
         return Envelope(id, answer[0], 0, model=answer[1]) if answer else None
+
+    def route(self, id: str) -> Envelope | None:
+        """Move a queued job, whose message an older version has sent to all models' queue, to the queue of its model;
+        the caller sends the envelope. None: it is not queued, not readable, or there already.
+        """
+        answer = self._route(id)
+        return Envelope(id, answer[0], int(answer[2]), model=answer[1]) if answer else None

@@ -217,6 +217,8 @@ class StagePictures:
 
     modality = "image"
     expansion_instruction = ""
+    loaded = True
+    load_s = 0.0
 
     def __init__(self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print) -> None:
         """Has so many files in memory; the last used are kept, and `note` is told of each that is read."""
@@ -285,6 +287,8 @@ class StageText:
     modality = "text"
     name = "stage-text"
     expansion_instruction = ""
+    loaded = True
+    load_s = 0.0
     reads_files = False
 
     def __init__(self, step_s: float) -> None:

@@ -35,15 +35,14 @@ class Books:
     @classmethod
     def of(cls, client: redis.Redis) -> Books:
         ids = sorted(key.removeprefix("diptych:job:") for key in client.scan_iter("diptych:job:*", 1000))
-        active = {queue: client.smembers(f"diptych:active:{queue}") for queue in QUEUES}
-        kombu_queues = [*QUEUES, *(kombu(queue, model) for queue in QUEUES for model in active[queue])]
+        names = [name for queue in QUEUES for name in kombu_queues(client, queue)]
         with client.pipeline(transaction=False) as pipe:  # MULTI is refused when Redis is full
             for id in ids:
                 pipe.hgetall(f"diptych:job:{id}")
                 pipe.xrange(f"diptych:events:{id}")
                 pipe.pttl(f"diptych:job:{id}")
                 pipe.pttl(f"diptych:events:{id}")
-            for queue in kombu_queues:
+            for queue in names:
                 pipe.hgetall(f"diptych:backlog:{queue}")
                 for level in LEVELS:
                     pipe.zrange(f"diptych:sent:{queue}:{level}", 0, -1, withscores=True)
@@ -58,7 +57,7 @@ class Books:
             streams[id] = [(f["type"], json.loads(f["data"])) for _, f in next(answers)]
             kept[id] = next(answers) < 0, next(answers) < 0
         backlog, sent = {}, {}
-        for queue in kombu_queues:
+        for queue in names:
             backlog[queue] = {k: int(v) for k, v in next(answers).items()}
             for level in LEVELS:
                 sent[queue, level] = dict(next(answers))
@@ -71,7 +70,7 @@ class Books:
         recount: dict[str, Counter[str]] = defaultdict(Counter)
         for record in self.records.values():
             if record["state"] in LIVE:
-                for queue in (record["modality"], kombu(record["modality"], record["model"])):
+                for queue in {record["modality"], kombu(record["modality"], record["model"])}:
                     recount[queue][record["state"]] += 1
                     recount[queue][record["state"] + "_ms"] += int(record["work_ms"])
         for queue in {*self.backlog, *recount}:
@@ -130,8 +129,14 @@ def age(client: redis.Redis, seconds: float) -> None:
 
 
 def kombu(queue: str, model: str) -> str:
-    """The kombu queue of a model."""
-    return f"{queue}.{model.replace('%', '%25').replace(':', '%3A')}"
+    """The kombu queue of a model; of a record without a model that of older versions."""
+    return f"{queue}.{model.replace('%', '%25').replace(':', '%3A')}" if model else queue
+
+
+def kombu_queues(client: redis.Redis, queue: str) -> list[str]:
+    """The kombu queues of a queue: that of older versions, and those of the models of which jobs wait or run."""
+    models: Any = client.smembers(f"diptych:active:{queue}")
+    return [queue, *(kombu(queue, model) for model in sorted(models))]
 
 
 def push(client: redis.Redis, queue: str, level: int, id: str) -> None:

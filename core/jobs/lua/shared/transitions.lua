@@ -33,7 +33,7 @@
 --   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
 --   control:{worker}       stream of messages to a worker
 --   holders:{file}         zset: worker that has the file in memory → until when that is known
---   loaded:{kombu}, delays:{kombu}   see placement.lua
+--   delays:{kombu}         see workers/place.lua
 --   paused                 set: queues that workers take no jobs from
 --   and those of batches.py, files.py and keys.py, the counters of rates.py, and kombu's message lists (broker.py)
 --
