@@ -7,7 +7,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -39,12 +39,14 @@ C = TypeVar("C", bound=ModelCard)
 class RegistrySnapshot:
     """A snapshot of the registry, the queues, and the keys by id.
 
-    `guarded`: requests need a key, even after the last one was deleted. `secret` signs links.
+    `backlogs` are by queue, `model_backlogs` by queue and model. `guarded`: requests need a key, even after the last
+    one was deleted. `secret` signs links.
     """
 
     workers: tuple[WorkerCard, ...] = ()
     models: tuple[ModelCard, ...] = ()
     backlogs: dict[str, QueueBacklog] = field(default_factory=dict)
+    model_backlogs: dict[str, dict[str, QueueBacklog]] = field(default_factory=dict)
     paused: frozenset[str] = frozenset()
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
     guarded: bool = False
@@ -79,6 +81,14 @@ class RegistrySnapshot:
         if not drawing:
             return self.model(None, TextCard) is not None
         return all(any(isinstance(model, TextCard) for model in worker.models) for worker in drawing)
+
+    def backlogs_by_model(self) -> Iterator[tuple[str, str, QueueBacklog]]:
+        """Return queue, model and load of every known model, and of those without a card of which jobs wait or run."""
+        loads: dict[tuple[str, str], QueueBacklog] = {
+            (model.modality, model.name): QueueBacklog(0, 0, 0, 0) for model in self.models
+        }
+        loads |= {(queue, name): load for queue, models in self.model_backlogs.items() for name, load in models.items()}
+        return ((*key, load) for key, load in sorted(loads.items()))
 
     def wait_s(self, queue: str) -> float:
         """Seconds that the ready workers need for the queued work; without one, that one worker would need."""
@@ -202,6 +212,7 @@ class CardCache:
         models = tuple(self._registry.models())
         workers = tuple(self._registry.workers())  # after the models: includes every live model's worker
         backlogs = {queue: self._store.backlog(queue) for queue in QUEUES}
+        model_backlogs = {queue: self._store.backlog_by_model(queue) for queue in QUEUES}
         guard = self._keyring.guard()
         # An emptied Redis has no keys: this process still requires one until `diptych keys open`.
         guarded = bool(guard.keys) or guard.closed or (self.now.guarded and not guard.open)
@@ -209,4 +220,4 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        return RegistrySnapshot(workers, models, backlogs, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(workers, models, backlogs, model_backlogs, paused, guard.keys, guarded, secret, ahead_s)

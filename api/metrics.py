@@ -78,6 +78,10 @@ class QueueCollector(Collector):
         work = GaugeMetricFamily(
             "diptych_queue_work_seconds", "Estimated work of one worker in them.", labels=("queue", "state")
         )
+        model_jobs = GaugeMetricFamily("diptych_model_jobs", "Jobs of a model.", labels=("queue", "model", "state"))
+        model_work = GaugeMetricFamily(
+            "diptych_model_work_seconds", "Estimated work of one worker in them.", labels=("queue", "model", "state")
+        )
         wait = GaugeMetricFamily("diptych_queue_wait_seconds", "Until what waits is done.", labels=("queue",))
         paused = GaugeMetricFamily("diptych_queue_paused", "Whether workers take nothing.", labels=("queue",))
         for queue, backlog in now.backlogs.items():
@@ -87,6 +91,11 @@ class QueueCollector(Collector):
             work.add_metric((queue, "running"), backlog.running_ms / 1000)
             wait.add_metric((queue,), now.wait_s(queue))
             paused.add_metric((queue,), float(queue in now.paused))
+        for queue, model, backlog in now.backlogs_by_model():
+            model_jobs.add_metric((queue, model, "queued"), backlog.queued)
+            model_jobs.add_metric((queue, model, "running"), backlog.running)
+            model_work.add_metric((queue, model, "queued"), backlog.queued_ms / 1000)
+            model_work.add_metric((queue, model, "running"), backlog.running_ms / 1000)
         workers = GaugeMetricFamily("diptych_workers", "Workers by state.", labels=("state",))
         states = Counter(worker.state for worker in now.workers)
         for state in ("ready", "starting", "draining"):
@@ -96,4 +105,4 @@ class QueueCollector(Collector):
         )
         for kind, count in TALLY.counts().items():
             unreadable.add_metric((kind,), count)
-        yield from (up, jobs, work, wait, paused, workers, unreadable)
+        yield from (up, jobs, work, model_jobs, model_work, wait, paused, workers, unreadable)

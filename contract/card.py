@@ -254,8 +254,8 @@ class _Card:
 
     `kernels` names the kernels that run the model (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
     why no faster ones run it; both are "" in cards of older workers. `live`: whether a ready worker serves the model
-    now; only `Registry.models` sets it. `loaded`: whether it is in the worker's memory; `load_s`: seconds
-    that it took to load, 0 where it always is.
+    now; only `Registry.models` sets it. `loaded`: whether it is in the worker's memory, in `Registry.models`
+    in any ready worker's; `load_s`: seconds that it took to load, 0 where it always is in memory.
     """
 
     name: StrictStr

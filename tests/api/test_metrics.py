@@ -36,10 +36,18 @@ def test_queues_workers_and_requests(redis_url: str, folder: Path) -> None:
         found = figures(api.client)
         assert value(found, "diptych_queue_jobs", queue="image", state="queued") == 2
         work_s = worker.job(ids[1]).work_ms / 1000
+        of_model = {"queue": "image", "model": "emoji-xl"}
+        assert value(found, "diptych_model_jobs", **of_model, state="queued") == 2
+        assert value(found, "diptych_model_jobs", **of_model, state="running") == 1
+        assert value(found, "diptych_model_work_seconds", **of_model, state="queued") == 2 * work_s
         assert value(found, "diptych_queue_wait_seconds", queue="image") == 2 * work_s
         assert value(found, "diptych_workers", state="ready") == 1 and value(found, "diptych_redis_up") == 1
         made = {"method": "POST", "route": "/v1/jobs", "status": "202"}
         assert value(found, "diptych_http_seconds_count", **made) == 3
+        for id in ids:
+            worker.store.cancel(id)
+        worker.store.upkeep.sweep()  # which ends the model's queue
+        eventually(lambda: value(figures(api.client), "diptych_model_jobs", **of_model, state="queued") == 0)
         for path in ("/v1/jobs/secret-1", "/v1/jobs/secret-2", "/nowhere/secret"):
             api.client.get(path)
         found = figures(api.client)
