@@ -53,8 +53,9 @@ class ModelRouter:
         self._thread = VitalThread(target=self._run, name="routes", daemon=True)
 
     def start(self) -> None:
-        """Take jobs of all models, until the first announcement is answered."""
+        """Take jobs, of all models if the first announcement is not answered."""
         self._route([_model(handler) for handler in [*self._handlers.values()]])
+        self.announce()
         self._thread.start()
 
     def stop(self) -> None:

@@ -17,13 +17,15 @@ local function to_send(job, level)
   for _, value in ipairs({job.id, job.queue, job.model, level}) do send[#send + 1] = value end
 end
 
+local final = {succeeded = true, failed = true, cancelled = true, expired = true}
+
 -- Returns the jobs of a zset. Entries without a record (deleted by hand) are dropped; unreadable records (damaged, or
 -- written by a newer version) are postponed by a minute, for processes that can read them.
 local function jobs(zset, ...)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
     local job = read(id)
-    if not job then
+    if not job or final[job.state] then  -- or a process of an older version, which knows other indexes, has ended it
       redis.call('ZREM', zset, id)
     elseif legible(job) then
       found[#found + 1] = job
