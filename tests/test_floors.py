@@ -67,6 +67,7 @@ LARGE_CLASSES = {
     "core.batching.runner.Runner": 16,
     "core.batching.scheduler.Scheduler": 13,
     "core.jobs.batches.BatchStore": 14,
+    "core.jobs.store.JobStore": 13,
     "core.kernels.cpu.token_program.TokenProgram": 17,
     "core.ops.cpu.CpuOps": 20,
     "core.ops.cpu_tokens.CpuTokenOps": 25,
@@ -77,10 +78,10 @@ LARGE_CLASSES = {
     "core.ops.trace.TraceOps": 22,
     "llm.runner.TextRunner": 20,
     "pipeline.families.family.ImageModel": 14,
-    "pipeline.model_pool.ModelPool": 19,
+    "pipeline.model_pool.ModelPool": 20,
     "pipeline.recording.GraphSet": 15,
     "pipeline.runner.ImageRunner": 19,
-    "workers.prefetch.PrefetchLimiter": 13,
+    "workers.prefetch.PrefetchLimiter": 14,
 }
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "base", "misc"}
 NOT_OURS = {"models", "build", "dist", "out", "data"}

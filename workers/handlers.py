@@ -56,13 +56,8 @@ class JobHandler(Protocol):
         ...
 
     @property
-    def loaded(self) -> bool:
-        """Whether the model is in memory."""
-        ...
-
-    @property
     def load_s(self) -> float:
-        """Seconds that the model took to load; 0 where it always is in memory."""
+        """Seconds that the model would take to load; 0: it is in memory."""
         ...
 
     @property
@@ -151,12 +146,8 @@ class ImageJobHandler:
             self._card = self._card_of(runner)
 
     @property
-    def loaded(self) -> bool:
-        return self._resident() is not None
-
-    @property
     def load_s(self) -> float:
-        return self._load_s()
+        return 0.0 if self._resident() is not None else self._load_s()
 
     @property
     def expansion_instruction(self) -> str:
@@ -176,7 +167,7 @@ class ImageJobHandler:
 
         has_depth = self._depth is not None
         card = image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
-        return replace(card, load_s=self.load_s)
+        return replace(card, load_s=self._load_s())
 
     def files(self, job: ImageJob) -> set[str]:
         return job.files()

@@ -79,10 +79,7 @@ class ModelRouter:
         busy_s = sum(1 / capacities_per_s[name] for name in begun if capacities_per_s.get(name))
         handlers = {_model(handler): handler for handler in [*self._handlers.values()]}
         # A model is in memory, or about to be, if it has jobs here.
-        load_s = {
-            model: 0.0 if handler.loaded or handler.name in begun else handler.load_s
-            for model, handler in handlers.items()
-        }
+        load_s = {model: 0.0 if handler.name in begun else handler.load_s for model, handler in handlers.items()}
         nothing: dict[Model, Placement] = {}
         delays_s = {model: busy_s + load_s[model] for model in handlers}
         placements = self._store_retry.once(lambda: self._placement.announce(self._worker, delays_s, _KNOWN_S), nothing)

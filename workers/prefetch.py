@@ -50,7 +50,7 @@ class PrefetchLimiter:
         self._storing = dict.fromkeys(queues, 0)
         self._held_up = held_up
         self._paused: frozenset[str] = frozenset()
-        self._models: dict[str, dict[str, str]] = {}
+        self.models: Mapping[str, Mapping[str, str]] = {}  # by queue, of which messages are taken, by kombu queue
         self._closed = False
         self._call_soon: Callable[[Callable[[], None]], object] | None = None
         self._lines: QueueConsumers | None = None
@@ -67,13 +67,9 @@ class PrefetchLimiter:
     def route(self, models: Mapping[str, Iterable[str]]) -> None:
         """Set the models, by queue, of which messages are taken from now on. Thread-safe."""
         routes = {queue: {model_queue(queue, name): name for name in names} for queue, names in models.items()}
-        if routes != self._models:
-            self._models = routes
+        if routes != self.models:
+            self.models = routes
             self.wake()
-
-    def models(self, queue: str) -> Mapping[str, str]:
-        """The models of a queue of which messages are taken, by kombu queue."""
-        return self._models.get(queue, {})
 
     def counts(self) -> dict[str, int]:
         """Messages not yet acknowledged, by served queue."""
@@ -230,7 +226,7 @@ class QueueRotation:
 
     def consume(self, n: int) -> list[str]:
         """Return the queues to ask if kombu consumes any (`n`)."""
-        served = [self._queue, *self._prefetch.models(self._queue)]
+        served = [self._queue, *self._prefetch.models.get(self._queue, ())]
         self._turns = [name for name in self._turns if name in served]
         self._turns += [name for name in served if name not in self._turns]
         return [self._own, *self._turns] if n else []
@@ -279,7 +275,7 @@ def _screen(channel: Any, queue: str, prefetch: PrefetchLimiter, write: Callable
             return None
         if kombu_queue == own:
             return key, write(replace(envelope, to=prefetch.worker)).encode()
-        model = prefetch.models(queue).get(kombu_queue, "")
+        model = prefetch.models.get(queue, {}).get(kombu_queue, "")
         return queue.encode(), write(replace(envelope, model=model)).encode()
 
     channel.client.parse_response = screened

@@ -229,7 +229,7 @@ class StagePictures:
         """Has so many files in memory; the last used are kept, and `note` is told of each that is read. With `load_s`
         the model is in memory from its first job on.
         """
-        self.loaded, self.load_s = not load_s, load_s
+        self.load_s = load_s
         self._step_s = step_s
         self.name = name
         self.reads_files = files > 0
@@ -256,7 +256,7 @@ class StagePictures:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
-        self.loaded = True
+        self.load_s = 0.0
         self.read_files(job)
         return pictures(job)
 
@@ -296,7 +296,6 @@ class StageText:
     modality = "text"
     name = "stage-text"
     expansion_instruction = ""
-    loaded = True
     load_s = 0.0
     reads_files = False
 

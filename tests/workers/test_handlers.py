@@ -155,17 +155,17 @@ def test_a_model_that_may_leave_memory_keeps_its_card(works: Runtime) -> None:
     handler = ImageJobHandler(runner, resident=lambda: resident[-1], load_s=lambda: 2.5)
     assert handler.files(ImageJob.read({**JOB, "lora": "ink"})) == {"lora ink"}
     gone = handler.card()
-    assert not handler.loaded and not gone.loaded and handler.held_files() == ()
+    assert (handler.load_s, gone.load_s) == (2.5, 2.5) and not gone.loaded and handler.held_files() == ()
     resident.pop()
     there = handler.card()
-    assert (handler.load_s, there.load_s) == (2.5, 2.5) and handler.loaded
+    assert (handler.load_s, there.load_s) == (0, 2.5)
     assert there.loaded and dataclasses.replace(there, costs=gone.costs, capacity_per_s=gone.capacity_per_s) == (
         dataclasses.replace(gone, loaded=True)
     )
     assert read_card({**to_data(there), "loaded": False}).loaded is False
     assert read_card({name: value for name, value in to_data(there).items() if name != "loaded"}).loaded, "older ones"
     alone = ImageJobHandler(runner)
-    assert alone.loaded and alone.load_s == 0
+    assert alone.load_s == 0 and alone.card().loaded
 
 
 def test_costs_follow_the_curves(works: Runtime) -> None:

@@ -139,7 +139,7 @@ def test_turns_go_round_whatever_is_served(steps: list[str]) -> None:
         if step.startswith("route "):
             prefetch.route({"image": step.removeprefix("route ")})
         asked = rotation.consume(2)
-        assert asked[0] == "image@me" and {*asked[1:]} == {"image", *prefetch.models("image")}
+        assert asked[0] == "image@me" and {*asked[1:]} == {"image", *prefetch.models["image"]}
         assert len(asked) == len({*asked})
         if step in asked[1:]:
             rotation.take_turn(step)
