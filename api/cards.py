@@ -39,7 +39,8 @@ C = TypeVar("C", bound=ModelCard)
 class RegistrySnapshot:
     """A snapshot of the registry, the queues, and the keys by id.
 
-    `guarded`: requests need a key, even after the last one was deleted. `secret` signs links.
+    `backlogs` are by queue, `model_backlogs` by model. `guarded`: requests need a key, even after the last
+    one was deleted. `secret` signs links.
     """
 
     workers: tuple[WorkerCard, ...] = ()

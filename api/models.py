@@ -15,6 +15,7 @@ from api.errors import ApiError
 from api.service import Given, Service
 from contract.card import ImageCard, ModelCard
 from core.jobs.record import JobState
+from core.jobs.registry import READY
 
 router = APIRouter(tags=["models"])
 
@@ -78,9 +79,13 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
 
 
 def _object(card: ModelCard, service: Service) -> dict[str, Any]:
-    started = [w.started for w in service.cards.now.workers if any(m.name == card.name for m in w.models)]
+    serving = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
+    serving = [(worker, model) for worker, model in serving if model.name == card.name]
+    started = [worker.started for worker, _ in serving]
     fields = asdict(card)
     del fields["name"]
+    fields["workers"] = sum(worker.state == READY for worker, _ in serving)
+    fields["loaded_workers"] = sum(worker.state == READY and model.loaded for worker, model in serving)
     if isinstance(card, ImageCard):
         side = fields.pop("native")
         fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}

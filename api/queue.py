@@ -8,13 +8,14 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
+from kombu.entity import Queue
 from kombu.pools import ProducerPool
 
 from core.jobs.broker import QUEUES, Envelope, celery_settings, pushed, task_name
 
 _CONNECTIONS = 10
 _PATIENCE_S = 10.0  # for a connection used by others
-_JOB, _TASK, _TAG, _BODY = "<job>", "<task>", "<tag>", "<body>"  # placeholders in a message
+_JOB, _TASK, _TAG, _BODY, _QUEUE = "<job>", "<task>", "<tag>", "<body>", "<queue>"  # placeholders in a message
 
 
 class MessageProducer:
@@ -28,7 +29,9 @@ class MessageProducer:
         tasks = {queue: self._task(queue) for queue in QUEUES}
         self._bodies = {queue: json.dumps(task.body) for queue, task in tasks.items()}
         self._messages = {
-            (q, priority): pushed(task, q, priority, _BODY, _TAG) for q, task in tasks.items() for priority in range(10)
+            (queue, priority): pushed(task, _QUEUE, priority, _BODY, _TAG)
+            for queue, task in tasks.items()
+            for priority in range(10)
         }
 
     def message(self, envelope: Envelope) -> str:
@@ -42,6 +45,7 @@ class MessageProducer:
             self._messages[envelope.queue, envelope.priority]
             .replace(_JOB, envelope.id).replace(_BODY, body)
             .replace(_TASK, str(uuid4())).replace(_TAG, str(uuid4()))
+            .replace(json.dumps(_QUEUE), json.dumps(envelope.kombu_queue))
         )  # fmt: skip
 
     def send(self, envelope: Envelope) -> None:
@@ -50,7 +54,7 @@ class MessageProducer:
             self._celery.send_task(
                 task_name(envelope.queue),
                 args=[envelope.id],
-                queue=envelope.queue,
+                queue=Queue(envelope.kombu_queue),  # type: ignore[no-untyped-call]  # of no exchange: it leaves nothing
                 priority=envelope.priority,
                 producer=producer,
             )

@@ -254,7 +254,8 @@ class _Card:
 
     `kernels` names the kernels that run the model (avx512-vnni, avx2, hopper, triton or torch), `kernels_reason` says
     why no faster ones run it; both are "" in cards of older workers. `live`: whether a ready worker serves the model
-    now; only `Registry.models` sets it. `loaded`: whether it is in the worker's memory.
+    now; only `Registry.models` sets it. `loaded`: whether it is in the worker's memory, in `Registry.models`
+    in any ready worker's; `load_s`: seconds that it took to load, 0 where it always is in memory.
     """
 
     name: StrictStr
@@ -265,6 +266,7 @@ class _Card:
     kernels_reason: StrictStr = ""
     live: StrictBool = False
     loaded: StrictBool = True
+    load_s: StrictFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

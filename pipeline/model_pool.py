@@ -164,6 +164,10 @@ class ModelPool:
         """Return a model that is in memory."""
         return self._models.resident(name)
 
+    def load_s(self, name: str) -> float:
+        """Return how long a model took to load when it last was; 0: it never was."""
+        return self._load_s.get(name, 0.0)
+
     def _load(self, name: str) -> ReadFile[ImageRunner]:
         with self._offloading:
             offloaded = self._offloaded.pop(name, None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from celery import Celery, Task
+from kombu.entity import Queue
 
 from contract.bounds import PRIORITY
 from core.config import Settings, read
@@ -49,16 +50,16 @@ class WorkerApplication(Celery):  # type: ignore[misc]
             self.task(_serve, bind=True, base=CountedTask, name=task_name(queue), queue=queue)
 
     def post(self, envelope: Envelope) -> None:
-        """Send a message to any worker. Raises Celery's and kombu's errors."""
-        name = task_name(envelope.queue)
-        self.send_task(name, args=[envelope.id], queue=envelope.queue, priority=envelope.priority)
+        """Send a message to any worker of its model. Raises Celery's and kombu's errors."""
+        # A queue of no exchange: kombu leaves no binding of it in Redis.
+        queue: Any = Queue(envelope.kombu_queue)  # type: ignore[no-untyped-call]
+        self.send_task(task_name(envelope.queue), args=[envelope.id], queue=queue, priority=envelope.priority)
 
     def message(self, envelope: Envelope) -> str:
-        """A message as it lies in a queue's list: in that of any worker, or in the one that is for `envelope.to`."""
-        queue = own_queue(envelope.queue, envelope.to) if envelope.to else envelope.queue
+        """A message as it lies in a queue's list: in that of its model, or in the one that is for `envelope.to`."""
         task = self.amqp.as_task_v2(str(uuid4()), task_name(envelope.queue), args=[envelope.id])
         body = base64.b64encode(json.dumps(task.body).encode()).decode()
-        return pushed(task, queue, envelope.priority, body, str(uuid4()))
+        return pushed(task, envelope.kombu_queue, envelope.priority, body, str(uuid4()))
 
 
 class CountedTask(Task):  # type: ignore[misc]

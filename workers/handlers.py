@@ -56,6 +56,11 @@ class JobHandler(Protocol):
         ...
 
     @property
+    def load_s(self) -> float:
+        """Seconds that the model would take to load; 0: it is in memory."""
+        ...
+
+    @property
     def expansion_instruction(self) -> str:
         """The system message that the model was trained to expand prompts by; "" where it was not."""
         ...
@@ -98,9 +103,6 @@ class JobHandler(Protocol):
         ...
 
 
-_WEIGHTS = "weights"  # the model's own, as a file that jobs need in memory
-
-
 class ImageJobHandler:
     """Images: a job asks for n of them with consecutive seeds."""
 
@@ -118,16 +120,18 @@ class ImageJobHandler:
         depth: DepthEstimator | None = None,
         metadata: bool = True,
         resident: Callable[[], ImageRunner | None] | None = None,
+        load_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
         `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `resident` returns the
-        runner while it is in memory; without it, it always is.
+        runner while it is in memory; without it, it always is. `load_s` returns how long it took to load.
         """
         self._resident = resident or (lambda: runner)
         self._evictable = resident is not None
+        self._load_s = load_s
         self._deepcache = deepcache
         self._fetch = fetch
         self._checker = checker
@@ -136,10 +140,14 @@ class ImageJobHandler:
         self._depth = depth
         self._metadata = metadata
         self.name = runner.model.name
-        self.reads_files = self._evictable or runner.reads_files
+        self.reads_files = runner.reads_files
         self._card: ImageCard | None = None
         if self._evictable:
             self._card = self._card_of(runner)
+
+    @property
+    def load_s(self) -> float:
+        return 0.0 if self._resident() is not None else self._load_s()
 
     @property
     def expansion_instruction(self) -> str:
@@ -158,16 +166,15 @@ class ImageJobHandler:
         from workers.cards import image_card
 
         has_depth = self._depth is not None
-        return image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
+        card = image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
+        return replace(card, load_s=self._load_s())
 
     def files(self, job: ImageJob) -> set[str]:
-        return job.files() | ({_WEIGHTS} if self._evictable else set())
+        return job.files()
 
     def held_files(self) -> Iterable[str]:
         runner = self._resident()
-        if runner is None:
-            return ()
-        return {*runner.held_files(), *([_WEIGHTS] if self._evictable else [])}
+        return () if runner is None else runner.held_files()
 
     def read(self, parameters: Mapping[str, Any]) -> ImageJob:
         return ImageJob.read(parameters)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from kombu.entity import Queue
 from kombu.transport import redis, virtual
 
 from core.jobs import keys
-from core.jobs.broker import Envelope, own_queue, read_message
+from core.jobs.broker import SEPARATOR, Envelope, model_queue, own_queue, read_message
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PrefetchLimiter:
     def __init__(self, queues: Sequence[str], held_up: Callable[[], bool] = lambda: False, worker: str = "") -> None:
         """While `held_up` returns True no message is taken; call `wake` when it no longer does.
 
-        Of each queue, messages that are for this `worker` are taken before those that are for any.
+        Of each queue, messages that are for this `worker` are taken before those that are for any of its model.
         """
         self.worker = worker
         self._lock = threading.Lock()
@@ -50,6 +50,7 @@ class PrefetchLimiter:
         self._storing = dict.fromkeys(queues, 0)
         self._held_up = held_up
         self._paused: frozenset[str] = frozenset()
+        self.models: Mapping[str, Mapping[str, str]] = {}  # by queue, of which messages are taken, by kombu queue
         self._closed = False
         self._call_soon: Callable[[Callable[[], None]], object] | None = None
         self._lines: QueueConsumers | None = None
@@ -62,6 +63,13 @@ class PrefetchLimiter:
     def serve(self, limits: Mapping[str, int]) -> None:
         """Set how many messages of each queue may be in flight. Call before Celery connects."""
         self._limits.update(limits)
+
+    def route(self, models: Mapping[str, Iterable[str]]) -> None:
+        """Set the models, by queue, of which messages are taken from now on. Thread-safe."""
+        routes = {queue: {model_queue(queue, name): name for name in names} for queue, names in models.items()}
+        if routes != self.models:
+            self.models = routes
+            self.wake()
 
     def counts(self) -> dict[str, int]:
         """Messages not yet acknowledged, by served queue."""
@@ -202,12 +210,49 @@ class BoundedQoS(redis.QoS):
                 client.hdel(channel.unacked_key, delivery_tag)
 
 
-def _screen(channel: Any, queue: str, worker: str, write: Callable[[Envelope], str]) -> None:
-    """Make the channel move entries that are no messages of this queue to the dead letters.
+class QueueRotation:
+    """The kombu queues that one BRPOP asks, in order: kombu asks all of one level before those of the next.
+
+    The worker's own comes first, then, in turn, those of the models whose messages it takes, and the one into which
+    older versions send messages of all models. kombu knows two queues, so that no binding is left of a model: the
+    worker's own, and the panel's for all others, which `_screen` names so.
+    """
+
+    def __init__(self, prefetch: PrefetchLimiter, queue: str) -> None:
+        self._prefetch = prefetch
+        self._queue = queue
+        self._own = own_queue(queue, prefetch.worker)
+        self._turns: list[str] = []
+
+    def consume(self, n: int) -> list[str]:
+        """Return the queues to ask if kombu consumes any (`n`)."""
+        served = [self._queue, *self._prefetch.models.get(self._queue, ())]
+        self._turns = [name for name in self._turns if name in served]
+        self._turns += [name for name in served if name not in self._turns]
+        return [self._own, *self._turns] if n else []
+
+    def take_turn(self, name: str) -> None:
+        """Ask this queue after all others of its level, since it has just had its turn."""
+        if name in self._turns:
+            self._turns.remove(name)
+            self._turns.append(name)
+
+    def update(self, queues: Iterable[str]) -> None:
+        """Ignore the queues that kombu consumes."""
+
+    def rotate(self, queue: str) -> None:
+        """Ignore kombu's own name of the last queue."""
+
+
+def _screen(channel: Any, queue: str, prefetch: PrefetchLimiter, write: Callable[[Envelope], str]) -> None:
+    """Make the channel take turns between models, and move entries that are no messages of its queue to the dead
+    letters.
 
     Of the others Celery and kombu get the job's id and priority alone, in a message that `write` makes anew: a field
     of an unexpected type would end the worker, and one that delays the task would keep its place for years.
     """
+    own, rotation = own_queue(queue, prefetch.worker), QueueRotation(prefetch, queue)
+    channel._queue_cycle = rotation
     parse = channel.client.parse_response
 
     def screened(connection: Any, command: str, **options: Any) -> Any:
@@ -216,6 +261,8 @@ def _screen(channel: Any, queue: str, worker: str, write: Callable[[Envelope], s
             return answer
         key, entry = answer
         name = key.decode("utf-8", "replace")
+        kombu_queue = name.partition(SEPARATOR)[0]
+        rotation.take_turn(kombu_queue)
         try:
             envelope = read_message(entry, queue)
         except ValueError as error:
@@ -226,8 +273,10 @@ def _screen(channel: Any, queue: str, worker: str, write: Callable[[Envelope], s
                 client.lpush(keys.DEAD_LETTERS, entry)
                 client.ltrim(keys.DEAD_LETTERS, 0, _DEAD_KEPT - 1)
             return None
-        to = worker if name.startswith(own_queue(queue, worker)) else ""
-        return key, write(replace(envelope, to=to)).encode()
+        if kombu_queue == own:
+            return key, write(replace(envelope, to=prefetch.worker)).encode()
+        model = prefetch.models.get(queue, {}).get(kombu_queue, "")
+        return queue.encode(), write(replace(envelope, model=model)).encode()
 
     channel.client.parse_response = screened
 
@@ -296,7 +345,7 @@ class QueueConsumersStep(bootsteps.StartStopStep):  # type: ignore[misc]
         for queue in prefetch.limits:
             channel = c.connection.channel()
             channel.QoS = lambda channel, queue=queue: BoundedQoS(channel, prefetch, queue)
-            _screen(channel, queue, prefetch.worker, c.app.message)
+            _screen(channel, queue, prefetch, c.app.message)
             commands = channel._create_client()  # kombu would make one for each command, on the same pool
             channel.conn_or_acquire = lambda client=None, own=commands: nullcontext(client or own)
             channel.do_restore = False  # messages in flight survive the connection, and are handed back at the end

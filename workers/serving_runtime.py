@@ -66,8 +66,7 @@ def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.inf
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each model that is loaded first, by its name."""
     first, pool = runtime.images, runtime.pool
-    resident = None if pool is None else partial(pool.resident, first.model.name)
-    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, resident)
+    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, pool)
     handlers: dict[str, JobHandler] = {images.name: images}
     if runtime.texts is not None:
         texts = TextJobHandler(runtime.texts)
@@ -84,7 +83,7 @@ def _load_others(
             return
         try:
             runner, decisions = pool.load(name)
-            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, partial(pool.resident, name))
+            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, pool)
             del runner  # the pool may evict it
             say(f"{name} is served, too")
         except Exception as error:
@@ -96,9 +95,9 @@ def _image_handler(
     runner: ImageRunner,
     decisions: Sequence[KernelChoice],
     plan_name: str,
-    resident: Callable[[], ImageRunner | None] | None = None,
+    pool: ModelPool | None,
 ) -> ImageJobHandler:
-    settings = runtime.settings
+    settings, name = runtime.settings, runner.model.name
 
     def fetch(key: str) -> bytes:
         # Opened on first use: most engines serve no edits.
@@ -106,5 +105,6 @@ def _image_handler(
 
     return ImageJobHandler(
         runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
-        metadata=settings.image_metadata, resident=resident,
+        metadata=settings.image_metadata, resident=None if pool is None else partial(pool.resident, name),
+        load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name),
     )  # fmt: skip

@@ -27,7 +27,6 @@ from workers import genai
 from workers.active_jobs import ActiveJob, ActiveJobs
 from workers.artifact_writer import ArtifactWriter
 from workers.checker import UnsafeImage
-from workers.delayed_requeue import DelayedRequeue
 from workers.job_executor import JobExecutor
 from workers.metrics import METER
 from workers.publisher import ProgressPublisher
@@ -77,14 +76,12 @@ class WorkerTasks:
         self._storing = storing or (lambda queue: nullcontext())
         keep = lambda key: store_retry.patiently(lambda: store.upkeep.keep(key))  # noqa: E731
         self._executor = JobExecutor(engine, handlers, publisher, lambda: ArtifactWriter(artifacts, keep), warm_claims)
-        self._delayed_requeue = DelayedRequeue(self._post)
         self._draining = False
 
     def drain(self) -> None:
         """Start no more jobs: those still in the engine's queue, and new ones, are handed back."""
         self._draining = True
         self._shared_lock.close()
-        self._delayed_requeue.close()
         for work in self._active_jobs.works():
             if not work.begun:
                 work.stop()
@@ -122,8 +119,12 @@ class WorkerTasks:
         look = lambda: self._leases.glance(id)  # noqa: E731
         waits, alone, model = self._store_retry.patiently(look, unless=lambda: self._draining)
         handler = self._handlers.get(model)
+        envelope = replace(envelope, model=model)
         if waits and (handler is None or handler.modality != envelope.queue):
-            self._delayed_requeue.put(replace(envelope, to=""))  # for another worker
+            # An older version sent it to the queue of all models, or a newer one, whose sweeps send it again, wrote it.
+            routed = self._store_retry.patiently(lambda: self._leases.route(id), unless=lambda: self._draining)
+            if routed is not None:
+                self._post(routed)
             return
         stop = lambda: self._draining  # noqa: E731
         warm = self._warm_claims

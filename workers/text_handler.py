@@ -39,6 +39,7 @@ class TextJobHandler:
         self.name = runner.model.name
         self.expansion_instruction = runner.model.expansion_instruction
         self.reads_files = False
+        self.load_s = 0.0
         # More than what transformers calls special: the turn headers of Llama models are control tokens too.
         added = runner.model.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._controls = [token.content for token in added if token.special]

@@ -23,6 +23,7 @@ from core.jobs.broker import QUEUES, Envelope
 from core.jobs.cards import WorkerCard
 from core.jobs.connection import RedisClient, StoreError
 from core.jobs.holders import FileHolders
+from core.jobs.placement import ModelPlacement
 from core.jobs.reaper import Reaper
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
@@ -32,6 +33,7 @@ from workers.active_jobs import ActiveJobs
 from workers.control import ControlListener
 from workers.heartbeat import Heartbeat
 from workers.metrics import METER
+from workers.model_router import ModelRouter
 from workers.prefetch import PrefetchLimiter
 from workers.publisher import ProgressPublisher
 from workers.shared_lock import SharedLock
@@ -74,7 +76,7 @@ class Worker:
         except ValueError as error:
             raise SettingsError("DIPTYCH_REDIS_URL: is not a Redis URL") from error
         self._store, self._registry = JobStore.of(settings, client), Registry(client)
-        self._holders = FileHolders(client)
+        self._holders, self._placement = FileHolders(client), ModelPlacement(client)
         self._rights = RedisPermissions(client)
         try:
             # Twice as patient as an API: no client waits at a connection, and what is drawn would be lost.
@@ -92,6 +94,7 @@ class Worker:
             lease_s=settings.lease_s, stuck_s=settings.stuck_s,
         )  # fmt: skip
         self._warm_claims: WarmClaims | None = None
+        self._router: ModelRouter | None = None
         self._control = ControlListener(self._registry, self.store_retry, self.id, self._cancelled)
         self._reaper = Reaper(self._store.upkeep, send)
 
@@ -148,6 +151,11 @@ class Worker:
         self._control.start()
         limits = {"image": settings.image_jobs, "text": settings.text_jobs}
         self.prefetch.serve({handler.modality: limits[handler.modality] for handler in [*equipment.handlers.values()]})
+        self._router = ModelRouter(
+            self.id, self._placement, self.store_retry, equipment.handlers, self.active_jobs, self.prefetch,
+            lambda: {model.name: model.capacity_per_s for model in self._models},
+        )  # fmt: skip
+        self._router.start()
         self._heartbeat.watch(engine)
 
     def ready(self) -> None:
@@ -161,6 +169,8 @@ class Worker:
         """Take no more jobs, hand back those not started, and continue the running ones."""
         self._turn("draining")
         self.prefetch.close(_CLOSE_S)
+        if self._router is not None:
+            self._router.stop()
         if self.tasks is not None:
             self.tasks.drain()
 

@@ -16,21 +16,27 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 QUEUES = ("image", "text")
 PRIORITY_STEPS = (0, 3, 6, 9)  # the lists that kombu keeps for each queue; FIFO within each
-_SEPARATOR = ":"
+SEPARATOR = ":"
 JOB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message to send: the job's id, its queue, and its Celery priority (0 to 9, 0 first).
+    """A message to send: the job's id, its queue, its Celery priority (0 to 9, 0 first), and its model.
 
-    `to` is the worker that it is for; empty: any.
+    `to` is the worker that it is for; empty: any that serves the model.
     """
 
     id: str
     queue: str
     priority: int
     to: str = ""
+    model: str = ""
+
+    @property
+    def kombu_queue(self) -> str:
+        """The kombu queue that the message goes into."""
+        return own_queue(self.queue, self.to) if self.to else model_queue(self.queue, self.model)
 
 
 def task_name(queue: str) -> str:
@@ -48,7 +54,16 @@ def list_key(queue: str, level: int) -> str:
 
     Messages are pushed on the left and popped from the right.
     """
-    return f"{queue}{_SEPARATOR}{level}" if level else queue
+    return f"{queue}{SEPARATOR}{level}" if level else queue
+
+
+def model_queue(queue: str, model: str) -> str:
+    """The kombu queue of messages for the workers that serve a model; without a model, that of versions before it.
+
+    The name contains no separator, whatever the model's contains: kombu cuts the level off at the last one. Equal to
+    `model_queue` in `lua/shared/transitions.lua`.
+    """
+    return f"{queue}.{model.replace('%', '%25').replace(SEPARATOR, '%3A')}" if model else queue
 
 
 def own_queue(queue: str, worker: str) -> str:
@@ -121,8 +136,8 @@ def celery_settings(url: str) -> dict[str, Any]:
         "broker_connection_max_retries": None,  # unlimited: a worker outlives an outage of Redis
         "broker_transport_options": {
             "priority_steps": list(PRIORITY_STEPS),
-            "sep": _SEPARATOR,
-            "queue_order_strategy": "priority",
+            "sep": SEPARATOR,
+            "queue_order_strategy": "priority",  # a worker's own order is that of `workers.prefetch.QueueRotation`
             # Kombu's own redelivery (visibility timeout) waits a day: a shorter one would run long jobs twice. The
             # store's sweep finds lost messages.
             "visibility_timeout": 86_400,

@@ -30,6 +30,10 @@ def backlog(queue: str) -> str:
     return f"{PREFIX}backlog:{queue}"
 
 
+def active_models(queue: str) -> str:
+    return f"{PREFIX}active:{queue}"
+
+
 def worker(id: str) -> str:
     return f"{PREFIX}worker:{id}"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.jobs import keys
-from core.jobs.broker import Envelope, level, list_key, own_queue
+from core.jobs.broker import Envelope, level, list_key
 from core.jobs.connection import RedisClient
 from core.jobs.limits import JobLimits
 from core.jobs.record import Claim, JobState, ProgressReport, ReportOutcome, fence, from_json, milliseconds, to_json
@@ -30,6 +30,7 @@ class JobLeases:
         self._report = client.script("jobs/report")
         self._finish = client.script("jobs/finish")
         self._hand_back = client.script("jobs/hand_back")
+        self._route = client.script("jobs/route")
 
     def glance(self, id: str) -> tuple[bool, bool, str]:
         """Return whether the job is queued, whether it must run alone, and the model that it names.
@@ -60,7 +61,7 @@ class JobLeases:
         message as lost; `for_s` is a lease at most.
         """
         pushes = [
-            (list_key(own_queue(envelope.queue, envelope.to), level(envelope.priority)), message)
+            (list_key(envelope.kombu_queue, level(envelope.priority)), message)
             for envelope, message in envelopes.items()
         ]
         id = next(iter(envelopes)).id
@@ -152,5 +153,12 @@ class JobLeases:
 
         It is placed before all jobs that were never started.
         """
-        queue = self._hand_back(id, attempt)
-        return Envelope(id, queue, 0) if queue else None
+        answer = self._hand_back(id, attempt)
+        return Envelope(id, answer[0], 0, model=answer[1]) if answer else None
+
+    def route(self, id: str) -> Envelope | None:
+        """Move a queued job, whose message an older version has sent to all models' queue, to the queue of its model;
+        the caller sends the envelope. None: it is not queued, not readable, or there already.
+        """
+        answer = self._route(id)
+        return Envelope(id, answer[0], int(answer[2]), model=answer[1]) if answer else None

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
+from core.jobs import keys
+from core.jobs.broker import model_queue
 from core.jobs.connection import RedisClient
 from core.jobs.record import QueueBacklog
 
-_EXAMINED = 1000  # jobs of a state: a millisecond or two of Redis
+_FIELDS = ("queued", "queued_ms", "running", "running_ms")
 
 
 class ModelBacklogs:
-    """The load of the queues by model, counted over the job records. Changes nothing."""
+    """The loads of queues, whole and by model. Changes nothing."""
 
     def __init__(self, client: RedisClient) -> None:
-        self._by_model = client.script("jobs/by_model")
+        self._client = client
 
-    def read(self, queue: str, examined: int = _EXAMINED) -> dict[str, QueueBacklog]:
-        """The load of a queue by model, of the models of which jobs wait or run; their sum is the queue's load.
+    def whole(self, queue: str) -> QueueBacklog:
+        """A queue's load."""
+        return _backlog(self._client.hmget(keys.backlog(queue), *_FIELDS))
 
-        Of more than `examined` jobs of a state the most urgent and the oldest are read, and the others count as divided
-        among the models like these.
-        """
-        answer: Any = self._by_model(queue, examined)
-        sums: Counter[tuple[str, str]] = Counter()
-        for model, state, jobs, work_ms in zip(answer[::4], answer[1::4], answer[2::4], answer[3::4], strict=True):
-            sums[model, state], sums[model, f"{state}_ms"] = jobs, work_ms
-        names = ("queued", "queued_ms", "running", "running_ms")
-        return {model: QueueBacklog(*(sums[model, name] for name in names)) for model in {*answer[::4]}}
+    def read(self, queue: str) -> dict[str, QueueBacklog]:
+        """The load of a queue by model, of the models of which jobs wait or run; their sum is the queue's load."""
+        reply: Any = self._client.smembers(keys.active_models(queue))
+        models = sorted(reply)
+        with self._client.pipeline(transaction=False) as pipe:
+            for model in models:
+                pipe.hmget(keys.backlog(model_queue(queue, model)), *_FIELDS)
+            return dict(zip(models, map(_backlog, pipe.execute()), strict=True))
+
+
+def _backlog(fields: Any) -> QueueBacklog:
+    # Below zero for a while, by model, where a process of an older version has ended what it did not count.
+    return QueueBacklog(*(max(0, int(field or 0)) for field in fields))

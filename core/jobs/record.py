@@ -122,7 +122,7 @@ class JobDraft(Generic[R]):
     @property
     def envelope(self) -> Envelope:
         """The message that makes a worker look at the job."""
-        return Envelope(self.id, self.modality, self.priority)
+        return Envelope(self.id, self.modality, self.priority, model=self.model)
 
 
 @dataclass(frozen=True, slots=True)

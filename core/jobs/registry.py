@@ -84,13 +84,18 @@ class Registry(RedisStore):
         return list(_read("worker card", cards_by_id, worker_card))
 
     def models(self) -> list[ModelCard]:
-        """Every model ever announced, with its last card, by name; `live` says which are served now.
+        """Every model ever announced, with its last card, by name; `live` says which are served now, and `loaded` which
+        are in the memory of a worker that serves them.
 
         Models with unreadable cards are left out; `has_model` includes them.
         """
         cards: Any = self._client.hgetall(keys.MODELS)
-        served = {model.name for worker in self.workers() if worker.state == READY for model in worker.models}
-        return [replace(card, live=card.name in served) for card in _read("model card", cards, model_card)]
+        served = [model for worker in self.workers() if worker.state == READY for model in worker.models]
+        live, loaded = {model.name for model in served}, {model.name for model in served if model.loaded}
+        return [
+            replace(card, live=card.name in live, loaded=card.name in loaded)
+            for card in _read("model card", cards, model_card)
+        ]
 
     def has_model(self, name: str) -> bool:
         """Return whether a card exists under this name, readable or not."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import redis
 
-from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key, own_queue
+from core.jobs.broker import PRIORITY_STEPS, QUEUES, list_key, model_queue, own_queue
 from core.jobs.connection import RedisStore, translate_redis_errors
 from core.jobs.keys import PREFIX
 
@@ -24,11 +24,11 @@ HDEL <key> x|HEXISTS <key> x|HGET <key> x|HGETALL <key>|HINCRBY <key> x 1|HKEYS 
 HSET <key> x x|HSETNX <key> x x|LPUSH <key> x|LTRIM <key> 0 0
 SADD <key> x|SCARD <key>|SMEMBERS <key>|SRANDMEMBER <key>|SREM <key> x
 XADD <key> * x x|XDEL <key> 0-1|XRANGE <key> - +|XREAD STREAMS <key> 0
-ZADD <key> 1 x|ZCARD <key>|ZRANGE <key> 0 0|ZRANGEBYSCORE <key> 0 0|ZRANK <key> x|ZREM <key> x
+ZADD <key> 1 x|ZCARD <key>|ZCOUNT <key> 0 0|ZRANGE <key> 0 0|ZRANGEBYSCORE <key> 0 0|ZRANK <key> x|ZREM <key> x
 ZREMRANGEBYSCORE <key> 0 0|ZREVRANGE <key> 0 0|ZREVRANK <key> x|ZSCORE <key> x
 EVAL x 0|EVALSHA x 0|SCRIPT LOAD x|INFO|PING|SCAN 0|TIME
 """
-_LISTS: Final = "BRPOP <key> 1|EXISTS <key>|LLEN <key>|LPUSH <key> x|PEXPIRE <key> 1"
+_LISTS: Final = "BRPOP <key> 1|DEL <key>|EXISTS <key>|LLEN <key>|LPUSH <key> x|PEXPIRE <key> 1"
 _KOMBU: Final = (
     ("_kombu.binding.image", "SADD <key> x|SMEMBERS <key>"),
     ("unacked", "HDEL <key> x|HGET <key> x|HSET <key> x x"),
@@ -38,7 +38,7 @@ _KOMBU: Final = (
 _LISTED: Final = tuple(
     (list_key(each, step), _LISTS)
     for queue in QUEUES
-    for each in (queue, own_queue(queue, "worker"))
+    for each in (queue, model_queue(queue, "model"), own_queue(queue, "worker"))
     for step in PRIORITY_STEPS
 )
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from core.jobs.broker import PRIORITY_STEPS
+from core.jobs.broker import PRIORITY_STEPS, SEPARATOR
 from core.jobs.unreadable import VERSION
 
 _INCLUDE = "-- include: "
 # Constants shared by Lua and Python.
-_CONSTANTS = f"local VERSION, PRIORITY_STEPS = {VERSION}, {{{', '.join(map(str, PRIORITY_STEPS))}}}\n"
+_CONSTANTS = (
+    f"local VERSION, PRIORITY_STEPS, SEPARATOR = {VERSION}, {{{', '.join(map(str, PRIORITY_STEPS))}}}, '{SEPARATOR}'\n"
+)
 
 
 @cache

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from core.config import Settings
 from core.jobs import creation, keys, rates
-from core.jobs.broker import PRIORITY_STEPS
 from core.jobs.connection import RedisClient, RedisStore
 from core.jobs.leases import JobLeases
 from core.jobs.limits import JobLimits
@@ -75,7 +74,7 @@ class JobStore(RedisStore):
     def create(self, draft: JobDraft[Any], message: str = "") -> Job:
         """Create a queued job's record, and push `message` into its queue's list, which makes a worker look at it.
 
-        Without a message the caller sends `Envelope(job.id, job.modality, job.priority)`. Raises `QueueFull`, and
+        Without a message the caller sends the draft's `envelope`. Raises `QueueFull`, and
         `StoreFull` with nothing created. If the job exists it is returned unchanged; where clients choose ids, its
         `owner` and `digest` tell whether it is the same.
         """
@@ -117,11 +116,11 @@ class JobStore(RedisStore):
         """Cancel up to `limit` waiting jobs of a queue, the most urgent first. Returns how many; fewer than `limit`
         means the queue is empty. In portions, because Redis serves nobody else during a script.
         """
-        return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
+        return int(self._empty(queue, self._retention_ms, limit))
 
     def standing(self, id: str) -> QueuePosition | None:
         """The position of a queued job. None: it is not queued."""
-        answer = self._standing(id, *PRIORITY_STEPS)
+        answer = self._standing(id)
         return None if not answer else QueuePosition(int(answer[0]), QueueBacklog(*map(int, answer[1:])))
 
     def page(
@@ -154,5 +153,4 @@ class JobStore(RedisStore):
 
     def backlog(self, queue: str) -> QueueBacklog:
         """A queue's load, in jobs and in estimated work."""
-        fields: Any = self._client.hmget(keys.backlog(queue), "queued", "queued_ms", "running", "running_ms")
-        return QueueBacklog(*(int(field or 0) for field in fields))
+        return self.by_model.whole(queue)

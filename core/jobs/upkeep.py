@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.jobs.broker import PRIORITY_STEPS, QUEUES, Envelope, list_key
+from core.jobs.broker import QUEUES, Envelope
 from core.jobs.connection import RedisClient
 from core.jobs.crashes import alone_from
 from core.jobs.limits import JobLimits
@@ -50,15 +50,15 @@ class JobUpkeep:
         found count as sent: if the caller cannot send one, a later sweep finds it again. A sweep after a long gap
         (Redis was down) extends every lease once, because no worker could renew it.
         """
-        lists = [(queue, step, list_key(queue, step)) for queue in QUEUES for step in PRIORITY_STEPS]
         send, expired, failed, ended, unreadable = self._sweep(
             limit, self._lease_ms, self._max_attempts, self._retention_ms, self._resend_ms, self._overtime_ms,
-            self._silence_ms, alone_from(self._max_attempts), *(value for entry in lists for value in entry),
+            self._silence_ms, alone_from(self._max_attempts), *QUEUES,
         )  # fmt: skip
         for id in unreadable:
             TALLY.note(UnreadableRecord("record", id, "it is of a newer version, or a field has the wrong type"))
         envelopes = [
-            Envelope(id, queue, int(level)) for id, queue, level in zip(send[::3], send[1::3], send[2::3], strict=True)
+            Envelope(id, queue, int(level), model=model)
+            for id, queue, model, level in zip(*(send[at::4] for at in range(4)), strict=True)
         ]
         return SweepResult(envelopes, expired, failed, ended)
 

@@ -149,10 +149,10 @@ def test_redis_hangs(world: tuple[Api, Worker], redis_server: RedisServer, monke
 def test_a_message_that_cannot_be_put_is_made_good(world: tuple[Api, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     api, worker = world
     monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)  # a message that is late is lost sooner
-    worker.redis.set("image:3", "no list")  # so that nothing can be pushed onto it
+    worker.redis.set("image.emoji-xl:3", "no list")  # so that nothing can be pushed onto it
     id = api.order()
     assert api.job(id)["status"] == "queued", "the record stands, and that is what counts"
-    worker.redis.delete("image:3")
+    worker.redis.delete("image.emoji-xl:3")
     assert eventually(worker.messages) == [(id, 3)], "the reaper of the API has sent it"
     worker.work(id)
 
@@ -162,10 +162,10 @@ def test_a_message_that_gets_lost_is_made_good(world: tuple[Api, Worker], monkey
     monkeypatch.setattr(api.server._service.store.upkeep, "_resend_ms", 500)
     ids = [api.order() for _ in range(3)]
     assert worker.messages() == [(id, 3) for id in ids]
-    worker.redis.lrem("image:3", 1, worker.redis.lindex("image:3", 1))  # the second's
-    worker.redis.rpop("image:3")  # a worker takes the first, and dies
+    worker.redis.lrem("image.emoji-xl:3", 1, worker.redis.lindex("image.emoji-xl:3", 1))  # the second's
+    worker.redis.rpop("image.emoji-xl:3")  # a worker takes the first, and dies
     assert worker.messages() == [(ids[2], 3)]
-    worker.redis.rpop("image:3")
+    worker.redis.rpop("image.emoji-xl:3")
     worker.work(ids[2])
     assert eventually(lambda: len(worker.messages()) == 2)
     assert worker.messages() == [(ids[0], 3), (ids[1], 3)], "as they came"

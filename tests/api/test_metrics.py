@@ -44,6 +44,11 @@ def test_queues_workers_and_requests(redis_url: str, folder: Path) -> None:
         check_model(found, CARD.name, queued=2, running=1, work_s=work_s, ready=1)
         made = {"method": "POST", "route": "/v1/jobs", "status": "202"}
         assert value(found, "diptych_http_seconds_count", **made) == 3
+        for id in ids:
+            worker.store.cancel(id)
+        worker.store.upkeep.sweep()  # which ends the model's queue
+        model = {"model": CARD.name, "state": "queued"}
+        eventually(lambda: value(figures(api.client), "diptych_model_jobs", **model) == 0)
         for path in ("/v1/jobs/secret-1", "/v1/jobs/secret-2", "/nowhere/secret"):
             api.client.get(path)
         found = figures(api.client)

@@ -82,7 +82,8 @@ def test_models_in_openais_shape(shared: Api) -> None:
     card = model.pop("diptych")
     assert model == {"id": "emoji-xl", "object": "model", "created": 1_700_000_000, "owned_by": "diptych"}
     assert card == {
-        "modality": "image", "live": True, "loaded": True, "precision": "fp32", "device": "cpu", "kernels": "avx2",
+        "modality": "image", "live": True, "loaded": True, "load_s": 0.0, "workers": 1, "loaded_workers": 1,
+        "precision": "fp32", "device": "cpu", "kernels": "avx2",
         "kernels_reason": "the processor has no AVX-512 VNNI", "native_size": "128x128",
         "sizes": ["64x64", "96x168", "128x128", "168x96"], "schedulers": ["euler", "dpm++2m"],
         "size_range": None, "loras": [], "embeddings": [], "upscalers": [], "controls": [],

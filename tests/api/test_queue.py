@@ -33,11 +33,13 @@ def without_names(message: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", QUEUES)
 @pytest.mark.parametrize("priority", range(10))
-def test_as_celery_puts_it(queue: MessageProducer, redis_url: str, name: str, priority: int) -> None:
-    envelope = Envelope("job_0123-_aZ", name, priority)
+@pytest.mark.parametrize("model", ["", "emoji-xl", 'owner/"a: 50%"'])
+def test_as_celery_puts_it(queue: MessageProducer, redis_url: str, name: str, priority: int, model: str) -> None:
+    envelope = Envelope("job_0123-_aZ", name, priority, model=model)
     queue.send(envelope)
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        sent = json.loads(str(client.rpop(list_key(name, level(priority)))))
+        sent = json.loads(str(client.rpop(list_key(envelope.kombu_queue, level(priority)))))
+        assert not client.keys("_kombu.binding.*"), "nothing of a model's queue"
     assert without_names(json.loads(queue.message(envelope))) == without_names(sent)
 
 

@@ -35,6 +35,7 @@ from tests.api import test_batches
 from tests.api.test_batches import ended, told
 from tests.api.test_text_batches import begin, lines
 from tests.api.world import CARD, PATIENCE_S, SERVE, TEXT, Api, Worker, eventually, kept, process, settings_of
+from tests.core.jobs.books import kombu_queues
 
 CARDS = [CARD, dataclasses.replace(TEXT, limits=TextOffer(context=512), costs=TextCosts(token_s=0.01))]
 
@@ -49,7 +50,8 @@ class Scribe(Worker):
         """Jobs of texts that wait, by Celery's lists, and at which level; the next one first."""
         found = []
         for step in PRIORITY_STEPS:
-            for raw in reversed(self.redis.lrange(list_key("text", step), 0, -1)):
+            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "text")]
+            for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
                 (id, *_), _, _ = json.loads(base64.b64decode(json.loads(raw)["body"]))
                 job = self.store.get(id)
                 if job is not None and job.state is JobState.QUEUED:  # its message may outlive it

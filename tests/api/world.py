@@ -33,6 +33,7 @@ from core.jobs.files import File
 from core.jobs.record import Claim, Job, JobState, ProgressReport
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
+from tests.core.jobs.books import kombu_queues
 from tests.forks import API, Fork, forker
 
 T = TypeVar("T")
@@ -240,7 +241,8 @@ class Worker:
         """What Celery's lists of the image queue hold: job id and level, next first."""
         found = []
         for step in PRIORITY_STEPS:
-            for raw in reversed(self.redis.lrange(list_key("image", step), 0, -1)):
+            keys = [list_key(queue, step) for queue in kombu_queues(self.redis, "image")]
+            for raw in (raw for key in keys for raw in reversed(self.redis.lrange(key, 0, -1))):
                 message = json.loads(raw)
                 assert message["headers"]["task"] == "diptych.image"
                 (args, _, _) = json.loads(base64.b64decode(message["body"]))

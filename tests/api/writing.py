@@ -13,7 +13,7 @@ import redis
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from core.config import Settings
-from core.jobs.broker import PRIORITY_STEPS, Envelope, list_key
+from core.jobs.broker import PRIORITY_STEPS, Envelope, list_key, model_queue
 from core.jobs.cards import WorkerCard
 from core.jobs.registry import Registry
 from core.jobs.store import JobStore
@@ -73,7 +73,8 @@ class TextWorker:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            taken: Any = self._redis.brpop([list_key("text", step) for step in PRIORITY_STEPS], timeout=0.05)
+            queue = model_queue("text", self.handler.name)
+            taken: Any = self._redis.brpop([list_key(queue, step) for step in PRIORITY_STEPS], timeout=0.05)
             if taken is not None:
                 args = json.loads(base64.b64decode(json.loads(taken[1])["body"]))[0]
                 self._pool.submit(self._tasks.run, Envelope(args[0], "text", 5))

@@ -144,7 +144,8 @@ class Crew:
 
     def send(self, id: str, queue: str = "image", priority: int = 5) -> None:
         """A message, through Celery."""
-        self.sender.post(Envelope(id, queue, priority))
+        model: Any = self.redis.hget(f"diptych:job:{id}", "model")
+        self.sender.post(Envelope(id, queue, priority, model=model or ""))
 
     def offer(self, id: str, to: Hired) -> None:
         """A message of an image job to one worker, for a minute."""

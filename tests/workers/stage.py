@@ -1,6 +1,6 @@
 """A worker for tests: the real process (Celery, Redis, Engine, lanes), with runners that compute nothing.
 
-    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--name NAME] [--compiling]
+    python -m tests.workers.stage [--text] [--real] [--step S] [--load S] [--log FILE] [--name NAMES] [--compiling]
 
 Settings come from DIPTYCH_*, as for `diptych worker`: DIPTYCH_REDIS_URL, DIPTYCH_ARTIFACTS_URL, DIPTYCH_LEASE_S,
 DIPTYCH_STUCK_S, DIPTYCH_DRAIN_S, DIPTYCH_IMAGE_JOBS, DIPTYCH_MAX_REQUESTS … It is up (Celery consumes) after about a
@@ -13,9 +13,12 @@ second, and then its card in the registry is "ready".
     --step S    seconds of one iteration of the stand-ins, however many requests share it (default 0.01)
     --load S    seconds that "loading the model" takes (default 0), in which the card says "starting"
     --log FILE  append a line of JSON for each event: {"at": time.monotonic(), "pid", "event", "request", "modality"};
-                events: admit (begins to run), step, done, release; a request is named {job}/{attempt}/{picture}
+                events: receive (a message was taken; the request is the job), admit (begins to run), step, done,
+                release; a request is named {job}/{attempt}/{picture}
     --files N   jobs may name files, such as LoRAs; N are kept in memory, and each that is read is the event "read"
-    --name NAME the stand-in's model is called so, and its pictures differ from those of other names
+    --name NAME the stand-in's model is called so, and its pictures differ from those of other names; "one,two" are
+                two models of one engine
+    --cold S    models but the first are not in memory before their first job; they are said to take S seconds to load
     --compiling an uninterruptible thread never ends, as the compiler's may not
 
 The stand-in's model is called "stage" and draws 32x32 (64x32, 32x64) PNGs of one colour, which prompt and seed decide:
@@ -58,11 +61,13 @@ from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet, OutOfMemory
 from core.batching.slots import Slots
 from core.config import Settings
+from core.jobs.broker import Envelope
 from core.threads import UninterruptibleThread
 from workers import boot
 from workers.artifact_writer import ArtifactWriter
 from workers.handlers import ImageJobProgress, JobHandler, pictures
 from workers.serving_runtime import ServingRuntime, handlers_of
+from workers.tasks import WorkerTasks
 
 if TYPE_CHECKING:
     from workers.build import Runtime
@@ -218,8 +223,13 @@ class StagePictures:
     modality = "image"
     expansion_instruction = ""
 
-    def __init__(self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print) -> None:
-        """Has so many files in memory; the last used are kept, and `note` is told of each that is read."""
+    def __init__(
+        self, step_s: float, name: str = MODEL, files: int = 0, note: Callable[[str], None] = print, load_s: float = 0.0
+    ) -> None:
+        """Has so many files in memory; the last used are kept, and `note` is told of each that is read. With `load_s`
+        the model is in memory from its first job on.
+        """
+        self.load_s = load_s
         self._step_s = step_s
         self.name = name
         self.reads_files = files > 0
@@ -246,6 +256,7 @@ class StagePictures:
         return ImageJob.read(parameters)
 
     def requests(self, job: ImageJob) -> list[Any]:
+        self.load_s = 0.0
         self.read_files(job)
         return pictures(job)
 
@@ -285,6 +296,7 @@ class StageText:
     modality = "text"
     name = "stage-text"
     expansion_instruction = ""
+    load_s = 0.0
     reads_files = False
 
     def __init__(self, step_s: float) -> None:
@@ -347,6 +359,7 @@ def build(
     load_s: float = 0.0,
     name: str = MODEL,
     files: int = 0,
+    cold_s: float = 0.0,
     note: Note = lambda event, request: None,
 ) -> ServingRuntime:
     """The stand-in's engine and panels, in this process."""
@@ -369,8 +382,11 @@ def build(
             lane = Lane(modality)
             runners.append(StageRunner(modality, lane, step_s, settings.max_requests, note))
             told = lambda file: note("read", Request(file, "image", None))  # noqa: E731
-            panel = StagePictures(step_s, name, files, told) if modality == "image" else StageText(step_s)
-            handlers[panel.name] = panel
+            panels: list[JobHandler] = [StageText(step_s)]
+            if modality == "image":
+                names = name.split(",")
+                panels = [StagePictures(step_s, own, files, told, cold_s if at else 0) for at, own in enumerate(names)]
+            handlers |= {panel.name: panel for panel in panels}
             closers.append(lane.close)
     return Stage(Engine(runners, starvation_s=settings.starvation_s), handlers, closers)
 
@@ -395,17 +411,25 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.0)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--name", default=MODEL)
+    parser.add_argument("--cold", type=float, default=0.0)
     parser.add_argument("--files", type=int, default=0)
     parser.add_argument("--compiling", action="store_true")
     options = parser.parse_args()
     if options.compiling:
         UninterruptibleThread(target=threading.Event().wait).start()
     note = _writer(options.log)
+    serve = WorkerTasks.run
+
+    def run(tasks: WorkerTasks, envelope: Envelope) -> None:
+        note("receive", Request(envelope.id, envelope.queue, None))
+        serve(tasks, envelope)
+
+    WorkerTasks.run = run  # type: ignore[method-assign]
 
     def made(settings: Settings, say: Callable[[str], None]) -> ServingRuntime:
         return build(
             settings, say, text=options.text, real=options.real, step_s=options.step, load_s=options.load,
-            name=options.name, files=options.files, note=note,
+            name=options.name, files=options.files, cold_s=options.cold, note=note,
         )  # fmt: skip
 
     return boot.run(config.read(), made)

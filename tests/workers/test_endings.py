@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 
-from core.jobs.broker import PRIORITY_STEPS, list_key
+from core.jobs.broker import PRIORITY_STEPS, list_key, model_queue
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.workers.crew import Crew, eventually
+from tests.workers.stage import MODEL
 
 LONG = 1000
+QUEUE = model_queue("image", MODEL)
 
 
 def test_what_has_begun_is_finished_and_the_rest_is_handed_back(crew: Crew) -> None:
@@ -45,7 +47,7 @@ def test_what_takes_too_long_is_handed_back(crew: Crew) -> None:
     assert worker.wait() == 0
     job = crew.job(id)
     assert (job.state, job.attempt, job.lost, job.suspect) == (JobState.QUEUED, 1, 0, False)
-    assert crew.redis.llen("image") == 1  # its new message
+    assert crew.redis.llen(QUEUE) == 1  # its new message
     assert "is handed back" in worker.log
 
 
@@ -107,7 +109,7 @@ def test_a_job_that_waits_for_a_suspect_is_given_back(crew: Crew) -> None:
     crew.running(suspect)
     others = [crew.ask(seed=k) for k in range(5)]
     # Redis may owe the worker one message; for more it does not ask while it could not begin with them.
-    assert crew.redis.llen(list_key("image", 3)) >= 4
+    assert crew.redis.llen(list_key(QUEUE, 3)) >= 4
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
     assert [crew.job(id).attempt for id in others] == [0] * 5
@@ -125,7 +127,7 @@ def test_what_redis_hands_out_to_a_worker_that_ends_goes_back(crew: Crew) -> Non
     ids = [crew.ask(seed=k) for k in range(3)]
     assert worker.wait() == 0
     assert [crew.job(id).attempt for id in ids] == [0, 0, 0]
-    assert sum(crew.redis.llen(list_key("image", level)) for level in PRIORITY_STEPS) == 3
+    assert sum(crew.redis.llen(list_key(QUEUE, level)) for level in PRIORITY_STEPS) == 3
     assert crew.redis.hlen("unacked") == 0
 
 

@@ -149,24 +149,23 @@ def test_the_card_tells_what_the_runner_offers(works: Runtime) -> None:
     assert to_json(dataclasses.asdict(card))  # it goes to Redis
 
 
-def test_a_model_that_may_leave_memory_is_a_file_of_its_jobs_and_keeps_its_card(works: Runtime) -> None:
+def test_a_model_that_may_leave_memory_keeps_its_card(works: Runtime) -> None:
     runner = works.images
     resident = [runner, None]
-    handler = ImageJobHandler(runner, resident=lambda: resident[-1])
-    job = ImageJob.read({**JOB, "lora": "ink"})
-    assert handler.files(job) == {"weights", "lora ink"} and handler.reads_files
+    handler = ImageJobHandler(runner, resident=lambda: resident[-1], load_s=lambda: 2.5)
+    assert handler.files(ImageJob.read({**JOB, "lora": "ink"})) == {"lora ink"}
     gone = handler.card()
-    assert not gone.loaded and handler.held_files() == ()
+    assert (handler.load_s, gone.load_s) == (2.5, 2.5) and not gone.loaded and handler.held_files() == ()
     resident.pop()
     there = handler.card()
+    assert (handler.load_s, there.load_s) == (0, 2.5)
     assert there.loaded and dataclasses.replace(there, costs=gone.costs, capacity_per_s=gone.capacity_per_s) == (
         dataclasses.replace(gone, loaded=True)
     )
-    assert "weights" in handler.held_files()
     assert read_card({**to_data(there), "loaded": False}).loaded is False
     assert read_card({name: value for name, value in to_data(there).items() if name != "loaded"}).loaded, "older ones"
     alone = ImageJobHandler(runner)
-    assert alone.files(job) == {"lora ink"} and "weights" not in alone.held_files()
+    assert alone.load_s == 0 and alone.card().loaded
 
 
 def test_costs_follow_the_curves(works: Runtime) -> None:

@@ -96,7 +96,7 @@ def test_a_claim_whose_answer_was_lost_is_handed_back_at_no_cost(crew: Crew, sce
     id = crew.make()
     scene.leases.lose = 2  # the second one finds the first one's work, and says None
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 0)]
+    assert scene.sent == [Envelope(id, "image", 0, model="stage")]
     assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
     scene.run(id)
     assert (crew.job(id).state, crew.job(id).attempt) == (JobState.SUCCEEDED, 2)
@@ -115,7 +115,7 @@ def test_a_job_that_becomes_suspect_on_the_way_is_not_run_in_company(crew: Crew,
     id = crew.make()
     scene.leases.before_claim = lambda id: crew.redis.hset(f"diptych:job:{id}", "suspect", "1")
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 0)]
+    assert scene.sent == [Envelope(id, "image", 0, model="stage")]
     assert crew.job(id).state is JobState.QUEUED
     scene.run(id)
     assert crew.job(id).state is JobState.SUCCEEDED
@@ -127,7 +127,7 @@ def test_what_another_handed_back_just_now_is_not_drawn_by_the_wrong_model(crew:
     assert claim is not None
     scene.leases.before_claim = lambda id: crew.store.leases.hand_back(id, 1)
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 0)]
+    assert scene.sent == [Envelope(id, "image", 0, model="another")]
     assert (crew.job(id).state, crew.job(id).lost) == (JobState.QUEUED, 0)
 
 
@@ -135,7 +135,7 @@ def test_a_draining_worker_claims_nothing(crew: Crew, scene: Scene) -> None:
     id = crew.make()
     scene.tasks.drain()
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 5)]
+    assert scene.sent == [Envelope(id, "image", 5, model="stage")]
     assert crew.job(id).attempt == 0
 
 
@@ -143,7 +143,7 @@ def test_a_job_that_is_claimed_while_draining_begins_is_handed_back(crew: Crew, 
     id = crew.make(steps=1000)
     scene.leases.before_claim = lambda id: scene.tasks.drain()
     scene.run(id)
-    assert scene.sent == [Envelope(id, "image", 0)]
+    assert scene.sent == [Envelope(id, "image", 0, model="stage")]
     assert (crew.job(id).state, crew.job(id).attempt, crew.job(id).lost) == (JobState.QUEUED, 1, 0)
 
 

@@ -95,7 +95,7 @@ def test_an_offer_that_a_worker_dies_with_is_restored_to_no_list(crew: Crew) -> 
     dying.wait()
     crew.hire("--files", "1", lease_s=2, max_attempts=100)
     assert crew.ended(job).state is JobState.SUCCEEDED
-    assert {json.loads(kept)[2] for kept in crew.redis.hvals("unacked")} <= {"image"}
+    assert {json.loads(kept)[2] for kept in crew.redis.hvals("unacked")} <= {"image.stage"}
     assert not crew.redis.keys("image@*")
 
 

@@ -7,7 +7,7 @@ wrong only apart.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,14 @@ class Books:
     @classmethod
     def of(cls, client: redis.Redis) -> Books:
         ids = sorted(key.removeprefix("diptych:job:") for key in client.scan_iter("diptych:job:*", 1000))
+        names = [name for queue in QUEUES for name in kombu_queues(client, queue)]
         with client.pipeline(transaction=False) as pipe:  # MULTI is refused when Redis is full
             for id in ids:
                 pipe.hgetall(f"diptych:job:{id}")
                 pipe.xrange(f"diptych:events:{id}")
                 pipe.pttl(f"diptych:job:{id}")
                 pipe.pttl(f"diptych:events:{id}")
-            for queue in QUEUES:
+            for queue in names:
                 pipe.hgetall(f"diptych:backlog:{queue}")
                 for level in LEVELS:
                     pipe.zrange(f"diptych:sent:{queue}:{level}", 0, -1, withscores=True)
@@ -56,7 +57,7 @@ class Books:
             streams[id] = [(f["type"], json.loads(f["data"])) for _, f in next(answers)]
             kept[id] = next(answers) < 0, next(answers) < 0
         backlog, sent = {}, {}
-        for queue in QUEUES:
+        for queue in names:
             backlog[queue] = {k: int(v) for k, v in next(answers).items()}
             for level in LEVELS:
                 sent[queue, level] = dict(next(answers))
@@ -66,12 +67,13 @@ class Books:
 
     def check(self) -> None:
         """Every rule that holds at every moment, whatever happened."""
-        recount: dict[str, Counter[str]] = {queue: Counter() for queue in QUEUES}
+        recount: dict[str, Counter[str]] = defaultdict(Counter)
         for record in self.records.values():
             if record["state"] in LIVE:
-                recount[record["modality"]][record["state"]] += 1
-                recount[record["modality"]][record["state"] + "_ms"] += int(record["work_ms"])
-        for queue in QUEUES:
+                for queue in {record["modality"], kombu(record["modality"], record["model"])}:
+                    recount[queue][record["state"]] += 1
+                    recount[queue][record["state"] + "_ms"] += int(record["work_ms"])
+        for queue in {*self.backlog, *recount}:
             for name in ("queued", "queued_ms", "running", "running_ms"):
                 assert self.backlog[queue].get(name, 0) == recount[queue][name], (queue, name)
 
@@ -83,7 +85,7 @@ class Books:
         for (queue, level), ids in self.sent.items():
             for id, sequence in ids.items():
                 record = self.records[id]
-                assert (record["modality"], record["level"], record["sequence"]) == (
+                assert (kombu(record["modality"], record["model"]), record["level"], record["sequence"]) == (
                     queue,
                     str(level),
                     str(int(sequence)),
@@ -124,6 +126,17 @@ if redis.call('EXISTS', 'diptych:swept') == 1 then redis.call('DECRBY', 'diptych
 def age(client: redis.Redis, seconds: float) -> None:
     """Let time pass without waiting: every moment that is written down moves into the past."""
     client.eval(_AGE, 0, round(seconds * 1000))
+
+
+def kombu(queue: str, model: str) -> str:
+    """The kombu queue of a model; of a record without a model that of older versions."""
+    return f"{queue}.{model.replace('%', '%25').replace(':', '%3A')}" if model else queue
+
+
+def kombu_queues(client: redis.Redis, queue: str) -> list[str]:
+    """The kombu queues of a queue: that of older versions, and those of the models of which jobs wait or run."""
+    models: Any = client.smembers(f"diptych:active:{queue}")
+    return [queue, *(kombu(queue, model) for model in sorted(models))]
 
 
 def push(client: redis.Redis, queue: str, level: int, id: str) -> None:

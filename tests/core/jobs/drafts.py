@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.jobs.broker import Envelope
 from core.jobs.record import JobDraft, new_id
 from core.jobs.store import JobStore
 
@@ -16,3 +17,8 @@ def draft(**given: Any) -> JobDraft[Any]:
 def make(store: JobStore, **given: Any) -> str:
     """Create a job of such a draft; returns its id."""
     return store.create(draft(**given)).id
+
+
+def envelope(id: str, priority: int) -> Envelope:
+    """The message of a job of such a draft."""
+    return Envelope(id, "image", priority, model="emoji-xl")

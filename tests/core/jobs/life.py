@@ -25,6 +25,8 @@ LEASE_S, DEADLINE_S, OVERTIME_S, RESEND_S, SILENCE_S, OFFER_S = 1500, 1000, 500,
 LEAPS = (400, 800, 2000)
 MAX_ATTEMPTS, MAX_QUEUED = 2, 6
 WORKERS = ("ada", "bob", "eve")
+NAMES = ("model", "50%:other")
+KOMBU = [books.kombu(queue, name) for queue in books.QUEUES for name in NAMES]
 FINAL = ("succeeded", "failed", "cancelled", "expired")
 
 
@@ -34,6 +36,7 @@ class Model:
 
     id: str
     queue: str
+    name: str  # of the model that it asks for
     work_ms: int
     deadline: float | None
     level: int
@@ -56,6 +59,13 @@ class Model:
     @property
     def live(self) -> bool:
         return self.state in ("queued", "running")
+
+    @property
+    def kombu(self) -> str:
+        return books.kombu(self.queue, self.name)
+
+    def envelope(self, level: int) -> Envelope:
+        return Envelope(self.id, self.queue, level, model=self.name)
 
     def to(self, state: str, by: str = "") -> None:
         self.state, self.by = state, by
@@ -96,11 +106,12 @@ class Life:
     # -- what anybody may do -----------------------------------------------------------------------------------
 
     def create(self, dice: Random) -> None:
+        name = NAMES[self.made % len(NAMES)]
         queue, priority, timed = dice.choice(books.QUEUES), dice.choice([0, 2, 5, 5, 5, 9]), dice.random() < 0.25
         work_ms = dice.choice([0, 1, 2500])
         id = f"job_{self.made}"
         self.made += 1
-        draft = JobDraft(id, queue, "model", {"prompt": "a fox"}, priority, DEADLINE_S if timed else None, work_ms)
+        draft = JobDraft(id, queue, name, {"prompt": "a fox"}, priority, DEADLINE_S if timed else None, work_ms)
         if sum(m.queue == queue and m.state == "queued" for m in self.models.values()) >= MAX_QUEUED:
             try:
                 self.store.create(draft)
@@ -113,27 +124,29 @@ class Life:
         assert (job.state, job.priority, job.work_ms) == (JobState.QUEUED, priority, work_ms)
         level = max(step for step in books.LEVELS if step <= priority)
         deadline = self.now + DEADLINE_S if timed else None
-        self.models[id] = Model(id, queue, work_ms, deadline, level, self._next(), self.now)
+        self.models[id] = Model(id, queue, name, work_ms, deadline, level, self._next(), self.now)
         assert self.store.create(draft) == job  # again: nothing happens
-        self.unsent.append(Envelope(id, queue, priority))
+        self.unsent.append(draft.envelope)
 
     def send(self, dice: Random) -> None:
         if self.unsent:
             envelope = self.unsent.pop(dice.randrange(len(self.unsent)))
             level = max(step for step in books.LEVELS if step <= envelope.priority)
-            books.push(self.client, envelope.queue, level, envelope.id)
+            books.push(self.client, envelope.kombu_queue, level, envelope.id)
 
     def lose_unsent(self, dice: Random) -> None:
         if self.unsent:
             self.unsent.pop(dice.randrange(len(self.unsent)))
 
     def lose_message(self, dice: Random) -> None:
-        books.pop(self.client, dice.choice(books.QUEUES))
+        books.pop(self.client, dice.choice(KOMBU))
 
     def deliver(self, dice: Random) -> None:
-        id = books.pop(self.client, dice.choice(books.QUEUES))
-        if id is not None:
-            self.claim(id, dice.choice(WORKERS))
+        queue = dice.choice(books.QUEUES)  # a worker of all models
+        for id in (books.pop(self.client, books.kombu(queue, name)) for name in NAMES):
+            if id is not None:
+                self.claim(id, dice.choice(WORKERS))
+                return
 
     def claim_one(self, dice: Random) -> None:
         self.claim(self._pick(dice, "queued"), dice.choice(WORKERS))
@@ -159,7 +172,7 @@ class Life:
             assert abs(claim.deadline_left_s - (model.deadline - self.now)) < 90
         model.to("running")
         model.worker, model.lease, model.graced = worker, self.now + LEASE_S, False
-        key = model.queue, model.level
+        key = model.kombu, model.level
         self.highest[key] = max(self.highest.get(key, 0), model.sequence)
         assert self.store.leases.glance(id)[1] is model.suspect
 
@@ -240,9 +253,9 @@ class Life:
         envelope = self.store.leases.hand_back(id, attempt)
         if model is not None and model.attempt == attempt and model.state == "running":
             self._queue(model, "worker")
-            assert envelope == Envelope(id, model.queue, 0)
+            assert envelope == model.envelope(0)
         elif model is not None and model.attempt == attempt and (model.state, model.by) == ("queued", "worker"):
-            assert envelope == Envelope(id, model.queue, 0)  # said again
+            assert envelope == model.envelope(0)  # said again
         else:
             assert envelope is None
             self.seen[f"handed back {model.state if model else None}: refused"] += 1
@@ -285,7 +298,7 @@ class Life:
     def sweep(self, dice: Random | None = None) -> None:
         empty = {
             (queue, level): not self.client.exists(f"{queue}:{level}" if level else queue)
-            for queue in books.QUEUES
+            for queue in KOMBU
             for level in books.LEVELS
         }
         sweep = self.store.upkeep.sweep(1000)
@@ -313,10 +326,10 @@ class Life:
         resent = [envelope.id for envelope in sweep.send if envelope.id not in lost]
         assert (set(sweep.expired), set(sweep.failed)) == (expired, failed)
         levels = {id: 0 if id in lost else self.models[id].level for id in (e.id for e in sweep.send)}
-        assert sweep.send == [Envelope(e.id, self.models[e.id].queue, levels[e.id]) for e in sweep.send]
+        assert sweep.send == [self.models[e.id].envelope(levels[e.id]) for e in sweep.send]
         assert len({envelope.id for envelope in sweep.send}) == len(sweep.send) == len(lost) + len(resent)
         for model in self._in("queued"):
-            key = model.queue, model.level
+            key = model.kombu, model.level
             old = self.now - model.sent >= RESEND_S and self.now >= model.offered
             self.seen["kept back while on offer"] += empty[key] and self.now - model.sent >= RESEND_S and not old
             if model.id in resent:
@@ -363,8 +376,8 @@ class Life:
             self.sweep()
             while self.unsent:
                 envelope = self.unsent.pop()
-                books.push(self.client, envelope.queue, 0, envelope.id)
-            for queue in books.QUEUES:
+                books.push(self.client, envelope.kombu_queue, 0, envelope.id)
+            for queue in KOMBU:
                 while (id := books.pop(self.client, queue)) is not None:
                     self.claim(id, "zoe")
                     model = self.models.get(id)  # none: it was erased, and its message came all the same
@@ -372,6 +385,9 @@ class Life:
                         self.end(id, 0, "succeed", False)
             self.agrees()
         assert all(model.state in FINAL for model in self.models.values())
+        ended = [f"{kind}:{queue}*" for kind in ("diptych:sent", "diptych:mark") for queue in KOMBU]
+        assert not [key for name in ended for key in self.client.scan_iter(name, 1000)], "nothing is kept of a model"
+        assert not self.client.exists(*KOMBU, *(f"diptych:backlog:{queue}" for queue in KOMBU))
         assert all(model.states.count(model.state) == 1 for model in self.models.values())
 
     def close(self) -> None:

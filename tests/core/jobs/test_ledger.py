@@ -268,7 +268,7 @@ def test_a_queue_is_emptied_though_a_record_is_gone(store: JobStore, redis_url: 
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         client.delete(f"diptych:job:{ids[0]}", f"diptych:job:{ids[3]}")  # by hand
         assert store.empty("image", 2) == 2 and store.empty("image") == 1
-        assert not client.exists("diptych:sent:image:3")
+        assert not client.exists("diptych:sent:image.emoji-xl:3")
 
 
 def test_previews_are_for_a_while(store: JobStore, redis_url: str) -> None:

@@ -54,18 +54,3 @@ def test_it_is_the_count_over_the_records(store: JobStore, client: redis.Redis, 
     assert len(expected) == 3
     for queue in QUEUES:
         assert store.by_model.read(queue) == {m: load for m, load in expected.items() if MODELS[m] == queue}
-
-
-def test_a_part_stands_for_the_whole(store: JobStore) -> None:
-    """With fewer looks than jobs the totals remain: a quarter of the oldest eight is of the other model."""
-    for k in range(40):
-        make(store, model="rare" if k % 4 == 0 else "usual", work_ms=200 if k % 4 == 0 else 100)
-    whole = {"rare": QueueBacklog(10, 2000, 0, 0), "usual": QueueBacklog(30, 3000, 0, 0)}
-    assert store.by_model.read("image", 8) == store.by_model.read("image") == whole
-
-
-def test_a_message_without_a_record_is_passed_over(store: JobStore, client: redis.Redis) -> None:
-    """As after a record was deleted by hand."""
-    client.delete(f"diptych:job:{make(store, model='emoji-xl')}")
-    make(store, model="emoji-xl", work_ms=7)
-    assert store.by_model.read("image") == {"emoji-xl": QueueBacklog(1, 7, 0, 0)}

@@ -18,7 +18,7 @@ from core.jobs.store import JobStore
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
-from tests.core.jobs.drafts import make
+from tests.core.jobs.drafts import envelope, make
 
 PATIENCE_S = 60.0  # no test is decided by it
 
@@ -28,7 +28,7 @@ def test_lost_message_is_sent_again(store: JobStore, client: redis.Redis) -> Non
     books.age(client, 1100)
     reaper = Reaper(store.upkeep, sent.put, every_s=0.01)
     reaper.start()
-    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
+    assert sent.get(timeout=PATIENCE_S) == envelope(id, 3)
     reaper.stop()
     assert sent.empty()
 
@@ -123,7 +123,7 @@ def test_redis_away(
         assert failed.get(timeout=PATIENCE_S) == "StoreDown"
     mortal.start()
     books.age(client, 1100)
-    assert sent.get(timeout=PATIENCE_S) == Envelope(id, "image", 3)
+    assert sent.get(timeout=PATIENCE_S) == envelope(id, 3)
     reaper.stop()
     said = [record.getMessage() for record in caplog.records]
     assert said == ["reaper: sweeps are paused: Redis cannot be reached", "reaper: recovered (sweep)"]

@@ -91,7 +91,16 @@ def test_silent_workers_are_not_listed(registry: Registry, client: redis.Redis) 
 @pytest.mark.parametrize("state", ["starting", "draining"])
 def test_only_ready_workers_serve(registry: Registry, state: str) -> None:
     registry.announce(replace(WORKER, state=state), 15.0)
-    assert registry.models() == [MODEL]
+    assert registry.models() == [replace(MODEL, loaded=False)]
+
+
+def test_a_model_is_loaded_if_it_is_in_the_memory_of_any_worker(registry: Registry) -> None:
+    gone = replace(MODEL, loaded=False)
+    registry.announce(replace(WORKER, models=[MODEL]), 15.0)
+    registry.announce(replace(WORKER, id="bob", models=[gone]), 15.0)  # was heard last
+    assert registry.models() == [replace(MODEL, live=True)]
+    registry.announce(replace(WORKER, models=[gone]), 15.0)
+    assert registry.models() == [replace(gone, live=True)]
 
 
 def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> None:
@@ -101,7 +110,7 @@ def test_forget(registry: Registry, client: redis.Redis, full: redis.Redis) -> N
     registry.announce(WORKER, 15.0)  # a heart beats on a full Redis too
     registry.deregister("ada")
     assert registry.workers() == []
-    assert registry.models() == [MODEL]
+    assert registry.models() == [replace(MODEL, loaded=False)]
     assert client.keys() == ["diptych:models"]
 
 

@@ -14,7 +14,6 @@ import pytest
 import redis
 
 from core.config import Settings
-from core.jobs.broker import Envelope
 from core.jobs.connection import StoreDown, StoreError, StoreFull
 from core.jobs.limits import JobLimits
 from core.jobs.record import JobState, ProgressReport, QueueBacklog, new_id
@@ -22,7 +21,7 @@ from core.jobs.store import JobStore, QueueFull
 from core.jobs.upkeep import SweepResult
 from deployment.redis import RedisServer
 from tests.core.jobs import books
-from tests.core.jobs.drafts import draft
+from tests.core.jobs.drafts import draft, envelope
 from tests.core.jobs.severed import Severed
 
 
@@ -115,8 +114,8 @@ def test_ended_jobs_are_kept_for_their_time(redis_url: str, client: redis.Redis)
         assert 3_000_000 < client.pttl(key) <= (5_000_000 if "job:" in key else 3_600_000)
     assert 0 < client.pttl("diptych:control:ada") <= 3_600_000
     # And nothing else is left of it but the entries of lists, which a sweep takes out when the record has gone.
-    lists = ("ended", "jobs", "jobs:", "happened")
-    rest = {f"diptych:{name}" for name in ("sequence", "backlog:image", "mark:image:3", "control:ada", *lists)}
+    lists = ("ended", "jobs", "jobs:", "happened", "active:image", "backlog:image.emoji-xl", "mark:image.emoji-xl:3")
+    rest = {f"diptych:{name}" for name in ("sequence", "backlog:image", "control:ada", *lists)}
     assert set(client.keys("diptych:*")) == rest | {f"diptych:job:{job.id}", f"diptych:events:{job.id}"}
     store.close()
 
@@ -145,7 +144,7 @@ def test_hands_back_at_no_cost(store: JobStore, client: redis.Redis) -> None:
         assert claim is not None
         assert claim.attempt == attempt
         store.leases.report([ProgressReport(job.id, attempt, {"steps_done": 1})])
-        assert store.leases.hand_back(job.id, attempt) == Envelope(job.id, "image", 0)
+        assert store.leases.hand_back(job.id, attempt) == envelope(job.id, 0)
         again = store.get(job.id)
         assert again is not None
         assert (again.state, again.lost, again.suspect, again.worker) == (JobState.QUEUED, 0, False, "")
@@ -172,7 +171,7 @@ def test_crashes_are_counted(redis_url: str, client: redis.Redis) -> None:
         books.age(client, 300)
         sweep = store.upkeep.sweep()
         if lost < 3:
-            assert sweep == SweepResult([Envelope(job.id, "image", 0)], [], [])
+            assert sweep == SweepResult([envelope(job.id, 0)], [], [])
             assert ("queued", {"reason": "worker_lost"}) in books.Books.of(client).streams[job.id]
             assert not store.leases.succeed(job.id, lost, {})  # the worker was only slow, and is too late
         else:
@@ -208,7 +207,7 @@ def test_outage_costs_no_job(store: JobStore, client: redis.Redis) -> None:
     books.age(client, 5000)
     assert store.upkeep.sweep() == SweepResult([], [], [])  # it renewed, so it has the same right again
     books.age(client, 5000)
-    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 0)]  # it did not: no job waits for ever
+    assert store.upkeep.sweep().send == [envelope(job.id, 0)]  # it did not: no job waits for ever
     store.leases.claim(job.id, "bob")
     books.age(client, 5000)
     assert store.upkeep.sweep() == SweepResult([], [], [])  # nor is its next worker to blame for the outage
@@ -267,11 +266,11 @@ def test_never_sent(store: JobStore, client: redis.Redis) -> None:
     books.age(client, 900)
     assert store.upkeep.sweep().send == []
     books.age(client, 200)
-    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 6)]  # it stays as urgent as it was
+    assert store.upkeep.sweep().send == [envelope(job.id, 6)]  # it stays as urgent as it was
     assert store.upkeep.sweep().send == []  # it is on its way
     books.age(client, 1100)
-    assert store.upkeep.sweep().send == [Envelope(job.id, "image", 6)]
-    books.push(client, "image", 6, job.id)
+    assert store.upkeep.sweep().send == [envelope(job.id, 6)]
+    books.push(client, "image.emoji-xl", 6, job.id)
     books.age(client, 9000)
     assert store.upkeep.sweep().send == []  # it waits in its list
     check(client)
@@ -282,29 +281,29 @@ def test_message_overtaken_by_a_later_one(store: JobStore, client: redis.Redis, 
     """A worker died with a message in its hands, while the list was never empty."""
     jobs = [store.create(draft()) for _ in range(6)]
     for job in jobs:
-        books.push(client, "image", 3, job.id)
+        books.push(client, "image.emoji-xl", 3, job.id)
     for job in jobs[:3]:
-        assert books.pop(client, "image") == job.id
+        assert books.pop(client, "image.emoji-xl") == job.id
     lost = jobs.pop(1)
     store.upkeep.sweep()
     for index in order:  # as threads do that took them at the same time
         assert store.leases.claim(jobs[index].id, "ada") is not None
     found = []
     for turn in range(8):
-        for envelope in store.upkeep.sweep().send:
-            found.append(envelope)
-            books.push(client, envelope.queue, envelope.priority, envelope.id)
+        for message in store.upkeep.sweep().send:
+            found.append(message)
+            books.push(client, message.kombu_queue, message.priority, message.id)
         if turn % 2:
             books.age(client, 600)
             store.leases.renew("ada", {jobs[0].id: 1, jobs[1].id: 1})
-    assert found == [Envelope(lost.id, "image", 3)]  # and none of those that wait behind
+    assert found == [envelope(lost.id, 3)]  # and none of those that wait behind
     check(client)
 
 
 def test_message_in_hand_is_not_lost(store: JobStore, client: redis.Redis) -> None:
     """A later one was claimed, but only just: the first may be on its way to its claim."""
     first, second, behind = (store.create(draft()) for _ in range(3))
-    books.push(client, "image", 3, behind.id)
+    books.push(client, "image.emoji-xl", 3, behind.id)
     books.age(client, 5000)
     assert store.leases.claim(second.id, "ada") is not None
     assert store.upkeep.sweep().send == []
@@ -330,7 +329,7 @@ def test_records_deleted_by_hand_are_swept_away(store: JobStore, client: redis.R
     client.delete(*(f"diptych:job:{job.id}" for job in jobs))
     books.age(client, 9000)
     assert store.upkeep.sweep() == SweepResult([], [], [])
-    assert not client.exists("diptych:leases", "diptych:deadlines", "diptych:sent:image:3")
+    assert not client.exists("diptych:leases", "diptych:deadlines", "diptych:sent:image.emoji-xl:3")
 
 
 # -- many at once ------------------------------------------------------------------------------------------------
@@ -559,7 +558,7 @@ def test_answers_that_get_lost(redis_url: str, client: redis.Redis) -> None:
     assert claim is not None
     assert claim.attempt == 1
     assert store.leases.claim(job.id, "ada") is None  # another call of the same worker is another matter
-    assert lost(lambda: store.leases.hand_back(job.id, 1), job.id) == Envelope(job.id, "image", 0)
+    assert lost(lambda: store.leases.hand_back(job.id, 1), job.id) == envelope(job.id, 0)
     assert store.leases.claim(job.id, "ada") is not None
     assert lost(lambda: store.leases.renew("ada", {job.id: 2}), job.id) == set()
     assert lost(lambda: store.leases.succeed(job.id, 2, {"images": []}), job.id) is True

@@ -101,10 +101,10 @@ def test_messages_lie_in_the_order_of_the_calls(redis_url: str, client: redis.Re
             return [one.id for one in drafts]
 
     ids = run(work)
-    assert client.lrange("image:3", 0, -1)[::-1] == ids[::2]
-    assert client.lrange("image:9", 0, -1)[::-1] == ids[1::2]
+    assert client.lrange("image.emoji-xl:3", 0, -1)[::-1] == ids[::2]
+    assert client.lrange("image.emoji-xl:9", 0, -1)[::-1] == ids[1::2]
     for level, own in ((3, ids[::2]), (9, ids[1::2])):
-        assert client.zrange(f"diptych:sent:image:{level}", 0, -1) == own
+        assert client.zrange(f"diptych:sent:image.emoji-xl:{level}", 0, -1) == own
 
 
 def test_no_more_jobs_than_the_quota(redis_url: str, client: redis.Redis) -> None:
@@ -120,7 +120,7 @@ def test_no_more_jobs_than_the_quota(redis_url: str, client: redis.Redis) -> Non
     assert sorted(one.charges[1].remaining for one in jobs) == list(range(30))
     assert sorted(one.charges[0].remaining for one in made) == list(range(900, 1000)), "asking was counted every time"
     assert all(not one.charges[1].allowed and not one.full for one in made if one.job is None)
-    assert len(books.Books.of(client).records) == client.llen("image:3") == 30
+    assert len(books.Books.of(client).records) == client.llen("image.emoji-xl:3") == 30
 
 
 def test_a_rate_that_is_used_up_costs_no_quota(redis_url: str) -> None:
@@ -174,7 +174,7 @@ def test_what_is_there_is_returned_and_costs_no_quota(redis_url: str, store: Job
     assert first.created and not again.created and again.job == store.get(wanted.id) and again.standing is None
     assert again.job.state is JobState.RUNNING and [one.remaining for one in again.charges] == [998]
     assert [one.remaining for one in counted.charges] == [997, 6]
-    assert client.lrange("image:3", 0, -1) == ["m"]
+    assert client.lrange("image.emoji-xl:3", 0, -1) == ["m"]
 
 
 def test_an_answer_that_gets_lost(redis_url: str, store: JobStore, client: redis.Redis) -> None:
@@ -193,7 +193,7 @@ def test_an_answer_that_gets_lost(redis_url: str, store: JobStore, client: redis
     severed.close()
     assert severed.cuts == 1
     assert [one.job for one in made] == [store.get(one.id) for one in wanted]
-    assert client.lrange("image:3", 0, -1)[::-1] == [one.id for one in wanted]
+    assert client.lrange("image.emoji-xl:3", 0, -1)[::-1] == [one.id for one in wanted]
     books.Books.of(client).check()
     window = next(key for key in client.scan_iter("diptych:limits:*pictures*"))
     assert client.get(window) == "3", "each picture is counted once"
@@ -210,7 +210,7 @@ def test_a_redis_that_dies_and_comes_back(redis_url: str, mortal: RedisServer, c
             return [*before, *await crowd(submissions, 3)]
 
     made = run(work)
-    assert client.lrange("image:3", 0, -1)[::-1] == [f"of {one.job.id}" for one in made]
+    assert client.lrange("image.emoji-xl:3", 0, -1)[::-1] == [f"of {one.job.id}" for one in made]
     books.Books.of(client).check()
 
 
@@ -299,7 +299,7 @@ def test_a_caller_that_goes_away(redis_url: str, client: redis.Redis) -> None:
 
     made = run(work)
     assert all(one.created for one in made)
-    assert [m for m in client.lrange("image:3", 0, -1)[::-1] if m not in "03"] == ["1", "2", "4", "5"]
+    assert [m for m in client.lrange("image.emoji-xl:3", 0, -1)[::-1] if m not in "03"] == ["1", "2", "4", "5"]
 
 
 def test_closing_tells_who_waits(redis_url: str, client: redis.Redis) -> None:

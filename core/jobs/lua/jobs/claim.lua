@@ -13,7 +13,7 @@ if job.state == 'queued' then
     return false
   end
   leave(job)
-  local mark = P .. 'mark:' .. job.queue .. ':' .. job.level
+  local mark = P .. 'mark:' .. job.kombu .. ':' .. job.level
   local highest = redis.call('HGET', mark, 'highest')
   if not highest or tonumber(highest) < tonumber(job.sequence) then
     redis.call('HSET', mark, 'highest', job.sequence)

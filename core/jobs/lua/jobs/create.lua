@@ -75,14 +75,13 @@ end
 local order = precisely()  -- finer resolution than `created`: lists use this order
 redis.call('ZADD', P .. 'jobs', order, owner .. '|' .. id)
 redis.call('ZADD', P .. 'jobs:' .. owner, order, owner .. '|' .. id)
-local job = {id = id, key = key, queue = queue, work_ms = A[8], owner = owner}
+local job = {id = id, key = key, queue = queue, work_ms = A[8], owner = owner, model = A[3]}
 local deadline = 0
 if A[7] ~= '' then
   deadline = at + A[7]
   redis.call('HSET', key, 'deadline', deadline)
   redis.call('ZADD', P .. 'deadlines', deadline, id)
 end
-count(job, 'queued', 1)
 local sequence = post(job, level, at)
 job.incarnation = string.format('%.0f-%d', at, sequence)
 redis.call('HSET', key, 'incarnation', job.incarnation)
@@ -90,9 +89,5 @@ emit(job, 'queued', '{}', job.incarnation)
 -- The record is authoritative: a sweep finds that a message is missing and sends it again.
 if A[18] ~= '' then redis.pcall('LPUSH', A[17], A[18]) end
 
-local ahead = -1  -- do not count the job itself
-for _, step in ipairs(PRIORITY_STEPS) do
-  if step <= tonumber(level) then ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. queue .. ':' .. step) end
-end
 local b = redis.call('HMGET', backlog, 'queued', 'queued_ms', 'running', 'running_ms')
-return table.concat({answer, at, deadline, sequence, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
+return table.concat({answer, at, deadline, sequence, ahead(queue, level, sequence), b[1], b[2], b[3] or 0, b[4] or 0}, ' ')

@@ -1,25 +1,26 @@
 -- Cancels waiting jobs of a queue, most urgent first.
 -- include: shared/transitions
 -- KEYS: none
--- ARGV: 2 queue, 3 retention_ms, 4 limit, 5… levels
+-- ARGV: 2 queue, 3 retention_ms, 4 limit
 -- Answer: how many were cancelled
 
 let_through()
 local at, cancelled = now(), 0
-for i = 5, #ARGV do
-  local sent, ids = P .. 'sent:' .. ARGV[2] .. ':' .. ARGV[i], nil
-  repeat
-    ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
-    for _, id in ipairs(ids) do
-      local job = read(id)
-      if job and legible(job) then
-        finish(job, 'cancelled', 'cancel', at, ARGV[3])
-        cancelled = cancelled + 1
-      else  -- the record was deleted by hand or is damaged: remove the entry
-        redis.call('ZREM', sent, id)
+for _, level in ipairs(PRIORITY_STEPS) do
+  for _, model in ipairs(models(ARGV[2])) do
+    local sent, ids = P .. 'sent:' .. model_queue(ARGV[2], model) .. ':' .. level, nil
+    repeat
+      ids = redis.call('ZRANGE', sent, 0, ARGV[4] - 1 - cancelled)
+      for _, id in ipairs(ids) do
+        local job = read(id)
+        if job and legible(job) and job.state == 'queued' then
+          finish(job, 'cancelled', 'cancel', at, ARGV[3])
+          cancelled = cancelled + 1
+        end
+        redis.call('ZREM', sent, id)  -- also where the record was deleted by hand, is damaged, or has its entry elsewhere
       end
-    end
-    if cancelled >= tonumber(ARGV[4]) then return cancelled end
-  until #ids == 0
+      if cancelled >= tonumber(ARGV[4]) then return cancelled end
+    until #ids == 0
+  end
 end
 return cancelled

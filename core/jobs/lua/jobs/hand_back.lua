@@ -2,7 +2,7 @@
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 id, 3 fencing token
--- Answer: the queue, or nothing: stale fencing token
+-- Answer: {the queue, the model}, or nothing: stale fencing token
 
 local job = read(ARGV[2])
 if not job or not holds(job, ARGV[3]) then return false end
@@ -11,4 +11,4 @@ if job.state == 'running' then
 elseif job.state ~= 'queued' or job.by ~= 'worker' then
   return false
 end
-return job.queue
+return {job.queue, job.model}

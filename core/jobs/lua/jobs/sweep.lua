@@ -2,8 +2,8 @@
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 limit, 3 lease_ms, 4 max_attempts, 5 retention_ms, 6 resend_ms, 7 overtime_ms, 8 silence_ms, 9 crashes after
---   which a job runs alone, 10… queue, level, kombu's list of each
--- Answer: {{id, queue, level, …} to send, {id, …} expired, {id, …} failed, how many entries of `ended` were examined,
+--   which a job runs alone, 10… queues
+-- Answer: {{id, queue, model, level, …} to send, {id, …} expired, {id, …} failed, how many entries of `ended` were examined,
 --   {id, …} whose records are unreadable}
 
 let_through()
@@ -14,8 +14,10 @@ local at, leases = now(), P .. 'leases'
 local send, expired, failed, unreadable = {}, {}, {}, {}
 
 local function to_send(job, level)
-  for _, value in ipairs({job.id, job.queue, level}) do send[#send + 1] = value end
+  for _, value in ipairs({job.id, job.queue, job.model, level}) do send[#send + 1] = value end
 end
+
+local final = {succeeded = true, failed = true, cancelled = true, expired = true}
 
 -- Returns the jobs of a zset. Entries without a record (deleted by hand) are dropped; unreadable records (damaged, or
 -- written by a newer version) are postponed by a minute, for processes that can read them.
@@ -23,7 +25,7 @@ local function jobs(zset, ...)
   local found = {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, '-inf', ...)) do
     local job = read(id)
-    if not job then
+    if not job or final[job.state] then  -- or a process of an older version, which knows other indexes, has ended it
       redis.call('ZREM', zset, id)
     elseif legible(job) then
       found[#found + 1] = job
@@ -98,10 +100,9 @@ end
 -- Lost messages: Celery's list is empty, or a message sent later was claimed a while ago. While a worker offers a job,
 -- it has the job's message.
 local left = limit
-for i = 10, #ARGV, 3 do
-  local queue, level = ARGV[i], ARGV[i + 1]
-  local sent, mark = P .. 'sent:' .. queue .. ':' .. level, P .. 'mark:' .. queue .. ':' .. level
-  local below = redis.call('EXISTS', ARGV[i + 2]) == 0 and '+inf' or nil
+local function resend(kombu, level)
+  local sent, mark = P .. 'sent:' .. kombu .. ':' .. level, P .. 'mark:' .. kombu .. ':' .. level
+  local below = redis.call('EXISTS', list_key(kombu, level)) == 0 and '+inf' or nil
   if not below then
     local m = redis.call('HMGET', mark, 'highest', 'checkpoint', 'since')
     if m[1] and (not m[3] or at - m[3] >= resend_ms or at < m[3] - 1000) then
@@ -109,18 +110,54 @@ for i = 10, #ARGV, 3 do
       if m[1] ~= m[2] then redis.call('HSET', mark, 'checkpoint', m[1], 'since', at) end
     end
   end
-  if below and left > 0 then
-    for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
+  if not below or left <= 0 then return end
+  for _, job in ipairs(jobs(sent, below, 'LIMIT', 0, left)) do
+    if job.state ~= 'queued' or job.kombu ~= kombu or tonumber(job.level) ~= level then
+      -- A process of an older version has claimed it, or sent it to the queue of all models.
+      redis.call('ZREM', sent, job.id)
+      if job.state == 'queued' and not redis.call('ZSCORE', P .. 'sent:' .. job.kombu .. ':' .. job.level, job.id) then
+        count(job, 'queued', -1)
+        post(job, level, at)
+        to_send(job, level)
+        left = left - 1
+      end
+    else
       local sent_ms = at - job.sent
-      if sent_ms >= -1000 and sent_ms < resend_ms then break end  -- all later entries are younger
+      if sent_ms >= -1000 and sent_ms < resend_ms then return end  -- all later entries are younger
       local offered_ms = (tonumber(job.offered) or at) - at
       if offered_ms <= 0 or offered_ms > lease_ms then
-        redis.call('ZREM', sent, job.id)
+        leave(job)
         post(job, level, at)
         to_send(job, level)
         left = left - 1
       end
     end
+  end
+end
+
+-- Ends what is kept of a model: messages of jobs that wait no more and, once none runs, its place among the models.
+local function close(queue, model)
+  local kombu, waiting = model_queue(queue, model), 0
+  for _, level in ipairs(PRIORITY_STEPS) do
+    waiting = waiting + redis.call('ZCARD', P .. 'sent:' .. kombu .. ':' .. level)
+  end
+  if waiting > 0 then return end
+  local backlog = P .. 'backlog:' .. kombu
+  for _, level in ipairs(PRIORITY_STEPS) do
+    redis.call('DEL', list_key(kombu, level), P .. 'mark:' .. kombu .. ':' .. level)
+  end
+  if tonumber(redis.call('HGET', backlog, 'running') or 0) > 0 and redis.call('ZCARD', leases) > 0 then
+    redis.call('HSET', backlog, 'queued', 0, 'queued_ms', 0)
+  else
+    redis.call('DEL', backlog)
+    redis.call('SREM', P .. 'active:' .. queue, model)
+  end
+end
+
+for i = 10, #ARGV do
+  for _, model in ipairs(models(ARGV[i])) do
+    for _, level in ipairs(PRIORITY_STEPS) do resend(model_queue(ARGV[i], model), level) end
+    if model ~= '' then close(ARGV[i], model) end
   end
 end
 return {send, expired, failed, #over, unreadable}

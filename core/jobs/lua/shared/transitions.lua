@@ -6,15 +6,18 @@
 -- Keys, all under the prefix that every script gets as ARGV[1] (scripts build key names, so Redis Cluster is not
 -- supported); times are milliseconds since the epoch:
 --
---   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent offered claim by graced`
+--   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed offered claim by
+--                          graced`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
 --   leases                 zset: running job → end of its lease
 --   deadlines              zset: live job with a deadline → its deadline
---   sent:{queue}:{level}   zset: queued job → sequence, in the order in which their messages were sent
---   mark:{queue}:{level}   hash: `highest` sequence ever claimed; `checkpoint`, its value at `since`
+--   active:{queue}         set: models of which jobs wait or run, each with a kombu queue (`model_queue`) of its own
+--   sent:{kombu}:{level}   zset: queued job → sequence, in the order in which their messages were sent to a kombu queue
+--   mark:{kombu}:{level}   hash: `highest` sequence ever claimed; `checkpoint`, its value at `since`
 --   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records
+--   backlog:{kombu}        the same of one model; a process of an older version does not count here, which a sweep mends
 --   waiting:{queue}:{owner}  set: an owner's queued jobs; a process of an older version may leave stale ones
 --   sequence, swept        the last sequence assigned; the time of the last sweep
 --   jobs, jobs:{owner}     zset: owner|job → creation time
@@ -30,6 +33,7 @@
 --   workers                zset: worker → heartbeat;  worker:{id}: its card;  models: hash of cards
 --   control:{worker}       stream of messages to a worker
 --   holders:{file}         zset: worker that has the file in memory → until when that is known
+--   delays:{kombu}         see workers/place.lua
 --   paused                 set: queues that workers take no jobs from
 --   and those of batches.py, files.py and keys.py, the counters of rates.py, and kombu's message lists (broker.py)
 --
@@ -56,15 +60,35 @@ local function let_through()
   redis.call('ZREM', P .. 'leases', '')
 end
 
+-- The kombu queue of a queue's messages for one model (broker.model_queue); without a model, that of older versions.
+local function model_queue(queue, model)
+  if not model or model == '' then return queue end
+  return queue .. '.' .. string.gsub(string.gsub(model, '%%', '%%25'), SEPARATOR, '%%3A')
+end
+
+-- The list in which kombu keeps messages of one level (broker.list_key).
+local function list_key(kombu, level)
+  return tonumber(level) == 0 and kombu or kombu .. SEPARATOR .. level
+end
+
+-- The models of which a queue's jobs wait or run, and '' for jobs that an older version has sent.
+local function models(queue)
+  local names = redis.call('SMEMBERS', P .. 'active:' .. queue)
+  names[#names + 1] = ''
+  return names
+end
+
 local function read(id)
   local key = P .. 'job:' .. id
   local v = redis.call('HMGET', key, 'state', 'modality', 'level', 'sequence', 'sent', 'attempt', 'lost', 'work_ms',
-    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms', 'offered')
+    'worker', 'deadline', 'claim', 'by', 'owner', 'webhook', 'inputs', 'digest', 'incarnation', 'v', 'keep_ms', 'offered',
+    'model', 'routed')
   if not v[1] then return nil end
   return {id = id, key = key, state = v[1], queue = v[2], level = v[3], sequence = v[4], sent = v[5], attempt = v[6],
     lost = v[7], work_ms = v[8], worker = v[9], deadline = v[10], claim = v[11], by = v[12],
     owner = v[13] or '', webhook = v[14], inputs = v[15] or '', digest = v[16] or '', incarnation = v[17] or '',
-    v = v[18], keep_ms = v[19], offered = v[20]}
+    v = v[18], keep_ms = v[19], offered = v[20], model = v[21] or '',
+    kombu = v[22] and model_queue(v[2], v[21]) or v[2]}
 end
 
 -- Whether a job is live and its record's format known: a newer version may use other states.
@@ -101,9 +125,10 @@ local function kept_ms(job, retention_ms)
 end
 
 local function count(job, state, n)
-  local key = P .. 'backlog:' .. job.queue
-  redis.call('HINCRBY', key, state, n)
-  redis.call('HINCRBY', key, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis rejects -0
+  for _, queue in ipairs(job.kombu == job.queue and {job.queue} or {job.queue, job.kombu}) do
+    redis.call('HINCRBY', P .. 'backlog:' .. queue, state, n)
+    redis.call('HINCRBY', P .. 'backlog:' .. queue, state .. '_ms', n * job.work_ms + 0)  -- + 0: Redis rejects -0
+  end
 end
 
 -- One stream wakes all followers; they read only the event streams that it names.
@@ -119,7 +144,7 @@ end
 -- Removes a live job from the indexes of its state. Its first write frees memory.
 local function leave(job)
   if job.state == 'queued' then
-    redis.call('ZREM', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id)
+    redis.call('ZREM', P .. 'sent:' .. job.kombu .. ':' .. job.level, job.id)
     if job.owner ~= '' then redis.call('SREM', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
   else
     redis.call('ZREM', P .. 'leases', job.id)
@@ -127,20 +152,35 @@ local function leave(job)
   count(job, job.state, -1)
 end
 
--- Records that a job's message is sent now.
+-- Records that a queued job's message is sent now, to the queue of its model.
 local function post(job, level, at)
   local sequence = redis.call('INCR', P .. 'sequence')
-  redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at)
-  redis.call('ZADD', P .. 'sent:' .. job.queue .. ':' .. level, sequence, job.id)
+  job.kombu = model_queue(job.queue, job.model)
+  redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at, 'routed', 1)
+  redis.call('ZADD', P .. 'sent:' .. job.kombu .. ':' .. level, sequence, job.id)
+  if job.model ~= '' then redis.call('SADD', P .. 'active:' .. job.queue, job.model) end
+  count(job, 'queued', 1)
   if job.owner ~= '' then redis.call('SADD', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
   return sequence
+end
+
+-- How many queued jobs of its queue, of all models, are before a job of this level and sequence.
+local function ahead(queue, level, sequence)
+  local jobs = 0
+  for _, model in ipairs(models(queue)) do
+    local sent = P .. 'sent:' .. model_queue(queue, model) .. ':'
+    for _, step in ipairs(PRIORITY_STEPS) do
+      if step < tonumber(level) then jobs = jobs + redis.call('ZCARD', sent .. step) end
+    end
+    jobs = jobs + redis.call('ZCOUNT', sent .. level, '-inf', '(' .. sequence)
+  end
+  return jobs
 end
 
 local function requeue(job, by, at, reason)
   leave(job)
   redis.call('HSET', job.key, 'state', 'queued', 'worker', '', 'by', by)
   redis.call('HDEL', job.key, 'started', 'progress', 'claim', 'offered')
-  count(job, 'queued', 1)
   post(job, 0, at)
   emit(job, 'queued', '{"reason":"' .. reason .. '"}')
 end
