@@ -111,14 +111,14 @@ class JobStore(RedisStore):
         return bool(self._follow(id, incarnation))
 
     def empty(self, queue: str, limit: int = 500) -> int:
-        """Cancel up to `limit` waiting jobs of a queue, the most urgent first. Returns how many; fewer than `limit`
+        """Cancel up to `limit` waiting jobs of a queue. Returns how many; fewer than `limit`
         means the queue is empty. In portions, because Redis serves nobody else during a script.
         """
         return int(self._empty(queue, self._retention_ms, limit, *PRIORITY_STEPS))
 
     def standing(self, id: str) -> QueuePosition | None:
         """The position of a queued job. None: it is not queued."""
-        answer = self._standing(id, *PRIORITY_STEPS)
+        answer = self._standing(id)
         return None if not answer else QueuePosition(int(answer[0]), QueueBacklog(*map(int, answer[1:])))
 
     def page(

@@ -28,6 +28,7 @@ class Books:
     leases: dict[str, float]
     deadlines: dict[str, float]
     sent: dict[tuple[str, int], dict[str, float]]
+    held: list[str]  # queued jobs whose messages are held back
     backlog: dict[str, dict[str, int]]
     listed: set[str]
     over: set[str]
@@ -35,6 +36,7 @@ class Books:
     @classmethod
     def of(cls, client: redis.Redis) -> Books:
         ids = sorted(key.removeprefix("diptych:job:") for key in client.scan_iter("diptych:job:*", 1000))
+        held = [id for key in client.scan_iter("diptych:flow:*", 1000) for id in client.zrange(key, 0, -1)]
         with client.pipeline(transaction=False) as pipe:  # MULTI is refused when Redis is full
             for id in ids:
                 pipe.hgetall(f"diptych:job:{id}")
@@ -62,7 +64,7 @@ class Books:
                 sent[queue, level] = dict(next(answers))
         leases, deadlines = dict(next(answers)), dict(next(answers))
         listed, over = ({entry.partition("|")[2] for entry in next(answers)} for _ in range(2))
-        return cls(records, streams, kept, leases, deadlines, sent, backlog, listed, over)
+        return cls(records, streams, kept, leases, deadlines, sent, held, backlog, listed, over)
 
     def check(self) -> None:
         """Every rule that holds at every moment, whatever happened."""
@@ -78,7 +80,7 @@ class Books:
         def those(*states: str) -> set[str]:
             return {id for id, record in self.records.items() if record["state"] in states}
 
-        waiting = [id for ids in self.sent.values() for id in ids]
+        waiting = [id for ids in self.sent.values() for id in ids] + self.held
         assert sorted(waiting) == sorted(those("queued"))  # each in exactly one list
         for (queue, level), ids in self.sent.items():
             for id, sequence in ids.items():

@@ -1,16 +1,10 @@
 -- Returns a queued job's position and its queue's backlog.
--- include: shared/transitions
+-- include: shared/transitions shared/positions
 -- KEYS: none
--- ARGV: 2 id, 3… levels
+-- ARGV: 2 id
 -- Answer: {jobs ahead of it, jobs queued, their ms, jobs running, their ms}; or nothing: the job is not queued
 
 local job = read(ARGV[2])
 if not job or job.state ~= 'queued' then return false end
-local ahead = redis.call('ZRANK', P .. 'sent:' .. job.queue .. ':' .. job.level, job.id) or 0
-for i = 3, #ARGV do
-  if tonumber(ARGV[i]) < tonumber(job.level) then
-    ahead = ahead + redis.call('ZCARD', P .. 'sent:' .. job.queue .. ':' .. ARGV[i])
-  end
-end
 local b = redis.call('HMGET', P .. 'backlog:' .. job.queue, 'queued', 'queued_ms', 'running', 'running_ms')
-return {ahead, b[1] or '0', b[2] or '0', b[3] or '0', b[4] or '0'}
+return {jobs_ahead(job, job.level), b[1] or '0', b[2] or '0', b[3] or '0', b[4] or '0'}
