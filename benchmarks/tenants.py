@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from benchmarks.flood import Connection, key_known
 from benchmarks.harness import command, provenance, record, service
 from benchmarks.harness.record import BenchError
 from benchmarks.harness.service import percentile
+from benchmarks.serve import settled
 from core.config import EMBEDDED_MODEL, Settings
 from pipeline.checkpoints import tiny
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import httpx2
 
     from core.jobs.store import JobStore
+    from deployment.children import ChildProcess
 
 PHASES = ("alone", "peer", "flood", "alone")
 _LIMITS: dict[str, Any] = {"rate": "1000000/minute", "queued": "100%"}  # never reached
@@ -52,20 +55,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         settings = Settings(**settings.model_dump(exclude_unset=True), kernels=False, compile=False, threads=1)
     with (
         record.alone(), tempfile.TemporaryDirectory(prefix="diptych-tenants-") as name,
-        service.running(settings, Path(name)) as (url, redis, _, _),
+        service.running(settings, Path(name)) as (url, redis, serve, _),
     ):  # fmt: skip
         store, keyring = JobStore.of(settings.model_copy(update={"redis_url": redis})), Keyring(redis)
         tokens = {tenant: keyring.add(tenant, ("images",), **_LIMITS)[1] for tenant in ("measured", "other")}
-        phases = asyncio.run(_Tenants(url, store, tokens, options).measure())
+        phases = asyncio.run(_Tenants(url, store, tokens, options).measure(serve))
         keyring.close()
         store.close()
     figures = {
-        phase: {"p50_s": percentile(seconds, 50), "p99_s": percentile(seconds, 99), "pictures": len(seconds)}
-        for phase, (seconds, _) in phases.items()
-    }
+        phase: {
+            "p50_s": percentile(measured.seconds, 50), "p99_s": percentile(measured.seconds, 99),
+            "to_claim_p50_s": percentile(measured.to_claim, 50), "to_claim_p99_s": percentile(measured.to_claim, 99),
+            "pictures": len(measured.seconds),
+        }
+        for phase, measured in phases.items()
+    }  # fmt: skip
     result: dict[str, Any] = {
         "model": Path(options.model).name, "precision": options.precision, "steps": options.steps, "jobs": options.jobs,
-        "clients": options.clients, **figures, "waiting_at_end": phases["flood"][1],
+        "clients": options.clients, **figures, "waiting_at_end": phases["flood"].waiting,
         **{
             f"{phase}_p{q}_ratio": round(figures[phase][f"p{q}_s"] / figures["alone"][f"p{q}_s"], 3)
             for phase in ("peer", "flood") for q in (50, 99)
@@ -74,8 +81,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return record.publish(options.name, result, options.results, artifacts=provenance.SERVICE)
 
 
+@dataclass
+class _Phase:
+    """Of each picture, seconds from submission to its bytes, and of them those until a worker claimed its job."""
+
+    seconds: list[float] = field(default_factory=list)
+    to_claim: list[float] = field(default_factory=list)
+    waiting: int = 0  # jobs in the queue when the phase ended
+
+
 class _Tenants:
-    """The measured tenant, and the one beside it. Seconds are counted from submission to the picture's bytes."""
+    """The measured tenant, and the one beside it."""
 
     def __init__(self, url: str, store: JobStore, tokens: Mapping[str, str], options: argparse.Namespace) -> None:
         self._url = url
@@ -84,22 +100,22 @@ class _Tenants:
         self._options = options
         self._seed = 0
 
-    async def measure(self) -> dict[str, tuple[list[float], int]]:
-        """Seconds of each picture by phase, and how many jobs still waited when the phase ended."""
-        phases: dict[str, tuple[list[float], int]] = {}
+    async def measure(self, serve: ChildProcess) -> dict[str, _Phase]:
+        """Raises `BenchError`."""
+        phases = {phase: _Phase() for phase in PHASES}
         async with self._client("measured") as client, self._client("other") as other:
             await asyncio.gather(key_known(client), key_known(other))
             await self._submit(_WARM)
             await self._drained()
-            await self._draw(client, self._options.clients)
+            await settled(serve)
+            await self._draw(client, self._options.clients, _Phase())
             for phase in PHASES:
                 record.progress(phase)
                 async with self._beside(phase, other):
-                    seconds = await self._draw(client, self._options.pictures)
-                    waiting = self._store.backlog("image").queued
-                if phase == "flood" and not waiting:
+                    await self._draw(client, self._options.pictures, phases[phase])
+                    phases[phase].waiting = self._store.backlog("image").queued
+                if phase == "flood" and not phases[phase].waiting:
                     raise BenchError("--jobs: the flood ended before the measurement did")
-                phases[phase] = phases.get(phase, ([], 0))[0] + seconds, waiting
         return phases
 
     def _client(self, tenant: str) -> httpx2.AsyncClient:
@@ -111,9 +127,9 @@ class _Tenants:
     @asynccontextmanager
     async def _beside(self, phase: str, other: httpx2.AsyncClient) -> AsyncIterator[None]:
         """What the second tenant does in this phase; nothing of it is left afterwards."""
-        peer: asyncio.Task[list[float]] | None = None
+        peer: asyncio.Task[None] | None = None
         if phase == "peer":
-            peer = asyncio.create_task(self._draw(other, sys.maxsize))
+            peer = asyncio.create_task(self._draw(other, sys.maxsize, _Phase()))
         elif phase == "flood":
             await self._submit(self._options.jobs)
             record.progress(f"{self._store.backlog('image').queued} jobs wait")
@@ -128,9 +144,9 @@ class _Tenants:
                 pass
             await self._drained()
 
-    async def _draw(self, client: httpx2.AsyncClient, pictures: int) -> list[float]:
-        """Draw, with as many requests in flight as there are clients; the seconds of each."""
-        left, seconds = pictures, list[float]()
+    async def _draw(self, client: httpx2.AsyncClient, pictures: int, phase: _Phase) -> None:
+        """Draw, with as many requests in flight as there are clients."""
+        left = pictures
 
         async def ask() -> None:
             nonlocal left
@@ -140,12 +156,14 @@ class _Tenants:
                 response = await client.post("/v1/images/generations", json=self._body())
                 if response.status_code != 200:
                     raise BenchError(f"the service answered {response.status_code}: {response.text[:200]}")
-                seconds.append(time.monotonic() - started)
+                phase.seconds.append(time.monotonic() - started)
+                job = self._store.get(response.json()["job_id"])
+                if job is not None and job.started is not None:
+                    phase.to_claim.append(job.started - job.created)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._options.clients):
                 group.create_task(ask())
-        return seconds
 
     async def _submit(self, jobs: int) -> None:
         """Submit this many of the second tenant's jobs as fast as they are accepted."""
@@ -195,11 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.model, options.precision = tiny.TINY, "fp32"
     result = run(options)
     rows = [
-        (phase, *(result[phase][f"p{q}_s"] for q in (50, 99)), result.get(f"{phase}_p99_ratio"))
+        (phase, *(result[phase][f"{of}p{q}_s"] for of in ("", "to_claim_") for q in (50, 99)),
+         result.get(f"{phase}_p99_ratio"))
         for phase in dict.fromkeys(PHASES)
-    ]
+    ]  # fmt: skip
     title = f"{result['model']}: a tenant beside another one's {result['jobs']:,} jobs"
-    record.table(title, ("", "p50 s", "p99 s", "p99 to alone"), rows)
+    record.table(title, ("", "p50 s", "p99 s", "to claim: p50 s", "p99 s", "p99 to alone"), rows)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 import redis
@@ -70,7 +71,7 @@ class Hall:
         return Counter(map(self.owner, self.fences))
 
     def held(self) -> set[str]:
-        return {id for owner in OWNERS for id in self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)}
+        return {str(id) for owner in OWNERS for id in self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)}
 
     # -- what may happen -----------------------------------------------------------------------------------
 
@@ -103,8 +104,8 @@ class Hall:
             self.sweep()
         elif name == "lose":
             books.pop(self.client, "image")
-        elif name == "offer" and (id := books.pop(self.client, "image")) is not None:
-            self.store.leases.offer({Envelope(id, "image", 0, "other"): id}, 50)  # and nobody takes it up
+        elif name == "offer" and (taken := books.pop(self.client, "image")) is not None:
+            self.store.leases.offer({Envelope(taken, "image", 0, "other"): taken}, 50)  # and nobody takes it up
 
     def sweep(self) -> None:
         for envelope in self.store.upkeep.sweep(1000).send:
@@ -117,8 +118,8 @@ class Hall:
         now.check()
         assert now.backlog["image"].get("held", 0) == len(now.held)
         for owner in OWNERS:
-            out = self.client.zrange(f"diptych:out:image:{owner}", 0, -1, withscores=True)
-            flow = self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)
+            out: Any = self.client.zrange(f"diptych:out:image:{owner}", 0, -1, withscores=True)
+            flow: Any = self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)
             live = {id: r for id, r in now.records.items() if r["owner"] == owner and r["state"] in books.LIVE}
             assert {id for id, _ in out} | {*flow} == set(live) and len(out) + len(flow) == len(live)
             for id, score in out:
