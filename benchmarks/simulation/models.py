@@ -415,11 +415,7 @@ class ModelFleet:
         """
         if not self._queues:
             return
-        free = [
-            (worker.in_hand, worker.number, worker)
-            for worker in self._serving
-            if not worker.draining and worker.in_hand < self._places and len(worker.leaving) < self._residency.loaded
-        ]
+        free = [(worker.in_hand, worker.number, worker) for worker in self._serving if self._may_load(worker)]
         heapq.heapify(free)
         for model in [*self._queues]:
             if not free:
@@ -433,7 +429,7 @@ class ModelFleet:
             if waited_s <= delay_s and any(other.in_hand * self._unit_s <= delay_s for other in loaded_at):
                 continue
             self._load(worker, model)
-            if worker.in_hand < self._places and len(worker.leaving) < self._residency.loaded:
+            if self._may_load(worker):
                 heapq.heappush(free, (worker.in_hand, worker.number, worker))
 
     def _nearest(self, free: list[tuple[int, int, _Worker]], model: int) -> tuple[float, _Worker] | None:
@@ -451,11 +447,15 @@ class ModelFleet:
             heapq.heappush(free, entry)
         for worker in self._pinned_at.get(model, ()):
             delay_s = worker.in_hand * self._unit_s + self._residency.switch_s
-            takes = worker in self._serving and worker.in_hand < self._places and not worker.draining
-            if takes and chosen is not None and delay_s < chosen[0]:
+            if self._may_load(worker) and chosen is not None and delay_s < chosen[0]:
                 heapq.heappush(free, (chosen[1].in_hand, chosen[1].number, chosen[1]))
                 chosen = delay_s, worker
         return chosen
+
+    def _may_load(self, worker: _Worker) -> bool:
+        """Return whether it has a free place, and room for a model beside those that it is about to load."""
+        free = worker.in_hand < self._places and len(worker.loading) < self._residency.loaded
+        return free and worker in self._serving and not worker.draining
 
     def _delay_s(self, worker: _Worker, model: int) -> float:
         return self._residency.switch_s if model in worker.pinned else self._residency.load_s
