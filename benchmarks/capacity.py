@@ -101,6 +101,10 @@ def fewest(options: argparse.Namespace, table: costs.Costs) -> list[dict[str, An
     high = max(1, int(options.rate * draft.least_s))
     low = 0
     while not meets(high):
+        if low and points[high]["p99_s"] == points[low]["p99_s"]:
+            raise BenchError(
+                f"--p99: {points[high]['p99_s']:g} s is what loads of models leave, with any number of GPUs"
+            )
         if high >= MOST_GPUS:
             raise BenchError(f"--p99: not even {MOST_GPUS:,} GPUs meet it")
         low, high = high, min(MOST_GPUS, 1 + high * 5 // 4)

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class _Phase:
-    """Of each picture, seconds from submission to its bytes, and of them those until a worker claimed its job."""
+    """Seconds of each picture from submission to its bytes, and of them those until a worker claimed its job."""
 
     seconds: list[float] = field(default_factory=list)
     to_claim: list[float] = field(default_factory=list)

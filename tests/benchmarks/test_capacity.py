@@ -58,6 +58,12 @@ def test_the_fewest_gpus_are_found(tmp_path: Path) -> None:
     assert {**again, "simulated_in_s": 0} == {**answer, "simulated_in_s": 0}
 
 
+def test_what_no_number_of_gpus_meets_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--models", "3", "--rate", "1", "--seconds", "60", "--load", "30", "--p99", "2"]
+    assert capacity.main([*words, "--results", str(tmp_path)]) == 2
+    assert "loads of models" in capsys.readouterr().err
+
+
 def test_cascades_and_scaled_devices_have_figures(tmp_path: Path) -> None:
     words = ["--gpus", "4", "--rate", "4", "--seconds", "60", "--plan", "4-steps"]
     (plain,) = points(tmp_path, *words)
