@@ -52,7 +52,7 @@ async def flood(url: str, store: JobStore, keyring: Keyring, api_pid: int, *, st
     probes = Probes()
     try:
         async with httpx2.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
-            await _known(client)
+            await key_known(client)
             await arrivals.connect()
             for name in ("healthz", "metrics"):
                 probes.start(name, _PROBE_EVERY_S, partial(get, client, f"/{name}"))
@@ -88,16 +88,16 @@ class _Arrivals:
         self.ids: list[str] = []
         self._api = api
         self._steps = steps
-        self._lines = [_Line(url, token) for _ in range(_CONNECTIONS)]
-        self._idle: asyncio.LifoQueue[_Line] = asyncio.LifoQueue()
+        self._connections = [Connection(url, token) for _ in range(_CONNECTIONS)]
+        self._idle: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
         self._latencies: list[float] = []
         self._memory: list[float] = []  # of the API, in MiB
         self._seconds = self._cpu_s = 0.0
 
     async def connect(self) -> None:
-        for line in self._lines:
-            await line.open()
-            self._idle.put_nowait(line)
+        for connection in self._connections:
+            await connection.open()
+            self._idle.put_nowait(connection)
 
     async def submit_all(self) -> None:
         """Raises `BenchError` where a submission is refused."""
@@ -113,10 +113,10 @@ class _Arrivals:
         self._memory.append(_mib(self._api))
 
     async def _submit(self, k: int, due: float) -> None:
-        line = await self._idle.get()
+        connection = await self._idle.get()
         body = {"type": "image", "prompt": f"{k}: {_PROMPT}", "seed": k, "steps": self._steps}
-        status, answer = await line.post("/v1/jobs", body)
-        self._idle.put_nowait(line)
+        status, answer = await connection.post("/v1/jobs", body)
+        self._idle.put_nowait(connection)
         self._latencies.append(time.monotonic() - due)
         if status != 202:
             raise BenchError(f"a submission was answered {status}: {answer}")
@@ -138,11 +138,11 @@ class _Arrivals:
         }  # fmt: skip
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
 
 
-class _Line:
+class Connection:
     """A kept connection that posts JSON: HTTP/1.1 as far as our own server speaks it.
 
     A full client costs as much processor time as the service itself, which would be measured with it.
@@ -178,7 +178,7 @@ class _Line:
             self._writer.close()
 
 
-async def _known(client: httpx2.AsyncClient) -> None:
+async def key_known(client: httpx2.AsyncClient) -> None:
     """Wait until the API has heard of the key."""
     until = time.monotonic() + 10.0
     while (await client.get("/v1/models")).status_code != 200:

@@ -130,7 +130,7 @@ async def _measure(url: str, store: JobStore, serve: ChildProcess, steps: int, p
             status.update("warming up")
             await _closed_loop(client, steps, 2 * _CLIENTS)
             status.update("waiting for compiled code")
-            await _settled(serve)
+            await settled(serve)
             status.update(f"measuring capacity with {_CLIENTS} clients")
             await _closed_loop(client, steps, _CLIENTS)
             capacity = await _closed_loop(client, steps, max(2 * _CLIENTS, min(pictures, 4 * _CLIENTS)))
@@ -206,7 +206,7 @@ async def _refused(client: httpx2.AsyncClient, steps: int) -> None:
         raise record.BenchError(f"a size that is not offered was answered {status}")
 
 
-async def _settled(serve: ChildProcess) -> None:
+async def settled(serve: ChildProcess) -> None:
     """Wait until the worker, which has no jobs, is idle and has finished compiling."""
     import psutil
 

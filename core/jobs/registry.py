@@ -31,6 +31,7 @@ class Registry(RedisStore):
     def __init__(self, redis: RedisClient | str) -> None:
         super().__init__(redis)
         self._announce = self._client.script("workers/announce")
+        self._deregister = self._client.script("workers/deregister")
 
     def announce(self, card: WorkerCard, ttl_s: float) -> frozenset[str]:
         """Record a worker's heartbeat, valid for `ttl_s` seconds; returns the paused queues.
@@ -38,9 +39,13 @@ class Registry(RedisStore):
         Works on a full Redis too.
         """
         models = [value for model in card.models for value in (model.name, to_json(card_json(model)))]
+        limits = card.limits if card.state == READY else {}  # a worker that drains takes no more jobs
+        places = [value for limit in limits.items() for value in limit]
         return frozenset(
-            self._announce(card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, *models)
-        )
+            self._announce(
+                card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, len(limits), *places, *models
+            )
+        )  # fmt: skip
 
     def paused_queues(self) -> set[str]:
         """The queues from which no worker takes jobs."""
@@ -56,10 +61,7 @@ class Registry(RedisStore):
 
     def deregister(self, worker_id: str) -> None:
         """Unregister a worker that ends, and delete its control stream."""
-        with self._client.pipeline(transaction=False) as pipe:  # a full Redis refuses transactions
-            pipe.delete(keys.worker(worker_id), keys.control(worker_id))
-            pipe.zrem(keys.WORKERS, worker_id)
-            pipe.execute()
+        self._deregister(worker_id)
 
     def forget_model(self, name: str) -> None:
         """Remove a model from the list until a worker announces it again."""

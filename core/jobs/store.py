@@ -113,7 +113,7 @@ class JobStore(RedisStore):
         return bool(self._follow(id, incarnation))
 
     def empty(self, queue: str, limit: int = 500) -> int:
-        """Cancel up to `limit` waiting jobs of a queue, the most urgent first. Returns how many; fewer than `limit`
+        """Cancel up to `limit` waiting jobs of a queue. Returns how many; fewer than `limit`
         means the queue is empty. In portions, because Redis serves nobody else during a script.
         """
         return int(self._empty(queue, self._retention_ms, limit))

@@ -28,6 +28,7 @@ class Books:
     leases: dict[str, float]
     deadlines: dict[str, float]
     sent: dict[tuple[str, int], dict[str, float]]
+    held: list[str]  # queued jobs whose messages are held back
     backlog: dict[str, dict[str, int]]
     listed: set[str]
     over: set[str]
@@ -36,6 +37,7 @@ class Books:
     def of(cls, client: redis.Redis) -> Books:
         ids = sorted(key.removeprefix("diptych:job:") for key in client.scan_iter("diptych:job:*", 1000))
         names = [name for queue in QUEUES for name in kombu_queues(client, queue)]
+        held = [id for key in client.scan_iter("diptych:flow:*", 1000) for id in client.zrange(key, 0, -1)]
         with client.pipeline(transaction=False) as pipe:  # MULTI is refused when Redis is full
             for id in ids:
                 pipe.hgetall(f"diptych:job:{id}")
@@ -63,24 +65,27 @@ class Books:
                 sent[queue, level] = dict(next(answers))
         leases, deadlines = dict(next(answers)), dict(next(answers))
         listed, over = ({entry.partition("|")[2] for entry in next(answers)} for _ in range(2))
-        return cls(records, streams, kept, leases, deadlines, sent, backlog, listed, over)
+        return cls(records, streams, kept, leases, deadlines, sent, held, backlog, listed, over)
 
     def check(self) -> None:
         """Every rule that holds at every moment, whatever happened."""
         recount: dict[str, Counter[str]] = defaultdict(Counter)
-        for record in self.records.values():
+        for id, record in self.records.items():
             if record["state"] in LIVE:
                 for queue in {record["modality"], kombu(record["modality"], record["model"])}:
                     recount[queue][record["state"]] += 1
                     recount[queue][record["state"] + "_ms"] += int(record["work_ms"])
+                    if id in self.held:
+                        recount[queue]["held"] += 1
+                        recount[queue]["held_ms"] += int(record["work_ms"])
         for queue in {*self.backlog, *recount}:
-            for name in ("queued", "queued_ms", "running", "running_ms"):
+            for name in ("queued", "queued_ms", "running", "running_ms", "held", "held_ms"):
                 assert self.backlog[queue].get(name, 0) == recount[queue][name], (queue, name)
 
         def those(*states: str) -> set[str]:
             return {id for id, record in self.records.items() if record["state"] in states}
 
-        waiting = [id for ids in self.sent.values() for id in ids]
+        waiting = [id for ids in self.sent.values() for id in ids] + self.held
         assert sorted(waiting) == sorted(those("queued"))  # each in exactly one list
         for (queue, level), ids in self.sent.items():
             for id, sequence in ids.items():

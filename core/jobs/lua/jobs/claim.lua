@@ -24,6 +24,8 @@ if job.state == 'queued' then
   redis.call('HDEL', job.key, 'graced')
   redis.call('ZADD', P .. 'leases', at + ARGV[5], job.id)
   count(job, 'running', 1)
+  set_out(job, 0)
+  if job.owner ~= '' then feed(job, at) end
   emit(job, 'running', '{"attempt":' .. attempt .. '}')
 elseif job.state ~= 'running' or job.claim ~= token then  -- otherwise this is a retry of a call whose reply was lost
   return false

@@ -1,8 +1,9 @@
--- Creates a job: charges its owner's rate limits, writes the record, enqueues the message, returns the queue position.
+-- Creates a job: charges its owner's rate limits, writes the record, enqueues the message or holds it back, returns the
+-- queue position.
 --
 -- It is one script, so that no record is left without a message and no rejected job is charged. If the id is taken, the
 -- caller checks whether the existing job is the same.
--- include: shared/transitions shared/charge
+-- include: shared/transitions shared/positions shared/charge
 -- KEYS: none
 -- ARGV: 2 one JSON array of strings (a command of thirty arguments is slower to encode than the script is to run): id,
 --   modality, model, parameters, priority, level, deadline in ms from now or '', work_ms, max_queued, owner, digest,
@@ -82,12 +83,19 @@ if A[7] ~= '' then
   redis.call('HSET', key, 'deadline', deadline)
   redis.call('ZADD', P .. 'deadlines', deadline, id)
 end
-local sequence = post(job, level, at)
+local held = owner ~= '' and A[18] ~= '' and
+  (redis.call('EXISTS', key_of('flow', job)) == 1 or not may_send(job, level))
+local sequence = held and hold_back(job, level, at, A[17], A[18]) or post(job, level, at)
 job.incarnation = string.format('%.0f-%d', at, sequence)
 redis.call('HSET', key, 'incarnation', job.incarnation)
 emit(job, 'queued', '{}', job.incarnation)
 -- The record is authoritative: a sweep finds that a message is missing and sends it again.
-if A[18] ~= '' then redis.pcall('LPUSH', A[17], A[18]) end
+if held then
+  feed(job, at)
+elseif A[18] ~= '' then
+  redis.pcall('LPUSH', A[17], A[18])
+end
 
+local ahead = jobs_ahead(job, level, sequence)
 local b = redis.call('HMGET', backlog, 'queued', 'queued_ms', 'running', 'running_ms')
-return table.concat({answer, at, deadline, sequence, ahead(queue, level, sequence), b[1], b[2], b[3] or 0, b[4] or 0}, ' ')
+return table.concat({answer, at, deadline, sequence, ahead, b[1], b[2], b[3] or 0, b[4] or 0}, ' ')

@@ -1,4 +1,4 @@
--- Cancels waiting jobs of a queue, most urgent first.
+-- Cancels waiting jobs of a queue: of those whose messages are held back, and then of all, most urgent first.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 queue, 3 retention_ms, 4 limit
@@ -6,6 +6,24 @@
 
 let_through()
 local at, cancelled = now(), 0
+-- Those that are held back first, else each one that is cancelled would make room for another.
+for _, owner in ipairs(redis.call('SMEMBERS', P .. 'flows:' .. ARGV[2])) do
+  local flow = key_of('flow', {queue = ARGV[2], owner = owner})
+  repeat
+    local ids = redis.call('ZRANGE', flow, 0, ARGV[4] - 1 - cancelled)
+    for _, id in ipairs(ids) do
+      local job = read(id)
+      if job and legible(job) and job.state == 'queued' then
+        finish(job, 'cancelled', 'cancel', at, ARGV[3])
+        cancelled = cancelled + 1
+      else
+        redis.call('ZREM', flow, id)
+        depart({queue = ARGV[2], owner = owner})
+      end
+    end
+    if cancelled >= tonumber(ARGV[4]) then return cancelled end
+  until #ids == 0
+end
 for _, level in ipairs(PRIORITY_STEPS) do
   for _, model in ipairs(models(ARGV[2])) do
     local sent, ids = P .. 'sent:' .. model_queue(ARGV[2], model) .. ':' .. level, nil

@@ -1,4 +1,4 @@
--- Finds passed deadlines, expired leases, expired records and lost messages.
+-- Finds passed deadlines, expired leases, expired records and lost messages, and sends messages that were held back.
 -- include: shared/transitions
 -- KEYS: none
 -- ARGV: 2 limit, 3 lease_ms, 4 max_attempts, 5 retention_ms, 6 resend_ms, 7 overtime_ms, 8 silence_ms, 9 crashes after
@@ -10,6 +10,7 @@ let_through()
 local limit, lease_ms, max_attempts, retention_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local resend_ms, overtime_ms, silence_ms = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local alone_from = tonumber(ARGV[9])
+local few = 16  -- owners of a queue, and jobs of each, that a sweep looks after
 local at, leases = now(), P .. 'leases'
 local send, expired, failed, unreadable = {}, {}, {}, {}
 
@@ -141,8 +142,8 @@ local function close(queue, model)
   for _, level in ipairs(PRIORITY_STEPS) do
     waiting = waiting + redis.call('ZCARD', P .. 'sent:' .. kombu .. ':' .. level)
   end
-  if waiting > 0 then return end
   local backlog = P .. 'backlog:' .. kombu
+  if waiting > 0 or tonumber(redis.call('HGET', backlog, 'held') or 0) > 0 then return end
   for _, level in ipairs(PRIORITY_STEPS) do
     redis.call('DEL', list_key(kombu, level), P .. 'mark:' .. kombu .. ':' .. level)
   end
@@ -154,10 +155,31 @@ local function close(queue, model)
   end
 end
 
-for i = 10, #ARGV do
-  for _, model in ipairs(models(ARGV[i])) do
-    for _, level in ipairs(PRIORITY_STEPS) do resend(model_queue(ARGV[i], model), level) end
-    if model ~= '' then close(ARGV[i], model) end
+-- Places that came or became free while nothing of their owners happened; and entries that a process of an older version,
+-- or a hand, left in `out`.
+local function share(queue)
+  for _, owner in ipairs(redis.call('SRANDMEMBER', P .. 'owners:' .. queue, few)) do
+    local of = {queue = queue, owner = owner}
+    local out = key_of('out', of)
+    local first = at % math.max(1, redis.call('ZCARD', out) - few)
+    for _, id in ipairs(redis.call('ZRANGE', out, first, first + few)) do
+      local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner')
+      if v[2] ~= owner or v[1] ~= 'queued' and v[1] ~= 'running' then redis.call('ZREM', out, id) end
+      if v[2] == owner and v[1] == 'running' then redis.call('ZADD', out, 0, id) end
+    end
+    depart(of)
   end
+  for _, owner in ipairs(redis.call('SRANDMEMBER', P .. 'flows:' .. queue, few)) do
+    feed({queue = queue, owner = owner}, at)
+  end
+end
+
+for i = 10, #ARGV do
+  local queue = ARGV[i]
+  for _, model in ipairs(models(queue)) do
+    for _, level in ipairs(PRIORITY_STEPS) do resend(model_queue(queue, model), level) end
+    if model ~= '' then close(queue, model) end
+  end
+  share(queue)
 end
 return {send, expired, failed, #over, unreadable}

@@ -6,8 +6,8 @@
 -- Keys, all under the prefix that every script gets as ARGV[1] (scripts build key names, so Redis Cluster is not
 -- supported); times are milliseconds since the epoch:
 --
---   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed offered claim by
---                          graced`
+--   job:{id}               hash: the record (see record.Job) and internal fields `v level sequence sent routed list message
+--                          offered claim by graced`
 --   preview:{id}           hash: the newest preview of each of its pictures, and their incarnation (`of`), for a minute
 --   events:{id}            stream of `type`, `data`, `of` (the job's incarnation), `v`; the terminal event is the last
 --   happened               stream: ids of jobs with new events, separated by spaces
@@ -16,9 +16,11 @@
 --   active:{queue}         set: models of which jobs wait or run, each with a kombu queue (`model_queue`) of its own
 --   sent:{kombu}:{level}   zset: queued job → sequence, in the order in which their messages were sent to a kombu queue
 --   mark:{kombu}:{level}   hash: `highest` sequence ever claimed; `checkpoint`, its value at `since`
---   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records
+--   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records; of the
+--                          queued ones, those whose messages are held back: held, held_ms
 --   backlog:{kombu}        the same of one model; a process of an older version does not count here, which a sweep mends
 --   waiting:{queue}:{owner}  set: an owner's queued jobs; a process of an older version may leave stale ones
+--   flow:{queue}:{owner}, out:{queue}:{owner}, flows:{queue}, owners:{queue}, places, placed    see fairness.lua
 --   sequence, swept        the last sequence assigned; the time of the last sweep
 --   jobs, jobs:{owner}     zset: owner|job → creation time
 --   ended                  zset: owner|job → expiry of its record
@@ -44,6 +46,7 @@
 -- A full Redis (`noeviction`) refuses a script's first write if it could need memory; after a first write of another
 -- kind it accepts all others. So the script that creates a job (create.lua) begins with a write that is refused, and
 -- leaves nothing half done; scripts that end a job or keep it running begin with one that is accepted.
+-- include: shared/fairness
 
 local P, V = ARGV[1], VERSION
 
@@ -141,7 +144,8 @@ local function emit(job, type, data, at)
   notify(job.id)
 end
 
--- Removes a live job from the indexes of its state. Its first write frees memory.
+-- Removes a live job from the indexes of its state. Its first write frees memory. Returns whether it made room for
+-- another of its owner's jobs.
 local function leave(job)
   if job.state == 'queued' then
     redis.call('ZREM', P .. 'sent:' .. job.kombu .. ':' .. job.level, job.id)
@@ -150,6 +154,12 @@ local function leave(job)
     redis.call('ZREM', P .. 'leases', job.id)
   end
   count(job, job.state, -1)
+  local held, room = remove_share(job)
+  if held then
+    count(job, 'held', -1)
+    redis.call('HDEL', job.key, 'list', 'message')
+  end
+  return room
 end
 
 -- Records that a queued job's message is sent now, to the queue of its model.
@@ -161,6 +171,7 @@ local function post(job, level, at)
   if job.model ~= '' then redis.call('SADD', P .. 'active:' .. job.queue, job.model) end
   count(job, 'queued', 1)
   if job.owner ~= '' then redis.call('SADD', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id) end
+  set_out(job, level + 1)
   return sequence
 end
 
@@ -177,6 +188,45 @@ local function ahead(queue, level, sequence)
   return jobs
 end
 
+-- Holds back the message of a new job, which is for kombu's `list`.
+local function hold_back(job, level, at, list, message)
+  local sequence = redis.call('INCR', P .. 'sequence')
+  job.kombu = model_queue(job.queue, job.model)
+  redis.call('HSET', job.key, 'level', level, 'sequence', sequence, 'sent', at, 'routed', 1, 'list', list,
+    'message', message)
+  redis.call('ZADD', key_of('flow', job), level * 2 ^ 44 + sequence, job.id)
+  redis.call('SADD', P .. 'active:' .. job.queue, job.model)
+  redis.call('SADD', P .. 'flows:' .. job.queue, job.owner)
+  redis.call('SADD', P .. 'owners:' .. job.queue, job.owner)
+  redis.call('SADD', key_of('waiting', job), job.id)
+  count(job, 'queued', 1)
+  count(job, 'held', 1)
+  return sequence
+end
+
+-- Sends messages of a job's owner that were held back, as many as it may have in the queue now, the most urgent first.
+local function feed(of, at)
+  local flow = key_of('flow', of)
+  for _ = 1, at_once do
+    local id = redis.call('ZRANGE', flow, 0, 0)[1]
+    if not id then break end
+    local job = read(id)
+    local held = job and job.state == 'queued' and job.owner == of.owner and redis.call('HMGET', job.key, 'list', 'message')
+    if held and held[2] then
+      if not may_send(job, job.level) then return end
+      redis.call('ZREM', flow, id)
+      count(job, 'held', -1)
+      count(job, 'queued', -1)  -- `post` counts it
+      post(job, job.level, at)
+      redis.call('LPUSH', held[1], held[2])
+      redis.call('HDEL', job.key, 'list', 'message')
+    else  -- ended by a process of an older version
+      redis.call('ZREM', flow, id)
+    end
+  end
+  depart(of)
+end
+
 local function requeue(job, by, at, reason)
   leave(job)
   redis.call('HSET', job.key, 'state', 'queued', 'worker', '', 'by', by)
@@ -188,7 +238,7 @@ end
 -- Ends a job; every terminal transition goes through here.
 local function finish(job, state, by, at, retention_ms, field, value)
   retention_ms = kept_ms(job, retention_ms)
-  leave(job)
+  local room = leave(job)
   redis.call('ZREM', P .. 'deadlines', job.id)
   redis.call('DEL', P .. 'preview:' .. job.id)
   redis.call('HSET', job.key, 'state', state, 'ended', at, 'by', by)
@@ -203,6 +253,7 @@ local function finish(job, state, by, at, retention_ms, field, value)
   end
   -- Followers of an ended job read its record, so its events, half of its memory, expire sooner.
   redis.call('PEXPIRE', P .. 'events:' .. job.id, math.min(retention_ms, 3600000))
+  if room then feed(job, at) end
 end
 
 local function expire(job, by, at, retention_ms)

@@ -1,0 +1,26 @@
+"""The benchmark of two tenants, on a real service with the tiny model: every phase has its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve, tenants
+from benchmarks.harness import record
+
+
+def test_every_phase_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_IDLE", float("inf"))
+    monkeypatch.setattr(serve, "_LOOK_S", 0.1)
+    monkeypatch.setattr(tenants, "_WARM", 2)
+    monkeypatch.setattr(record, "alone", contextlib.nullcontext)  # no figure of this is kept
+    words = ["--device", "cpu", "--tiny", "--jobs", "120", "--pictures", "2", "--steps", "150"]
+    assert tenants.main([*words, "--results", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "tenants.json").read_text("utf-8"))
+    assert [result[phase]["pictures"] for phase in ("alone", "peer", "flood")] == [4, 2, 2]
+    assert all(result[phase]["p99_s"] >= result[phase]["p50_s"] > 0 for phase in ("alone", "peer", "flood"))
+    assert 0 < result["waiting_at_end"] < 120
+    assert result["flood_p50_ratio"] > 0

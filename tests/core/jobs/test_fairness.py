@@ -1,0 +1,322 @@
+"""Owners share a queue: who floods it keeps nobody waiting, and what is held back is neither lost nor out of order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.jobs.broker import Envelope, level
+from core.jobs.cards import WorkerCard
+from core.jobs.limits import JobLimits
+from core.jobs.record import JobState
+from core.jobs.registry import Registry
+from core.jobs.store import JobStore
+from core.jobs.submissions import Submissions
+from tests.core.jobs import books
+from tests.core.jobs.drafts import draft
+from tests.core.jobs.loops import run
+
+WINDOW, SPARE = 4, 8  # of lua/shared/transitions.lua
+QUEUE = books.kombu("image", "emoji-xl")  # of the drafts
+OWNERS = ("ada", "bob", "eve")
+DEADLINE_S, LEASE_S = 500, 300
+
+
+class Hall:
+    """A store whose worker has `places`, and everything that may happen to jobs of several owners."""
+
+    def __init__(self, client: redis.Redis, url: str, places: int) -> None:
+        client.flushall()
+        self.client = client
+        self.places = places
+        self.store = JobStore(url, JobLimits(lease_s=LEASE_S, resend_s=100, overtime_s=100))
+        registry = Registry(url)
+        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, limits={"image": places} if places else {})
+        registry.announce(card, 100_000)
+        registry.close()
+        self.made: list[str] = []
+        self.unsent: list[str] = []
+        self.fences: dict[str, str] = {}  # of running jobs
+
+    def submit(self, owner: str, priority: int = 5, deadline_s: float | None = None) -> str:
+        id = f"job_{len(self.made)}"
+        job = draft(id=id, owner=owner, priority=priority, deadline_s=deadline_s)
+        self.store.create(job, id)
+        self.made.append(id)
+        return id
+
+    def take(self) -> str | None:
+        """A worker with a free place takes a message, and claims its job."""
+        if self.places and len(self.fences) >= self.places:
+            return None
+        while (id := books.pop(self.client, QUEUE)) is not None:
+            if (claim := self.store.leases.claim(id, "worker")) is not None:
+                self.fences[id] = claim.fence
+                return id
+        return None
+
+    def end(self, id: str) -> None:
+        self.store.leases.succeed(id, self.fences.pop(id), {})
+
+    def owner(self, id: str) -> str:
+        return str(self.client.hget(f"diptych:job:{id}", "owner"))
+
+    def live(self) -> Counter[str]:
+        return Counter(map(self.owner, self.fences))
+
+    def held(self) -> set[str]:
+        return {str(id) for owner in OWNERS for id in self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)}
+
+    # -- what may happen -----------------------------------------------------------------------------------
+
+    def anything(self, dice: Random) -> None:
+        name = dice.choices(
+            ("submit", "flood", "take", "end", "cancel", "erase", "hand_back", "crash", "lose", "offer"),
+            (6, 2, 8, 6, 1, 1, 1, 1, 1, 1),
+        )[0]
+        owner, running = dice.choice(("", *OWNERS)), [*self.fences]
+        if name == "submit":
+            self.submit(owner, dice.choice((0, 5, 5, 9)), DEADLINE_S if dice.random() < 0.2 else None)
+        elif name == "flood":
+            for _ in range(12):
+                self.submit(owner)
+        elif name == "take":
+            self.take()
+        elif name == "end" and running:
+            self.end(dice.choice(running))
+        elif name in ("cancel", "erase") and self.made:
+            id = dice.choice(self.made)
+            self.fences.pop(id, None)
+            (self.store.cancel if name == "cancel" else self.store.erase)(id)
+        elif name == "hand_back" and running:
+            id = dice.choice(running)
+            self.store.leases.hand_back(id, self.fences.pop(id))
+            books.push(self.client, QUEUE, 0, id)
+        elif name == "crash":  # every claim is lost, and deadlines pass
+            self.fences.clear()
+            books.age(self.client, 1000)
+            self.sweep()
+        elif name == "lose":
+            books.pop(self.client, QUEUE)
+        elif name == "offer" and (taken := books.pop(self.client, QUEUE)) is not None:
+            self.store.leases.offer({Envelope(taken, "image", 0, "other"): taken}, 50)  # and nobody takes it up
+
+    def sweep(self) -> None:
+        for envelope in self.store.upkeep.sweep(1000).send:
+            books.push(self.client, envelope.kombu_queue, level(envelope.priority), envelope.id)
+
+    # -- what always holds ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        now = books.Books.of(self.client)
+        now.check()
+        assert now.backlog["image"].get("held", 0) == len(now.held)
+        for owner in OWNERS:
+            out: Any = self.client.zrange(f"diptych:out:image:{owner}", 0, -1, withscores=True)
+            flow: Any = self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)
+            live = {id: r for id, r in now.records.items() if r["owner"] == owner and r["state"] in books.LIVE}
+            assert {id for id, _ in out} | {*flow} == set(live) and len(out) + len(flow) == len(live)
+            for id, score in out:
+                record = live[id]
+                assert score in {0 if record["state"] == "running" else 1 + int(record["level"])} | (
+                    {0} if "offered" in record else set()
+                )
+            assert all(("message" in record) == (id in flow) for id, record in live.items())
+            assert flow == sorted(flow, key=lambda id: (int(live[id]["level"]), int(live[id]["sequence"])))
+            assert out or not flow  # whoever waits has a job whose claim or end feeds the next one
+            assert self.client.sismember("diptych:flows:image", owner) == bool(flow)
+            assert self.client.sismember("diptych:owners:image", owner) == bool(live)
+
+    def drain(self) -> None:
+        """With a worker that lives, every job comes to its end."""
+        for _ in range(len(self.made) + 2):
+            while self.take() is not None:
+                pass
+            for id in [*self.fences]:
+                self.end(id)
+            books.age(self.client, 1000)
+            self.sweep()
+            if self.store.backlog("image").queued == 0:
+                break
+        self.check()
+        states = [self.store.get(id) for id in self.made]
+        assert all(job is None or job.state.final for job in states)
+
+
+@pytest.fixture
+def hall(client: redis.Redis, redis_url: str) -> Iterator[Hall]:
+    with_places = Hall(client, redis_url, 32)
+    yield with_places
+    with_places.store.close()
+
+
+@settings(
+    deadline=None,
+    max_examples=max(15, settings().max_examples // 8),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(dice=st.randoms(use_true_random=False), places=st.sampled_from((0, 1, 3, 8, 32)))
+def test_nothing_is_lost_or_counted_wrong(dice: Random, places: int, client: redis.Redis, redis_url: str) -> None:
+    hall = Hall(client, redis_url, places)
+    for _ in range(40):
+        hall.anything(dice)
+    hall.check()
+    for _ in range(10):
+        hall.anything(dice)
+        hall.check()
+    hall.drain()
+    hall.store.close()
+    assert client.keys("diptych:flow*") + client.keys("diptych:out*") + client.keys("diptych:owners*") == []
+
+
+@pytest.mark.parametrize("places", [2, 8, 32])
+def test_who_floods_leaves_places_to_others(places: int, client: redis.Redis, redis_url: str) -> None:
+    hall = Hall(client, redis_url, places)
+    for _ in range(100):
+        hall.submit("ada", priority=0)
+    while hall.take() is not None:
+        pass
+    assert hall.live() == {"ada": places - places // SPARE}
+    for _ in range(places // SPARE):
+        id = hall.submit("bob", priority=9)
+        assert hall.take() == id, "it waited for another owner's"
+    hall.store.close()
+
+
+def test_floods_share_the_places_and_take_what_others_leave(hall: Hall) -> None:
+    for owner in ("ada", "bob"):
+        for _ in range(150):
+            hall.submit(owner)
+        while hall.take() is not None:
+            pass
+
+    def turn_over(jobs: int) -> None:
+        for _ in range(jobs):
+            hall.end(next(iter(hall.fences)))
+            while hall.take() is not None:
+                pass
+
+    turn_over(100)
+    share = (hall.places - hall.places // SPARE) // 2
+    assert hall.live() == {"ada": share, "bob": share}
+    for id in [id for id in hall.made if hall.owner(id) == "bob"]:
+        hall.fences.pop(id, None)
+        hall.store.cancel(id)
+    turn_over(10)
+    assert hall.live() == {"ada": hall.places - hall.places // SPARE}
+
+
+def test_few_messages_of_an_owner_wait_while_no_worker_tells_its_places(client: redis.Redis, redis_url: str) -> None:
+    hall = Hall(client, redis_url, 0)
+    for _ in range(50):
+        hall.submit("ada")
+    id = hall.submit("bob")
+    taken = [hall.take() for _ in range(WINDOW + 1)]
+    assert taken[-1] == id
+    hall.drain()
+    hall.store.close()
+
+
+def test_an_owners_own_priorities_are_kept(hall: Hall) -> None:
+    for _ in range(60):
+        hall.submit("ada", priority=5)
+    urgent = [hall.submit("ada", priority=0) for _ in range(3)]
+    later = hall.submit("ada", priority=9)
+    order = []
+    while (id := hall.take()) is not None or hall.fences:
+        if id is None:
+            hall.end(next(iter(hall.fences)))
+        else:
+            order.append(id)
+    places = hall.places - hall.places // SPARE
+    assert [id for id in order if id in urgent] == urgent
+    assert max(map(order.index, urgent)) < places + len(urgent) + WINDOW + places // SPARE
+    assert order[-1] == later and len(order) == 64
+
+
+def test_positions_of_held_jobs_take_turns_into_account(hall: Hall) -> None:
+    for owner in ("ada", "bob"):
+        for _ in range(100):
+            hall.submit(owner)
+    held = sorted(hall.held(), key=lambda id: int(id.removeprefix("job_")))
+    positions = {id: hall.store.standing(id) for id in held}
+    assert all(position is not None for position in positions.values())
+    for owner in ("ada", "bob"):
+        ahead = [p.ahead for id, p in positions.items() if p is not None and hall.owner(id) == owner]
+        assert ahead == sorted(ahead) and ahead[-1] < 200
+    assert hall.store.standing(hall.made[0]) is not None
+
+
+def test_what_is_held_back_is_cancelled_expires_and_is_emptied(hall: Hall, client: redis.Redis) -> None:
+    timed = [hall.submit("ada", deadline_s=DEADLINE_S) for _ in range(60)]
+    held = [id for id in timed if id in hall.held()]
+    job = hall.store.cancel(held[0])
+    assert job is not None and job.state is JobState.CANCELLED and held[0] not in hall.held()
+    assert not client.hexists(f"diptych:job:{held[0]}", "message")
+    books.age(client, DEADLINE_S + 1)
+    hall.sweep()
+    expired = hall.store.get(held[1])
+    assert expired is not None and expired.state is JobState.EXPIRED
+    for _ in range(60):
+        hall.submit("bob")
+    sent = client.llen(f"{QUEUE}:3")
+    assert hall.store.empty("image", 1000) == 60 and client.llen(f"{QUEUE}:3") == sent
+    hall.check()
+
+
+def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(client: redis.Redis, redis_url: str) -> None:
+    """A process of an older version ends jobs without a word in `out`, and a worker of it takes them."""
+    hall = Hall(client, redis_url, 0)
+    client.zadd("diptych:out:image:ada", {f"gone_{k}": 4 for k in range(40)})
+    ids = [hall.submit("ada") for _ in range(3)]
+    assert hall.held() == {*ids}
+    client.sadd("diptych:owners:image", "ada")
+    for _ in range(1000):
+        hall.sweep()
+        if not hall.held():
+            break
+    assert not hall.held()
+    hall.drain()
+    hall.store.close()
+
+
+def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, redis_url: str) -> None:
+    client.flushall()
+    registry = Registry(redis_url)
+    cards = [
+        WorkerCard(id, "here", 1, "ready", "", 1.5, limits={"image": 32, "text": jobs})
+        for id, jobs in (("ada", 64), ("bob", 8))
+    ]
+    for card in (*cards, *cards):
+        registry.announce(card, 600)
+    assert client.hgetall("diptych:places") == {"image": "64", "text": "72"}
+    registry.deregister("ada")
+    assert client.hgetall("diptych:places") == {"image": "32", "text": "8"}
+    registry.announce(WorkerCard("bob", "here", 1, "draining", "", 1.5, limits={"image": 32}), 600)
+    assert client.hgetall("diptych:places") == {}
+    registry.announce(cards[0], 600)
+    client.zadd("diptych:placed", {"ada": 1})  # its card has expired
+    registry.announce(cards[1], 600)
+    assert client.hgetall("diptych:places") == {"image": "32", "text": "8"}
+    registry.close()
+
+
+def test_many_submissions_at_once_are_held_back_alike(hall: Hall, redis_url: str) -> None:
+    async def work() -> None:
+        submissions = Submissions(redis_url, 1000)
+        for k in range(80):
+            made = await submissions.make(draft(id=f"job_{k}", owner="ada"), f"job_{k}")
+            assert made.standing is not None and made.standing.ahead <= k
+        await submissions.close()
+
+    run(work)
+    hall.made = [f"job_{k}" for k in range(80)]
+    hall.check()
+    hall.drain()
