@@ -13,6 +13,7 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -93,6 +94,9 @@ class _Version(argparse.Action):
 
 def entry() -> None:
     """The console script: run `main`, and end at once where a thread runs that cannot be interrupted."""
+    if os.getpid() == 1:
+        # For process 1, as of a container, the kernel drops a SIGTERM that has no handler. Services replace this one.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     # Imports make millions of objects that stay: at Python's own threshold, scanning them is a fifth of the start.
     gc.set_threshold(50_000, 10, 10)
     code = main()

@@ -61,12 +61,26 @@ FULL: dict[str, Any] = {
     "settings": {"DIPTYCH_LEASE_S": "20", "DIPTYCH_LOG_FORMAT": "json"},
     "api": {
         "settings": {"DIPTYCH_RATE": "", "DIPTYCH_LOG_FORMAT": "text"},
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
+        "envFrom": [{"configMapRef": {"name": "proxies"}}],
+        "podLabels": {"azure.workload.identity/use": "true", "app.kubernetes.io/component": "mine"},
+        "podAnnotations": {"sidecar.example/inject": "false"},
         "autoscaling": {"enabled": True},
         "ingress": {"enabled": True, "host": "pictures.example", "tlsSecret": "tls"},
     },
     "workers": [
         AUTOSCALED,
-        {"name": "mig", "gpu": "nvidia.com/mig-3g.40gb", "models": ["emoji-z"], "replicas": 0, "drainSeconds": 30},
+        {
+            "name": "mig",
+            "gpu": "nvidia.com/mig-3g.40gb",
+            "models": ["emoji-z"],
+            "replicas": 0,
+            "drainSeconds": 30,
+            "settings": {"DIPTYCH_TEXT_MODEL": "off"},
+            "startSeconds": 3600,
+            "podLabels": {"team": "pictures"},
+            "extraEnv": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+        },
     ],
     "redis": {"enabled": False, "existingSecret": "managed-redis"},
     "artifacts": {"url": "s3://bucket/pictures", "existingSecret": "s3", "region": "eu-1"},
@@ -108,6 +122,8 @@ def test_values_fit_their_schema(changes: dict[str, Any]) -> None:
         {"workers": [{"name": "a", "autoscaling": {"models": ['x"}']}}]},
         {"settings": {"DIPTYCH_LEASE_S": 20}},  # numbers are written as Helm pleases
         {"settings": {"LEASE_S": "20"}},
+        {"api": {"extraEnv": [{"name": "DIPTYCH_RATE", "value": "1"}]}},  # a setting
+        {"workers": [{"name": "a", "extraEnv": [{"value": "1"}]}]},
         {"settings": {"DIPTYCH_REDIS_URL": "redis://elsewhere"}},
         {"api": {"settings": {"DIPTYCH_PORT": "9"}}},
         {"artifacts": {"url": "file:///pod"}},
@@ -154,7 +170,7 @@ def test_every_command_in_it_is_one_that_diptych_takes() -> None:
     commands = re.findall(r"-- diptych (.*)$", TEXT, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        cli.parser().parse_args(shlex.split(command))
+        cli.parser().parse_args(shlex.split(command.partition(" |")[0]))
 
 
 def test_probes_ports_and_users_are_those_of_the_images() -> None:
@@ -231,26 +247,30 @@ def test_the_compose_files_prometheus_reads_the_same_rules() -> None:
 # -- rendered ----------------------------------------------------------------------------------------------------------
 
 
-def render(folder: Path, changes: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(folder: Path, changes: Mapping[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "values.yaml").write_text(json.dumps(changes))
     command = ["helm", "template", "r", str(CHART), "--namespace", "n", "--values", str(folder / "values.yaml")]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([*command, *options], capture_output=True, text=True)
 
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
+def objects_of(folder: Path, changes: Mapping[str, Any], *options: str) -> Objects:
+    """The rendered objects, by kind and name."""
+    done = render(folder, changes, *options)
+    assert done.returncode == 0, done.stderr
+    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    named = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(named) == len(objects), "two objects have one name"
+    return named
+
+
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Objects]:
     """The objects of the chart, by kind and name, with its own values and with all that can be switched on."""
-    found = {}
-    for name, changes in (("own", {}), ("full", FULL)):
-        done = render(tmp_path_factory.mktemp(name), changes)
-        assert done.returncode == 0, done.stderr
-        objects = [each for each in yaml.safe_load_all(done.stdout) if each]
-        found[name] = {(each["kind"], each["metadata"]["name"]): each for each in objects}
-        assert len(found[name]) == len(objects), "two objects have one name"
-    return found
+    changes: dict[str, dict[str, Any]] = {"own": {}, "full": FULL}
+    return {name: objects_of(tmp_path_factory.mktemp(name), each) for name, each in changes.items()}
 
 
 def pods(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -269,7 +289,7 @@ def test_objects_belong_together(rendered: dict[str, Objects], values: str) -> N
     """Selectors select a pod of the chart, names of Secrets, claims and ports are there, and no pod is privileged."""
     objects = rendered[values]
     labels = [pod["metadata"]["labels"] for _, pod in pods(objects)]
-    given = {"managed-redis", "s3", "diptych-metrics"}
+    given = {"managed-redis", "s3", "diptych-metrics", "hub"}
     for (kind, name), each in objects.items():
         spec = each.get("spec", {})
         selector = spec.get("podSelector", spec.get("selector", {}))
@@ -348,6 +368,103 @@ def test_an_entry_says_what_its_workers_are(rendered: dict[str, Objects]) -> Non
 
 
 @needs_helm
+def test_pods_carry_what_their_part_adds_and_no_versions(rendered: dict[str, Objects]) -> None:
+    api = rendered["full"]["Deployment", "r-diptych-api"]["spec"]["template"]
+    assert api["metadata"]["labels"]["azure.workload.identity/use"] == "true"
+    assert api["metadata"]["labels"]["app.kubernetes.io/component"] == "api", "it is selected by this one"
+    assert api["metadata"]["annotations"] == {"sidecar.example/inject": "false"}
+    assert environment(api)["HTTPS_PROXY"] == "http://proxy.example:3128"
+    sources = [{"secretRef": {"name": "s3"}}, {"configMapRef": {"name": "proxies"}}]
+    assert api["spec"]["containers"][0]["envFrom"] == sources
+    mig = rendered["full"]["Deployment", "r-diptych-worker-mig"]["spec"]["template"]
+    assert mig["metadata"]["labels"]["team"] == "pictures"
+    assert environment(mig)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    for objects in rendered.values():
+        for name, pod in pods(objects):
+            versions = {"helm.sh/chart", "app.kubernetes.io/version"}
+            assert not versions & pod["metadata"]["labels"].keys(), (
+                f"{name}: every upgrade of the chart would restart it"
+            )
+
+
+@needs_helm
+def test_threads_of_a_cpu_are_those_of_its_limit(tmp_path: Path) -> None:
+    limited = {"resources": {"limits": {"cpu": "4"}}}
+    entries: list[dict[str, Any]] = [
+        {"name": "limited", **limited},
+        {"name": "unlimited"},
+        {"name": "own", **limited, "settings": {"DIPTYCH_THREADS": "3"}},
+        {"name": "gpu", **limited, "gpu": "nvidia.com/gpu"},
+    ]
+    objects = objects_of(tmp_path, {"workers": entries})
+    threads = {
+        entry["name"]: environment(objects["Deployment", f"r-diptych-worker-{entry['name']}"]["spec"]["template"]).get(
+            "DIPTYCH_THREADS"
+        )
+        for entry in entries
+    }
+    limit = {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1"}}  # rounded up to a whole number
+    assert threads == {"limited": limit, "unlimited": None, "own": "3", "gpu": None}
+    everywhere = objects_of(tmp_path, {"workers": entries[:1], "settings": {"DIPTYCH_THREADS": "2"}})
+    assert (
+        environment(everywhere["Deployment", "r-diptych-worker-limited"]["spec"]["template"])["DIPTYCH_THREADS"] == "2"
+    )
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("api", "url"),
+    [
+        ({}, None),
+        ({"trustNetwork": True}, "http://r-diptych-api.n"),
+        ({"trustNetwork": True, "service": {"port": 8080}}, "http://r-diptych-api.n:8080"),
+        ({"trustNetwork": True, "service": {"type": "LoadBalancer"}}, None),  # called from elsewhere, by an address
+        ({"trustNetwork": True, "publicUrl": "https://pictures.example"}, "https://pictures.example"),
+        ({"trustNetwork": True, "ingress": {"enabled": True, "host": "b.example"}}, "http://b.example"),
+    ],
+)
+def test_pods_that_are_trusted_call_by_the_services_name(tmp_path: Path, api: dict[str, Any], url: str | None) -> None:
+    deployment = objects_of(tmp_path, {"api": api})["Deployment", "r-diptych-api"]
+    assert environment(deployment["spec"]["template"]).get("DIPTYCH_PUBLIC_URL") == url
+
+
+@needs_helm
+def test_the_artifacts_volume_is_given_to_the_pods_user_if_asked(tmp_path: Path, rendered: dict[str, Objects]) -> None:
+    asked = objects_of(tmp_path, {"artifacts": {"storage": {"chown": True}}})
+    for name, pod in pods(asked):
+        owners = pod["spec"].get("initContainers", [])
+        assert len(owners) == ("redis" not in name)
+        for owner in owners:
+            container = pod["spec"]["containers"][0]
+            assert owner["image"] == container["image"] and owner["volumeMounts"][0] in container["volumeMounts"]
+            user = pod["spec"]["securityContext"]["runAsUser"]
+            assert owner["command"] == ["chown", f"{user}:{user}", owner["volumeMounts"][0]["mountPath"]]
+            assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert not [name for name, pod in pods(rendered["own"]) if "initContainers" in pod["spec"]]
+
+
+@needs_helm
+def test_pods_that_are_not_ready_do_not_keep_a_node(tmp_path: Path) -> None:
+    """Kubernetes before 1.27 does not know the field, and would reject it."""
+    for version, policy in (("1.26.9", None), ("1.27.0", "AlwaysAllow"), ("1.33.1-eks-1", "AlwaysAllow")):
+        objects = objects_of(tmp_path, {}, "--kube-version", version)
+        budgets = [each["spec"] for (kind, _), each in objects.items() if kind == "PodDisruptionBudget"]
+        assert len(budgets) == 2
+        assert {budget.get("unhealthyPodEvictionPolicy") for budget in budgets} == {policy}
+        assert all(budget["maxUnavailable"] == 1 and budget["selector"]["matchLabels"] for budget in budgets)
+
+
+@needs_helm
+def test_no_alert_before_a_workers_longest_start_is_over(rendered: dict[str, Objects]) -> None:
+    rules = rendered["full"]["PrometheusRule", "r-diptych"]["spec"]["groups"][0]["rules"]
+    (rule,) = [rule for rule in rules if rule["alert"] == "DiptychModelWithoutWorker"]
+    assert rule["for"] == f"{3600 + 300}s"
+    assert f"for: {(VALUES['workerDefaults']['startSeconds'] + 300) // 60}m #" in (
+        CHART / "files" / "rules.yaml"
+    ).read_text("utf-8")
+
+
+@needs_helm
 def test_redis_is_reached_by_apis_and_workers_alone(rendered: dict[str, Objects]) -> None:
     policy = rendered["own"]["NetworkPolicy", "r-diptych-redis"]["spec"]
     (rule,) = policy["ingress"]
@@ -373,6 +490,21 @@ def test_redis_is_reached_by_apis_and_workers_alone(rendered: dict[str, Objects]
         ({"workers": [AUTOSCALED, {**AUTOSCALED, "name": "b"}]}, "xl is served by the entry b too"),
         ({"workers": [AUTOSCALED, {"name": "b"}]}, "emoji-xl is served by the entry b too"),
         ({"workers": [AUTOSCALED, {"name": "b", "models": ["/models/xl"]}]}, "xl is served by the entry b too"),
+        ({"workers": [AUTOSCALED, {"name": "b", "models": ["z"]}]}, "emoji-lm is served by the entry b too"),
+        (
+            {
+                "workers": [
+                    merged(AUTOSCALED, {"settings": {"DIPTYCH_TEXT_MODEL": "off"}}),
+                    {"name": "b", "models": ["z"], "settings": {"DIPTYCH_TEXT_MODEL": "someone/xl"}},
+                ]
+            },
+            "xl is served by the entry b too",
+        ),
+        (
+            {"metrics": {"keySecret": {"name": ""}, "monitors": {"enabled": True}}},
+            "metrics.monitors: need metrics.keySecret.name",
+        ),
+        ({"metrics": {"monitors": {"enabled": True}}}, "metrics.monitors: need networkPolicy.metricsFrom"),
         ({"workers": [merged(AUTOSCALED, {"autoscaling": {"loadingSeconds": 120}})]}, "must be below targetSeconds"),
         ({"workers": [merged(AUTOSCALED, {"autoscaling": {"minReplicas": 9}})]}, "minReplicas: exceeds maxReplicas"),
         ({"worker": []}, "worker"),
@@ -380,7 +512,7 @@ def test_redis_is_reached_by_apis_and_workers_alone(rendered: dict[str, Objects]
 )
 def test_values_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     key = {} if "needs metrics" in message else {"metrics": {"keySecret": {"name": "metrics"}}}
-    done = render(tmp_path, {**changes, **key})
+    done = render(tmp_path, merged(key, changes))
     assert done.returncode != 0 and message in done.stderr
 
 

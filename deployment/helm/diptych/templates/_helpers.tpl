@@ -26,6 +26,22 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
+{{/* Labels of a part's pods: those by which it is selected, and podLabels. No versions: every upgrade would restart all.
+Argument: dict root, part, podLabels, and optionally entry. */}}
+{{- define "diptych.podLabels" -}}
+{{ merge (include "diptych.selector" . | fromYaml) .podLabels | toYaml }}
+{{- end -}}
+
+{{/* What follows the metadata of a budget. Argument: dict root, selector. */}}
+{{- define "diptych.budget" -}}
+maxUnavailable: 1
+{{- if semverCompare ">=1.27.0-0" .root.Capabilities.KubeVersion.Version }}
+unhealthyPodEvictionPolicy: AlwaysAllow # else pods that still load would keep their node from being drained
+{{- end }}
+selector:
+  matchLabels: {{- .selector | nindent 4 }}
+{{- end -}}
+
 {{/* An image of this project. Argument: dict root, image, a key of image.names. */}}
 {{- define "diptych.image" -}}
 {{- $image := .root.Values.image -}}
@@ -73,6 +89,9 @@ Sprig's merge would leave out. Maps are merged. */}}
 {{- range $other := $entries -}}
 {{- $served := $other.autoscaling.models -}}
 {{- range default (list "emoji-xl") $other.models }}{{ $served = append $served (base .) }}{{ end -}}
+{{- $settings := include "diptych.merged" (dict "defaults" $.Values.settings "given" $other.settings) | fromJson -}}
+{{- $text := default "emoji-lm" $settings.DIPTYCH_TEXT_MODEL -}}
+{{- if ne $text "off" }}{{ $served = append $served (base $text) }}{{ end -}}
 {{- range $model := $scaling.models -}}
 {{- if and (ne $other.name $entry.name) (has $model $served) -}}
 {{- fail (printf "%s.models: %s is served by the entry %s too, which does some of its work" $where $model $other.name) -}}
@@ -116,7 +135,7 @@ securityContext:
 {{- default (printf "%s-redis" (include "diptych.fullname" .)) .Values.redis.existingSecret -}}
 {{- end -}}
 
-{{/* Environment of APIs and workers. Argument: dict root, settings: the part's own, as a map. */}}
+{{/* Environment of APIs and workers. Argument: dict root, settings: the part's own, as a map, extraEnv. */}}
 {{- define "diptych.environment" -}}
 {{- $root := .root }}
 {{- if $root.Values.redis.enabled }}
@@ -142,12 +161,22 @@ securityContext:
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
+{{- with .extraEnv }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
+{{/* Argument: dict root, envFrom. */}}
 {{- define "diptych.environmentFrom" -}}
-{{- with .Values.artifacts.existingSecret }}
+{{- $secret := .root.Values.artifacts.existingSecret -}}
+{{- if or $secret .envFrom }}
 envFrom:
+  {{- with $secret }}
   - secretRef: {name: {{ . }}}
+  {{- end }}
+  {{- with .envFrom }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -157,6 +186,25 @@ envFrom:
 - name: artifacts
   persistentVolumeClaim:
     claimName: {{ default (printf "%s-artifacts" (include "diptych.fullname" .)) .Values.artifacts.storage.existingClaim }}
+{{- end }}
+{{- end -}}
+
+{{/* Gives the volume of artifacts to the pods' user, if asked to. Argument: dict root, image. */}}
+{{- define "diptych.artifactsOwner" -}}
+{{- if and .root.Values.artifacts.storage.chown (not .root.Values.artifacts.url) }}
+initContainers:
+  - name: artifacts-owner
+    image: {{ include "diptych.image" . }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: ["chown", "10001:10001", "/var/lib/diptych/artifacts"]
+    securityContext:
+      runAsNonRoot: false
+      runAsUser: 0
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: {drop: [ALL], add: [CHOWN]}
+    volumeMounts:
+      {{- include "diptych.artifactsMount" .root | nindent 6 }}
 {{- end }}
 {{- end -}}
 
