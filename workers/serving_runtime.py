@@ -13,6 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from contract import plan
+from contract.cascade import Gates
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from workers.handlers import ImageJobHandler, JobHandler
@@ -66,8 +67,9 @@ def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each model that is loaded first, by its name."""
     first, pool = runtime.images, runtime.pool
     resident = None if pool is None else partial(pool.resident, first.model.name)
-    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, resident)
-    handlers: dict[str, JobHandler] = {images.name: images}
+    handlers: dict[str, JobHandler] = {}
+    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, handlers, resident)
+    handlers[images.name] = images
     if runtime.texts is not None:
         texts = TextJobHandler(runtime.texts)
         handlers[texts.name] = texts
@@ -82,7 +84,8 @@ def _load_others(
             return
         try:
             runner, decisions = pool.load(name)
-            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, partial(pool.resident, name))
+            resident = partial(pool.resident, name)
+            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, handlers, resident)
             del runner  # the pool may evict it
             say(f"{name} is served, too")
         except Exception as error:
@@ -94,9 +97,14 @@ def _image_handler(
     runner: ImageRunner,
     decisions: Sequence[KernelChoice],
     plan_name: str,
+    handlers: Mapping[str, JobHandler],
     resident: Callable[[], ImageRunner | None] | None = None,
 ) -> ImageJobHandler:
-    settings = runtime.settings
+    settings, name, gates = runtime.settings, runner.model.name, runner.model.gates
+
+    def cascades() -> Gates:
+        drafts = [each for each in [*handlers.values()] if each.modality == "image" and each.name != name]
+        return {} if runtime.gate is None else {draft.name: gates.get(draft.name) for draft in drafts}
 
     def fetch(key: str) -> bytes:
         # Opened on first use: most engines serve no edits.
@@ -104,5 +112,5 @@ def _image_handler(
 
     return ImageJobHandler(
         runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
-        metadata=settings.image_metadata, resident=resident,
+        metadata=settings.image_metadata, resident=resident, cascades=cascades, gate=runtime.gate,
     )  # fmt: skip
