@@ -12,7 +12,7 @@ from contract.card import ImageCard, ModelCard, Size, TextCard
 from contract.control import Control
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
-from contract.image_request import ImageRequest
+from contract.image_request import ImageRequest, draft_of
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
@@ -84,6 +84,14 @@ def check_expansion(fields: ImageRequest, expands: bool) -> None:
     """Reject prompt expansion where `expands` says that no worker offers it. Raises `ApiError` (400)."""
     if fields.expand_prompt and not expands:
         raise invalid_field("expand_prompt", "no text model is served beside this model", "no_text_model")
+
+
+def check_cascade(job: ImageJob, now: RegistrySnapshot) -> None:
+    """Reject a cascade whose draft model cannot draw the job's pictures. Raises `ApiError` (400)."""
+    card = None if job.cascade is None else now.model(job.cascade.draft, ImageCard)
+    if card is not None:
+        with invalid_as_api_error():
+            draft_of(job.picture, card.offer)
 
 
 def retry_after_s(wait_s: float) -> int:

@@ -61,7 +61,9 @@ class BatchLineHandler:
         card = self._card(fields.model, ImageCard)
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
         if not references.any_named(fields):
-            return admission.image_draft(fields, card, priority=_PRIORITY)
+            draft = admission.image_draft(fields, card, priority=_PRIORITY)
+            admission.check_cascade(draft.request, self._service.cards.now)
+            return draft
         return self._inputs.draft(id, lambda: self._with_pictures(batch.owner, fields, card))
 
     async def _with_pictures(self, owner: str, fields: ImageRequest, card: ImageCard) -> JobDraft[Any]:

@@ -43,7 +43,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
                 "url": links.image(job, k, image["key"]),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
                 "warnings": image.get("warnings", []),
-                **revised_prompt(image),
+                **provenance(image),
             }
             for k, image in enumerate(results(job))
         ],
@@ -76,9 +76,11 @@ def size(job: Job, request: ImageJob) -> str:
     return f"{width}x{height}"
 
 
-def revised_prompt(image: dict[str, Any]) -> dict[str, str]:
-    """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given."""
-    return {"revised_prompt": image["revised_prompt"]} if "revised_prompt" in image else {}
+def provenance(image: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `revised_prompt`: the prompt that was used, if it differs from the one given; of a cascade's images
+    which model drew them, and the score of the draft.
+    """
+    return {name: image[name] for name in ("revised_prompt", "drawn_by", "draft_score") if name in image}
 
 
 def _rounded(seconds: float | None) -> float | None:

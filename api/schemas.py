@@ -211,6 +211,8 @@ class JobImage(BaseModel):
     size_bytes: int
     warnings: list[str]
     revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
+    drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
+    draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
 
 
 class JobObject(BaseModel):
@@ -251,6 +253,8 @@ class GeneratedImage(BaseModel):
     seed: int
     warnings: list[str]
     revised_prompt: str | None = Field(default=None, description="with expand_prompt: what it was drawn from")
+    drawn_by: str | None = Field(default=None, description="with cascade: the model that drew it")
+    draft_score: float | None = Field(default=None, description="with cascade: the score of its draft")
 
 
 class Generated(BaseModel):

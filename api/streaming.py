@@ -20,7 +20,7 @@ from api.errors import ApiError, job_error, store_error
 from api.inline_images import Inline, InlineDocument
 from api.job_follower import not_followed
 from api.links import ImageLinks
-from api.presentation import results, revised_prompt, size
+from api.presentation import provenance, results, size
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -84,11 +84,11 @@ async def stream_images(
 
 
 def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
-    """A finished image: inline or as a link; and its prompt, if that was expanded."""
+    """A finished image: inline or as a link; and what is told of how it was drawn."""
     image = results(job)[k]
     if links is not None:
-        return {"url": links.image(job, k, image["key"]), **revised_prompt(image)}
-    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **revised_prompt(image)}
+        return {"url": links.image(job, k, image["key"]), **provenance(image)}
+    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **provenance(image)}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:

@@ -108,11 +108,12 @@ def _draft(
     service: Service, request: Request, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
     pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
-    admission.check_expansion(fields, service.cards.now.expands(card.name))
-    return replace(
-        admission.image_draft(fields, card, pictures), id=id or new_id(), owner=caller.id, digest=digest,
-        webhook=_webhook(service, request, fields),
-    )  # fmt: skip
+    now = service.cards.now
+    admission.check_expansion(fields, now.expands(card.name))
+    draft = admission.image_draft(fields, card, pictures)
+    admission.check_cascade(draft.request, now)
+    webhook = _webhook(service, request, fields)
+    return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
 async def _measured(

@@ -101,6 +101,32 @@ def _plans(result: Result) -> Rows:
         yield {**plan, "names": names, **extra}
 
 
+def _cascade(result: Result) -> Rows:
+    """The gate that `diptych tune --cascade` stored for the model's student in INT8, beside others, and each alone."""
+    tuned = result["tuned"]["int8"]["cascades"]["emoji-xl-turbo"]
+    score = f"{tuned['lens']}-score"
+
+    def row(label: str, figures: Mapping[str, Any]) -> Mapping[str, Any]:
+        split = figures.get("random", {}).get(score)
+        change = [ratio - 1 for ratio in figures["ratios"][score]]
+        return {"kept": None, "gate": None, **figures, "label": label, "change": change,
+                "split": None if split is None else split - 1}  # fmt: skip
+
+    yield row(f"plan `{tuned['redraw']}` alone", tuned["alone"]["redrawn"])
+    yield row("draft alone", tuned["alone"]["draft"])
+    yield from (row("cascade", figures) for figures in tuned["frontier"])
+    yield row("**tuned gate**, over the other half", tuned["checked"])
+
+
+def _cascade_note(result: Result) -> str:
+    tuned = result["tuned"]["int8"]["cascades"]["emoji-xl-turbo"]
+    full, redrawn, draft, score = (1000 * tuned["device_s"][name] for name in ("full", "redrawn", "draft", "score"))
+    return (
+        f"{tuned['prompts']} captions; CPU milliseconds of an image: full plan {full:.0f}, "
+        f"`{tuned['redraw']}` {redrawn:.0f}, draft {draft:.0f}, its score {score:.0f}."
+    )
+
+
 def _text_columns(*results: Result) -> Columns:
     return [("tokens/s", "{label}"), *(
         (f"`{result['model']}`, {result['requests']} requests", f"{{cells[{number}]}}")
@@ -217,6 +243,10 @@ TABLES = {
         ("plan", "`{name}`"), ("names", "{names}"), ("images/s", "{images_per_s:.2f}"), ("speed", "{speedup:.2f}×"),
         ("PSNR", "{psnr:.1f} dB"), ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})")),
         _plans),
+    "cascade": Table(("models/emoji-xl/plans",), (
+        ("", "{label}"), ("gate", "{gate:.2f}"), ("kept", "{kept:.0%}"), ("images per device second", "{speedup:.2f}×"),
+        ("score", "{change[0]:+.2%} ({change[1]:100*+.2f} to {change[2]:100*+.2f})"), ("random split", "{split:+.2%}")),
+        _cascade, _cascade_note),
     "agreement": Table(("agreement",), (
         ("figure", "{figure}"), ("of", "{reference}"), ("ours", "{ours:.7g}"), ("theirs", "{theirs:.7g}"),
         ("relative difference", "{relative:.0e}"), ("reason", "{reason}")), items("rows"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,8 @@ from cli.arguments import (
 )
 from cli.request import FLAGS, add_request, complete, read_request, size_of
 from cli.scoring import add_scoring, looking, open_lens, scoring_errors, try_references
-from cli.tuned import read_gates, store
+from cli.tune_cascade import add_options, tune_cascade
+from cli.tuned import read_gates, store, target_of
 from contract.plan import DEPTHS, OFF
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from contract.card import ImageCard
     from contract.image import ImageParameters
-    from core.config import Settings
     from evaluation.captions import Caption
     from evaluation.references import ReferenceImages
     from evaluation.run import EvaluationRun
@@ -53,8 +52,15 @@ the full plan's. Requests name them as `plan`; "auto" is balanced. They are stor
 plans.json in the model's folder. DIR keeps all pictures, a report, and what a stopped search needs: the same command
 goes on.
 
+With --cascade it finds, in place of plans, the score from which drafts of another model are kept (a request's
+`cascade`), for the least device time at which captions score no more than --loss below the full plan's, with the whole
+interval. Every other caption finds the gate, the rest check it; all drafts, and all pictures of the plan of --redraw,
+are drawn.
+
   diptych tune --prompts captions.txt -o tuned
   diptych serve --plan auto
+  diptych tune --cascade emoji-xl-turbo --redraw balanced --prompts captions.txt -o cascade
+  diptych serve --models emoji-xl,emoji-xl-turbo
 
 exit codes: 0 all is found; 1 some pictures failed; 2 the input cannot be used, and is named
 """
@@ -79,6 +85,7 @@ def add(commands: Commands) -> None:
     add_request(tune, ["guidance_scale"])
     tune.add_argument("--plans", metavar="FILE", help="to be written; default: plans.json in the model's folder")
     tune.add_argument("--shown", type=int, default=16, metavar="N", help="captions in the report's grid; default: 16")
+    add_options(tune)
     add_model(tune, deepcache=False)
     add_scoring(tune)
     tune.set_defaults(run=_tune, compile=None, server=None)
@@ -93,14 +100,16 @@ def _tune(options: argparse.Namespace) -> int:
     # Everything that can be rejected without a model is rejected before one is loaded.
     gates = read_gates(options)
     check_range(options, "limit", 2)
+    settings = read_settings(options, compile=False)
+    if options.cascade is not None:
+        return tune_cascade(options, settings, target_of(settings), console)
     try:
         texts = tuning.shuffled(captions.read(options.prompts), options.limit)
     except captions.PromptsError as error:
         raise UsageError(f"--prompts: {error}") from error
     if len(texts) < 2:
         raise UsageError("--prompts: must be at least 2")
-    settings = read_settings(options, compile=False)
-    target = _target(settings)
+    target = target_of(settings)
     settings = settings.model_copy(update={"plan": "", "plans": ""})
     with scoring_errors():
         lens = open_lens(options, settings)
@@ -119,22 +128,6 @@ def _tune(options: argparse.Namespace) -> int:
 def _missing(run: EvaluationRun, captions: int) -> list[Caption]:
     """Return those of the first `captions` captions that the run lacks."""
     return [caption for caption in run.missing if caption.index < captions]
-
-
-def _target(settings: Settings) -> Path:
-    """The file of plans. Raises `UsageError` if there is no place for it."""
-    from pipeline import plans
-    from pipeline.checkpoints.load import family_of
-
-    with model_errors():
-        folder = family_of(settings.model_name, settings.variant)[1]
-        if not settings.plans and folder is None:
-            raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
-        target = Path(settings.plans).expanduser() if folder is None or settings.plans else folder / plans.FILE
-        plans.read_plans(target, "")  # a damaged one, before hours are spent
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise UsageError(f"--plans: {target} cannot be written")
-    return target
 
 
 class _Tuning:

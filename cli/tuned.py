@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cli.arguments import UsageError, model_errors
 
 if TYPE_CHECKING:
+    from core.config import Settings
     from evaluation.scoring_networks import ScoringNetworks
     from evaluation.tuning import Bounds, Gate, Judged
     from pipeline.checkpoints.load import ImageModel
@@ -55,6 +57,22 @@ def _gate(text: str, computed: set[str]) -> tuple[str, Gate]:
             needed = "--lpips" if figure == LPIPS else "--real, with pictures"
             raise UsageError(f"--gates: {text!r}: {figure} needs {needed}")
     return name, gate
+
+
+def target_of(settings: Settings) -> Path:
+    """The file of plans and gates. Raises `UsageError` if there is no place for it."""
+    from pipeline import plans
+    from pipeline.checkpoints.load import family_of
+
+    with model_errors():
+        folder = family_of(settings.model_name, settings.variant)[1]
+        if not settings.plans and folder is None:
+            raise UsageError(f"--plans: must be given: {settings.model_name} has no folder")
+        target = Path(settings.plans).expanduser() if folder is None or settings.plans else folder / plans.FILE
+        plans.read_plans(target, "")  # a damaged one, before hours are spent
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UsageError(f"--plans: {target} cannot be written")
+    return target
 
 
 def store(

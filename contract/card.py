@@ -94,7 +94,8 @@ class ImageOffer(ImageLimits):
     `inpaint_only`: every request needs a source image and a mask. `upscalers` are the networks that may enlarge a
     finished image, `refiners` the models that may take its last steps; None: only the syntax is checked. `controls` are
     the control networks that a request may use, `preprocessors` what makes their pictures of others, `image_prompts`
-    the IP-Adapters; None: not checked.
+    the IP-Adapters; None: not checked. `cascades` are the models that may draw first, with the pairs' tuned gates
+    (`contract.cascade`); None: only the syntax is checked.
     """
 
     sizes: Collection[Size]
@@ -115,6 +116,7 @@ class ImageOffer(ImageLimits):
     preprocessors: Collection[str] | None = None
     refiners: Collection[str] | None = None
     image_prompts: Collection[str] | None = None
+    cascades: Mapping[str, float | None] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -280,7 +282,8 @@ class ImageCard(_Card):
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
-    offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors` and `image_prompts`.
+    offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`,
+    `image_prompts` and `cascades`.
     """
 
     modality: Literal["image"] = "image"
@@ -306,6 +309,7 @@ class ImageCard(_Card):
     preprocessors: tuple[StrictStr, ...] = (CANNY,)
     refiners: tuple[StrictStr, ...] = ()
     image_prompts: tuple[StrictStr, ...] = ()
+    cascades: dict[StrictStr, StrictFloat | None] = field(default_factory=dict)
 
     @property
     def offer(self) -> ImageOffer:

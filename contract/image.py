@@ -16,6 +16,7 @@ from contract import control, loras, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds, declarations
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
+from contract.cascade import Cascade
 from contract.control import MAX_CONTROLS, Control
 from contract.errors import Invalid
 from contract.image_prompt import MAX_IMAGE_PROMPTS, ImagePrompt
@@ -332,15 +333,22 @@ class ImageJob:
     expand_prompt: Annotated[
         bool, "a fuller prompt is written first, by the text model, and told as revised_prompt"
     ] = False
+    cascade: Annotated[Cascade | None, "a faster model draws first, and this one redraws what scores below a gate"] = (
+        None
+    )
     output_format: Annotated[str, InBody(Literal["png", "webp", "jpeg"]), "png by default"] = "png"
     output_compression: Annotated[
         int | None, Field(ge=0, le=100), "quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
     ] = None
 
+    def __post_init__(self) -> None:
+        if isinstance(cascade := self.cascade, Mapping):  # from JSON
+            object.__setattr__(self, "cascade", Cascade.read("cascade", cascade))
+
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON. Default values are left out, except those that the first version wrote."""
         extra = {name: getattr(self, name) for name in _BESIDE}
-        changed = {name: value for name, value in extra.items() if value != _BESIDE[name].default}
+        changed = {name: _json(value) for name, value in extra.items() if value != _BESIDE[name].default}
         return {**self.picture.to_record(), "n": self.n, **changed}
 
     @classmethod

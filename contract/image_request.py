@@ -17,6 +17,7 @@ from contract import plan, prompts, students, tuned
 from contract.bodies import check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S
 from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
+from contract.cascade import Cascade
 from contract.errors import Invalid
 from contract.image import (
     FIELDS,
@@ -69,6 +70,7 @@ class ImageRequest(StrictModel):
         control: Sequence[Any] | None
         image_prompts: Sequence[Any] | None
         expand_prompt: bool | None
+        cascade: Cascade | None
 
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), "what to draw"]
     model: Annotated[
@@ -123,10 +125,31 @@ class ImageRequest(StrictModel):
             values["edit"] = edit
         if self.expand_prompt:
             prompts.check_expandable(request)
+        if self.cascade is not None:
+            request["cascade"] = self.cascade.complete(request, offer.cascades, edited=edit is not None)
         values["preview_every"] = _previews(request, int(values["steps"] * (1.0 if edit is None else edit.strength)))
         job = _job(ImageParameters(**{name: values[name] for name in FIELDS if name in values}), request, values)
         check_unread(job.picture, offer)
         return job
+
+
+_OF_DRAFTS = (
+    "prompt", "prompt_2", "negative_prompt", "negative_prompt_2", "prompt_weighting", "clip_skip", "seed",
+    "deterministic",
+)  # fmt: skip
+
+
+def draft_of(picture: ImageParameters, offer: ImageOffer) -> ImageJob:
+    """The job of a cascade's draft: this picture's prompt, seed and size, and all else by the draft model's own plan
+    and defaults.
+
+    `offer` is the draft model's. Raises `Invalid`, naming cascade.draft.
+    """
+    size = f"{picture.width}x{picture.height}"
+    try:
+        return ImageRequest.model_construct(size=size, **picture.values(_OF_DRAFTS)).complete(offer)
+    except Invalid as error:
+        raise Invalid("cascade.draft", f"cannot draw this request: {error}", error.code) from error
 
 
 Given = Mapping[str, Any]
@@ -199,7 +222,7 @@ def _job(picture: ImageParameters, request: Given, values: Given) -> ImageJob:
     """The job of these parameters, with what is not a picture's."""
     cached = values.get(plan.FIELD)
     png = request.get("output_format", "png") == "png"
-    names = ("n", "expand_prompt", "output_format", *(() if png else ("output_compression",)))
+    names = ("n", "expand_prompt", "cascade", "output_format", *(() if png else ("output_compression",)))
     form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
     job = ImageJob(picture, deepcache=form, **{name: request[name] for name in names if name in request})
     return _with_checked_steps(job, None if cached is None else plan.read_schedule(cached), request)

@@ -68,7 +68,8 @@ class TextJob:
     likely, `json_schema` is a schema as text. None leaves a value to the worker.
     """
 
-    expand_prompt: ClassVar[bool] = False  # an option of images
+    expand_prompt: ClassVar[bool] = False  # options of images
+    cascade: ClassVar[None] = None
 
     messages: list[dict[str, str]] | None = None
     prompts: list[str | list[int]] | None = None

@@ -62,6 +62,11 @@ class Settings(BaseSettings):
     model_idle_s: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="after so long without a request a model leaves; 0: never"
     )
+    cascade_scorer: str = Field(
+        default="",
+        description="a CLIP's folder, which scores the drafts of cascades; empty: emoji-clip beside an embedded model, "
+        "else no cascades",
+    )
     models_dir: Path = Field(
         default=Path("~/.local/share/diptych/models"),
         description="where `diptych models add` puts models, which are then found by name",
@@ -361,6 +366,17 @@ class Settings(BaseSettings):
                         return str(where / name)
             return name
         return str(EMBEDDED_MODEL) if (EMBEDDED_MODEL / "model_index.json").is_file() else STAND_IN_MODEL
+
+    @property
+    def scorer_folder(self) -> Path | None:
+        """The folder of the CLIP that scores the drafts of cascades: the configured one, or beside an embedded model
+        the embedded one. None: no cascades.
+        """
+        if self.cascade_scorer:
+            return Path(self.cascade_scorer)
+        folder = EMBEDDED_MODEL.parent
+        own = Path(self.model_name).absolute().parent == folder and (folder / "emoji-clip" / "config.json").is_file()
+        return folder / "emoji-clip" if own else None
 
     @property
     def text_model_name(self) -> str | None:

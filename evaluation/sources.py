@@ -52,9 +52,10 @@ class ImageSource(Protocol):
 class LocalEngine:
     """The engine of this process."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, model: str = "") -> None:
+        """`model` is one of the engine's, if it has several."""
         self.width = 2 * runtime.settings.max_requests  # as many wait as are running
-        self._engine = runtime.engine
+        self._engine, self._model = runtime.engine, model
 
     def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
         from core.batching.request import Outcome, Request
@@ -63,7 +64,8 @@ class LocalEngine:
             if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
                 tick()
 
-        return self._engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen))
+        request = Request(secrets.token_hex(8), "image", parameters, listener=listen, model=self._model)
+        return self._engine.submit(request)
 
     def take(self, result: Any) -> SourceImage:
         return SourceImage(result.png(), result.warnings)

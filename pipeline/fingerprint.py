@@ -27,10 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
 # something about it, and the encoders of WebP and JPEG. Paths below ROOT.
 CODE = (
-    "contract/a1111.py", "contract/bodies.py", "contract/bounds.py", "contract/card.py", "contract/characters.py",
-    "contract/control.py",
-    "contract/image.py", "contract/image_prompt.py", "contract/loras.py",
-    "contract/markup.py", "contract/offered.py", "contract/picture_input.py", "contract/plan.py",
+    "contract/a1111.py", "contract/bodies.py", "contract/bounds.py", "contract/card.py", "contract/cascade.py",
+    "contract/characters.py", "contract/control.py", "contract/image.py", "contract/image_prompt.py",
+    "contract/loras.py", "contract/markup.py", "contract/offered.py", "contract/picture_input.py", "contract/plan.py",
     "contract/precision.py", "contract/printable.py", "contract/prompts.py", "contract/refining.py",
     "contract/schedule.py", "contract/strict.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
     "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/kernels", "core/ops",

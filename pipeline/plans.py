@@ -1,4 +1,5 @@
-"""The tuned plans of a model, in `plans.json` beside it: for each precision, request fields by a plan's name.
+"""The tuned plans and gates of a model, in `plans.json` beside it: for each precision, request fields by a plan's name,
+and the gates of cascades by their draft models.
 
 `diptych tune` writes the file; workers announce what is for their precision.
 """
@@ -15,14 +16,21 @@ from pipeline.checkpoints.folder import ModelError
 
 FILE = "plans.json"
 _VERSION = 1
+_CASCADES = "cascades"  # by draft model
 
 
 def read_plans(path: Path, precision: str) -> dict[str, dict[str, Any]]:
     """Read the plans for this precision; none if there is no file. Raises `ModelError` for any other file."""
-    entry = _tuned(path).get(precision, {})
-    if not isinstance(entry, dict):
-        raise ModelError(f"{path}: tuned.{precision} must be an object")
-    return _plans(path, entry.get("plans", {}))
+    return _plans(path, _entry(path, precision).get("plans", {}))
+
+
+def read_gates(path: Path, precision: str) -> dict[str, float]:
+    """Read the gates for this precision by their draft models; none if there is no file. Raises `ModelError`."""
+    cascades = _entry(path, precision).get(_CASCADES, {})
+    try:
+        return {draft: float(entry["gate"]) for draft, entry in cascades.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{path}: tuned.{precision}.{_CASCADES} must have a number `gate` for each draft") from None
 
 
 def of_model(folder: Path | None, file: str, precision: str, default_plan: str) -> dict[str, dict[str, Any]]:
@@ -30,9 +38,7 @@ def of_model(folder: Path | None, file: str, precision: str, default_plan: str) 
 
     Raises `ModelError`, also for `default_plan`, the default plan of requests, where there is no such plan.
     """
-    if file and not Path(file).expanduser().is_file():
-        raise ModelError(f"plans: there is no file {file}")
-    path = Path(file).expanduser() if file else None if folder is None else folder / FILE
+    path = _file_of(folder, file)
     plans = {} if path is None else read_plans(path, precision)
     if default_plan:
         try:
@@ -42,16 +48,49 @@ def of_model(folder: Path | None, file: str, precision: str, default_plan: str) 
     return plans
 
 
+def gates_of_model(folder: Path | None, file: str, precision: str) -> dict[str, float]:
+    """Return the gates of the model in this folder, or of `file` if that is given. Raises `ModelError`."""
+    path = _file_of(folder, file)
+    return {} if path is None else read_gates(path, precision)
+
+
 def write(path: Path, precision: str, entry: dict[str, Any]) -> None:
-    """Write the entry of this precision; other precisions stay. `entry` has `plans`, and how they were found.
+    """Write the plans of this precision; its gates and other precisions stay. `entry` has `plans`, and how they were
+    found.
 
     Raises `ModelError` for a file that is no `plans.json`, and OSError.
     """
-    entries = _tuned(path) | {precision: entry}
     _plans(path, entry["plans"])
+    previous = _entry(path, precision)
+    _write(path, precision, entry | {name: previous[name] for name in (_CASCADES,) if name in previous})
+
+
+def write_gate(path: Path, precision: str, draft: str, entry: dict[str, Any]) -> None:
+    """Write the `gate` of this draft model, and how it was found; all else stays. Raises as `write`."""
+    previous = _entry(path, precision)
+    _write(path, precision, previous | {_CASCADES: previous.get(_CASCADES, {}) | {draft: entry}})
+
+
+def _write(path: Path, precision: str, entry: dict[str, Any]) -> None:
+    entries = _tuned(path) | {precision: entry}
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps({"version": _VERSION, "tuned": entries}, indent=1, allow_nan=False) + "\n", "utf-8")
     partial.replace(path)
+
+
+def _file_of(folder: Path | None, file: str) -> Path | None:
+    """Return the file, by default that in a model's folder. Raises `ModelError` for a file that is not there."""
+    if file and not Path(file).expanduser().is_file():
+        raise ModelError(f"plans: there is no file {file}")
+    return Path(file).expanduser() if file else None if folder is None else folder / FILE
+
+
+def _entry(path: Path, precision: str) -> dict[str, Any]:
+    """Read what is for this precision."""
+    entry = _tuned(path).get(precision, {})
+    if not isinstance(entry, dict):
+        raise ModelError(f"{path}: tuned.{precision} must be an object")
+    return entry
 
 
 def _tuned(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pipeline.backends.backend import ImageBackend
 from pipeline.backends.swapped import SharedBackends
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, family_of, load, short_name
+from pipeline.clip_scorer import ClipScorer
 from pipeline.extensions import adapters, lora, refining
 from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.depth import DepthEstimator
@@ -38,6 +39,7 @@ from workers import backends, text_encoder, variants
 from workers.checker import Checker
 from workers.checker import load as load_checker
 from workers.devices import check_gpu, describe, fused, keep_compiled, kernels, set_threads
+from workers.gate import Gate
 from workers.variants import Count, Say
 
 if TYPE_CHECKING:
@@ -68,9 +70,12 @@ class Runtime:
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
     depth: DepthEstimator | None = None
     pool: ModelPool | None = None  # the images' and those of other models, if there are several
+    gate: Gate | None = None  # of cascades, if there are several models and a scorer
 
     def close(self) -> None:
         self.engine.close()
+        if self.gate is not None:
+            self.gate.close()
         (self.pool or self.images).close()
         if self.texts is not None:
             self.texts.close()
@@ -117,6 +122,7 @@ def load_model(settings: Settings, say: Say = log.info, count: Count | None = No
     return replace(
         model,
         plans=plans.of_model(folder, settings.plans, model.precision, settings.plan),
+        gates=plans.gates_of_model(folder, settings.plans, model.precision),
         tiled_above=settings.tiled_above,
         max_pixels=settings.max_pixels,
     )
@@ -318,6 +324,7 @@ def build(
     texts = text_runner(settings, llm_lane or lane, say) if text else None
     first, *others = settings.catalogue
     names = _names(settings, texts)
+    gate = Gate(ClipScorer(settings.scorer_folder)) if others and settings.scorer_folder else None
     depth = lane.call(lambda: DepthEstimator(Path(settings.depth_model))) if settings.depth_model else None
     # After all else: requests get most of the memory that is left.
     shared = SharedBackends(lane) if others else None
@@ -333,7 +340,7 @@ def build(
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
     if pool is not None:
         pool.retry_admission = engine.retry_admission
-    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool)
+    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool, gate)
 
 
 def image_runner(

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from contract import plan as plans
 from contract.card import ImageCard, ModelCard
+from contract.cascade import Gates
 from contract.errors import Invalid
 from contract.image import ImageJob, ImageParameters
+from contract.image_request import draft_of
 from contract.plan import DeepCache
 from contract.text import TextJob
 from core.batching.request import Outcome
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline.extensions.depth import DepthEstimator
     from pipeline.pixels.picture import Picture
     from pipeline.runner import ImageRunner
+    from workers.gate import Gate
     from workers.stream_buffer import StreamBuffer
 
 
@@ -121,13 +124,16 @@ class ImageJobHandler:
         metadata: bool = True,
         resident: Callable[[], ImageRunner | None] | None = None,
         load_s: Callable[[], float] = lambda: 0.0,
+        cascades: Callable[[], Gates] = dict,
+        gate: Gate | None = None,
     ) -> None:
         """`deepcache` and `plan` are the defaults for jobs. `fetch` reads the source images of edits; without it edits
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
         `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `resident` returns the
-        runner while it is in memory; without it, it always is. `load_s` returns how long it took to load.
+        runner while it is in memory; without it, it always is. `load_s` returns how long it took to load. `cascades`
+        returns the models that may draw first, whose drafts `gate` scores.
         """
         self._resident = resident or (lambda: runner)
         self._evictable = resident is not None
@@ -139,6 +145,8 @@ class ImageJobHandler:
         self._plan = plan
         self._depth = depth
         self._metadata = metadata
+        self._cascades = cascades
+        self.gate = gate
         self.name = runner.model.name
         self.reads_files = runner.reads_files
         self._card: ImageCard | None = None
@@ -158,7 +166,7 @@ class ImageJobHandler:
         runner = self._resident()
         if runner is None:
             assert self._card is not None
-            return replace(self._card, loaded=False)
+            return replace(self._card, loaded=False, cascades=dict(self._cascades()))
         self._card = self._card_of(runner)
         return self._card
 
@@ -167,7 +175,7 @@ class ImageJobHandler:
 
         has_depth = self._depth is not None
         card = image_card(runner, self._deepcache, self._decisions, self._plan, has_depth=has_depth)
-        return replace(card, load_s=self._load_s())
+        return replace(card, load_s=self._load_s(), cascades=dict(self._cascades()))
 
     def files(self, job: ImageJob) -> set[str]:
         return job.files()
@@ -183,6 +191,11 @@ class ImageJobHandler:
         if self._checker is not None:
             job = replace(job, picture=replace(job.picture, preview_every=0))
         return pictures(job, self._deepcache, self._fetch, self._depth)
+
+    def draft(self, picture: ImageParameters) -> ImageParameters:
+        """The parameters of a cascade's draft of this picture, by this model. Raises `Invalid`."""
+        (parameters,) = self.requests(draft_of(picture, (self._card or self.card()).offer))
+        return parameters
 
     def tally(self, requests: Sequence[ImageParameters]) -> ImageJobProgress:
         return ImageJobProgress([request.made for request in requests])

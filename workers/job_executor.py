@@ -14,14 +14,18 @@ from core import traces
 from core.batching.engine import Aborted, Engine
 from core.batching.request import Outcome, Request
 from core.jobs.record import Claim
-from workers import expand
+from workers import cascades, expand
 from workers.active_jobs import ActiveJob
 from workers.artifact_writer import ArtifactWriter
+from workers.cascades import CascadeProgress, Draft
 from workers.publisher import ProgressPublisher
 from workers.warm_claims import WarmClaims
 
 if TYPE_CHECKING:
-    from workers.handlers import JobHandler, JobProgress
+    from contract.cascade import Cascade
+    from contract.image import ImageParameters
+    from workers.handlers import JobHandler
+    from workers.stream_buffer import StreamBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,11 @@ class JobExecutor:
             if job.expand_prompt:
                 parameters = self._expanded(work, parameters, deadline)
             with traces.span("engine", requests=len(parameters)):
-                outputs = work.make(self._requests(claim, parameters, handler.tally(parameters), deadline))
+                if job.cascade is None:
+                    tally = handler.tally(parameters)
+                    outputs = work.make(self._requests(claim, parameters, tally.take, deadline, tally.written))
+                else:
+                    outputs, drafts = self._cascaded(work, handler, parameters, job.cascade, deadline)
             engine_s = time.monotonic() - started
             on_engine_done()
             if work.dropped:
@@ -60,6 +68,8 @@ class JobExecutor:
             result = handler.build_result(job, outputs, artifact_writer)
         if job.expand_prompt:
             result = expand.add_prompts(result, parameters)
+        if job.cascade is not None:
+            result = cascades.add_drafts(result, drafts, (job.cascade.draft, claim.model), parameters[0])
         work.artifacts = artifact_writer.keys
         return {**result, "engine_s": round(engine_s, 6)}
 
@@ -83,29 +93,61 @@ class JobExecutor:
     def _text_handler(self) -> JobHandler | None:
         return next((handler for handler in [*self.handlers.values()] if handler.modality == "text"), None)
 
-    def _requests(self, claim: Claim, parameters: list[Any], tally: JobProgress, deadline: float) -> list[Request]:
-        if tally.written is not None:
-            tally.written.followed = claim.followed is True
-            tally.written.cumulative = not claim.incarnation
+    def _cascaded(
+        self, work: ActiveJob, handler: JobHandler, pictures: list[ImageParameters], cascade: Cascade, deadline: float
+    ) -> tuple[list[Any], list[Draft]]:
+        """The job's pictures, each a kept draft or else drawn by the job's model; and all drafts.
+
+        Raises as `ActiveJob.make`, and `Invalid`.
+        """
+        claim = work.claim
+        requests = cascades.draft_requests(pictures, cascade.draft, self.handlers)
+        tally = CascadeProgress([request.made for request in requests], [picture.made for picture in pictures])
+        drawn = work.make(self._requests(claim, requests, tally.take_draft, deadline, draft=cascade.draft))
+        drafts = cascades.judge(handler, cascade, drawn)
+        for index, draft in enumerate(drafts):
+            if draft.kept:
+                self.publisher.say(claim.id, claim.fence, tally.keep(index))
+        redrawn = self._requests(claim, pictures, tally.take, deadline)
+        outputs = iter(work.make([request for request, draft in zip(redrawn, drafts, strict=True) if not draft.kept]))
+        return [draft.picture if draft.kept else next(outputs) for draft in drafts], drafts
+
+    def _requests(
+        self,
+        claim: Claim,
+        parameters: list[Any],
+        take: Callable[[int, Outcome], dict[str, Any] | None],
+        deadline: float,
+        written: StreamBuffer | None = None,
+        draft: str = "",
+    ) -> list[Request]:
+        """The engine requests of these parameters, which report what `take` makes of their outcomes.
+
+        `written` has the job's texts so far, if it generates text. `draft` names the model that draws, if it is not the
+        job's.
+        """
+        if written is not None:
+            written.followed = claim.followed is True
+            written.cumulative = not claim.incarnation
 
         def listener(index: int) -> Callable[[Request, Outcome], None]:
             def hear(_: Request, outcome: Outcome) -> None:
-                data = tally.take(index, outcome)
+                data = take(index, outcome)
                 if data is not None:
-                    self.publisher.say(claim.id, claim.fence, data, outcome.preview, tally.written)
+                    self.publisher.say(claim.id, claim.fence, data, outcome.preview, written)
 
             return hear
 
         return [
             Request(
-                f"{claim.id}/{claim.attempt}/{index}/{claim.incarnation}",
+                f"{claim.id}/{claim.attempt}/{'draft-' if draft else ''}{index}/{claim.incarnation}",
                 claim.modality,
                 item,
                 priority=claim.priority,
                 deadline=deadline,
                 listener=listener(index),
                 tenant=claim.owner,
-                model=claim.model,
+                model=draft or claim.model,
             )
             for index, item in enumerate(parameters)
         ]

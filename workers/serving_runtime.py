@@ -13,6 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from contract import plan
+from contract.cascade import Gates
 from core.artifacts import Artifacts
 from core.batching.engine import Engine
 from workers.handlers import ImageJobHandler, JobHandler
@@ -66,8 +67,9 @@ def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.inf
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each model that is loaded first, by its name."""
     first, pool = runtime.images, runtime.pool
-    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, pool)
-    handlers: dict[str, JobHandler] = {images.name: images}
+    handlers: dict[str, JobHandler] = {}
+    images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, handlers, pool)
+    handlers[images.name] = images
     if runtime.texts is not None:
         texts = TextJobHandler(runtime.texts)
         handlers[texts.name] = texts
@@ -83,7 +85,7 @@ def _load_others(
             return
         try:
             runner, decisions = pool.load(name)
-            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, pool)
+            handlers[name] = _image_handler(runtime, runner, decisions, settings.plan, handlers, pool)
             del runner  # the pool may evict it
             say(f"{name} is served, too")
         except Exception as error:
@@ -95,9 +97,14 @@ def _image_handler(
     runner: ImageRunner,
     decisions: Sequence[KernelChoice],
     plan_name: str,
+    handlers: Mapping[str, JobHandler],
     pool: ModelPool | None,
 ) -> ImageJobHandler:
-    settings, name = runtime.settings, runner.model.name
+    settings, name, gates = runtime.settings, runner.model.name, runner.model.gates
+
+    def cascades() -> Gates:
+        drafts = [each for each in [*handlers.values()] if each.modality == "image" and each.name != name]
+        return {} if runtime.gate is None else {draft.name: gates.get(draft.name) for draft in drafts}
 
     def fetch(key: str) -> bytes:
         # Opened on first use: most engines serve no edits.
@@ -106,5 +113,5 @@ def _image_handler(
     return ImageJobHandler(
         runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
         metadata=settings.image_metadata, resident=None if pool is None else partial(pool.resident, name),
-        load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name),
+        load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,
     )  # fmt: skip

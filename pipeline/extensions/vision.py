@@ -53,30 +53,17 @@ class VisionEncoder:
         self.digest = digest_of(folder, [folder / "config.json", *files])
         self._network: Any = load_part(folder.parent, folder.name, _PART, dtype, None).eval().to(device)
         self._side = int(self._network.config.image_size)
-        mean, std = _normalization(folder)
-        self._mean, self._std = (torch.tensor(one).view(3, 1, 1) for one in (mean, std))
+        self._mean, self._std = normalization(folder)
 
     @property
     def size_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._network.parameters())
 
     def fit(self, pixels: bytes, size: tuple[int, int]) -> Tensor:
-        """Compute what the encoder reads of a picture [height, width, 3] of this (width, height): [1, 3, side, side].
+        """Compute what the encoder reads of a picture [height, width, 3] of this (width, height), as `fit`."""
+        from PIL.Image import frombytes
 
-        As transformers' CLIPImageProcessor: the shorter side is fitted by Pillow's bicubic filter, and the middle cut
-        out.
-        """
-        from PIL.Image import Resampling, frombytes
-
-        image = frombytes("RGB", size, pixels)
-        side, shorter = self._side, min(size)
-        if max(size) > _LONGEST * shorter:  # of the rest nothing is read, and enlarged it might fill the memory
-            image = _middle(image, _LONGEST * shorter)
-        fitted = int(side * image.width / shorter), int(side * image.height / shorter)
-        image = image.resize(fitted, Resampling.BICUBIC)
-        left, top = (fitted[0] - side) // 2, (fitted[1] - side) // 2
-        cut = np.asarray(image.crop((left, top, left + side, top + side)))
-        return ((torch.from_numpy(cut.copy()).permute(2, 0, 1).float() / 255 - self._mean) / self._std)[None]
+        return fit(frombytes("RGB", size, pixels), self._side, self._mean, self._std)
 
     @torch.inference_mode()
     def embed(self, fitted: Tensor, *, fine: bool) -> Tensor:
@@ -87,6 +74,24 @@ class VisionEncoder:
         return embedding
 
 
+def fit(image: Image, side: int, mean: Tensor, std: Tensor) -> Tensor:
+    """Compute what a CLIP's encoder of this input `side` reads of a picture in RGB: [1, 3, side, side].
+
+    As transformers' CLIPImageProcessor: the shorter side is fitted by Pillow's bicubic filter, and the middle cut out.
+    `mean` and `std` [3, 1, 1] are those of `normalization`.
+    """
+    from PIL.Image import Resampling
+
+    shorter = min(image.size)
+    if max(image.size) > _LONGEST * shorter:  # of the rest nothing is read, and enlarged it might fill the memory
+        image = _middle(image, _LONGEST * shorter)
+    fitted = int(side * image.width / shorter), int(side * image.height / shorter)
+    image = image.resize(fitted, Resampling.BICUBIC)
+    left, top = (fitted[0] - side) // 2, (fitted[1] - side) // 2
+    cut = np.asarray(image.crop((left, top, left + side, top + side)))
+    return ((torch.from_numpy(cut.copy()).permute(2, 0, 1).float() / 255 - mean) / std)[None]
+
+
 def _middle(image: Image, most: int) -> Image:
     """The middle of a picture, where it is wider or higher than so many pixels."""
     width, height = (min(side, most) for side in image.size)
@@ -94,12 +99,18 @@ def _middle(image: Image, most: int) -> Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def _normalization(folder: Path) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of the encoder's pixels, as its processor's config has them."""
-    path = folder / "preprocessor_config.json"
-    config = folders.read_json(path) if path.is_file() else {}
+def normalization(folder: Path) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the encoder's pixels [3, 1, 1], as its processor's config has them.
+
+    Raises `ModelError` for a config that has other values.
+    """
+    paths = (folder / name for name in ("preprocessor_config.json", "processor_config.json"))
+    path = next((path for path in paths if path.is_file()), None)
+    config = {} if path is None else folders.read_json(path)
+    config = config.get("image_processor", config)
     values = config.get("image_mean", [*_MEAN]), config.get("image_std", [*_STD])
     for each in values:
         if not isinstance(each, list) or len(each) != 3 or not all(isinstance(one, int | float) for one in each):
             raise ModelError(f"{path}: image_mean and image_std must be 3 numbers")
-    return values
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in values)
+    return mean, std

@@ -51,6 +51,7 @@ class ImageModel:
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
+    gates: Mapping[str, float] = field(default_factory=dict)  # of cascades, by draft model (`pipeline.plans`)
     tiny_vae: TinyVae | None = None
     tiled_above: int = 1536 * 1536  # pixels; larger pictures go through the VAE in tiles
     max_pixels: int = 0  # of a picture; 0: as `size_range` says

@@ -89,7 +89,7 @@ def test_models_in_openais_shape(shared: Api) -> None:
         "size_range": None, "loras": [], "embeddings": [], "upscalers": [], "controls": [],
         "preprocessors": ["canny"],
             "image_prompts": [],
-        "refiners": [], "prompt_fields": None, "graphs": {},
+        "refiners": [], "cascades": {}, "prompt_fields": None, "graphs": {},
         "default_scheduler": "euler", "defaults": dataclasses.asdict(CARD.defaults), "plans": {}, "plan": "",
         "vaes": ["full"], "inpaint_only": False,
         "deepcache": "off", "limits": dataclasses.asdict(CARD.limits),

@@ -18,6 +18,7 @@ from contract.plan import AUTO
 from evaluation import tuning
 from evaluation.tuning import FULL, Candidate
 from pipeline import plans
+from pipeline.checkpoints import tiny
 from tests.children import python_path
 from tests.cli.shell import Shell, made_with
 from tests.evaluation.test_lpips import alexnet_file as alexnet_file
@@ -214,3 +215,58 @@ def test_a_folder_of_something_else_is_refused(shell: Shell, prompts: str) -> No
     assert said.code == 2 and "contains something other than a run" in said.err
     (shell.folder / "tuned" / "tune.json").write_text("{")
     assert "tune.json cannot be read" in shell("tune", *WORDS, "--prompts", prompts).err
+
+
+CASCADE = shlex.split("--precision fp32 --lens emoji-clip --resamples 10 --threads 1 --limit 6 -o cascade")
+
+
+@pytest.fixture
+def pair(shell: Shell) -> list[str]:
+    """Options for two models: the second may draw first."""
+    for seed, name in enumerate(("painter", "sketcher")):
+        tiny.save(shell.folder / name, tiny.SHAPES[tiny.TINY], seed)
+    scorer = Path(__file__).resolve().parents[2] / "models" / "emoji-clip"
+    return ["--model", "painter", "--cascade", "sketcher", "--cascade-scorer", str(scorer)]
+
+
+def test_a_gate_is_found_stored_and_read(
+    shell: Shell, prompts: str, pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_MAX_REQUESTS", "2")
+    plans.write(shell.folder / "painter" / plans.FILE, "fp32", {"plans": {"quick": {"steps": 3}}})
+    words = [*CASCADE, *pair, "--redraw", "quick", "--prompts", prompts]
+    said = shell("tune", *words, "--loss", "100")
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[0].split()[:3] == ["gate", "kept", "random"]
+    assert said.out.splitlines()[-1] == f"painter/{plans.FILE}"
+    tuned = front(shell.folder / "painter")
+    found = tuned["cascades"]["sketcher"]
+    assert tuned["plans"] == {"quick": {"steps": 3}}, "plans stay"
+    assert plans.read_gates(shell.folder / "painter" / plans.FILE, "fp32") == {"sketcher": found["gate"]}
+    assert found["redraw"] == "quick" and found["scorer"] == "emoji-clip" and found["prompts"] == 6
+    assert len(found["frontier"]) == 11 and found["frontier"][0]["kept"] == 0 and found["frontier"][-1]["kept"] == 1
+    assert found["alone"].keys() == {"redrawn", "draft"} and min(found["device_s"].values()) > 0
+    steps = {name: json.loads((shell.folder / "cascade" / name / "run.json").read_text())["settings"]["steps"]
+             for name in ("full", "redrawn", "draft")}  # fmt: skip
+    assert steps == {"full": 20, "redrawn": 3, "draft": 20}
+    # Plans that are tuned later leave the gate.
+    plans.write(shell.folder / "painter" / plans.FILE, "fp32", {"plans": {"quick": {"steps": 2}}})
+    assert front(shell.folder / "painter")["cascades"] == tuned["cascades"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cascade", "nobody"], "nobody"),
+        (["--cascade", "painter"], "--cascade: must name another model than --model"),
+        (["--redraw", "quick"], "must be one of off, auto"),
+        (["--loss", "-1"], "--loss: must be"),
+        (["--limit", "3"], "--prompts: must be at least 4"),
+        (["--cascade-scorer", "nowhere"], "nowhere: no such folder"),
+    ],
+)
+def test_a_pair_that_cannot_be_tuned_is_named(
+    shell: Shell, prompts: str, pair: list[str], words: list[str], said: str
+) -> None:
+    answer = shell("tune", *CASCADE, *pair, "--prompts", prompts, *words)
+    assert answer.code == 2 and said in answer.err

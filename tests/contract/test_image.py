@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from contract.bounds import MAX_SEED
 from contract.card import MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer
+from contract.cascade import Cascade
 from contract.control import Control
 from contract.errors import Invalid
 from contract.image import Edit, ImageJob, ImageParameters
@@ -166,6 +167,7 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "expand_prompt": True, "output_format": "jpeg", "output_compression": 7,
+    "cascade": Cascade(draft="sketcher", gate=20.5),
 }  # fmt: skip
 
 
@@ -189,7 +191,7 @@ def test_a_record_tells_what_the_version_before_reads() -> None:
         {"model": "edges", "strength": 0.5, "start": 0.25, "end": 0.75, "preprocessor": "canny", "image": "key"}
     ]
     assert whole["image_prompts"] == [{"model": "base", "strength": 0.5, "end": 0.75, "image": "key"}]
-    assert {name: whole[name] for name in BESIDE} == BESIDE
+    assert {name: whole[name] for name in BESIDE} == BESIDE | {"cascade": {"draft": "sketcher", "gate": 20.5}}
 
 
 def test_a_newer_versions_fields_are_passed_over() -> None:

@@ -47,6 +47,7 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "prompt_weighting": st.booleans(), "expand_prompt": st.booleans(),
         "refiner": st.sampled_from([{"model": "refiner"}, {"model": "refiner", "from": 0.5}]),
         "upscale": st.sampled_from([{"model": "x4"}, {"model": "x4", "scale": 2.5}]),
+        "cascade": st.sampled_from([{"draft": "sketcher", "gate": 20.5}, {"draft": "sketcher", "gate": -1}]),
     },
 )  # fmt: skip
 
@@ -70,7 +71,7 @@ def test_the_request_makes_the_same_job_whatever_the_defaults_are_by_then(
     again = ImageRequest(**asked).complete(later)
     assert again.pictures(DeepCache(5)) == pictures
     assert (again.n, again.output_format, again.expand_prompt) == (job.n, job.output_format, job.expand_prompt)
-    assert again.output_compression == job.output_compression
+    assert (again.output_compression, again.cascade) == (job.output_compression, job.cascade)
     assert again.redraw("m", again.deepcache) == {**asked, "type": kind}
 
 

@@ -71,3 +71,13 @@ def test_a_catalogue_begins_with_the_one_model_and_names_each_once(models: Path)
     assert alone.model == "cats" and Settings().catalogue[0].model_name == str(models / "emoji-xl")
     with pytest.raises(SettingsError, match=r"^--models: "):
         config.read(models="a,,b")
+
+
+def test_cascades_are_scored_by_emoji_clip_beside_embedded_models_alone(models: Path) -> None:
+    assert Settings().scorer_folder is None, "it is not installed"
+    (models / "emoji-clip").mkdir()
+    (models / "emoji-clip" / "config.json").write_text("{}")
+    for given in (Settings(), Settings(models="emoji-z,emoji-xl"), Settings(model=str(models / "emoji-z"))):
+        assert given.scorer_folder == models / "emoji-clip"
+    assert Settings(models="cats,emoji-z").scorer_folder is None
+    assert Settings(model="cats", cascade_scorer="vit").scorer_folder == Path("vit")

@@ -16,21 +16,15 @@ from contract.errors import Invalid
 from contract.image import ImageParameters
 from core.artifacts import Artifacts
 from core.config import EMBEDDED_TEXT_MODEL, Settings
-from core.jobs.broker import Envelope
 from core.jobs.record import Job, JobState
-from core.jobs.store import JobStore
 from pipeline.checkpoints.tiny import TINY
 from tests.workers.crew import Crew
+from tests.workers.desk import Desk
 from tests.workers.stage import StageText, picture
 from tests.workers.test_crashes import hire
 from workers import expand
-from workers.active_jobs import ActiveJobs
 from workers.build import Runtime, build
-from workers.publisher import ProgressPublisher
 from workers.serving_runtime import handlers_of
-from workers.shared_lock import SharedLock
-from workers.store_retry import StoreRetry
-from workers.tasks import WorkerTasks
 
 CAT = ImageParameters("a cat", 5, 32, 32)
 
@@ -45,40 +39,9 @@ def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
         yield works
 
 
-class Desk:
-    """A worker's tasks on the test's own thread, with real models and a real store."""
-
-    def __init__(self, crew: Crew, works: Runtime, *queues: str) -> None:
-        self._crew = crew
-        self._store = JobStore(crew.url)
-        self._active_jobs = ActiveJobs()
-        self._name = works.images.model.name
-        store_retry = StoreRetry()
-        self._publisher = ProgressPublisher(
-            self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
-        )
-        self._publisher.start()
-        handlers = {name: handler for name, handler in handlers_of(works).items() if handler.modality in queues}
-        self._tasks = WorkerTasks(
-            "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
-            works.engine, handlers,
-            lambda envelope: None,
-        )  # fmt: skip
-
-    def draw(self, **asked: Any) -> Job:
-        id = self._crew.make(model=self._name, **{"prompt": "a cat", "expand_prompt": True, "steps": 2, **asked})
-        self._tasks.run(Envelope(id, "image", 5))
-        assert not self._active_jobs.works()
-        return self._crew.job(id)
-
-    def close(self) -> None:
-        self._publisher.stop()
-        self._store.close()
-
-
 @pytest.fixture
 def desk(crew: Crew, works: Runtime) -> Iterator[Desk]:
-    desk = Desk(crew, works, "image", "text")
+    desk = Desk(crew, works, handlers_of(works), expand_prompt=True)
     yield desk
     desk.close()
 
@@ -156,7 +119,8 @@ def test_what_cannot_be_expanded_is_refused_by_name(desk: Desk, prompt: str, sai
 
 
 def test_a_worker_of_pictures_alone_refuses_by_name(crew: Crew, works: Runtime) -> None:
-    desk = Desk(crew, works, "image")
+    name = works.images.model.name
+    desk = Desk(crew, works, {name: handlers_of(works)[name]}, expand_prompt=True)
     error = desk.draw().error
     desk.close()
     assert error == Invalid("expand_prompt", "this worker serves no text model").to_dict()

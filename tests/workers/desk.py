@@ -1,0 +1,54 @@
+"""A worker's tasks on the test's own thread, with real models and a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.jobs.broker import Envelope
+from core.jobs.record import Job
+from core.jobs.store import JobStore
+from tests.workers.crew import Crew
+from workers.active_jobs import ActiveJobs
+from workers.build import Runtime
+from workers.handlers import JobHandler
+from workers.publisher import ProgressPublisher
+from workers.shared_lock import SharedLock
+from workers.store_retry import StoreRetry
+from workers.tasks import WorkerTasks
+
+
+class Desk:
+    """A worker's tasks on the test's own thread, with real models and a real store."""
+
+    def __init__(self, crew: Crew, works: Runtime, handlers: Mapping[str, JobHandler], **usual: Any) -> None:
+        """`usual` are fields of all jobs."""
+        self._crew, self._usual = crew, {"prompt": "a cat", "steps": 2, **usual}
+        self._store = JobStore(crew.url)
+        self._active_jobs = ActiveJobs()
+        self._name = works.images.model.name
+        store_retry = StoreRetry()
+        self._publisher = ProgressPublisher(
+            self._store.leases, store_retry, lambda: works.engine.ticks, self._active_jobs.abandon
+        )
+        self._publisher.start()
+        self._tasks = WorkerTasks(
+            "me", self._store, store_retry, SharedLock(), self._active_jobs, self._publisher, crew.artifacts,
+            works.engine, handlers,
+            lambda envelope: None,
+        )  # fmt: skip
+
+    def draw(self, **asked: Any) -> Job:
+        id = self._crew.make(model=self._name, **{**self._usual, **asked})
+        self._tasks.run(Envelope(id, "image", 5))
+        assert not self._active_jobs.works()
+        return self._crew.job(id)
+
+    def cancel_all(self) -> None:
+        """Drop the jobs that run, as after their cancellation."""
+        for work in self._active_jobs.works():
+            work.abandon()
+
+    def close(self) -> None:
+        self._publisher.stop()
+        self._store.close()
