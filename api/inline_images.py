@@ -41,9 +41,10 @@ def verified_size(service: Service, key: str) -> int:
     return size
 
 
-def _encoded(service: Service, key: str) -> bytes:
-    """An image that is whole, in base64. Blocks. Raises `ArtifactError`."""
-    return base64.b64encode(service.artifacts.get(key))
+def _encoded(service: Service, key: str) -> tuple[int, bytes]:
+    """The size in bytes of an image that is whole, and it in base64. Blocks. Raises `ArtifactError`."""
+    data = service.artifacts.get(key)
+    return len(data), base64.b64encode(data)
 
 
 def _length(size: int) -> int:
@@ -87,8 +88,9 @@ class InlineDocument:
             if image.size_bytes is None or not self._hold(_length(image.size_bytes)):
                 self._sizes[image.key] = await self._service.stored(verified_size, self._service, image.key)
                 continue
-            self._held[image.key] = await self._service.stored(_encoded, self._service, image.key)
-            self._sizes[image.key] = image.size_bytes
+            self._sizes[image.key], self._held[image.key] = await self._service.stored(
+                _encoded, self._service, image.key
+            )
         return self._whole_length()
 
     def _hold(self, count: int) -> bool:

@@ -52,6 +52,8 @@ def tune_cascade(options: argparse.Namespace, settings: Settings, target: Path, 
     if len(texts) < 4:
         raise UsageError("--prompts: must be at least 4: half of them find the gate, the others check it")
     pair = {"model": settings.model_name, "models": options.cascade, "plan": ""}
+    if settings.plans and not Path(settings.plans).expanduser().exists():
+        pair["plans"] = ""  # it is made
     settings = settings.model_copy(update=pair)
     if settings.scorer_folder is None:
         raise UsageError("--cascade-scorer: must name a CLIP's folder for this model")
@@ -116,14 +118,20 @@ class _CascadeTuning:
         gates = [cascading.gate_of(drawn.draft_scores, share) for share in cascading.SHARES]
         frontier = [cascading.figures(drawn, each, seconds, resamples) for each in gates]
         alone = cascading.alone(drawn, seconds, resamples)
+        if not chosen.kept:
+            raise CommandFailed(f"no gate that keeps drafts loses at most {self._options.loss:g}%: none is stored")
+        holds = chosen.ratios[figure][1] >= 1 - loss
         entry = self._entry(gate, seconds) | {
             "checked": _fields(chosen),
+            "holds": holds,
             "alone": {name: _fields(each) for name, each in alone.items()},
             "frontier": [_fields(each) for each in frontier],
         }
         with model_errors():
             plans.write_gate(target, self._model.precision, self._draft.name, entry)
         print(_table(chosen, frontier, alone, figure))
+        verdict = "holds" if holds else "does not hold, with the whole interval,"
+        print(f"a loss of at most {self._options.loss:g}% {verdict} over the captions that check it")
         print(target, flush=True)
         return 0
 
@@ -194,16 +202,18 @@ class _CascadeTuning:
             "guidance_scale": request.guidance_scale, "seed_offset": 0, "size": "{}x{}".format(*request.size),
             "steps": request.steps, "scheduler": request.scheduler, "schedule_type": request.schedule_type,
             "guidance_interval": request.guidance_interval and [*request.guidance_interval],
-            "deepcache": to_field(request.deepcache),
+            "deepcache": to_field(request.deepcache), "vae": request.vae,
+            "guided_steps": None if request.guided_steps is None else [*request.guided_steps],
         }  # fmt: skip
 
     def _entry(self, gate: float, seconds: Seconds) -> dict[str, Any]:
         """The gate with how it was found."""
         scorer = self._runtime.settings.scorer_folder
-        assert scorer is not None
+        assert scorer is not None and self._runtime.gate is not None
         return {
             "gate": gate,
             "scorer": scorer.name,
+            "scorer_digest": self._runtime.gate.digest,
             "draft": self._draft.digest,
             "weights": self._model.digest,
             "device": str(self._model.device),

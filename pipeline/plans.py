@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract import tuned
 from contract.errors import Invalid
@@ -24,13 +24,25 @@ def read_plans(path: Path, precision: str) -> dict[str, dict[str, Any]]:
     return _plans(path, _entry(path, precision).get("plans", {}))
 
 
-def read_gates(path: Path, precision: str) -> dict[str, float]:
+class TunedGate(NamedTuple):
+    """A gate, and the digests of the draft model and of the scorer that it was tuned for: it says nothing of others."""
+
+    gate: float
+    draft: str
+    scorer: str
+
+
+def read_gates(path: Path, precision: str) -> dict[str, TunedGate]:
     """Read the gates for this precision by their draft models; none if there is no file. Raises `ModelError`."""
     cascades = _entry(path, precision).get(_CASCADES, {})
     try:
-        return {draft: float(entry["gate"]) for draft, entry in cascades.items()}
+        return {
+            draft: TunedGate(float(entry["gate"]), str(entry["draft"]), str(entry["scorer_digest"]))
+            for draft, entry in cascades.items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ModelError(f"{path}: tuned.{precision}.{_CASCADES} must have a number `gate` for each draft") from None
+        words = "must have `gate`, `draft` and `scorer_digest` for each draft"
+        raise ModelError(f"{path}: tuned.{precision}.{_CASCADES} {words}") from None
 
 
 def of_model(folder: Path | None, file: str, precision: str, default_plan: str) -> dict[str, dict[str, Any]]:
@@ -48,7 +60,7 @@ def of_model(folder: Path | None, file: str, precision: str, default_plan: str) 
     return plans
 
 
-def gates_of_model(folder: Path | None, file: str, precision: str) -> dict[str, float]:
+def gates_of_model(folder: Path | None, file: str, precision: str) -> dict[str, TunedGate]:
     """Return the gates of the model in this folder, or of `file` if that is given. Raises `ModelError`."""
     path = _file_of(folder, file)
     return {} if path is None else read_gates(path, precision)

@@ -5,7 +5,7 @@ Both parts belong to one job, with one record, lease and deadline: a worker that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contract import plan
@@ -28,25 +28,24 @@ class Draft(NamedTuple):
     kept: bool
 
 
-def draft_requests(
-    pictures: Sequence[ImageParameters], draft: str, handlers: Mapping[str, JobHandler]
-) -> list[ImageParameters]:
-    """The parameters of the drafts, one for each picture. Raises `Invalid`, naming cascade.draft."""
-    handler = handlers.get(draft)
+def draft_requests(pictures: Sequence[ImageParameters], handler: JobHandler) -> list[ImageParameters]:
+    """The parameters of the drafts of this handler's model, one for each picture. Raises `Invalid`."""
     if not isinstance(handler, ImageJobHandler):
-        raise Invalid(f"{FIELD}.draft", "is not served by this worker")
+        raise Invalid(f"{FIELD}.draft", "draws no images")
     return [handler.draft(picture) for picture in pictures]
 
 
-def judge(handler: JobHandler, cascade: Cascade, drafts: Sequence[Picture]) -> list[Draft]:
-    """Score the drafts of a job of this handler; those of at least the cascade's gate are kept. Raises `Invalid`."""
+def judge(handler: JobHandler, cascade: Cascade, drafts: Sequence[Picture], stopped: Callable[[], bool]) -> list[Draft]:
+    """Score the drafts of a job of this handler; those of at least the cascade's gate are kept. Fewer once `stopped`.
+    Raises `Invalid`.
+    """
     gate = handler.gate if isinstance(handler, ImageJobHandler) else None
     if gate is None:
         raise Invalid(FIELD, "is not offered by this worker, which has no scorer")
     if cascade.gate is None:
         raise Invalid(f"{FIELD}.gate", "is missing")
-    scores = gate.scores([(picture.image, picture.parameters.prompt) for picture in drafts])
-    return [Draft(picture, score, score >= cascade.gate) for picture, score in zip(drafts, scores, strict=True)]
+    scores = gate.scores([(picture.image, picture.parameters.prompt) for picture in drafts], stopped)
+    return [Draft(picture, score, score >= cascade.gate) for picture, score in zip(drafts, scores, strict=False)]
 
 
 def add_drafts(

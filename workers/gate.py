@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,22 @@ class Gate:
         # One thread: OpenMP keeps a team of threads for every thread that computes.
         self._thread = ThreadPoolExecutor(1, "gate")
 
-    def scores(self, drafts: Sequence[tuple[Image, str]]) -> list[float]:
-        """The scores of pictures with their prompts, in order, rounded as results have them."""
-        return [round(score, _DIGITS) for score in self._thread.map(lambda each: self._scorer.score(*each), drafts)]
+    @property
+    def digest(self) -> str:
+        """The digest of the CLIP's files."""
+        return self._scorer.digest
+
+    def scores(self, drafts: Sequence[tuple[Image, str]], stopped: Callable[[], bool] = lambda: False) -> list[float]:
+        """The scores of pictures with their prompts, in order, rounded as results have them; fewer once `stopped`.
+
+        One after another, so that jobs that wait at once take turns.
+        """
+        scores: list[float] = []
+        for draft in drafts:
+            if stopped():
+                break
+            scores.append(round(self._thread.submit(self._scorer.score, *draft).result(), _DIGITS))
+        return scores
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -147,7 +147,7 @@ class ImageJobHandler:
         self._metadata = metadata
         self._cascades = cascades
         self.gate = gate
-        self.name = runner.model.name
+        self.name, self.digest = runner.model.name, runner.model.digest
         self.reads_files = runner.reads_files
         self._card: ImageCard | None = None
         if self._evictable:

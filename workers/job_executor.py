@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from contract.errors import Invalid
 from core import traces
-from core.batching.engine import Aborted, Engine
+from core.batching.engine import Aborted, Engine, Expired
 from core.batching.request import Outcome, Request
 from core.jobs.record import Claim
 from workers import cascades, expand
@@ -55,11 +55,14 @@ class JobExecutor:
             if job.expand_prompt:
                 parameters = self._expanded(work, parameters, deadline)
             with traces.span("engine", requests=len(parameters)):
-                if job.cascade is None:
+                drafts: list[Draft] = []
+                # A draft model that is not served here, not yet or not at all, draws nothing: the job's model does.
+                drafting = None if job.cascade is None else self.handlers.get(job.cascade.draft)
+                if job.cascade is None or drafting is None:
                     tally = handler.tally(parameters)
                     outputs = work.make(self._requests(claim, parameters, tally.take, deadline, tally.written))
                 else:
-                    outputs, drafts = self._cascaded(work, handler, parameters, job.cascade, deadline)
+                    outputs, drafts = self._cascaded(work, (drafting, handler), parameters, job.cascade, deadline)
             engine_s = time.monotonic() - started
             on_engine_done()
             if work.dropped:
@@ -68,7 +71,7 @@ class JobExecutor:
             result = handler.build_result(job, outputs, artifact_writer)
         if job.expand_prompt:
             result = expand.add_prompts(result, parameters)
-        if job.cascade is not None:
+        if job.cascade is not None and drafts:
             result = cascades.add_drafts(result, drafts, (job.cascade.draft, claim.model), parameters[0])
         work.artifacts = artifact_writer.keys
         return {**result, "engine_s": round(engine_s, 6)}
@@ -94,17 +97,30 @@ class JobExecutor:
         return next((handler for handler in [*self.handlers.values()] if handler.modality == "text"), None)
 
     def _cascaded(
-        self, work: ActiveJob, handler: JobHandler, pictures: list[ImageParameters], cascade: Cascade, deadline: float
+        self,
+        work: ActiveJob,
+        handlers: tuple[JobHandler, JobHandler],
+        pictures: list[ImageParameters],
+        cascade: Cascade,
+        deadline: float,
     ) -> tuple[list[Any], list[Draft]]:
         """The job's pictures, each a kept draft or else drawn by the job's model; and all drafts.
 
-        Raises as `ActiveJob.make`, and `Invalid`.
+        `handlers` are those of the draft model and of the job's. Raises as `ActiveJob.make`, and `Invalid`.
         """
         claim = work.claim
-        requests = cascades.draft_requests(pictures, cascade.draft, self.handlers)
+        requests = cascades.draft_requests(pictures, handlers[0])
         tally = CascadeProgress([request.made for request in requests], [picture.made for picture in pictures])
         drawn = work.make(self._requests(claim, requests, tally.take_draft, deadline, draft=cascade.draft))
-        drafts = cascades.judge(handler, cascade, drawn)
+
+        def late() -> bool:
+            return self.engine.clock() >= deadline
+
+        drafts = cascades.judge(handlers[1], cascade, drawn, lambda: work.dropped or late())
+        if late():
+            raise Expired("the deadline passed while its drafts were scored")
+        if len(drafts) < len(drawn):
+            raise Aborted("the job ended while its drafts were scored")
         for index, draft in enumerate(drafts):
             if draft.kept:
                 self.publisher.say(claim.id, claim.fence, tally.keep(index))

@@ -23,8 +23,10 @@ from workers.text_handler import TextJobHandler
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
     from pipeline.model_pool import ModelPool
+    from pipeline.plans import TunedGate
     from pipeline.runner import ImageRunner
     from workers.build import Runtime
+    from workers.gate import Gate
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +105,10 @@ def _image_handler(
     settings, name, gates = runtime.settings, runner.model.name, runner.model.gates
 
     def cascades() -> Gates:
-        drafts = [each for each in [*handlers.values()] if each.modality == "image" and each.name != name]
-        return {} if runtime.gate is None else {draft.name: gates.get(draft.name) for draft in drafts}
+        if runtime.gate is None:
+            return {}
+        drafts = [each for each in [*handlers.values()] if isinstance(each, ImageJobHandler) and each.name != name]
+        return {draft.name: _gate_of(gates.get(draft.name), draft, runtime.gate) for draft in drafts}
 
     def fetch(key: str) -> bytes:
         # Opened on first use: most engines serve no edits.
@@ -115,3 +119,8 @@ def _image_handler(
         metadata=settings.image_metadata, resident=None if pool is None else partial(pool.resident, name),
         load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,
     )  # fmt: skip
+
+
+def _gate_of(tuned: TunedGate | None, draft: ImageJobHandler, gate: Gate) -> float | None:
+    """The tuned gate, if it is of this draft model and scorer."""
+    return tuned.gate if tuned is not None and (tuned.draft, tuned.scorer) == (draft.digest, gate.digest) else None

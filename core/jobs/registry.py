@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from contract.card import ModelCard
 from core.jobs import keys
+from core.jobs.broker import model_queue
 from core.jobs.cards import WorkerCard, card_json, model_card, worker_card
 from core.jobs.connection import TIMEOUT_S, RedisClient, RedisStore
 from core.jobs.record import to_json
@@ -40,12 +41,12 @@ class Registry(RedisStore):
         """
         models = [value for model in card.models for value in (model.name, to_json(card_json(model)))]
         limits = card.limits if card.state == READY else {}  # a worker that drains takes no more jobs
-        places = [value for limit in limits.items() for value in limit]
-        return frozenset(
-            self._announce(
-                card.id, to_json(card_json(card)), round(ttl_s * 1000), _KEPT_S * 1000, len(limits), *places, *models
-            )
-        )  # fmt: skip
+        places = [
+            value for model in card.models if (limit := limits.get(model.modality))
+            for value in (model_queue(model.modality, model.name), limit)
+        ]  # fmt: skip
+        times = round(ttl_s * 1000), _KEPT_S * 1000
+        return frozenset(self._announce(card.id, to_json(card_json(card)), *times, len(places) // 2, *places, *models))
 
     def paused_queues(self) -> set[str]:
         """The queues from which no worker takes jobs."""

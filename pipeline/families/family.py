@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from contract.schedule import NoiseSchedule
     from core.ops.ops import Lowering
     from core.quant.convert import Recipe
+    from pipeline.plans import TunedGate
     from pipeline.sampling.denoise import Conditioning
     from pipeline.sampling.sigmas import SamplerTable
     from pipeline.text.encode import Embedding, TextEncoder
@@ -51,7 +52,7 @@ class ImageModel:
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
-    gates: Mapping[str, float] = field(default_factory=dict)  # of cascades, by draft model (`pipeline.plans`)
+    gates: Mapping[str, TunedGate] = field(default_factory=dict)  # of cascades, by draft model (`pipeline.plans`)
     tiny_vae: TinyVae | None = None
     tiled_above: int = 1536 * 1536  # pixels; larger pictures go through the VAE in tiles
     max_pixels: int = 0  # of a picture; 0: as `size_range` says

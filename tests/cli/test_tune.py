@@ -242,7 +242,9 @@ def test_a_gate_is_found_stored_and_read(
     tuned = front(shell.folder / "painter")
     found = tuned["cascades"]["sketcher"]
     assert tuned["plans"] == {"quick": {"steps": 3}}, "plans stay"
-    assert plans.read_gates(shell.folder / "painter" / plans.FILE, "fp32") == {"sketcher": found["gate"]}
+    kept = plans.TunedGate(found["gate"], found["draft"], found["scorer_digest"])
+    assert plans.read_gates(shell.folder / "painter" / plans.FILE, "fp32") == {"sketcher": kept}
+    assert isinstance(found["holds"], bool) and "over the captions that check it" in said.out
     assert found["redraw"] == "quick" and found["scorer"] == "emoji-clip" and found["prompts"] == 6
     assert len(found["frontier"]) == 11 and found["frontier"][0]["kept"] == 0 and found["frontier"][-1]["kept"] == 1
     assert found["alone"].keys() == {"redrawn", "draft"} and min(found["device_s"].values()) > 0

@@ -21,6 +21,7 @@ from core.config import Settings
 from core.jobs.record import Job, JobState
 from pipeline import plans
 from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from pipeline.clip_scorer import ClipScorer
 from tests.evaluation.conftest import CLIP
 from tests.workers.crew import Crew, eventually
@@ -40,7 +41,10 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRuntime]:
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate((FULL, DRAFT)):
         tiny.save(folder / name, tiny.SHAPES[tiny.TINY], seed)
-    plans.write_gate(folder / FULL / plans.FILE, "fp32", DRAFT, {"gate": TUNED})
+    tuned = {"gate": TUNED, "draft": load(str(folder / DRAFT)).digest, "scorer_digest": ClipScorer(CLIP).digest}
+    plans.write_gate(folder / FULL / plans.FILE, "fp32", DRAFT, tuned)
+    # Of another draft model, which says nothing of this one.
+    plans.write_gate(folder / DRAFT / plans.FILE, "fp32", FULL, {**tuned, "draft": "another"})
     settings = Settings(
         models=f"{folder / FULL},{folder / DRAFT}", plan="", text_model="off", device="cpu", threads=1, compile=False,
         kernels=False, precision="fp32", cascade_scorer=str(CLIP), cache_dir=folder / "cache", data_dir=folder / "data",
@@ -150,9 +154,9 @@ def test_a_job_that_is_cancelled_while_its_drafts_are_scored_draws_no_more(
 ) -> None:
     scores = Gate.scores
 
-    def cancelling(self: Gate, drafts: Any) -> list[float]:
+    def cancelling(self: Gate, drafts: Any, stopped: Any) -> list[float]:
         desk.cancel_all()
-        return scores(self, drafts)
+        return scores(self, drafts, stopped)
 
     monkeypatch.setattr(Gate, "scores", cancelling)
     requests: list[str] = []
@@ -164,6 +168,23 @@ def test_a_job_that_is_cancelled_while_its_drafts_are_scored_draws_no_more(
     assert requests == [DRAFT, DRAFT]
 
 
+def test_a_draft_model_that_is_not_served_here_draws_nothing(desk: Desk) -> None:
+    """As while a worker loads it for the first time: the job is drawn by its own model, and does not fail."""
+    job = desk.draw(n=2, steps=4, cascade={"draft": "nobody", "gate": 20.0})
+    plain = desk.draw(n=2, steps=4)
+    assert [image["key"] for image in images(job)] == [image["key"] for image in images(plain)]
+    assert not any("draft_score" in image for image in images(job))
+
+
+def test_jobs_take_turns_at_the_gate_and_ended_ones_leave_it() -> None:
+    drafts = [(Image.new("RGB", (64, 64), (k, 0, 0)), "a cat") for k in range(4)]
+    gate = Gate(ClipScorer(CLIP))
+    scores = gate.scores(drafts)
+    stops = iter([False, False, True])
+    assert gate.scores(drafts, lambda: next(stops)) == scores[:2]
+    gate.close()
+
+
 def test_the_deadline_holds_for_both_parts(desk: Desk) -> None:
     assert desk.draw(cascade=cascade(NEVER), deadline_s=1e-3).state is JobState.EXPIRED
 
@@ -171,7 +192,6 @@ def test_the_deadline_holds_for_both_parts(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
-        ({"cascade": {"draft": "nobody", "gate": 20.0}}, "cascade.draft"),
         ({"cascade": {"draft": DRAFT}}, "cascade.gate"),
         ({"cascade": {"gate": 20.0}}, "cascade"),
     ],

@@ -75,11 +75,10 @@ class Books:
                 for queue in {record["modality"], kombu(record["modality"], record["model"])}:
                     recount[queue][record["state"]] += 1
                     recount[queue][record["state"] + "_ms"] += int(record["work_ms"])
-                    if id in self.held:
-                        recount[queue]["held"] += 1
-                        recount[queue]["held_ms"] += int(record["work_ms"])
+                if id in self.held:
+                    recount[kombu(record["modality"], record["model"])]["held"] += 1
         for queue in {*self.backlog, *recount}:
-            for name in ("queued", "queued_ms", "running", "running_ms", "held", "held_ms"):
+            for name in ("queued", "queued_ms", "running", "running_ms", "held"):
                 assert self.backlog[queue].get(name, 0) == recount[queue][name], (queue, name)
 
         def those(*states: str) -> set[str]:

@@ -22,9 +22,11 @@ from core.jobs.submissions import Submissions
 from tests.core.jobs import books
 from tests.core.jobs.drafts import draft
 from tests.core.jobs.loops import run
+from tests.core.jobs.test_registry import MODEL, TEXT
 
+COLD = "nobody's"
 WINDOW, SPARE = 4, 8  # of lua/shared/transitions.lua
-QUEUE = books.kombu("image", "emoji-xl")  # of the drafts
+QUEUE, TEXTS = books.kombu("image", "emoji-xl"), books.kombu("text", "emoji-lm")
 OWNERS = ("ada", "bob", "eve")
 DEADLINE_S, LEASE_S = 500, 300
 
@@ -38,7 +40,8 @@ class Hall:
         self.places = places
         self.store = JobStore(url, JobLimits(lease_s=LEASE_S, resend_s=100, overtime_s=100))
         registry = Registry(url)
-        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, limits={"image": places} if places else {})
+        limits = {"image": places} if places else {}
+        card = WorkerCard("worker", "here", 1, "ready", "", 1.5, models=[MODEL], limits=limits)
         registry.announce(card, 100_000)
         registry.close()
         self.made: list[str] = []
@@ -72,7 +75,7 @@ class Hall:
         return Counter(map(self.owner, self.fences))
 
     def held(self) -> set[str]:
-        return {str(id) for owner in OWNERS for id in self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)}
+        return {str(id) for owner in OWNERS for id in self.client.zrange(f"diptych:flow:{QUEUE}:{owner}", 0, -1)}
 
     # -- what may happen -----------------------------------------------------------------------------------
 
@@ -114,13 +117,16 @@ class Hall:
 
     # -- what always holds ---------------------------------------------------------------------------------
 
+    def check_counts(self) -> None:
+        books.Books.of(self.client).check()
+
     def check(self) -> None:
         now = books.Books.of(self.client)
         now.check()
-        assert now.backlog["image"].get("held", 0) == len(now.held)
+        assert now.backlog.get(QUEUE, {}).get("held", 0) == len(now.held)
         for owner in OWNERS:
-            out: Any = self.client.zrange(f"diptych:out:image:{owner}", 0, -1, withscores=True)
-            flow: Any = self.client.zrange(f"diptych:flow:image:{owner}", 0, -1)
+            out: Any = self.client.zrange(f"diptych:out:{QUEUE}:{owner}", 0, -1, withscores=True)
+            flow: Any = self.client.zrange(f"diptych:flow:{QUEUE}:{owner}", 0, -1)
             live = {id: r for id, r in now.records.items() if r["owner"] == owner and r["state"] in books.LIVE}
             assert {id for id, _ in out} | {*flow} == set(live) and len(out) + len(flow) == len(live)
             for id, score in out:
@@ -131,8 +137,8 @@ class Hall:
             assert all(("message" in record) == (id in flow) for id, record in live.items())
             assert flow == sorted(flow, key=lambda id: (int(live[id]["level"]), int(live[id]["sequence"])))
             assert out or not flow  # whoever waits has a job whose claim or end feeds the next one
-            assert self.client.sismember("diptych:flows:image", owner) == bool(flow)
-            assert self.client.sismember("diptych:owners:image", owner) == bool(live)
+            assert self.client.sismember(f"diptych:flows:{QUEUE}", owner) == bool(flow)
+            assert self.client.sismember(f"diptych:owners:{QUEUE}", owner) == bool(live)
 
     def drain(self) -> None:
         """With a worker that lives, every job comes to its end."""
@@ -274,10 +280,10 @@ def test_what_is_held_back_is_cancelled_expires_and_is_emptied(hall: Hall, clien
 def test_entries_that_nobody_removes_cost_an_owner_no_place_for_long(client: redis.Redis, redis_url: str) -> None:
     """A process of an older version ends jobs without a word in `out`, and a worker of it takes them."""
     hall = Hall(client, redis_url, 0)
-    client.zadd("diptych:out:image:ada", {f"gone_{k}": 4 for k in range(40)})
+    client.zadd(f"diptych:out:{QUEUE}:ada", {f"gone_{k}": 4 for k in range(40)})
     ids = [hall.submit("ada") for _ in range(3)]
     assert hall.held() == {*ids}
-    client.sadd("diptych:owners:image", "ada")
+    client.sadd(f"diptych:owners:{QUEUE}", "ada")
     for _ in range(1000):
         hall.sweep()
         if not hall.held():
@@ -291,20 +297,21 @@ def test_a_worker_that_ends_takes_its_places_along(client: redis.Redis, redis_ur
     client.flushall()
     registry = Registry(redis_url)
     cards = [
-        WorkerCard(id, "here", 1, "ready", "", 1.5, limits={"image": 32, "text": jobs})
+        WorkerCard(id, "here", 1, "ready", "", 1.5, models=[MODEL, TEXT], limits={"image": 32, "text": jobs})
         for id, jobs in (("ada", 64), ("bob", 8))
     ]
     for card in (*cards, *cards):
         registry.announce(card, 600)
-    assert client.hgetall("diptych:places") == {"image": "64", "text": "72"}
+    assert client.hgetall("diptych:places") == {QUEUE: "64", TEXTS: "72"}
     registry.deregister("ada")
-    assert client.hgetall("diptych:places") == {"image": "32", "text": "8"}
-    registry.announce(WorkerCard("bob", "here", 1, "draining", "", 1.5, limits={"image": 32}), 600)
+    assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
+    draining = WorkerCard("bob", "here", 1, "draining", "", 1.5, models=[MODEL], limits={"image": 32})
+    registry.announce(draining, 600)
     assert client.hgetall("diptych:places") == {}
     registry.announce(cards[0], 600)
     client.zadd("diptych:placed", {"ada": 1})  # its card has expired
     registry.announce(cards[1], 600)
-    assert client.hgetall("diptych:places") == {"image": "32", "text": "8"}
+    assert client.hgetall("diptych:places") == {QUEUE: "32", TEXTS: "8"}
     registry.close()
 
 
@@ -320,3 +327,23 @@ def test_many_submissions_at_once_are_held_back_alike(hall: Hall, redis_url: str
     hall.made = [f"job_{k}" for k in range(80)]
     hall.check()
     hall.drain()
+
+
+def test_jobs_of_a_model_without_workers_take_no_place_of_anothers(client: redis.Redis, redis_url: str) -> None:
+    """Neither of their owner's jobs of other models, nor of others'; few of them wait as messages."""
+    hall = Hall(client, redis_url, 32)
+    for k in range(60):
+        hall.store.create(draft(id=f"cold_{k}", owner="ada", model=COLD), f"cold_{k}")
+    hall.made = [f"cold_{k}" for k in range(60)]
+    hall.check_counts()
+    assert client.zcard(f"diptych:out:{books.kombu('image', COLD)}:ada") == WINDOW
+    warm = [hall.submit("ada") for _ in range(28)]
+    taken = [hall.take() for _ in range(28)]
+    assert taken == warm
+    assert hall.store.empty("image", 1000) == 60
+    for id in warm:
+        hall.end(id)
+    hall.sweep()
+    hall.check_counts()
+    assert not client.keys("diptych:flow*") and not client.keys("diptych:o*:image*")
+    hall.store.close()

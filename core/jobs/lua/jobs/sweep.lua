@@ -143,7 +143,7 @@ local function close(queue, model)
     waiting = waiting + redis.call('ZCARD', P .. 'sent:' .. kombu .. ':' .. level)
   end
   local backlog = P .. 'backlog:' .. kombu
-  if waiting > 0 or tonumber(redis.call('HGET', backlog, 'held') or 0) > 0 then return end
+  if waiting > 0 or redis.call('SCARD', P .. 'flows:' .. kombu) > 0 then return end
   for _, level in ipairs(PRIORITY_STEPS) do
     redis.call('DEL', list_key(kombu, level), P .. 'mark:' .. kombu .. ':' .. level)
   end
@@ -155,11 +155,12 @@ local function close(queue, model)
   end
 end
 
--- Places that came or became free while nothing of their owners happened; and entries that a process of an older version,
--- or a hand, left in `out`.
-local function share(queue)
-  for _, owner in ipairs(redis.call('SRANDMEMBER', P .. 'owners:' .. queue, few)) do
-    local of = {queue = queue, owner = owner}
+-- Places that came or became free while nothing of their owners happened; and what a process of an older version, or a
+-- hand, left in `out` and in the count of held messages.
+local function share(queue, model)
+  local of = {queue = queue, model = model}
+  for _, owner in ipairs(redis.call('SRANDMEMBER', key_of_model('owners', of), few)) do
+    of.owner = owner
     local out = key_of('out', of)
     local first = at % math.max(1, redis.call('ZCARD', out) - few)
     for _, id in ipairs(redis.call('ZRANGE', out, first, first + few)) do
@@ -169,17 +170,19 @@ local function share(queue)
     end
     depart(of)
   end
-  for _, owner in ipairs(redis.call('SRANDMEMBER', P .. 'flows:' .. queue, few)) do
-    feed({queue = queue, owner = owner}, at)
+  for _, owner in ipairs(redis.call('SRANDMEMBER', key_of_model('flows', of), few)) do
+    of.owner = owner
+    feed(of, at)
   end
+  if redis.call('SCARD', key_of_model('flows', of)) == 0 then redis.call('HDEL', key_of_model('backlog', of), 'held') end
 end
 
 for i = 10, #ARGV do
   local queue = ARGV[i]
   for _, model in ipairs(models(queue)) do
     for _, level in ipairs(PRIORITY_STEPS) do resend(model_queue(queue, model), level) end
+    share(queue, model)
     if model ~= '' then close(queue, model) end
   end
-  share(queue)
 end
 return {send, expired, failed, #over, unreadable}

@@ -1,14 +1,15 @@
--- Shares a queue among owners: holds back messages of an owner that would take the places of others.
+-- Shares the queue of a model among owners: holds back messages of an owner that would take the places of others.
 --
 -- Workers take messages first in, first out by level, so that one owner's many would stand before all others' next. Jobs
--- of callers without a key have no owner here, and are never held back.
+-- of callers without a key have no owner here, and are never held back. Models are shared apart: jobs of one that no
+-- worker serves take no place of another's.
 --
---   flow:{queue}:{owner}   zset: an owner's queued jobs whose messages are held back, in the fields `list` and `message`
+--   flow:{kombu}:{owner}   zset: an owner's queued jobs whose messages are held back, in the fields `list` and `message`
 --                          of their records → level and sequence
---   out:{queue}:{owner}    zset: an owner's other live jobs → 1 + level while the message waits for a worker, else 0
---   flows:{queue}          set: owners with a flow
---   owners:{queue}         set: owners with live jobs
---   places, places:{worker}  hash: queue → jobs that all live workers, or this one, take at once
+--   out:{kombu}:{owner}    zset: an owner's other live jobs → 1 + level while the message waits for a worker, else 0
+--   flows:{kombu}          set: owners with a flow
+--   owners:{kombu}         set: owners with live jobs
+--   places, places:{worker}  hash: kombu queue → jobs that all live workers of its model, or this one, take at once
 --   placed                 zset: worker counted in `places` → until when without another heartbeat
 --
 -- An owner with a flow has jobs in `out`: their claims and ends send its next messages, and a sweep sends those of lost
@@ -19,19 +20,27 @@ local window = 4  -- messages of an owner and level that wait while no worker te
 local spare = 8  -- one of so many places is left to owners with few jobs
 local at_once = 100
 
-local function key_of(name, job) return P .. name .. ':' .. job.queue .. ':' .. job.owner end
+-- The kombu queue of a queue's messages for one model (broker.model_queue); without a model, that of older versions.
+local function model_queue(queue, model)
+  if not model or model == '' then return queue end
+  return queue .. '.' .. string.gsub(string.gsub(model, '%%', '%%25'), SEPARATOR, '%%3A')
+end
+
+-- A key of a job's model, or of a job's owner there.
+local function key_of_model(name, job) return P .. name .. ':' .. model_queue(job.queue, job.model) end
+local function key_of(name, job) return key_of_model(name, job) .. ':' .. job.owner end
 
 -- Records that a job of an owner has a message in the queue (`state`: 1 + level), or that a worker has it (0).
 local function set_out(job, state)
   if job.owner == '' then return end
   redis.call('ZADD', key_of('out', job), state, job.id)
-  redis.call('SADD', P .. 'owners:' .. job.queue, job.owner)
+  redis.call('SADD', key_of_model('owners', job), job.owner)
 end
 
 local function depart(job)
   if redis.call('ZCARD', key_of('flow', job)) > 0 then return end
-  redis.call('SREM', P .. 'flows:' .. job.queue, job.owner)
-  if redis.call('ZCARD', key_of('out', job)) == 0 then redis.call('SREM', P .. 'owners:' .. job.queue, job.owner) end
+  redis.call('SREM', key_of_model('flows', job), job.owner)
+  if redis.call('ZCARD', key_of('out', job)) == 0 then redis.call('SREM', key_of_model('owners', job), job.owner) end
 end
 
 -- Removes a live job of an owner. Returns whether its message was held back, and whether it made room for another.
@@ -47,14 +56,14 @@ end
 -- owner has no more jobs there and in workers than its share of the places, unless others leave places free. Some are
 -- spared: a job of an owner with few jobs finds a place at once.
 local function may_send(job, level)
-  local live, queue = redis.call('ZCARD', key_of('out', job)), job.queue
-  local places = tonumber(redis.call('HGET', P .. 'places', queue)) or 0
+  local live = redis.call('ZCARD', key_of('out', job))
+  local places = tonumber(redis.call('HGET', P .. 'places', model_queue(job.queue, job.model))) or 0
   if places <= 0 then
     return #redis.call('ZRANGEBYSCORE', key_of('out', job), level + 1, level + 1, 'LIMIT', 0, window) < window
   end
   places = places - math.floor(places / spare)
-  local share = math.floor(places / math.max(1, redis.call('SCARD', P .. 'owners:' .. queue)))
+  local share = math.floor(places / math.max(1, redis.call('SCARD', key_of_model('owners', job))))
   if live < math.max(1, share) then return true end
-  local b = redis.call('HMGET', P .. 'backlog:' .. queue, 'queued', 'running', 'held')
+  local b = redis.call('HMGET', key_of_model('backlog', job), 'queued', 'running', 'held')
   return (b[1] or 0) + (b[2] or 0) - (b[3] or 0) < places
 end

@@ -7,5 +7,5 @@ local function jobs_ahead(job, level, sequence)
   local turn = redis.call('ZRANK', key_of('flow', job), job.id)
   if not turn then return ahead(job.queue, level, sequence) end
   local others = tonumber(redis.call('HGET', P .. 'backlog:' .. job.queue, 'queued')) - 1
-  return math.min(others, ahead(job.queue, level, 'inf') + turn * redis.call('SCARD', P .. 'flows:' .. job.queue))
+  return math.min(others, ahead(job.queue, level, 'inf') + turn * redis.call('SCARD', key_of_model('flows', job)))
 end

@@ -16,11 +16,11 @@
 --   active:{queue}         set: models of which jobs wait or run, each with a kombu queue (`model_queue`) of its own
 --   sent:{kombu}:{level}   zset: queued job → sequence, in the order in which their messages were sent to a kombu queue
 --   mark:{kombu}:{level}   hash: `highest` sequence ever claimed; `checkpoint`, its value at `since`
---   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records; of the
---                          queued ones, those whose messages are held back: held, held_ms
---   backlog:{kombu}        the same of one model; a process of an older version does not count here, which a sweep mends
+--   backlog:{queue}        hash: queued, queued_ms, running, running_ms: always equal to the count over the records
+--   backlog:{kombu}        the same of one model, and held: of the queued ones, those whose messages are held back; a
+--                          process of an older version does not count here, which a sweep mends
 --   waiting:{queue}:{owner}  set: an owner's queued jobs; a process of an older version may leave stale ones
---   flow:{queue}:{owner}, out:{queue}:{owner}, flows:{queue}, owners:{queue}, places, placed    see fairness.lua
+--   flow:{kombu}:{owner}, out:{kombu}:{owner}, flows:{kombu}, owners:{kombu}, places, placed    see fairness.lua
 --   sequence, swept        the last sequence assigned; the time of the last sweep
 --   jobs, jobs:{owner}     zset: owner|job → creation time
 --   ended                  zset: owner|job → expiry of its record
@@ -61,12 +61,6 @@ local function now() return math.floor(precisely()) end
 -- A no-op delete as the first write: a full Redis then accepts all later writes.
 local function let_through()
   redis.call('ZREM', P .. 'leases', '')
-end
-
--- The kombu queue of a queue's messages for one model (broker.model_queue); without a model, that of older versions.
-local function model_queue(queue, model)
-  if not model or model == '' then return queue end
-  return queue .. '.' .. string.gsub(string.gsub(model, '%%', '%%25'), SEPARATOR, '%%3A')
 end
 
 -- The list in which kombu keeps messages of one level (broker.list_key).
@@ -156,7 +150,7 @@ local function leave(job)
   count(job, job.state, -1)
   local held, room = remove_share(job)
   if held then
-    count(job, 'held', -1)
+    redis.call('HINCRBY', key_of_model('backlog', job), 'held', -1)
     redis.call('HDEL', job.key, 'list', 'message')
   end
   return room
@@ -196,29 +190,32 @@ local function hold_back(job, level, at, list, message)
     'message', message)
   redis.call('ZADD', key_of('flow', job), level * 2 ^ 44 + sequence, job.id)
   redis.call('SADD', P .. 'active:' .. job.queue, job.model)
-  redis.call('SADD', P .. 'flows:' .. job.queue, job.owner)
-  redis.call('SADD', P .. 'owners:' .. job.queue, job.owner)
-  redis.call('SADD', key_of('waiting', job), job.id)
+  redis.call('SADD', key_of_model('flows', job), job.owner)
+  redis.call('SADD', key_of_model('owners', job), job.owner)
+  redis.call('SADD', P .. 'waiting:' .. job.queue .. ':' .. job.owner, job.id)
   count(job, 'queued', 1)
-  count(job, 'held', 1)
+  redis.call('HINCRBY', key_of_model('backlog', job), 'held', 1)
   return sequence
 end
 
--- Sends messages of a job's owner that were held back, as many as it may have in the queue now, the most urgent first.
+-- Sends messages of an owner's jobs of a model that were held back, as many as it may have in the queue now, the most
+-- urgent first. Records that this version cannot read are passed over.
 local function feed(of, at)
-  local flow = key_of('flow', of)
+  local flow, passed = key_of('flow', of), 0
   for _ = 1, at_once do
-    local id = redis.call('ZRANGE', flow, 0, 0)[1]
+    local id = redis.call('ZRANGE', flow, passed, passed)[1]
     if not id then break end
     local job = read(id)
     local held = job and job.state == 'queued' and job.owner == of.owner and redis.call('HMGET', job.key, 'list', 'message')
-    if held and held[2] then
+    if held and not legible(job) then
+      passed = passed + 1
+    elseif held and held[2] then
       if not may_send(job, job.level) then return end
       redis.call('ZREM', flow, id)
-      count(job, 'held', -1)
+      redis.call('HINCRBY', key_of_model('backlog', job), 'held', -1)
       count(job, 'queued', -1)  -- `post` counts it
       post(job, job.level, at)
-      redis.call('LPUSH', held[1], held[2])
+      redis.pcall('LPUSH', held[1], held[2])  -- a sweep finds that a message is missing
       redis.call('HDEL', job.key, 'list', 'message')
     else  -- ended by a process of an older version
       redis.call('ZREM', flow, id)

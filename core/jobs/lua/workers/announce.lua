@@ -1,7 +1,7 @@
 -- Writes a worker's card and those of its models, and counts its places.
 -- include: shared/transitions shared/places
 -- KEYS: none
--- ARGV: 2 worker, 3 card, 4 ttl_ms, 5 keep_ms, 6 how many queues it takes jobs of, then queue, jobs at once of each,
+-- ARGV: 2 worker, 3 card, 4 ttl_ms, 5 keep_ms, 6 of how many models it takes jobs, then kombu queue, jobs at once of each,
 --   then model, card of each
 -- Answer: the queues that are paused
 
