@@ -40,7 +40,7 @@ _TRIES: Final = 4
 _LOOKS: Final = 0.25  # the part of an operation's time in which the store must say whether an artifact exists
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Object stores' answers: 507, or an error code such as S3's QuotaExceeded and MinIO's XMinioStorageFull.
-_REFUSED: Final = re.compile(r"\b507\b|StorageFull|QuotaExceeded|InsufficientStorage|TotalStorageLimit")
+_REFUSED: Final = re.compile(r"\bstatus code: 507\b|StorageFull|QuotaExceeded|InsufficientStorage|TotalStorageLimit")
 # obstore's messages for no reply, or a 5xx: it has no exception types for these.
 _UNWELL: Final = re.compile(r"HTTP error|error sending request|timed out|[Ss]erver (returned|error).{0,40}\b5\d\d\b")
 _DENIED: Final = (PermissionDeniedError, UnauthenticatedError, PermissionError)

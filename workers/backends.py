@@ -58,7 +58,7 @@ def _programs(model: ImageModel, widths: Widths, *, settings: Settings, release:
     return ProgramBackend(model, library, widths, release=release)
 
 
-def _graphs(model: ImageModel, widths: Widths, *, settings: Settings, release: Collection[str]) -> ImageBackend:
+def _graphs(model: ImageModel, widths: Widths, *, settings: Settings, release: Collection[str]) -> GraphBackend:
     runs, reason = fused(settings, model)
     if not runs:
         raise ModelError(f"backend {GRAPHS}: {reason or 'these kernels are for GPUs'}")
@@ -129,8 +129,8 @@ def make(
     why_torch: str = "",
     shared: SharedBackends | None = None,
 ) -> tuple[ImageBackend, tuple[KernelChoice, ...]]:
-    """The backend of a name that `select` returned, and which kernels it runs, which is logged. It may be one of
-    `shared`.
+    """The backend of a name that `select` returned, and which kernels it runs, which is logged. One of graphs may be
+    one of `shared`.
     """
     factory = find(name)
     assert factory is not None
@@ -141,5 +141,7 @@ def make(
     else:
         log.info("%s runs in %s on the backend %s", model.name, model.precision, name)
         decisions = ()
-    make = partial(factory, model, widths, settings=settings, release=release)
-    return make() if shared is None else shared.backend_of(model, make), decisions
+    if shared is not None and factory is _graphs:
+        graphs = partial(_graphs, model, widths, settings=settings, release=release)
+        return shared.backend_of(model, graphs), decisions
+    return factory(model, widths, settings=settings, release=release), decisions

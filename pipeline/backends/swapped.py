@@ -117,7 +117,7 @@ class SharedBackend:
                 return None
             self._spare.clear()
             if not self._complete:
-                self._lane.call(self._run_all)
+                self._lane.call(partial(_run_all, self.backend))
                 self._complete = True
             try:
                 counterparts = {
@@ -133,8 +133,9 @@ class SharedBackend:
             text: Callable[..., Any] | None = None
             for member in self._members:
                 equal = {
-                    name for name in _modules(model) if name not in shared and self._equal(name, member, model, weights)
-                }
+                    name for name in _modules(model)
+                    if name not in shared and _equal(name, member, model, weights, self._lowerings)
+                }  # fmt: skip
                 shared |= {name: member.model.parts[name] for name in equal}
                 weights |= {part: member.weights[part] for part in weights if part in equal}
                 if text is None and {*_modules(model)} - {*weights} <= equal:
@@ -176,42 +177,12 @@ class SharedBackend:
         self._members.add(member)
         return member
 
-    def _equal(self, name: str, member: SwappedBackend, model: ImageModel, weights: Mapping[str, Weights]) -> bool:
-        """Return whether a part of another model, whose `weights` these are, is equal to a member's."""
-        own, other = member.model.parts[name], model.parts[name]
-        if _architecture(own) != _architecture(other):
-            return False
-        apart: tuple[str, ...] = ()
-        if name in weights:
-            if name == model.family.denoiser:  # it is what makes it another model
-                return False
-            held = member.weights[name]
-            present = held if held.own else Weights(self._lowerings[name].counterparts(own, without=_ENCODER).pairs)
-            if not present.equals(weights[name]):
-                return False
-            apart = _DECODER  # which the kernels read, and may be another model's now
-        tensors, others = (
-            {key: tensor for key, tensor in part.state_dict().items() if not key.startswith(apart)}
-            for part in (own, other)
-        )
-        return tensors.keys() == others.keys() and all(_same(tensors[key], others[key]) for key in tensors)
-
     def swap_in(self, part: str, weights: Weights) -> None:
         """Have the kernels of a part read these weights from the next forward on."""
         if not self.holds(part, weights):
             self._present[part] = weakref.ref(Weights())  # of no model, should a copy fail
             weights.copy_in()
             self._present[part] = weakref.ref(weights)
-
-    @torch.inference_mode()
-    def _run_all(self) -> None:
-        """Run all that has weights once, kernel by kernel, so that each layer is met. On the lane's thread."""
-        backend, model = self.backend, self.backend.model
-        timer = PhaseTimer(model, backend.costs, backend.denoiser)
-        for phase in (*STEPS, VAE):
-            run = drop_text_input(backend.denoiser, phase, backend.phases[phase])
-            timer.example(phase, 1, (model.native, model.native))(run)
-        synchronize(model.device)
 
     @torch.inference_mode()
     def offload(self, weights: Weights) -> None:
@@ -263,15 +234,12 @@ class SharedBackends:
         self._lane = lane
         self._shared: weakref.WeakSet[SharedBackend] = weakref.WeakSet()
 
-    def backend_of(self, model: ImageModel, make: Callable[[], ImageBackend]) -> ImageBackend:
-        """Return the view of another model's backend, or else what `make` builds. Raises what it raises."""
+    def backend_of(self, model: ImageModel, make: Callable[[], GraphBackend]) -> SwappedBackend:
+        """Return the view of another model's backend, or else of what `make` builds. Raises what it raises."""
         for shared in [*self._shared]:
             if (member := shared.join(model)) is not None:
                 return member
-        backend = make()
-        if not isinstance(backend, GraphBackend):
-            return backend
-        shared = SharedBackend(backend, self._lane, self._busy)
+        shared = SharedBackend(make(), self._lane, self._busy)
         self._shared.add(shared)
         return shared.first()
 
@@ -297,13 +265,15 @@ class SwappedBackend(ImageBackend):
         self.model, self.weights, self.shared_parts = model, weights, frozenset(shared_parts)
         self.denoiser, self.widths, self.graphs = self._base.denoiser, self._base.widths, self._base.graphs
         self.kernels, self.costs = self._base.kernels, self._base.costs
-        self.phases = {name: self._with_weights(name, run) for name, run in self._base.phases.items()} | {TEXT: text}
+        self.phases = {
+            name: _with_weights(shared, weights, _part(model, name), run) for name, run in self._base.phases.items()
+        } | {TEXT: text}
         self.recording = shared.recording
         self.swap_s = 0.0  # that it takes to swap the denoiser in
         self.copied_bytes = 0  # of other models, for its sake
 
     def plan(self, group: BatchGroup, rows: int, *, live: bool = False) -> ExecutionPlan:
-        plan, part = self._base.plan(group, rows, live=live), self._part(group.phase)
+        plan, part = self._base.plan(group, rows, live=live), _part(self.model, group.phase)
         if part is None or self._shared.holds(part, self.weights[part]):
             return plan
         if live:  # now, rather than within the forward, which is timed
@@ -320,21 +290,6 @@ class SwappedBackend(ImageBackend):
             return False  # text encoders are read where they are, and a VAE's encoder is a module
         (self._shared.onload if back else self._shared.offload)(self.weights[self.model.family.denoiser])
         return True
-
-    def _part(self, phase: str) -> str | None:
-        """The part that a phase runs, if its weights are swapped."""
-        return self.model.family.denoiser if phase in (*STEPS, KEYS) else "vae" if phase == VAE else None
-
-    def _with_weights(self, phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        part = self._part(phase)
-        if part is None:
-            return run
-
-        def forward(*arguments: Any, **options: Any) -> Any:
-            self._shared.swap_in(part, self.weights[part])
-            return run(*arguments, **options)
-
-        return forward
 
     def deterministic_mode(
         self, size: tuple[int, int], depth: str, decode: str, chunks: int = 1, *, controlled: bool = False
@@ -361,6 +316,59 @@ class SwappedBackend(ImageBackend):
 
     def close(self) -> None:
         self._shared.leave(self)
+
+
+def _part(model: ImageModel, phase: str) -> str | None:
+    """The part that a phase runs, if its weights are swapped."""
+    return model.family.denoiser if phase in (*STEPS, KEYS) else "vae" if phase == VAE else None
+
+
+def _with_weights(
+    shared: SharedBackend, weights: Mapping[str, Weights], part: str | None, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a phase that swaps the weights of its part in."""
+    if part is None:
+        return run
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        shared.swap_in(part, weights[part])
+        return run(*arguments, **options)
+
+    return forward
+
+
+@torch.inference_mode()
+def _run_all(backend: GraphBackend) -> None:
+    """Run all that has weights once, kernel by kernel, so that each layer is met. On the lane's thread."""
+    model = backend.model
+    timer = PhaseTimer(model, backend.costs, backend.denoiser)
+    for phase in (*STEPS, VAE):
+        run = drop_text_input(backend.denoiser, phase, backend.phases[phase])
+        timer.example(phase, 1, (model.native, model.native))(run)
+    synchronize(model.device)
+
+
+def _equal(
+    name: str, member: SwappedBackend, model: ImageModel, weights: Mapping[str, Weights],
+    lowerings: Mapping[str, CudaLowering],
+) -> bool:  # fmt: skip
+    """Return whether a part of another model, whose `weights` these are, is equal to a member's."""
+    own, other = member.model.parts[name], model.parts[name]
+    if _architecture(own) != _architecture(other):
+        return False
+    apart: tuple[str, ...] = ()
+    if name in weights:
+        if name == model.family.denoiser:  # it is what makes it another model
+            return False
+        held = member.weights[name]
+        present = held if held.own else Weights(lowerings[name].counterparts(own, without=_ENCODER).pairs)
+        if not present.equals(weights[name]):
+            return False
+        apart = _DECODER  # which the kernels read, and may be another model's now
+    tensors, others = (
+        {key: tensor for key, tensor in part.state_dict().items() if not key.startswith(apart)} for part in (own, other)
+    )
+    return tensors.keys() == others.keys() and all(_same(tensors[key], others[key]) for key in tensors)
 
 
 def _modules(model: ImageModel) -> list[str]:

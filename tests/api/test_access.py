@@ -419,7 +419,8 @@ def test_limits_are_exact_in_a_crowd(guarded: tuple[Guarded, Worker]) -> None:
     assert (len(well), codes) == (10, {"quota_exceeded": 30, "rate_limit_exceeded": 20})
     left = sorted(int(answer.headers["x-ratelimit-remaining-pictures"]) for answer in well)
     assert left == list(range(10)), "each was told where it stood"
-    assert {answer.json()["id"] for answer in well} == worker.ids() == {id for id, _ in worker.messages()}
+    assert {answer.json()["id"] for answer in well} == worker.ids()
+    assert {id for id, _ in worker.messages()} < worker.ids(), "the others are held back: their owners share the places"
 
 
 def test_what_is_refused_is_a_request_too(guarded: tuple[Guarded, Worker]) -> None:

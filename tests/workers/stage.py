@@ -288,6 +288,7 @@ class StageTextJob(NamedTuple):
 
     parameters: Mapping[str, Any]
     expand_prompt: bool = False
+    cascade: None = None
 
 
 class StageText:

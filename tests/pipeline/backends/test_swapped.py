@@ -22,7 +22,6 @@ from pipeline.backends.backend import ImageBackend, Widths
 from pipeline.backends.graphs import GraphBackend
 from pipeline.backends.phases import TEXT, VAE
 from pipeline.backends.swapped import SharedBackends, SwappedBackend
-from pipeline.backends.torch_backend import TorchBackend
 from pipeline.extensions.asset_cache import ReadFile
 from pipeline.families.family import ImageModel
 from pipeline.memory_ledger import RequestCapacity
@@ -204,8 +203,6 @@ def test_another_architecture_has_a_backend_of_its_own() -> None:
     another = model(OTHER_SHAPE)
     other = shared.backend_of(another, lambda: GraphBackend(another, WIDTHS, recorder=Tape()))
     assert isinstance(other, SwappedBackend) and other.graphs is not own.graphs
-    plain = TorchBackend(model("v-prediction"), WIDTHS)
-    assert shared.backend_of(plain.model, lambda: plain) is plain
     lane.close()
 
 
