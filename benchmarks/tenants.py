@@ -2,7 +2,9 @@
 
 Runs `diptych serve` with two keys. The measured tenant keeps `--clients` requests in flight and draws `--pictures` in
 each phase: alone; beside a peer, a second tenant that does the same; beside that tenant's flood, while `--jobs` of its
-jobs wait in the queue; and alone again. Two tenants have half of the device each, so the peer is what sharing costs.
+jobs wait in the queue; and alone again. Two tenants have half of the device each, so the peer is what sharing costs
+whom one half does not suffice. With `--load` the measured tenant pauses after each picture, so that alone it keeps the
+device busy for that share of the time.
 `--device cpu --tiny` rehearses it.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import sys
 import tempfile
 import time
@@ -20,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fleet import PLANS
 from benchmarks.flood import Connection, key_known
 from benchmarks.harness import command, provenance, record, service
 from benchmarks.harness.record import BenchError
@@ -39,6 +43,7 @@ _LIMITS: dict[str, Any] = {"rate": "1000000/minute", "queued": "100%"}  # never 
 _CONNECTIONS = 16
 _PROMPT = "a small red boat on a lake"
 _WARM = 64  # of the second tenant's jobs, so that wide batches are compiled or recorded
+_WARM_PICTURES = 4  # of each client of the measured tenant
 _DRAIN_S = 600.0
 _LOOK_S = 0.2
 
@@ -71,8 +76,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for phase, measured in phases.items()
     }  # fmt: skip
     result: dict[str, Any] = {
-        "model": Path(options.model).name, "precision": options.precision, "steps": options.steps, "jobs": options.jobs,
-        "clients": options.clients, **figures, "waiting_at_end": phases["flood"].waiting,
+        "model": Path(options.model).name, "precision": options.precision, "steps": options.steps,
+        "plan": options.plan, "jobs": options.jobs,
+        "clients": options.clients, "load": options.load, **figures, "waiting_at_end": phases["flood"].waiting,
         **{
             f"{phase}_p{q}_ratio": round(figures[phase][f"p{q}_s"] / figures["alone"][f"p{q}_s"], 3)
             for phase in ("peer", "flood") for q in (50, 99)
@@ -99,6 +105,7 @@ class _Tenants:
         self._tokens = tokens
         self._options = options
         self._seed = 0
+        self._pause_s = 0.0
 
     async def measure(self, serve: ChildProcess) -> dict[str, _Phase]:
         """Raises `BenchError`."""
@@ -108,7 +115,9 @@ class _Tenants:
             await self._submit(_WARM)
             await self._drained()
             await settled(serve)
-            await self._draw(client, self._options.clients, _Phase())
+            warm = _Phase()
+            await self._draw(client, _WARM_PICTURES * self._options.clients, warm)
+            self._pause_s = percentile(warm.seconds, 50) * (1 / self._options.load - 1)
             for phase in PHASES:
                 record.progress(phase)
                 async with self._beside(phase, other):
@@ -160,6 +169,7 @@ class _Tenants:
                 job = self._store.get(response.json()["job_id"])
                 if job is not None and job.started is not None:
                     phase.to_claim.append(job.started - job.created)
+                await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._options.clients):
@@ -185,7 +195,8 @@ class _Tenants:
 
     def _body(self) -> dict[str, Any]:
         self._seed += 1
-        return {"prompt": f"{self._seed}: {_PROMPT}", "seed": self._seed, "steps": self._options.steps}
+        fields = PLANS[self._options.plan] if self._options.plan else {"steps": self._options.steps}
+        return {"prompt": f"{self._seed}: {_PROMPT}", "seed": self._seed, **fields}
 
     async def _drained(self) -> None:
         """Wait until nothing waits or runs."""
@@ -198,17 +209,25 @@ class _Tenants:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("tenants", __doc__)
-    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="default: the embedded one")
+    parser.add_argument(
+        "--model", default=str(EMBEDDED_MODEL), help="default: the embedded one; `sdxl` is a seeded SDXL"
+    )
     parser.add_argument("--precision", default="auto", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=20, help="of a picture; default: %(default)s")
     parser.add_argument("--jobs", type=int, default=10_000, help="of the flood; default: %(default)s")
     parser.add_argument("--pictures", type=int, default=100, help="in each phase; default: %(default)s")
     parser.add_argument("--clients", type=int, default=1, help="of the measured tenant; default: %(default)s")
+    parser.add_argument(
+        "--plan", choices=PLANS, help="fields of a request as benchmarks.fleet has them, in place of --steps"
+    )
+    parser.add_argument("--load", type=float, default=1.0, help="of the measured tenant, alone; default: %(default)s")
     parser.add_argument("--name", default="tenants", help="of the file of results; default: %(default)s")
     options = parser.parse_args(arguments)
     for name in ("jobs", "pictures", "clients", "steps"):
         if getattr(options, name) < 1:
             raise SystemExit(f"--{name}: must be at least 1")
+    if not 0 < options.load <= 1:
+        raise SystemExit("--load: must be above 0 and at most 1")
     if options.tiny:
         options.model, options.precision = tiny.TINY, "fp32"
     result = run(options)

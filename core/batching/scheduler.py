@@ -25,7 +25,8 @@ The policy, in the order in which it is applied:
   With cost(k) flat this is as wide as can be; with cost linear in rows it is 1; and as the queue grows it
   tends to the k of the highest throughput. Where requests stream (PreemptibleRunner) all go together that the
   runner's pace has time for: the others would fall silent. And while they do, no other batch of more than one
-  request takes longer than the pace leaves over.
+  request takes longer than the pace leaves over. While a tenant that is owed time is expected back, a batch is the
+  narrowest with nearly the throughput of that: whoever comes waits for it to end.
 * Second place (`depth` 2). A batch queues behind a running one only if it would not do better to join it at the
   next iteration, and never behind one of more urgent priorities: those would wait for it at every step.
 * Admission. In the order of shares and urgency, until something that all requests share has no room. A request that

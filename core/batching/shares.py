@@ -2,8 +2,10 @@
 
 With one tenant the order of requests is unchanged. A tenant has up to two accounts, one for each class of its requests.
 An account is charged seconds of the device, by the cost curves, and the account that was charged the least goes next.
-An account that begins to run starts no lower than virtual time, at which all live accounts would stand had each been
-charged the same: unused time is not saved up, and used time is not forgotten by leaving and coming back.
+An account that begins to run starts no lower than `_BURST_S` below virtual time, at which all live accounts would stand
+had each been charged the same: so much unused time is saved up (as in borrowed-virtual-time scheduling, Duda and
+Cheriton, 1999), so that a tenant that takes less than its share has the device at once when it comes back. Used time is
+not forgotten by leaving. While such a tenant is away, others' batches are no wider than throughput needs (`expects`).
 
 A priority orders the requests of one tenant only, and never puts one before another tenant's. Requests of a higher
 number than the default (`PRIORITY`) are deferrable: their account comes after all accounts of the first class, until a
@@ -19,6 +21,8 @@ from contract.bounds import PRIORITY
 from core.batching.request import Request
 from core.batching.runner import PreemptibleRunner, Runner
 
+_BURST_S = 2.0  # several pictures on a GPU, and the longest that others then wait
+_AWAY_S = 60.0  # of virtual time; whoever is away for longer is not expected
 _BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
 
 Account = tuple[str, bool]
@@ -37,7 +41,8 @@ class _Device:
         self.virtual = [0.0, 0.0]
 
     def lift(self, account: Account) -> None:
-        self.charged[account] = max(self.charged.get(account, 0.0), self.virtual[account[1]])
+        virtual = self.virtual[account[1]]
+        self.charged[account] = max(self.charged.get(account, virtual), virtual - _BURST_S)
 
 
 def account(request: Request) -> Account:
@@ -98,15 +103,25 @@ class Shares:
         joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != key[0]]
         total_cost = sum(cost for _, cost in joined)
         alone_s = runner.cost(group, rows - total_cost) if joined else seconds
-        device.virtual[key[1]] = max(
-            device.virtual[key[1]] + seconds / sum(other[1] == key[1] for other in device.live),
-            min(device.charged[other] for other in device.running if other[1] == key[1]),
-        )
+        running = [other for other in device.running if other[1] == key[1]]
+        least_s = min(device.charged[other] for other in running)
         if seconds <= _BESIDE * alone_s:
             alone_s = seconds
         device.charged[key] += alone_s
         for other, cost in joined:
             device.charged[other] += (seconds - alone_s) * cost / total_cost
+        # What an account with credit is charged puts nobody behind: virtual time passes none of those that run.
+        fluid_s = device.virtual[key[1]] + seconds / sum(other[1] == key[1] for other in device.live)
+        most_s = max(device.charged[other] for other in running)
+        device.virtual[key[1]] = max(device.virtual[key[1]], min(fluid_s, most_s), least_s)
+
+    def expects(self, modality: str, tenant: Hashable) -> bool:
+        """Return whether another tenant that is owed time of the device has left it a short while ago."""
+        device = self._devices[modality]
+        return any(
+            0 < device.virtual[other[1]] - charged_s <= _AWAY_S and other[0] != tenant and other not in device.live
+            for other, charged_s in device.charged.items()
+        )
 
     # -- who goes first --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.batching.request import Request, State
 from core.batching.scheduler import Scheduler
-from core.batching.shares import Shares, account
+from core.batching.shares import _AWAY_S, _BURST_S, Shares, account
 from tests.core.batching.fake import Ask, Clock, Cost, Drive, FakeRunner, affine, flat, linear
 from tests.core.batching.fake import drive as fake_drive
 from tests.core.batching.test_preemption import Growing, text, tick
@@ -217,6 +217,64 @@ def test_from_when_two_tenants_run_neither_gets_ahead_of_the_other(
         x, y = (rows(tenant) - before[tenant] for tenant in "xy")
         assert abs(x - y) <= 4 * limit + 2
     assert x + y >= 20
+
+
+def visits(drive: Drive, step_s: float, pauses: list[float]) -> list[float]:
+    """Seconds that each request of a tenant takes that pauses so long before each, beside another's flood."""
+    for k in range(24):
+        drive.add(f"f{k}", dataclasses.replace(LONG, steps=100_000), tenant="flood")
+    seconds = []
+    for k, pause_s in enumerate(pauses):
+        drive.run(until=drive.clock.now + pause_s)
+        came = drive.clock.now
+        drive.add(f"v{k}", Ask(steps=20, encode=False, vae=False), tenant="visitor")
+        while drive.asked[f"v{k}"].state is not State.DONE:
+            drive.fill()
+            assert drive.forward()
+        seconds.append(drive.clock.now - came)
+    return seconds
+
+
+NEAR_LINEAR = affine(0.003, 0.008)  # of an SDXL step on an H200, in seconds
+ALONE_S = 20 * NEAR_LINEAR(1)
+
+
+@settings(FIXED, max_examples=20)
+@given(pauses=st.lists(st.floats(2 * ALONE_S, 5.0), min_size=2, max_size=5))
+def test_who_takes_less_than_a_share_hardly_waits_for_a_flood(pauses: list[float]) -> None:
+    """From its second request on: it is known by then, is owed time, and is expected."""
+    drive, _ = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
+    assert max(visits(drive, NEAR_LINEAR(1), pauses)[1:]) <= 1.3 * ALONE_S
+
+
+@settings(FIXED, max_examples=20)
+@given(away_s=st.floats(0.0, 20.0), limit=st.sampled_from([1, 4, 16]), curve=st.sampled_from([NEAR_LINEAR, flat(0.1)]))
+def test_no_more_than_a_burst_is_saved_up(away_s: float, limit: int, curve: Cost) -> None:
+    drive, _ = fake_drive(slots=64, limit=limit, costs={"": curve})
+    for tenant in ("stays", "returns"):
+        drive.add(tenant, Ask(steps=3, encode=False, vae=False, size=tenant), tenant=tenant)
+    for k in range(20):
+        drive.add(f"s{k}", dataclasses.replace(LONG, size="stays"), tenant="stays")
+    drive.run(until=drive.clock.now + away_s)
+    for k in range(20):
+        drive.add(f"r{k}", dataclasses.replace(LONG, size="returns"), tenant="returns")
+    charged = drive.scheduler._admission.shares._devices["image"].charged
+    back = dict(charged)
+    while drive.clock.now < away_s + 8.0:
+        drive.fill()
+        assert drive.forward()
+        ahead = (charged["returns", False] - back["returns", False]) - (charged["stays", False] - back["stays", False])
+        assert -2 * curve(limit) <= ahead <= _BURST_S + 2 * curve(limit)
+
+
+def test_batches_are_narrow_only_while_a_tenant_is_expected() -> None:
+    drive, runner = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
+    visits(drive, NEAR_LINEAR(1), [1.0])
+    came = drive.clock.now
+    drive.run(until=came + _AWAY_S + 2 * NEAR_LINEAR(16))
+    rows = [(launch.at - came, launch.rows) for launch in runner.log if launch.at > came + 0.1]
+    assert max(row_count for at, row_count in rows if at < _AWAY_S - 1) <= 4
+    assert rows[-1][1] >= 8
 
 
 @pytest.mark.parametrize("depth", [1, 2])
