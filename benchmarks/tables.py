@@ -194,6 +194,13 @@ def control(file: str) -> Table:
     return Table((file,), columns, lambda result: [result], note)
 
 
+def _marks(result: Result) -> Rows:
+    for form, kinds in result["formats"].items():
+        for kind, figures in kinds.items():
+            extra = {f"more_{key}": figures[key] - kinds["off"][key] for key in ("ms", "bytes")}
+            yield {"format": form.upper(), "marks": kind, **figures, **extra}
+
+
 # -- the simulator -----------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +299,10 @@ TABLES = {
         "maximum {healthz_worst_ms:.0f} ms. Resident memory of the API: {rss_mib[0]:.0f} MiB at the start, "
         "{rss_mib[1]:.0f} MiB at the end."),
     "control": control("control"),
+    "marks": Table(("marks",), (
+        ("format", "{format}"), ("`DIPTYCH_PROVENANCE`", "`{marks}`"), ("ms", "{ms:.1f}"), ("more", "{more_ms:.1f}"),
+        ("bytes", "{bytes:,}"), ("more", "{more_bytes:,}")), _marks,
+        "Medians of {pictures} pictures of {side}²; all {valid} signed files are valid to C2PA's library."),
     "planning-h200": Table(("simulate-h200", "simulate-h200-deepcache"), _BY_LOAD, _simulated),
     "planning-cpu": Table(("simulate-cpu", "simulate-cpu-auto"), _BY_LOAD, _simulated),
     "planning-mixed": Table(("simulate-h200-mixed", "simulate-h200-bursts"), _BY_LOAD, _simulated),

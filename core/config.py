@@ -156,6 +156,13 @@ class Settings(BaseSettings):
     image_metadata: bool = Field(
         default=True, description="prompt, parameters and fingerprint in each picture's file; off: none of them"
     )
+    provenance: Literal["off", "c2pa", "c2pa+watermark"] = Field(
+        default="off", description="marks each picture's file as generated: signed content credentials, a watermark"
+    )
+    provenance_certificate: Path | None = Field(
+        default=None, description="PEM file of the certificates that sign; empty: self-signed, made in the data folder"
+    )
+    provenance_key: Path | None = Field(default=None, description="PEM file of the certificate's P-256 key")
     max_requests: int = Field(default=32, ge=1, le=4096, description="pictures in the making at once")
     max_rows: int = Field(
         default=32, ge=2, le=1024, description="rows of one UNet forward; guidance brings two a picture"

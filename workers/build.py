@@ -34,6 +34,8 @@ from pipeline.extensions.extension import Extension
 from pipeline.extensions.registry import KINDS
 from pipeline.memory_ledger import RequestCapacity
 from pipeline.model_pool import ModelPool, weight_bytes
+from pipeline.pixels import provenance
+from pipeline.pixels.provenance import Provenance
 from pipeline.runner import ImageRunner
 from workers import backends, text_encoder, variants
 from workers.checker import Checker
@@ -67,6 +69,7 @@ class Runtime:
     texts: TextRunner | None = None
     text_lane: Lane | None = None  # if separate from the images' lane
     checker: Checker | None = None
+    provenance: Provenance | None = None
     decisions: tuple[KernelChoice, ...] = ()  # which kernels run, and why
     depth: DepthEstimator | None = None
     pool: ModelPool | None = None  # the images' and those of other models, if there are several
@@ -319,6 +322,7 @@ def build(
     """
     backends.check(settings)
     checker = load_checker(settings.checker)
+    marks = provenance.of(settings)
     lane = lane or Lane("device")
     llm_lane = text_lane(settings) if text else None
     texts = text_runner(settings, llm_lane or lane, say) if text else None
@@ -340,7 +344,7 @@ def build(
     engine = Engine(runners, starvation_s=settings.starvation_s, on_tick=on_tick)
     if pool is not None:
         pool.retry_admission = engine.retry_admission
-    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, decisions, depth, pool, gate)
+    return Runtime(settings, engine, images, lane, texts, llm_lane, checker, marks, decisions, depth, pool, gate)
 
 
 def image_runner(

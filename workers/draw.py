@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
+    from pipeline.pixels.provenance import Provenance
     from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
 
@@ -90,7 +91,7 @@ def draw(
                     break
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    files.submit(_write, future, pending.pop(future), console, written).result()
+                    files.submit(_write, future, pending.pop(future), runtime.provenance, console, written).result()
                     progress.advance(pictures)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
@@ -105,12 +106,14 @@ def draw(
     return 0 if len(written) == total else 1
 
 
-def _write(future: Future[Any], path: Path, console: Console, written: list[Path]) -> None:
+def _write(
+    future: Future[Any], path: Path, provenance: Provenance | None, console: Console, written: list[Path]
+) -> None:
     """Write a finished image, count it, and print its notes. Raises OSError."""
     failure = future.exception()
     if failure is None:
         picture = future.result()
-        picture.write(path)
+        picture.write(path, provenance)
         written.append(path)
         notes, style = picture.warnings, "yellow"
     else:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.pixels.picture import Picture
+    from pipeline.pixels.provenance import Provenance
 
 _BEST = 100
 _JPEG_EXIF = 65_533  # bytes of a segment
@@ -39,25 +40,32 @@ class ImageFormat:
         return MEDIA_TYPES[self.name]
 
 
-def encode(picture: Picture, image_format: ImageFormat, *, metadata: bool = True) -> bytes:
+def encode(
+    picture: Picture, image_format: ImageFormat, *, metadata: bool = True, provenance: Provenance | None = None
+) -> bytes:
     """Encode the image file. Requested previews do not change a bit of it.
 
     `metadata`: with what a PNG holds in text chunks. In WebP and JPEG EXIF's UserComment is the infotext, as
     AUTOMATIC1111's web UI has it, and MakerNote has `parameters` and `fingerprint` as JSON in UTF-8; of long prompts
-    a JPEG holds as much of the two as fits.
+    a JPEG holds as much of the two as fits. `provenance` marks it as generated, whatever `metadata` says.
     """
     picture = dataclasses.replace(picture, parameters=dataclasses.replace(picture.parameters, preview_every=0))
     if image_format.name == "png":
-        return picture.png(metadata=metadata)
+        return picture.png(metadata=metadata, provenance=provenance)
     from pipeline.pixels.files import encoded
+    from pipeline.pixels.provenance import xmp
 
     limit = _JPEG_EXIF if image_format.name == "jpeg" else None
-    exif = _exif(picture, limit) if metadata else b""
+    image, options = picture.image, {"exif": _exif(picture, limit) if metadata else b""}
+    if provenance is not None:
+        image, options["xmp"] = provenance.watermarked(image), xmp(picture.source_type).encode()
     if image_format.name == "webp":
         lossless = image_format.quality == _BEST
-        return encoded(picture.image, "WEBP", lossless=lossless, quality=image_format.quality, exif=exif)
-    # No chroma subsampling: these images are small, and full of edges between colours.
-    return encoded(picture.image, "JPEG", quality=max(1, image_format.quality), subsampling=0, exif=exif)
+        data = encoded(image, "WEBP", lossless=lossless, quality=image_format.quality, **options)
+    else:
+        # No chroma subsampling: these images are small, and full of edges between colours.
+        data = encoded(image, "JPEG", quality=max(1, image_format.quality), subsampling=0, **options)
+    return data if provenance is None else provenance.signed(data, image_format.media_type, picture.source_type)
 
 
 def _exif(picture: Picture, limit: int | None) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from contract import plan as plans
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
     from pipeline.extensions.depth import DepthEstimator
     from pipeline.pixels.picture import Picture
+    from pipeline.pixels.provenance import Provenance
     from pipeline.runner import ImageRunner
     from workers.gate import Gate
     from workers.stream_buffer import StreamBuffer
@@ -122,6 +124,7 @@ class ImageJobHandler:
         *,
         depth: DepthEstimator | None = None,
         metadata: bool = True,
+        provenance: Provenance | None = None,
         resident: Callable[[], ImageRunner | None] | None = None,
         load_s: Callable[[], float] = lambda: 0.0,
         cascades: Callable[[], Gates] = dict,
@@ -131,9 +134,9 @@ class ImageJobHandler:
         are rejected.
 
         `checker` may reject images; with one, nothing is shown before it has run. `decisions` say which kernels run.
-        `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `resident` returns the
-        runner while it is in memory; without it, it always is. `load_s` returns how long it took to load. `cascades`
-        returns the models that may draw first, whose drafts `gate` scores.
+        `depth` makes depth maps for controls. `metadata`: whether files tell how they were made. `provenance` marks
+        them as generated. `resident` returns the runner while it is in memory; without it, it always is. `load_s`
+        returns how long it took to load. `cascades` returns the models that may draw first, whose drafts `gate` scores.
         """
         self._resident = resident or (lambda: runner)
         self._evictable = resident is not None
@@ -144,7 +147,7 @@ class ImageJobHandler:
         self._decisions = decisions
         self._plan = plan
         self._depth = depth
-        self._metadata = metadata
+        self._encode = partial(encode, metadata=metadata, provenance=provenance)
         self._cascades = cascades
         self.gate = gate
         self.name, self.digest = runner.model.name, runner.model.digest
@@ -205,7 +208,7 @@ class ImageJobHandler:
     ) -> dict[str, Any]:
         check(self._checker, outputs)
         form = ImageFormat(job.output_format, job.output_compression)
-        images = [_kept(picture, form, artifact_writer, self._metadata) for picture in outputs]
+        images = [_kept(picture, form, self._encode(picture, form), artifact_writer) for picture in outputs]
         return {"images": images, "deepcache": plans.to_field(outputs[0].parameters.deepcache)}
 
 
@@ -224,8 +227,7 @@ def pictures(
     return replace(job, picture=sources.read(job.picture, fetch, depth)).pictures(deepcache)
 
 
-def _kept(picture: Picture, form: ImageFormat, artifact_writer: ArtifactWriter, metadata: bool) -> dict[str, Any]:
-    data = encode(picture, form, metadata=metadata)
+def _kept(picture: Picture, form: ImageFormat, data: bytes, artifact_writer: ArtifactWriter) -> dict[str, Any]:
     return {
         "key": artifact_writer.put(data, form.media_type),
         "seed": picture.parameters.seed,

@@ -116,7 +116,8 @@ def _image_handler(
 
     return ImageJobHandler(
         runner, plan.parse(settings.deepcache), fetch, runtime.checker, decisions, plan_name, depth=runtime.depth,
-        metadata=settings.image_metadata, resident=None if pool is None else partial(pool.resident, name),
+        metadata=settings.image_metadata, provenance=runtime.provenance,
+        resident=None if pool is None else partial(pool.resident, name),
         load_s=(lambda: 0.0) if pool is None else partial(pool.load_s, name), cascades=cascades, gate=runtime.gate,
     )  # fmt: skip
 

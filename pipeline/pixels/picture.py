@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from contract.image import ImageParameters
 from pipeline.pixels import files
 from pipeline.pixels.infotext import infotext
+from pipeline.pixels.provenance import EDITED, GENERATED, Provenance, xmp
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,9 +40,14 @@ class Picture:
         """Return its parameters as AUTOMATIC1111's web UI writes them."""
         return infotext(self.parameters, self.sampler, self.fingerprint)
 
-    def png(self, *, metadata: bool = True) -> bytes:
+    @property
+    def source_type(self) -> str:
+        """IPTC's digital source type."""
+        return GENERATED if self.parameters.edit is None else EDITED
+
+    def png(self, *, metadata: bool = True, provenance: Provenance | None = None) -> bytes:
         """Return the picture as PNG, with text chunks: `parameters` is its `infotext`, `diptych` the parameters as
-        JSON, and `fingerprint` the fingerprint as JSON. Without `metadata` it has none.
+        JSON, and `fingerprint` the fingerprint as JSON. Without `metadata` it has none. `provenance` marks it.
         """
         from PIL.PngImagePlugin import PngInfo
 
@@ -50,11 +56,14 @@ class Picture:
             chunks.add_text("parameters", self.infotext)  # tEXt where it is Latin-1, as their readers are used to
             chunks.add_itxt("diptych", to_json(self.parameters.to_dict()))
             chunks.add_itxt("fingerprint", to_json(self.fingerprint))
-        return files.png(self.image, chunks)
+        if provenance is None:
+            return files.png(self.image, chunks)
+        chunks.add_itxt("XML:com.adobe.xmp", xmp(self.source_type))
+        return provenance.signed(files.png(provenance.watermarked(self.image), chunks), "image/png", self.source_type)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, provenance: Provenance | None = None) -> None:
         """Write the PNG fully or not at all. Raises OSError, and then leaves nothing behind."""
-        data = self.png()
+        data = self.png(provenance=provenance)
         # Short, since `path` may have the maximum length; and random, since others may write the same image.
         partial = path.with_name(f".{secrets.token_hex(8)}.part")
         try:

@@ -213,7 +213,9 @@ def test_sources_are_digested_as_they_were_when_drawing_began(elsewhere: Path) -
 
 
 # What drawing imports of ours and what no bit depends on: who rides with whom, words for errors, log lines.
-HARMLESS = re.compile(r"core|contract|core\.(batching|config|failures|logs|threads)(\..*)?|contract\.(errors|urls)")
+HARMLESS = re.compile(
+    r"core|contract|core\.(batching|config|extras|failures|logs|threads)(\..*)?|contract\.(errors|urls)"
+)
 
 
 def test_all_that_drawing_imports_is_digested() -> None:

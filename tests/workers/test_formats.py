@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from PIL import Image
 
 from contract.errors import Invalid
 from contract.image import MEDIA_TYPES, ImageJob, ImageParameters
+from contract.picture_input import Edit
 from core.artifacts import Artifacts, key_of
+from core.config import Settings
+from pipeline.pixels import provenance
 from pipeline.pixels.picture import Picture
 from workers.artifact_writer import ArtifactWriter
 from workers.formats import ImageFormat, encode, preview
@@ -123,3 +127,22 @@ def test_the_shelf_waits_until_a_deletion_is_over() -> None:
     key = artifact_writer.put(b"data", "image/webp")
     assert asked == [key] * 3 and artifact_writer.keys == [key] == [key_of(b"data", "image/webp")]
     assert artifacts.get(key) == b"data" and key.endswith(".webp")
+
+
+@pytest.mark.parametrize("name", MEDIA_TYPES)
+@pytest.mark.parametrize("edit", [None, Edit(PIXELS.tobytes())], ids=["generated", "edited"])
+def test_every_format_is_marked_whether_or_not_it_tells_how_it_was_made(
+    name: str, edit: Edit | None, tmp_path: Path
+) -> None:
+    c2pa = pytest.importorskip("c2pa", exc_type=ImportError)
+    marks = provenance.of(Settings(provenance="c2pa", data_dir=tmp_path))
+    made = picture(edit=edit)
+    data = encode(made, ImageFormat(name), metadata=False, provenance=marks)
+    with c2pa.Reader(MEDIA_TYPES[name], io.BytesIO(data)) as reader:
+        report = json.loads(reader.json())
+    assert report["validation_state"] == "Valid"
+    assert made.source_type in json.dumps(report)
+    xmp = opened(data).info["XML:com.adobe.xmp" if name == "png" else "xmp"]
+    assert made.source_type in (xmp if isinstance(xmp, str) else xmp.decode())
+    plain = encode(made, ImageFormat(name), metadata=False)
+    assert opened(data).tobytes() == opened(plain).tobytes()
