@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def welcome(url: str, models: Sequence[ModelCard]) -> str:
     """`url` has no slash at its end. Each model is listed with its kernels, and why no faster ones run."""
     offered = "; ".join(map(_offered, models))
-    return f"Diptych serves at {url} ({offered}). Its pages: {url}/docs. A first picture:\n\n  {_first(url, models)}\n"
+    pages = f"The playground: {url}/. The API: {url}/docs."
+    return f"Diptych serves at {url} ({offered}). {pages} A first picture:\n\n  {_first(url, models)}\n"
 
 
 def _first(url: str, models: Sequence[ModelCard]) -> str:

@@ -171,9 +171,16 @@ def bars(console: Console) -> Iterator[Progress]:
     from rich.text import Text
 
     class Rate(ProgressColumn):
+        """The mean since the bar was added; by recent steps, what ends together would count as made in that moment."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._first: dict[int, float] = {}  # completed when the bar was added, which renders it
+
         def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:.2f}/s", style="progress.data.speed")
+            made = task.completed - self._first.setdefault(task.id, task.completed)
+            elapsed_s = task.finished_time or task.elapsed
+            return Text(f"{made / elapsed_s:.2f}/s" if made and elapsed_s else "", style="progress.data.speed")
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeElapsedColumn(),

@@ -191,7 +191,9 @@ class WorkerTasks:
                 span.set(genai.outcome_attributes(claim, ended))
                 if outcome in ("failed", "lost"):
                     span.fail(outcome)
-            METER.ended(claim.modality, outcome, time.monotonic() - begun)
+                took_s = time.monotonic() - begun
+                log.info("job %s of %s: %s after %.2f s", claim.id, claim.model, outcome, took_s)
+            METER.ended(claim.modality, outcome, took_s)
         finally:
             self._active_jobs.remove(work)
 

@@ -14,7 +14,7 @@ import secrets
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Provenance:
         """Return the image file with a signed manifest."""
         import c2pa
 
-        agent = {"name": "Diptych", "version": version("diptych")}
+        agent = {"name": "Diptych", "version": _version()}
         action = {"action": "c2pa.created", "digitalSourceType": source_type, "softwareAgent": agent}
         manifest = {
             "claim_generator_info": [agent],
@@ -176,6 +176,13 @@ def self_signed() -> tuple[str, str]:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return "".join(reversed(certificates)), private_key.decode()
+
+
+def _version() -> str:
+    try:
+        return version("diptych")
+    except PackageNotFoundError:  # a source checkout without installation
+        return "unknown"
 
 
 def _verified(png: bytes) -> tuple[str, list[str]]:

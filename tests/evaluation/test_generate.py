@@ -117,3 +117,16 @@ def test_a_log_is_told_how_far_it_is(tmp_path: Path, console: Console, monkeypat
         draw(writer, Counting(10), console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(f"{done} of 30 pictures" in said for done in (10, 20, 30)) and "min left" in said
+
+
+def test_the_rate_is_the_mean_of_what_was_made_here() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with generate.bars(console) as progress:
+        now = progress.get_time()
+        progress.get_time = lambda: now
+        bar = progress.add_task("pictures", total=12, completed=2)
+        now += 20.0
+        progress.advance(bar, 10)  # all end together
+        progress.refresh()
+        assert isinstance(console.file, io.StringIO)
+        assert "0.50/s" in console.file.getvalue()
