@@ -41,8 +41,7 @@ class _Device:
         self.virtual = [0.0, 0.0]
 
     def lift(self, account: Account) -> None:
-        virtual = self.virtual[account[1]]
-        self.charged[account] = max(self.charged.get(account, virtual), virtual - _BURST_S)
+        self.charged[account] = max(self.charged.get(account, 0.0), self.virtual[account[1]] - _BURST_S)
 
 
 def account(request: Request) -> Account:

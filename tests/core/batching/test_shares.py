@@ -106,8 +106,8 @@ def test_who_holds_more_places_gives_way() -> None:
     for now in range(3):
         tick(scheduler, float(now))
     scheduler.add(text("b", 2, tenant="b", priority=9), 3.0)
-    scheduler.add(text("c", 2, tenant="c"), 3.0)
-    for now in range(3, 5):  # it stands where the other stands until that has had one iteration more
+    scheduler.add(text("c", 9, tenant="c"), 3.0)
+    for now in range(3, 5):
         tick(scheduler, float(now))
     assert {"c"} <= {request.id for request in scheduler.live.values() if request.state is State.RUNNING}
 
@@ -242,9 +242,8 @@ ALONE_S = 20 * NEAR_LINEAR(1)
 @settings(FIXED, max_examples=20)
 @given(pauses=st.lists(st.floats(2 * ALONE_S, 5.0), min_size=2, max_size=5))
 def test_who_takes_less_than_a_share_hardly_waits_for_a_flood(pauses: list[float]) -> None:
-    """From its second request on: it is known by then, is owed time, and is expected."""
     drive, _ = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
-    assert max(visits(drive, NEAR_LINEAR(1), pauses)[1:]) <= 1.3 * ALONE_S
+    assert max(visits(drive, NEAR_LINEAR(1), pauses)) <= 1.4 * ALONE_S
 
 
 @settings(FIXED, max_examples=20)
