@@ -92,8 +92,12 @@ def send(
 def _secured(plain: socket.socket, host: str, bound: Deadline) -> ssl.SSLSocket:
     """A TLS socket with the certificate verified for this name. Its handshake is done."""
     secured = _tls().wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
-    secured.settimeout(bound.left_s())
-    secured.do_handshake()
+    try:
+        secured.settimeout(bound.left_s())
+        secured.do_handshake()
+    except BaseException:
+        secured.close()  # it has taken the plain socket over
+        raise
     return secured
 
 
