@@ -146,10 +146,11 @@ class PictureUploads(NamedTuple):
 
     @property
     def unmeasured(self) -> list[PictureSource]:
-        """Those whose size is unknown, and an edit's source if it may be its own mask and its alpha is unknown."""
-        open_source = self.source is not None and self.source.mask is None and self.source.image.alpha is None
-        extra = [self.source.image] if self.source is not None and open_source else []
-        return [source for source in self.sources if source.size is None or source in extra]
+        """The sources whose size is unknown, and an edit's if it has no mask and its alpha is unknown."""
+        upload = self.source
+        unknown = upload is not None and upload.mask is None and upload.image.alpha is None
+        own = upload.image if upload is not None and unknown else None
+        return [source for source in self.sources if source.size is None or source is own]
 
     def check(self) -> Self:
         """Check all of them as `Upload.check` does; return them."""

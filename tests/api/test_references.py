@@ -152,7 +152,9 @@ def test_what_is_wrong_is_refused_by_name(
 def test_what_is_larger_than_a_body_is_handed_in_as_a_file(shared: Api, worker: Worker) -> None:
     large = as_file(pixels(800, 600))
     assert len(large) > 1_100_000
-    check_error(order(shared, images=[inline(large)]), 413, code="body_too_large")
+    refused = order(shared, images=[inline(large)])
+    check_error(refused, 413, code="body_too_large")
+    assert "POST /v1/files" in refused.json()["error"]["message"]
     id = order(shared, images=[uploaded(shared, large)]).json()["id"]
     worker.work(id)
 
