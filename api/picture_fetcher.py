@@ -110,7 +110,9 @@ class PictureFetcher:
             return
         claim = _Claim(self._of_tenant.setdefault(tenant, HeldBytes(_TENANT_BYTES)), self._held)
         try:
-            read = {url: await self._fetch(tenant, source, claim) for url, source in sources.items()}
+            # Of several that fail the first is told; the others end as they claim more.
+            contents = await asyncio.gather(*(self._fetch(tenant, source, claim) for source in sources.values()))
+            read = dict(zip(sources, contents, strict=True))
 
             def with_bytes(source: PictureSource) -> PictureSource:
                 if not source.url:

@@ -127,7 +127,8 @@ class Resolver:
                 source = replace(rest.pop(0), field=field)
             else:
                 raise invalid_field(field, "must be given", "missing_required_parameter")
-            uploads.append(Upload(source, fit=getattr(entry, "fit", None) or fit))
+            # Image prompts have no fit: they keep their shape.
+            uploads.append(Upload(source, fit=getattr(entry, "fit", "stretch") or fit))
         if rest:
             raise invalid_field(file, f"is of no entry of {kind.FIELD}: each has an image of its own")
         return tuple(uploads)

@@ -193,6 +193,16 @@ def test_a_photo_of_another_shape_is_fitted(
     assert np.array_equal(control, fitted(Image.fromarray(photo[:192, :256]), (128, 128), expected))
 
 
+@pytest.mark.parametrize("field", KINDS)
+def test_a_picture_of_16_bits_is_read_as_its_twin(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
+    ramp = np.tile(np.linspace(0, 65535, 128).astype(np.uint16), (128, 1))
+    for array in (ramp, (ramp >> 8).astype(np.uint8)):
+        entry = {"model": KINDS[field][1], "image": inline(array)}
+        assert shared.client.post(DRAW, json=body(**{field: [entry]})).status_code == 200
+    (deep,), (twin,) = (handed_on(worker, claim, field) for claim in easel.seen[-2:])
+    assert np.array_equal(deep, twin) and 126 < deep.mean() < 129
+
+
 def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, worker: Worker) -> None:
     arrays = [pixels(seed=n) for n in range(4)]
     named = [{"model": "plus", "strength": 0.5, "image": inline(arrays[3])}]
