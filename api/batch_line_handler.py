@@ -75,6 +75,7 @@ class BatchLineHandler:
         def draft_for(pictures: PictureUploads) -> JobDraft[Any]:
             return admission.image_draft(fields, card, pictures, _PRIORITY)
 
+        draft_for(pictures)  # refused before anything is loaded
         return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
 
     def _card(self, name: str | None, kind: type[C]) -> C:

@@ -210,7 +210,6 @@ async def with_inputs(
     known. Raises what they raise, `ApiError` naming the field, and `ArtifactError`.
     """
     remote = any(source.url for source in pictures.sources)
-    draft_for(pictures)  # refused before anything is loaded
     if remote:
         await count()
     async with service.fetcher.fetched(tenant, pictures) as local:
