@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from api.cards import C, RegistrySnapshot
 from api.errors import ApiError, invalid_as_api_error, invalid_field
-from api.uploads import NO_PICTURES, PictureSource, PictureUploads
+from api.uploads import NO_PICTURES, PictureUploads, Upload
 from contract.bounds import PRIORITY
-from contract.card import ImageCard, ModelCard, Size, TextCard
+from contract.card import ImageCard, ModelCard, TextCard
 from contract.control import Control
 from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
+from contract.image_prompt import ImagePrompt
 from contract.image_request import ImageRequest, draft_of
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
 ImageDraft = JobDraft[ImageJob]
 
-_DISTORTION = 0.1  # the most by which a side is stretched against the other, as a logarithm
 _ENDPOINTS: dict[type[ModelCard], tuple[str, str]] = {
     ImageCard: ("an image", "/v1/images/generations"),
     TextCard: ("a text", "/v1/chat/completions"),
@@ -35,6 +36,8 @@ def image_draft(
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
     source, size, controls = pictures.source, None, pictures.inputs.get(Control.FIELD, ())
+    if pictures.further:
+        fields = _with_image_prompts(fields, pictures.further, card)
     if source is not None:
         size = source.size or (card.native, card.native)
         if source.margins is not None and fields.size is None and card.offer.offers(size):
@@ -42,9 +45,8 @@ def image_draft(
     with invalid_as_api_error():
         size_hint = controls[0].size if controls else None
         job = fields.complete(card.offer, size, masked=source is not None and source.masked, hint=size_hint)
-    if pictures.measured:
-        for control in controls:
-            _check_shape(control.image, job.picture.size)
+    for upload in (*controls, *([] if source is None else [source])):
+        upload.check_fit(job.picture.size)
     return JobDraft(
         id=new_id(),
         modality="image",
@@ -56,13 +58,20 @@ def image_draft(
     )
 
 
-def _check_shape(control: PictureSource, size: Size) -> None:
-    """Raise `ApiError` (400) for a control's picture of another shape than the job's, which resizing would distort."""
-    assert control.size is not None
-    (width, height), (w, h) = control.size, size
-    if abs(math.log(width * h / height / w)) > _DISTORTION:
-        words = f"is {width}x{height}, and the picture {w}x{h}: give one of that shape, or another size"
-        raise invalid_field(control.field, words, "mismatched_size")
+def _with_image_prompts(fields: ImageRequest, further: Sequence[Upload], card: ImageCard) -> ImageRequest:
+    """The request with the further images of an edit as image prompts, read by the first of the model's IP-Adapters.
+
+    Raises `ApiError` (400) naming the images where the model has none, or not room for all.
+    """
+    field, own, count = further[0].image.field, list(fields.image_prompts or ()), len(further)
+    if not card.image_prompts:
+        words = f"must be one: this model draws from one, and has no image_prompts (IP-Adapters) to read {count} more"
+        raise invalid_field(field, words, "too_many_images")
+    if count + len(own) > ImagePrompt.MOST:
+        room = 1 + ImagePrompt.MOST - len(own)
+        raise invalid_field(field, f"must be at most {room}: one to begin with, and image prompts", "too_many_images")
+    more = [ImagePrompt(model=card.image_prompts[0])] * count
+    return fields.model_copy(update={ImagePrompt.FIELD: [*own, *more]})
 
 
 def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:

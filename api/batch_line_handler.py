@@ -17,6 +17,7 @@ from api.images import generated
 from api.inline_images import Inline, InlineDocument, verified_size
 from api.presentation import results
 from api.service import Service
+from api.uploads import PictureUploads
 from contract.card import ImageCard, TextCard
 from contract.image_request import ImageRequest
 from core.artifacts import ArtifactError
@@ -70,10 +71,12 @@ class BatchLineHandler:
         """Build the draft as `_picture` does, on the event loop, in the owner's turns."""
         service = self._service
         pictures = await service.call(references.Resolver(service, owner).uploads, fields)
-        admission.image_draft(fields, card, pictures)  # refused before anything is loaded
-        pictures = await service.pictures.measured(owner, pictures)
-        draft = admission.image_draft(fields, card, pictures, _PRIORITY)
-        return await submission.store_inputs(service, owner, draft, pictures)
+
+        def draft_for(pictures: PictureUploads) -> JobDraft[Any]:
+            return admission.image_draft(fields, card, pictures, _PRIORITY)
+
+        draft_for(pictures)  # refused before anything is loaded
+        return await submission.with_inputs(service, owner, draft_for, pictures, _nothing, _nothing)
 
     def _card(self, name: str | None, kind: type[C]) -> C:
         now = self._service.cards.now
@@ -113,6 +116,10 @@ class BatchLineHandler:
                 verified_size(self._service, key)
                 image["b64_json"] = Inline(key)
                 del image["url"]
+
+
+async def _nothing(*_: object) -> None:
+    """Lines have no deadline, and were counted when their batch was created."""
 
 
 def refusal(error: ApiError, id: str | None) -> Result:

@@ -243,4 +243,9 @@ def _too_deep() -> ApiError:
 
 def too_large(max_bytes: int = MAX_BYTES) -> ApiError:
     """A 413."""
-    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+    hint = (
+        " Send pictures as files (multipart/form-data to /v1/images/edits, or POST /v1/files), or by https:// URL."
+        if max_bytes == MAX_BYTES
+        else ""
+    )
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.{hint}", code="body_too_large")

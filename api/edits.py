@@ -30,7 +30,7 @@ router = APIRouter(tags=["images"])
 _ENVELOPE = 2 * 2**20  # of a form around its files
 _FILES = ("image", "mask")
 _LISTS = ("image[]", *(f"{name}[]" for name in FORM_FILES))  # as clients send lists
-_MOST = len(_FILES) + sum(kind.MOST for kind in FORM_FILES.values())
+_MOST = schemas.MAX_PICTURES + 1 + sum(kind.MOST for kind in FORM_FILES.values())
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _FILE = {"type": "string", "format": "binary"}
 
@@ -43,7 +43,10 @@ _FILE = {"type": "string", "format": "binary"}
     openapi_extra=schemas.document(
         EditRequest, schemas.EditBody,
         form={
-            "image": {**_FILE, "description": "PNG, JPEG or WebP"},
+            "image": {
+                "oneOf": [_FILE, {"type": "array", "items": _FILE, "maxItems": schemas.MAX_PICTURES}],
+                "description": "PNG, JPEG or WebP: the picture to begin with; further ones are image prompts",
+            },
             "mask": {**_FILE, "description": "of the same size: what is transparent in it is drawn anew"},
         } | {
             name: {"type": "array", "items": _FILE, "description": f"of {kind.FIELD} without an image, in order"}
@@ -77,12 +80,10 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
     """Texts by name, and the files. Raises `ApiError` (400, 413) for duplicates, and for the wrong kind."""
     texts: dict[str, str] = {}
     files: dict[str, PictureSource] = {}
-    several: dict[str, list[PictureSource]] = {name: [] for name in FORM_FILES}
+    several: dict[str, list[PictureSource]] = {name: [] for name in ("image", *FORM_FILES)}
     for part, value in parts.multi_items():
         name = part.removesuffix("[]") if part in _LISTS else part
         if name in texts or name in files:
-            if name == "image":
-                raise invalid_field(name, "only one image can be edited at a time")
             raise invalid_field(
                 body.plain(name), "appears twice" if body.plain(name) else "A field appears twice.", "repeated_field"
             )
@@ -98,7 +99,10 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
             raise invalid_field(name, "must be a file", "invalid_type")
         else:
             texts[name] = value
-    return texts, GivenPictures(files.get("image"), files.get("mask"), several)
+    images = several.pop("image")
+    if len(images) > schemas.MAX_PICTURES:
+        raise invalid_field("image", f"must be at most {schemas.MAX_PICTURES} files, not {len(images)}")
+    return texts, GivenPictures(images[0] if images else None, files.get("mask"), several, images[1:])
 
 
 def _numbers(text: str, *, integers: bool) -> list[Any] | None:

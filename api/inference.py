@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, references, schemas, stored_bytes, submission, uploads
+from api import body, images, picture_urls, schemas, stored_bytes, submission, uploads
 from api.access import BEARER, identify
 from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
@@ -182,7 +182,7 @@ def _decode(inputs: bytes, file: IO[bytes]) -> int:
     if 0 <= inputs.find(b"=") < len(inputs) - 2:
         raise invalid_field("inputs", message)
     pieces = (inputs[at : at + _PIECE] for at in range(0, len(inputs), _PIECE))
-    return sum(file.write(references.decoded("inputs", message, piece)) for piece in pieces)
+    return sum(file.write(picture_urls.decoded("inputs", message, piece)) for piece in pieces)
 
 
 def _split(inference: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:

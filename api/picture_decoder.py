@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from api.errors import ApiError, invalid_field
 from api.fair_limiter import FairLimiter
 from api.process_pool import CallCrashed, CallFailed, CallRefused, CallTimeout, ProcessPool
-from api.uploads import PictureSource, PictureUploads
+from api.uploads import PictureSource, PictureUploads, Upload
 from contract.card import Size
 from contract.image_request import Margins
 
@@ -38,10 +38,11 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PictureInfo:
-    """The content of a picture's header: its size after orientation, and its media type."""
+    """The content of a picture's header: its size after orientation, its media type, whether it may be transparent."""
 
     size: Size
     media_type: str
+    alpha: bool
 
 
 class PictureDecoder:
@@ -91,43 +92,48 @@ class PictureDecoder:
         """Check the picture's structure and header. Nothing is decoded."""
         source.check_bytes()
         info, _ = await self._call(tenant, source.size_bytes, "measure", None, source)
-        return PictureInfo((info["width"], info["height"]), info["media_type"])
+        return PictureInfo((info["width"], info["height"]), info["media_type"], info["alpha"])
 
     async def measured(self, tenant: str, uploads: PictureUploads) -> PictureUploads:
-        """The pictures with the sizes that were unknown, checked. Equal sources are measured once."""
-        sizes: dict[str | int, Size] = {}
-        for source in uploads.sources:
-            if source.size is None and source.identity not in sizes:
-                sizes[source.identity] = (await self.measure(tenant, source)).size
-        if not sizes:
+        """The pictures with what was unknown of them, checked. Equal sources are measured once."""
+        infos: dict[str | int, PictureInfo] = {}
+        for source in uploads.unmeasured:
+            if source.identity not in infos:
+                infos[source.identity] = await self.measure(tenant, source)
+
+        def with_info(source: PictureSource) -> PictureSource:
+            info = infos.get(source.identity)
+            return source if info is None else replace(source, size=info.size, alpha=info.alpha)
+
+        return uploads.map(with_info).check() if infos else uploads
+
+    async def decided(self, tenant: str, uploads: PictureUploads, *, soft: bool) -> PictureUploads:
+        """The pictures, of which an edit's source is its own mask if it has transparent pixels and there is none."""
+        upload = uploads.source
+        if upload is None or not upload.undecided:
             return uploads
-        return uploads.map(lambda source: replace(source, size=source.size or sizes[source.identity])).check()
+        cost = _cost(upload.image, upload.image.size or (1, 1))
+        hole, _ = await self._call(tenant, cost, "find_hole", {"soft": soft}, upload.image)
+        image = replace(upload.image, alpha=hole)
+        return uploads._replace(source=replace(upload, image=image, mask=image if hole else None))
 
-    async def fit_picture(self, tenant: str, source: PictureSource, margins: Margins | None, size: Size) -> bytes:
-        """The picture in RGB as PNG, its transparent parts white, with its margins, resized to `size` with the Lanczos
-        filter.
+    async def fit_picture(self, tenant: str, upload: Upload, size: Size) -> bytes:
+        """The picture in RGB as PNG, its transparent parts white, with its margins, brought to `size` by its `fit` with
+        the Lanczos filter.
         """
-        arguments = {"margins": _sides(margins), "size": size}
-        return await self._fit(tenant, "fit_picture", arguments, source, source, size)
+        arguments = {"margins": _sides(upload.margins), "size": size, "fit": upload.fit}
+        cost = _cost(upload.image, upload.image.size or size)
+        return (await self._call(tenant, cost, "fit_picture", arguments, upload.image))[1][0]
 
-    async def fit_mask(
-        self, tenant: str, image: PictureSource, mask: PictureSource | None, margins: Margins | None, size: Size, *,
-        soft: bool,
-    ) -> bytes:  # fmt: skip
-        """The mask in L as PNG, 255 where it is repainted: where `mask` is transparent, and in the margins of `image`.
+    async def fit_mask(self, tenant: str, upload: Upload, size: Size, *, soft: bool) -> bytes:
+        """The mask in L as PNG, 255 where it is repainted: where the mask is transparent, and in the margins.
 
         Of a `soft` mask the values between 0 and 255 are kept: its transparency.
         """
-        arguments = {"margins": _sides(margins), "size": size, "soft": soft, "own_size": image.size}
-        return await self._fit(tenant, "fit_mask", arguments, mask, image, size)
-
-    async def _fit(
-        self, tenant: str, function: str, arguments: Any, source: PictureSource | None, sized: PictureSource, size: Size
-    ) -> bytes:
-        """Call a function whose answer is one picture; `sized` has the pixels that it works on."""
-        width, height = sized.size or size
-        cost = (0 if source is None else source.size_bytes) + _PIXEL_BYTES * width * height
-        return (await self._call(tenant, cost, function, arguments, source))[1][0]
+        own_size = upload.image.size
+        arguments = {"margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft}
+        cost = _cost(upload.mask, own_size or size)
+        return (await self._call(tenant, cost, "fit_mask", {**arguments, "own_size": own_size}, upload.mask))[1][0]
 
     async def _call(
         self, tenant: str, cost: int, function: str, arguments: Any, source: PictureSource | None
@@ -143,6 +149,11 @@ class PictureDecoder:
                 raise ApiError(503, message, code="decoder_overloaded", headers={"Retry-After": "10"}) from None
             finally:
                 blobs.clear()  # an error's traceback would hold them until the next full collection of garbage
+
+
+def _cost(source: PictureSource | None, size: Size) -> int:
+    """The bytes that decoding a picture of this size takes."""
+    return (0 if source is None else source.size_bytes) + _PIXEL_BYTES * size[0] * size[1]
 
 
 def _sides(margins: Margins | None) -> tuple[int, int, int, int] | None:

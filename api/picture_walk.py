@@ -7,6 +7,7 @@ decoder is called.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 MAX_PIXELS = 4096 * 4096
 MAX_SIDE = 8192  # resizing an image of one row costs more than its area suggests
@@ -17,6 +18,8 @@ MAX_ANCILLARY = 8 * 2**20  # bytes of all chunks that hold no pixels: profiles, 
 _DENSITY = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_START, _PNG_END = 33, b"\0\0\0\0IEND\xaeB`\x82"  # of the chunks behind the header; the last one
+_PNG_PIXELS = (b"IDAT", b"fdAT")
 _JPEG = b"\xff\xd8"
 _MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # the end, or followed by a segment: none of a scan's bytes
 _EOI, _SOS = 0xD9, 0xDA
@@ -81,20 +84,38 @@ def _walk_png(data: bytes) -> tuple[int, int]:
     size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     check_size(size)
     tally, seen = _Tally(len(data)), {b"IHDR"}
-    at = 33
-    while at + 8 <= len(data):
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if kind == b"IEND":
-            break
-        if kind in (b"IDAT", b"fdAT"):
+    for kind, _, length in _png_chunks(data):
+        if kind in _PNG_PIXELS:
             tally.add_pixels()
         else:
             if kind in _ONCE and kind in seen:
                 raise InvalidPicture(f"has two chunks {kind.decode()}")
             seen.add(kind)
             tally.add(length)
-        at += 12 + length
     return size
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the kind, place and length of each chunk behind a PNG's header."""
+    at = _PNG_START
+    while at + 8 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if kind == b"IEND":
+            break
+        yield kind, at, length
+        at += 12 + length
+
+
+def header_of(data: bytes) -> bytes:
+    """Return what a decoder needs to read all but the pixels: of a PNG the chunks that may lie behind them too."""
+    if not data.startswith(_PNG):
+        return data
+    kept = (
+        data[at : at + 12 + length]
+        for kind, at, length in _png_chunks(data)
+        if kind not in (*_PNG_PIXELS, b"acTL", b"fcTL")
+    )
+    return b"".join((data[:_PNG_START], *kept, _PNG_END))
 
 
 def _walk_jpeg(data: bytes) -> tuple[int, int]:

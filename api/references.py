@@ -1,33 +1,30 @@
 """Resolves the pictures of a request: files of its form, uploaded files by their id, data URLs, as OpenAI has them.
 
-Loads no bytes and never fetches a URL. picture_decoder.py checks the pictures.
+Loads no bytes and fetches no URL. picture_fetcher.py fetches, picture_decoder.py checks the pictures.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from api import files, schemas
 from api.access import Caller
 from api.errors import invalid_field
+from api.picture_urls import picture_of
 from api.schemas import EditBody, ImageReference
 from api.service import Service
 from api.uploads import NO_PICTURES, PictureSource, PictureUploads, Upload
 from contract.image import PICTURES
 from contract.image_request import EditRequest, ImageRequest
-from contract.picture_input import PictureInput
+from contract.picture_input import Fit, PictureInput
 from core.artifacts import digest_of
 from core.jobs.files import File
 
 FORM_FILES: dict[str, type[PictureInput]] = {kind.FORM_FILE: kind for kind in PICTURES.values()}
 """A form's files, of entries that have no image of their own."""
-_DATA = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
 class GivenPictures(NamedTuple):
@@ -36,6 +33,7 @@ class GivenPictures(NamedTuple):
     image: PictureSource | None = None
     mask: PictureSource | None = None
     inputs: Mapping[str, Sequence[PictureSource]] = {}  # by the names of `FORM_FILES`
+    further: Sequence[PictureSource] = ()  # an edit's images behind its source
 
 
 NONE_GIVEN = GivenPictures()
@@ -79,24 +77,34 @@ class Resolver:
 
         Raises `ApiError` (400, 404, 413), naming the field.
         """
-        return PictureUploads(
-            self._source(fields, pictures) if isinstance(fields, EditRequest) else None,
+        images = self._images(fields, pictures) if isinstance(fields, EditRequest) else []
+        fit: Fit = images[0].fit if images else "crop"
+        uploads = PictureUploads(
+            images[0] if images else None,
             {
-                kind.FIELD: self._inputs(kind, getattr(fields, kind.FIELD) or [], file, pictures.inputs.get(file, ()))
+                kind.FIELD: self._inputs(
+                    kind, getattr(fields, kind.FIELD) or [], file, pictures.inputs.get(file, ()), fit
+                )
                 for file, kind in FORM_FILES.items()
             },
+            tuple(images[1:]),
         ).check()
+        return self._service.fetcher.check(uploads)
 
-    def _source(self, fields: EditRequest, pictures: GivenPictures) -> Upload:
-        """The source image of an edit."""
-        if not isinstance(fields, EditBody):
+    def _images(self, fields: EditRequest, pictures: GivenPictures) -> list[Upload]:
+        """The images of an edit: its source, then the further ones."""
+        if isinstance(fields, EditBody):
+            if not fields.images:
+                raise invalid_field("images", "must contain an image")
+            images = [self._named("images", reference) for reference in fields.images]
+            mask = None if fields.mask is None else self._named("mask", fields.mask)
+        else:
             if pictures.image is None:
                 raise invalid_field("image", "is required, as a file", "missing_required_parameter")
-            return Upload(pictures.image, pictures.mask, fields.outpaint)
-        if len(fields.images) != 1:
-            raise invalid_field("images", "must contain one image: one can be edited at a time")
-        image = self._named("images", fields.images[0])
-        return Upload(image, None if fields.mask is None else self._named("mask", fields.mask), fields.outpaint)
+            images, mask = [pictures.image, *pictures.further], pictures.mask
+        fit = cast(Fit, fields.fit or "stretch")
+        source = Upload(images[0], mask, fields.outpaint, fit)
+        return [source, *map(Upload, images[1:])]
 
     def _inputs(
         self,
@@ -104,8 +112,11 @@ class Resolver:
         entries: Sequence[Any],
         file: str,
         sources: Sequence[PictureSource],
+        fit: Fit,
     ) -> tuple[Upload, ...]:
-        """The pictures of a field's entries; `sources` are those of the entries without an image, in order."""
+        """The pictures of a field's entries; `sources` are those of the entries without an image, in order, and
+        `fit` is of those that do not say.
+        """
         if len(entries) > kind.MOST:
             raise invalid_field(kind.FIELD, f"must be at most {kind.MOST}, not {len(entries)}")
         field, rest, uploads = f"{kind.FIELD}.image", list(sources), []
@@ -116,7 +127,8 @@ class Resolver:
                 source = replace(rest.pop(0), field=field)
             else:
                 raise invalid_field(field, "must be given", "missing_required_parameter")
-            uploads.append(Upload(source))
+            # Image prompts have no fit: they keep their shape.
+            uploads.append(Upload(source, fit=getattr(entry, "fit", "stretch") or fit))
         if rest:
             raise invalid_field(file, f"is of no entry of {kind.FIELD}: each has an image of its own")
         return tuple(uploads)
@@ -125,7 +137,7 @@ class Resolver:
         if (reference.file_id is None) == (reference.image_url is None):
             raise invalid_field(field, "must have either file_id or image_url")
         if reference.image_url is not None:
-            return _inline(field, reference.image_url)
+            return picture_of(field, reference.image_url, param=f"{field}.image_url")
         id, param = reference.file_id or "", f"{field}.file_id"
         if id not in self._files:
             self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
@@ -134,23 +146,3 @@ class Resolver:
             raise invalid_field(param, "must be a file with the purpose vision")
         read = partial(files.content_of, self._service, file, param)
         return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size)
-
-
-def _inline(field: str, url: str) -> PictureSource:
-    prefix = _DATA.match(url)
-    if prefix is None:
-        message = "must be a data: URL of a PNG, JPEG or WebP in base64; addresses are not fetched"
-        raise invalid_field(f"{field}.image_url", message)
-
-    def read() -> bytes:
-        return decoded(f"{field}.image_url", "is not in base64", url[prefix.end() :])
-
-    return PictureSource(field, (3 * (len(url) - prefix.end()) + 3) // 4, read)
-
-
-def decoded(field: str, message: str, text: str | bytes) -> bytes:
-    """The bytes of a base64 text. Raises `ApiError` (400) with this message."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise invalid_field(field, message) from None

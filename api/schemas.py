@@ -20,7 +20,7 @@ from contract.picture_input import ImageReference as ImageReference
 from contract.strict import UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
-_MAX_PICTURES = 16  # validated one by one; one is accepted
+MAX_PICTURES = 16  # of an edit, validated one by one
 
 
 class _OfJob(StrictModel):
@@ -52,10 +52,10 @@ class EditBody(EditRequest):
     model_config = ConfigDict(title="EditJSONRequest")
 
     images: list[ImageReference] = Field(
-        max_length=_MAX_PICTURES,
+        max_length=MAX_PICTURES,
         fail_fast=True,
-        description="the picture to begin with",
-        json_schema_extra={"minItems": 1, "maxItems": 1},
+        description="the picture to begin with; further ones are image prompts, where the model has an IP-Adapter",
+        json_schema_extra={"minItems": 1},
     )
     mask: ImageReference | None = Field(
         default=None, description="of the same size: what is transparent in it is drawn anew, all else is kept"

@@ -22,6 +22,7 @@ from api.held_bytes import HeldBytes
 from api.job_follower import JobFollower
 from api.links import ImageLinks
 from api.picture_decoder import PictureDecoder
+from api.picture_fetcher import PictureFetcher
 from api.presentation import QueueForecast
 from api.queue import MessageProducer
 from api.timeout_pool import TimeoutThreadPool
@@ -87,6 +88,7 @@ class Service:
         self.parsing = FairLimiter(_PARSERS)
         self.writing = FairLimiter(_WRITERS)
         self.pictures = PictureDecoder(self.stored)
+        self.fetcher = PictureFetcher(settings.fetch_images)
         self.inline_bytes = HeldBytes(_INLINE_BYTES)
         self._storers = TimeoutThreadPool("storage", _STORERS)
 
@@ -105,6 +107,7 @@ class Service:
 
     def _close(self) -> None:
         self._storers.close()
+        self.fetcher.stop()
         self.pictures.close()
         self.reaper.stop()
         self.queue.close()

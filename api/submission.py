@@ -64,8 +64,8 @@ async def submit(
 
     With an `id` chosen by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
     that are not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate
-    limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota. Also
-    returns the queue position of a job created now.
+    limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota; those with
+    a URL are fetched after the quota. Also returns the queue position of a job created now.
     """
     pictured = references.any_named(fields, given_pictures)
     if pictured and not charged:
@@ -94,12 +94,14 @@ async def submit(
     if card is None or draft is None:
         card = await served(service, fields.model, ImageCard)
         draft = draft_for(pictures, card)
-    draft, pictures = await _measured(service, caller, draft, draft_for, pictures, card)
-    await _check_deadline(service, draft, card)
     charges = picture_costs(caller, draft.request.n)
     if pictured:
-        await count_pictures(request, service, caller, draft.request.n)  # before anything is decoded
-        charges, draft = [], await store_inputs(service, caller.id, draft, pictures)
+        count = partial(count_pictures, request, service, caller, draft.request.n)
+        check = partial(_check_deadline, service, card=card)
+        draft = await with_inputs(service, caller.id, partial(draft_for, card=card), pictures, count, check)
+        charges = []
+    else:
+        await _check_deadline(service, draft, card)
     job, standing = await create(service, draft, request, charges, keyless=not caller.id)
     return _same(job, caller, digest), standing
 
@@ -114,16 +116,6 @@ def _draft(
     admission.check_cascade(draft.request, now)
     webhook = _webhook(service, request, fields)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
-
-
-async def _measured(
-    service: Service, caller: Caller, draft: ImageDraft, draft_for: DraftFor, pictures: PictureUploads, card: ImageCard
-) -> tuple[ImageDraft, PictureUploads]:
-    """The draft and its pictures with their sizes; where any was unknown, the draft was for the model's native size."""
-    if pictures.measured:
-        return draft, pictures
-    pictures = await service.pictures.measured(caller.id, pictures)
-    return draft_for(pictures, card), pictures
 
 
 def _attempt(
@@ -204,6 +196,36 @@ async def create(
     return creation.job, creation.standing
 
 
+async def with_inputs(
+    service: Service,
+    tenant: str,
+    draft_for: Callable[[PictureUploads], ImageDraft],
+    pictures: PictureUploads,
+    count: Callable[[], Awaitable[None]],
+    check: Callable[[ImageDraft], Awaitable[None]],
+) -> ImageDraft:
+    """The draft for these pictures, which are fetched, measured, decoded and stored.
+
+    `count` charges the quota, before anything is fetched or decoded; `check` is called with each draft whose sizes are
+    known. Raises what they raise, `ApiError` naming the field, and `ArtifactError`.
+    """
+    remote = any(source.url for source in pictures.sources)
+    if remote:
+        await count()
+    async with service.fetcher.fetched(tenant, pictures) as local:
+        measured = await service.pictures.measured(tenant, local)
+        draft = draft_for(measured)
+        await check(draft)
+        if not remote:
+            await count()
+        edit = draft.request.picture.edit
+        decided = await service.pictures.decided(tenant, measured, soft=edit is not None and edit.soft_mask)
+        if decided != measured:
+            draft = draft_for(decided)
+            await check(draft)
+        return await store_inputs(service, tenant, draft, decided)
+
+
 async def store_inputs(service: Service, tenant: str, draft: ImageDraft, pictures: PictureUploads) -> ImageDraft:
     """The draft with its pictures as its job reads them, decoded one after the other and stored until its record
     references them. All sizes must be known. Equal pictures are decoded once.
@@ -221,22 +243,22 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
         return keys[identity]
 
     async def fitted(upload: Upload, size: Size) -> str:
-        identity = upload.image.identity, upload.margins, size
-        decode = partial(service.pictures.fit_picture, tenant, upload.image, upload.margins, size)
-        return await put(identity, decode)
+        fit = "stretch" if upload.size == size else upload.fit
+        identity = upload.image.identity, upload.margins, fit, size
+        return await put(identity, partial(service.pictures.fit_picture, tenant, replace(upload, fit=fit), size))
 
     edit = picture.edit
     if pictures.source is not None and edit is not None:
         upload = pictures.source
         edit = replace(edit, image=await fitted(upload, picture.size))
         if upload.masked:
-            parts = tenant, upload.image, upload.mask, upload.margins, picture.size
-            mask = await put("mask", partial(service.pictures.fit_mask, *parts, soft=edit.soft_mask))
+            decode = partial(service.pictures.fit_mask, tenant, upload, picture.size, soft=edit.soft_mask)
+            mask = await put("mask", decode)
             edit = replace(edit, mask=mask)
     inputs: dict[str, Any] = {}
-    for name, uploads in pictures.inputs.items():
+    for name in PICTURES:
         entries: list[PictureInput] = []
-        for entry, upload in zip(getattr(picture, name), uploads, strict=True):
+        for entry, upload in zip(getattr(picture, name), pictures.of(name), strict=True):
             size = entry.kept_size(upload.size or (1, 1), picture.size)
             entries.append(replace(entry, image=await fitted(upload, size)))
         inputs[name] = tuple(entries)
@@ -264,6 +286,8 @@ async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictur
         if uploads := pictures.inputs.get(field):
             name = "controls" if field == Control.FIELD else f"uploads of {field}"
             document[name] = [upload.digest for upload in uploads]
+    if pictures.further:
+        document["further images"] = [upload.digest for upload in pictures.further]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
 
 

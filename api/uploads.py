@@ -14,7 +14,9 @@ from typing import NamedTuple, Self
 from api.errors import ApiError, invalid_field
 from api.picture_walk import MAX_PIXELS, MAX_SIDE
 from contract.card import Size
+from contract.image_prompt import ImagePrompt
 from contract.image_request import Margins
+from contract.picture_input import Fit
 
 MAX_BYTES = 16 * 2**20  # per file
 
@@ -24,9 +26,10 @@ _NO_PART = hashlib.sha256(b"").digest()
 @dataclass(frozen=True, slots=True)
 class PictureSource:
     """A picture that a client sends or names. `read` loads its bytes: it blocks, and may raise `ApiError` and
-    `ArtifactError`.
+    `ArtifactError`. One with a `url` is to be fetched first: it has no bytes, and its digest is the URL's.
 
-    `digest` (SHA-256 of the bytes) and `size` (width, height after orientation) are None while they are unknown.
+    `digest` (SHA-256 of the bytes), `size` (width, height after orientation) and `alpha` (whether its format lets it be
+    transparent) are None while they are unknown.
     """
 
     field: str  # that it came in
@@ -34,6 +37,8 @@ class PictureSource:
     read: Callable[[], bytes]
     digest: str | None = None
     size: Size | None = None
+    alpha: bool | None = None
+    url: str = ""
 
     @property
     def identity(self) -> str | int:
@@ -42,6 +47,8 @@ class PictureSource:
 
     def check_bytes(self) -> None:
         """Raise `ApiError` (400, 413) for a file that is empty or too large."""
+        if self.url:
+            return
         if self.size_bytes > MAX_BYTES:
             message = f"{self.field}: is larger than {MAX_BYTES} bytes"
             raise ApiError(413, message, param=self.field, code="body_too_large")
@@ -51,11 +58,15 @@ class PictureSource:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A picture, and a mask of the same size whose transparent pixels (alpha 0) are to be repainted."""
+    """A picture, and a mask of the same size whose transparent pixels (alpha 0) are to be repainted.
+
+    `fit` says how it comes to the size at which it is read.
+    """
 
     image: PictureSource
     mask: PictureSource | None = None
     margins: Margins | None = None
+    fit: Fit = "stretch"
 
     def check(self) -> Self:
         """Check what is known of it. Raises `ApiError` (400, 413), naming the field."""
@@ -85,8 +96,19 @@ class Upload:
 
     @property
     def masked(self) -> bool:
-        """Whether a part of it is repainted, and all else kept."""
-        return self.mask is not None or self.margins is not None
+        """Whether a part of it is repainted, and all else kept; so may be one that is `undecided`."""
+        return self.mask is not None or self.margins is not None or self.undecided
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it may have transparent pixels, which are its mask where there is none."""
+        return self.mask is None and self.image.alpha is not False
+
+    def check_fit(self, size: Size) -> None:
+        """Raise `ApiError` (400) for an `exact` picture of another size."""
+        if self.fit == "exact" and self.size is not None and self.size != size:
+            words = "is {}x{}, and the picture {}x{}: give one of that size, or another fit"
+            raise invalid_field(self.image.field, words.format(*self.size, *size), "mismatched_size")
 
     @property
     def digest(self) -> str:
@@ -97,17 +119,25 @@ class Upload:
 
 
 class PictureUploads(NamedTuple):
-    """A request's pictures: an edit's source, and by field those of its `PictureInput`s, in the order of each."""
+    """A request's pictures: an edit's source, and by field those of its `PictureInput`s, in the order of each.
+
+    `further` are an edit's images besides its source: image prompts, behind those that the request names.
+    """
 
     source: Upload | None = None
     inputs: Mapping[str, tuple[Upload, ...]] = {}
+    further: tuple[Upload, ...] = ()
 
     @property
     def all(self) -> Iterator[Upload]:
         """All of them, the source first."""
         if self.source is not None:
             yield self.source
-        yield from chain.from_iterable(self.inputs.values())
+        yield from chain(*self.inputs.values(), self.further)
+
+    def of(self, field: str) -> tuple[Upload, ...]:
+        """The pictures that a job has in a field."""
+        return self.inputs.get(field, ()) + (self.further if field == ImagePrompt.FIELD else ())
 
     @property
     def sources(self) -> Iterator[PictureSource]:
@@ -115,9 +145,12 @@ class PictureUploads(NamedTuple):
             yield from upload.sources
 
     @property
-    def measured(self) -> bool:
-        """Whether the sizes of all are known."""
-        return all(source.size is not None for source in self.sources)
+    def unmeasured(self) -> list[PictureSource]:
+        """The sources whose size is unknown, and an edit's if it has no mask and its alpha is unknown."""
+        upload = self.source
+        unknown = upload is not None and upload.mask is None and upload.image.alpha is None
+        own = upload.image if upload is not None and unknown else None
+        return [source for source in self.sources if source.size is None or source is own]
 
     def check(self) -> Self:
         """Check all of them as `Upload.check` does; return them."""
@@ -133,7 +166,8 @@ class PictureUploads(NamedTuple):
             return replace(upload, image=function(upload.image), mask=mask)
 
         source = None if self.source is None else changed(self.source)
-        return PictureUploads(source, {name: tuple(map(changed, uploads)) for name, uploads in self.inputs.items()})
+        inputs = {name: tuple(map(changed, uploads)) for name, uploads in self.inputs.items()}
+        return PictureUploads(source, inputs, tuple(map(changed, self.further)))
 
 
 NO_PICTURES = PictureUploads()

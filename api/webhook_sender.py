@@ -12,11 +12,12 @@ import logging
 import time
 from functools import partial
 
+from api.guarded_http import Unreachable
 from api.poller import Poller
 from api.presentation import job_object
 from api.service import Service
 from api.tenant_pool import Deadline, TenantPool
-from api.webhooks import ANSWER_S, Unreachable, call, sign
+from api.webhooks import ANSWER_S, call, sign
 from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
 from core.jobs.record import Job

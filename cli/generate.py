@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cli.arguments import (
     Commands,
@@ -42,7 +42,10 @@ from contract.control import DEPTH, Control
 from contract.image_prompt import ImagePrompt
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from contract.image import ImageParameters
+    from contract.picture_input import Fit
     from core.config import Settings
     from pipeline.extensions.depth import DepthEstimator
     from pipeline.text.prompts import PromptRow
@@ -108,7 +111,8 @@ def _generate(options: argparse.Namespace) -> int:
     size_of(options)
     check_range(options, "count", 1, 10_000)
     values = read_request(options) | read_upscaling(options) | read_refining(options)
-    values |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
+    controls = read_controls(options, size_of(options))
+    values |= {"image_prompts": read_image_prompts(options), "control": tuple(control for control, _ in controls)}
     values.setdefault("seed", secrets.randbelow(2**32))
     # Compiling takes longer than most commands, so it is on only if requested.
     settings = read_settings(options, compile=False)
@@ -118,7 +122,7 @@ def _generate(options: argparse.Namespace) -> int:
     with model_errors(), folder(options.out), open_runtime(settings, console) as runtime:
         if runtime.images.refiner is not None:
             values |= read_refining(options, runtime.images.refiner.model.name)
-        draft = _complete(options, settings, values, prompts[0], runtime)
+        draft = _complete(options, settings, values, prompts[0], runtime, [picture for _, picture in controls])
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
             for prompt in prompts
@@ -133,6 +137,7 @@ def _complete(
     values: Mapping[str, Any],
     prompt: PromptRow,
     runtime: Runtime | None = None,
+    control_pictures: Sequence[Image] = (),
 ) -> ImageParameters:
     """The parameters of a prompt's first picture. Without the engine only what needs no model is checked.
 
@@ -166,7 +171,7 @@ def _complete(
         plan=settings.plan,
     )
     completed = complete({**values, **plan_fields}, offer, prompt.text, settings.deepcache, flags)
-    completed = replace(completed, control=read_controls(options, completed.control, size, runtime.depth))
+    completed = replace(completed, control=prepared(completed.control, control_pictures, size, runtime.depth))
     try:
         runtime.images.check(Request("check", "image", completed))
     except Invalid as error:
@@ -200,23 +205,32 @@ def _prompts(options: argparse.Namespace) -> list[PromptRow]:
         raise UsageError(f"--prompts: {error}") from error
 
 
-def read_controls(
-    options: argparse.Namespace, controls: Sequence[Control], size: tuple[int, int], depth: DepthEstimator | None
-) -> tuple[Control, ...]:
-    """The controls with their pictures at this size. Raises `UsageError`, naming the file."""
-    from PIL.Image import Resampling
+def read_controls(options: argparse.Namespace, size: tuple[int, int]) -> list[tuple[Control, Image]]:
+    """The controls and their pictures; `size` is (0, 0) while it is not known. Raises `UsageError`, naming the file."""
+    controls = []
+    for control, path in zip(read_inputs(options, Control), options.control, strict=True):
+        picture = opened("--control", path)
+        if control.fit == "exact" and not any(size):
+            raise UsageError("--control-fit: exact needs a --size")
+        if control.fit == "exact" and picture.size != size:
+            words = "is {}x{}, and the picture {}x{}; give one of that size, or another --control-fit"
+            raise UsageError(f"--control: {path} {words.format(*picture.size, *size)}")
+        controls.append((control, picture))
+    return controls
 
+
+def prepared(
+    controls: Sequence[Control], images: Sequence[Image], size: tuple[int, int], depth: DepthEstimator | None
+) -> tuple[Control, ...]:
+    """The controls with their pictures at this size, as their networks read them. Raises `UsageError`."""
+    from core.pictures import fitted
     from workers.sources import prepare
 
     if depth is None and any(control.preprocessor == DEPTH for control in controls):
         raise UsageError("--control-preprocessor: depth needs a --depth-model")
     completed = []
-    for control, path in zip(controls, options.control, strict=True):
-        picture = opened("--control", path)
-        (width, height), (w, h) = picture.size, size
-        if abs(width * h - height * w) > 0.1 * min(width * h, height * w):
-            raise UsageError(f"--control: {path} is {width}x{height}, and the picture {w}x{h}; give one of that shape")
-        pixels = picture.resize(size, Resampling.LANCZOS).tobytes()
+    for control, image in zip(controls, images, strict=True):
+        pixels = fitted(image, size, cast("Fit", control.fit or "crop")).tobytes()
         completed.append(replace(control, image=prepare(control, pixels, size, depth)))
     return tuple(completed)
 

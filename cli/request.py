@@ -209,11 +209,12 @@ def read_inputs(options: argparse.Namespace, kind: type[P]) -> tuple[P, ...]:
 
 
 def opened(flag: str, path: Path) -> Image:
-    """The picture of a file in RGB. Raises `UsageError`, naming the option and the file."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    """The picture of a file in RGB, by the rules of `core.pictures`. Raises `UsageError`, naming the option and the
+    file.
+    """
+    from core import pictures
 
     try:
-        with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        return pictures.read(path)
+    except pictures.UnreadablePicture as error:
         raise UsageError(f"{flag}: {path} cannot be read as a picture ({error})") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from contract.bodies import InBody
 from contract.errors import Invalid
-from contract.picture_input import PictureInput
+from contract.picture_input import Fit, PictureInput
 from contract.strict import MAX_NAME
 
 FIELD = "control"
@@ -26,7 +26,8 @@ class Control(PictureInput):
 
     As pixels it is of the request's size. `preprocessor` is what makes the network's picture of the given one, of
     `PREPROCESSORS`; "": it is read as given. `mode` is the kind of the picture, for networks that read several
-    (ControlNet-Union), by its number.
+    (ControlNet-Union), by its number. `fit` is how a picture of another size comes to the request's; "": as an edit's
+    source does, else by crop.
     """
 
     FIELD: ClassVar[str] = FIELD
@@ -47,11 +48,19 @@ class Control(PictureInput):
     mode: Annotated[
         int | None, Field(ge=0, le=MAX_MODE), "the kind of the image, for a ControlNet-Union: 0 is a pose, …"
     ] = None
+    fit: Annotated[
+        str,
+        InBody(Fit),
+        "how it comes to the picture's size: crop (its middle), contain (whole, its outermost pixels repeated around "
+        "it), stretch; exact: it must have that size; default: crop, and in an edit as its source",
+    ] = ""
 
     def check(self) -> None:
         PictureInput.check(self)
         if self.preprocessor and self.preprocessor not in PREPROCESSORS:
             raise Invalid(f"{FIELD}.preprocessor", f"must be one of {', '.join(PREPROCESSORS)}")
+        if self.fit and self.fit not in get_args(Fit):
+            raise Invalid(f"{FIELD}.fit", f"must be one of {', '.join(get_args(Fit))}")
 
 
 def check_preprocessors(controls: Sequence[Control], offered: Collection[str] | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 
 from contract import plan, prompts, students, tuned
-from contract.bodies import check_bounds, with_fields_of
+from contract.bodies import InBody, check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S
 from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
 from contract.cascade import Cascade
@@ -29,7 +29,7 @@ from contract.image import (
     check_unread,
     limits,
 )
-from contract.picture_input import Edit, PictureInput
+from contract.picture_input import Edit, Fit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
 from contract.schedule import schedule_of
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel
@@ -255,6 +255,12 @@ class EditRequest(ImageRequest):
 
     model_config = ConfigDict(title="EditRequest")
 
+    fit: Annotated[
+        str | None,
+        InBody(Fit),
+        "how the picture comes to the size: stretch (each side by itself, by default), crop (its middle), contain "
+        "(whole, its outermost pixels repeated around it); exact: it must have that size",
+    ] = None
     outpaint: Annotated[
         Margins | None, "pixels beyond left, top, right and bottom of the picture that are drawn too"
     ] = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -35,10 +35,15 @@ class ImageReference(StrictModel):
     file_id: str | None = Field(default=None, max_length=_MAX_ID, description="of a file with the purpose vision")
     image_url: str | None = Field(
         default=None, max_length=_MAX_DATA_URL,
-        description="data:image/png;base64,… (or jpeg, webp), within the body's limit of 1 MiB",
+        description="https://…, which is fetched; or data:image/png;base64,… (or jpeg, webp), within the body's limit "
+        "of 1 MiB",
     )  # fmt: skip
 
 
+Fit = Literal["crop", "contain", "stretch", "exact"]
+"""How a picture comes to a size: its middle is cut out, or it is shown whole with its outermost pixels repeated around
+it, or each side is resized by itself, or it has that size.
+"""
 Pixels = bytes | str | None
 """A picture's pixels; or its artifact's key; or None while it is not stored."""
 

@@ -280,6 +280,11 @@ class Settings(BaseSettings):
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
     webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")
+    fetch_images: Literal["public", "private", "off"] = Field(
+        default="public",
+        description="https:// URLs of pictures in requests: public fetches them from public addresses alone, private "
+        "from this network's too, off fetches none",
+    )
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
         default=3600.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -148,10 +147,9 @@ class ProgressLog:
 
 def read_fingerprint(png: bytes) -> Mapping[str, Any]:
     """The fingerprint in one of our PNGs; empty if there is none."""
-    from PIL import Image
+    from core import pictures
 
-    with Image.open(io.BytesIO(png)) as image:
-        fingerprint = json.loads(image.info.get("fingerprint", "{}"))
+    fingerprint = json.loads(pictures.opened(png).info.get("fingerprint", "{}"))
     return fingerprint if isinstance(fingerprint, dict) else {}
 
 

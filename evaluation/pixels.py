@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+
+from core import pictures
 
 Pixels = npt.NDArray[np.uint8]  # [H, W, 3]
 
@@ -19,18 +20,11 @@ class PictureError(ValueError):
 
 
 def read(path: Path) -> Pixels:
-    """An image as uint8 [H, W, 3]; transparent ones are composed on white."""
+    """An image as uint8 [H, W, 3], by the rules of `core.pictures`."""
     try:
-        with Image.open(path) as image:
-            image.load()
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                rgba = image.convert("RGBA")
-                ground = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-                return np.asarray(Image.alpha_composite(ground, rgba).convert("RGB"))
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
-        reason = getattr(error, "strerror", None) or error
-        raise PictureError(f"{path}: is no whole picture ({reason})") from None
+        return np.asarray(pictures.read(path))
+    except pictures.UnreadablePicture as error:
+        raise PictureError(f"{path}: is no whole picture ({error})") from None
 
 
 def listing(folder: Path) -> Sequence[Path]:

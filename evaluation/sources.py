@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import io
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
 
 from contract.card import FULL
 from contract.plan import GUIDANCE_FIELDS, to_field
 from contract.schedule import SCHEDULE_FIELDS
+from core import pictures
 from evaluation.pixels import Pixels
 from evaluation.service import ServiceClient
 from evaluation.service import SourceError as SourceError
@@ -100,8 +99,7 @@ class RemoteService:
         return SourceImage(base64.b64decode(result["b64_json"], validate=True), tuple(result.get("warnings", ())))
 
     def pixels(self, result: Any) -> Pixels:
-        with Image.open(io.BytesIO(self.take(result).png)) as image:
-            return np.asarray(image.convert("RGB"))
+        return np.asarray(pictures.read(self.take(result).png))
 
     def _draw(self, fields: dict[str, Any], steps: int, tick: Callable[[], None]) -> Any:
         """One image. A retry is safe: a seed gives one image."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from core import pictures
 from evaluation.run import EvaluationRun
 
 GAP = 6
@@ -49,7 +50,7 @@ def save(
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
         x, y = margin + column * cell + column // group * GAP, row * cell_height
-        grid.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.LANCZOS), (x, y))
+        grid.paste(pictures.on_white(image).resize((cell, cell), Image.Resampling.LANCZOS), (x, y))
         for line, words in enumerate(_wrapped(texts[number], font, cell)[:_LINES] if texts else ()):
             pen.text((x, y + cell + line * _LINE), words, fill=(40, 40, 40), font=font)
     for row, name in enumerate(names):
@@ -77,12 +78,12 @@ def main() -> None:
     if len(runs) == 1:
         save(
             arguments.file,
-            [Image.open(file) for file in runs[0].files()],
+            [pictures.decode(file) for file in runs[0].files()],
             [caption.text for caption in runs[0].captions],
         )
         return
     columns = min(arguments.first, len(runs[0].captions))
-    images = [Image.open(file) for run in runs for file in run.files()[:columns]]
+    images = [pictures.decode(file) for run in runs for file in run.files()[:columns]]
     save(arguments.file, images, names=[run.name for run in runs], columns=columns, cell=96)
 
 

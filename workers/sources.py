@@ -5,7 +5,6 @@ Reads only the PNGs that the API writes. Imports no torch at module level, becau
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,12 +70,11 @@ def _pixels(field: str, key: object, mode: str, fetch: Fetch) -> tuple[bytes, tu
     """A stored picture's pixels, and its width and height. Raises `Invalid`, naming the field."""
     if not isinstance(key, str):
         raise Invalid(field, "is missing")
-    from PIL import Image
-
+    from core import pictures
     from core.artifacts import NoArtifact  # which `prepare` does without: the base install has no obstore
 
     try:
-        image = Image.open(io.BytesIO(fetch(key)), formats=("PNG",))
+        image = pictures.opened(fetch(key), ("PNG",))
         if image.mode != mode:
             raise Invalid(field, f"is not in {mode}")
         return image.tobytes(), image.size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
+
+from core import pictures
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
@@ -79,17 +80,17 @@ def read_pictures(data: Path, rows: list[PictureRow], size: int) -> Tensor:
     edges. Raises `ValueError` naming the file when a picture is missing or not square.
     """
     path = data / "emoji" / "images.zip"
-    pictures = np.empty((len(rows), 4, size, size), dtype=np.uint8)
+    layers = np.empty((len(rows), 4, size, size), dtype=np.uint8)
     with zipfile.ZipFile(path) as archive:
         inside = set(archive.namelist())
         for index, row in enumerate(rows):
             if row.file not in inside:
                 raise ValueError(f"{path.name}: no picture {row.file!r}")
-            with Image.open(io.BytesIO(archive.read(row.file))) as image:
-                if image.width != image.height:
-                    raise ValueError(f"{path.name}: {row.file!r} is {image.width}x{image.height}, not square")
-                pictures[index] = premultiply(image.convert("RGBA"), size)
-    return torch.from_numpy(pictures)
+            image = pictures.decode(archive.read(row.file))
+            if image.width != image.height:
+                raise ValueError(f"{path.name}: {row.file!r} is {image.width}x{image.height}, not square")
+            layers[index] = premultiply(pictures.rgba(image), size)
+    return torch.from_numpy(layers)
 
 
 def premultiply(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:

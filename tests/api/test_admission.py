@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from api import admission
 from api.errors import ApiError
+from api.uploads import PictureSource, PictureUploads, Upload
 from contract.card import ImageCosts, ImageDefaults, ImageLimits
-from contract.image_request import ImageRequest
+from contract.image_request import EditRequest, ImageRequest
 from core.jobs.record import QueueBacklog
 from tests.api.world import CARD
 
@@ -25,6 +26,21 @@ def refusal(**given: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         admission.image_draft(fields(**given), CARD)
     return caught.value
+
+
+@pytest.mark.parametrize(("alpha", "refused"), [(None, False), (True, False), (False, True)])
+def test_a_picture_may_be_its_own_mask_until_it_is_known_to_be_opaque(alpha: bool | None, refused: bool) -> None:
+    """For models that need a mask; others draw an opaque one at the strength of image-to-image."""
+    upload = Upload(PictureSource("image", 1, bytes, size=(128, 128), alpha=alpha))
+    edit, card = EditRequest(prompt="a cat"), dataclasses.replace(CARD, inpaint_only=True)
+    if refused:
+        with pytest.raises(ApiError) as caught:
+            admission.image_draft(edit, card, PictureUploads(upload))
+        assert caught.value.param == "mask"
+    else:
+        assert admission.image_draft(edit, card, PictureUploads(upload)).parameters["edit"]["strength"] == 1
+    drawn = admission.image_draft(edit, CARD, PictureUploads(upload)).parameters["edit"]
+    assert drawn["strength"] == (0.8 if refused else 1)
 
 
 def test_fills_in_what_is_not_given() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai import OpenAI
 from PIL import Image
 
 from api import admission
@@ -25,6 +26,7 @@ from contract.image_request import EditRequest, ImageRequest
 from contract.refining import Refining
 from contract.upscale import Upscale
 from core.jobs.record import Claim, Job, JobState
+from core.pictures import fitted
 from tests.api.easel import Easel
 from tests.api.test_edits import as_file, pixels
 from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
@@ -149,7 +151,8 @@ def test_pictures_that_are_refused_name_the_field(shared: Api, field: str) -> No
         ([{**good, "start": 0.6, "end": 0.5}], ".end"),
         ([{**good, "colour": 1}], ".colour"),
         ([{**good, "image": {}}], ".image"),
-        ([{**good, "image": {"image_url": "https://example.com/a.png"}}], ".image.image_url"),
+        ([{**good, "image": {"image_url": "http://example.com/a.png"}}], ".image.image_url"),
+        ([{**good, "image": {"image_url": "https://127.0.0.1/a.png"}}], ".image"),
         ([{**good, "image": {"image_url": "data:image/png;base64,AAAA"}}], ".image"),
         ([good] * 5, ""),
         (model, ""),
@@ -163,10 +166,76 @@ def test_what_controls_and_image_prompts_refuse_alone(shared: Api) -> None:
         check_error(shared.client.post(DRAW, json=body(control=[{**good, **more}])), 400, f"control.{part}")
     prompt = {"model": "base", "image": inline(pixels()), "mode": 1}
     check_error(shared.client.post(DRAW, json=body(image_prompts=[prompt])), 400, "image_prompts.mode")
-    wide = [{"model": "edges", "image": inline(pixels(128, 64))}]
-    refused = shared.client.post(DRAW, json=body(control=wide))
+    wide = {"model": "edges", "image": inline(pixels(128, 64)), "fit": "exact"}
+    refused = shared.client.post(DRAW, json=body(control=[wide]))
     check_error(refused, 400, "control.image", "mismatched_size")
     assert "128x64" in refused.json()["error"]["message"]
+    check_error(shared.client.post(DRAW, json=body(control=[{**wide, "fit": "zoom"}])), 400, "control.fit")
+
+
+@pytest.mark.parametrize(
+    ("fit", "edit_fit", "expected"),
+    [({}, {}, "crop"), ({"fit": "contain"}, {}, "contain"), ({"fit": "stretch"}, {}, "stretch"),
+     ({}, {"fit": "contain"}, "contain"), ({"fit": "crop"}, {"fit": "stretch"}, "crop")],
+)  # fmt: skip
+def test_a_photo_of_another_shape_is_fitted(
+    shared: Api, easel: Easel, worker: Worker, fit: dict[str, str], edit_fit: dict[str, str], expected: Any
+) -> None:
+    """A control as it says, or else as an edit's source."""
+    photo = pixels(1024, 768, seed=2)
+    entry = {"model": "edges", "image": inline(photo[:192, :256]), **fit}
+    if edit_fit:
+        answer = shared.client.post(EDIT, json=body(control=[entry], images=[inline(photo[:192, :256])], **edit_fit))
+    else:
+        answer = shared.client.post(DRAW, json=body(control=[entry]))
+    assert answer.status_code == 200, answer.text
+    (control,) = handed_on(worker, easel.seen[-1], "control")
+    assert np.array_equal(control, fitted(Image.fromarray(photo[:192, :256]), (128, 128), expected))
+
+
+@pytest.mark.parametrize("field", KINDS)
+def test_a_picture_of_16_bits_is_read_as_its_twin(shared: Api, easel: Easel, worker: Worker, field: str) -> None:
+    ramp = np.tile(np.linspace(0, 65535, 128).astype(np.uint16), (128, 1))
+    for array in (ramp, (ramp >> 8).astype(np.uint8)):
+        entry = {"model": KINDS[field][1], "image": inline(array)}
+        assert shared.client.post(DRAW, json=body(**{field: [entry]})).status_code == 200
+    (deep,), (twin,) = (handed_on(worker, claim, field) for claim in easel.seen[-2:])
+    assert np.array_equal(deep, twin) and 126 < deep.mean() < 129
+
+
+def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, worker: Worker) -> None:
+    arrays = [pixels(seed=n) for n in range(4)]
+    named = [{"model": "plus", "strength": 0.5, "image": inline(arrays[3])}]
+    entries = [{"model": "plus", "strength": 0.5}, {"model": "base"}, {"model": "base"}]
+    with OpenAI(base_url=shared.url + "/v1", api_key="none", max_retries=0) as client:
+        client.images.edit(image=[as_file(array) for array in arrays[:3]], prompt="a hat", size="128x128")  # type: ignore[call-overload]
+    claims = [easel.seen[-1]]
+    for asked in (
+        {"json": body(images=[inline(array) for array in arrays[:3]], image_prompts=named)},
+        {
+            "data": {"prompt": "a hat", "size": "128x128", "image_prompts": json.dumps([entries[0]])},
+            "files": [*(("image", as_file(array)) for array in arrays[:3]), ("image_prompt", as_file(arrays[3]))],
+        },
+    ):
+        answer = shared.client.post(EDIT, **asked)
+        assert answer.status_code == 200, answer.text
+        claims.append(easel.seen[-1])
+        told = [{k: v for k, v in entry.items() if k != "image"} for entry in claims[-1].parameters["image_prompts"]]
+        assert told == entries
+    for claim, first in zip(claims, ([], arrays[3:], arrays[3:]), strict=True):
+        prompts = handed_on(worker, claim, "image_prompts")
+        assert np.array_equal(prompts, [*first, *arrays[1:3]])
+        key = claim.parameters["edit"]["image"]
+        assert np.array_equal(Image.open(io.BytesIO(worker.artifacts.get(key))), arrays[0])
+
+
+@pytest.mark.parametrize(("count", "code"), [(6, "too_many_images"), (17, "invalid_value")])
+def test_more_further_images_than_there_is_room_for_are_refused(shared: Api, count: int, code: str) -> None:
+    files = [("image[]", as_file(pixels(8, 8)))] * count
+    answer = shared.client.post(EDIT, data={"prompt": "a hat"}, files=files)
+    check_error(answer, 400, "image", code)
+    images = [inline(pixels(8, 8))] * count
+    check_error(shared.client.post(EDIT, json=body(images=images)), 400, "images", None if count > 16 else code)
 
 
 @pytest.mark.parametrize("field", KINDS)

@@ -21,6 +21,7 @@ from PIL import Image
 from api.uploads import MAX_BYTES
 from contract.image import ImageJob
 from core.jobs.record import Claim
+from core.pictures import fitted
 from tests.api.easel import Easel
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
 
@@ -348,10 +349,80 @@ def test_fields_are_refused_by_name(
     assert worker.ids() == known
 
 
-def test_two_pictures_are_one_too_many(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
+def test_without_an_adapter_two_pictures_are_one_too_many(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="image_prompts") as caught:
         client.images.edit(image=[PNG, PNG], prompt="a hat")
-    assert caught.value.param == "image"
+    assert (caught.value.param, caught.value.code) == ("image", "too_many_images")
+
+
+# -- pictures as people have them ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_transparent_hole_is_the_mask_where_there_is_none(
+    shared: Api, easel: Easel, worker: Worker, soft: bool
+) -> None:
+    array = hole()
+    if soft:
+        array[..., 3] = np.arange(128, dtype=np.uint8)[:, None] + 64
+    data = {"prompt": "a hat", **({"soft_mask": "true"} if soft else {})}
+    answer = shared.client.post(EDITS, data=data, files={"image": as_file(array)})
+    assert answer.status_code == 200, answer.text
+    claim = easel.seen[-1]
+    assert claim.parameters["edit"]["strength"] == 1
+    _, mask = handed_on(worker, claim)
+    expected = 255 - array[..., 3] if soft else np.where(array[..., 3] == 0, 255, 0)
+    assert mask is not None and np.array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("opaque", [255, 254, 1])
+def test_a_picture_without_a_hole_has_no_mask(shared: Api, easel: Easel, worker: Worker, opaque: int) -> None:
+    """What is half transparent is composited on white, as before."""
+    array = np.dstack([pixels(), np.full((128, 128), opaque, np.uint8)])
+    answer = shared.client.post(EDITS, data={"prompt": "a hat"}, files={"image": as_file(array)})
+    assert answer.status_code == 200, answer.text
+    assert easel.seen[-1].parameters["edit"]["strength"] == 0.8 and handed_on(worker, easel.seen[-1])[1] is None
+    refused = shared.client.post(
+        EDITS, data={"prompt": "a hat", "soft_mask": "true"}, files={"image": as_file(array[..., :3].copy())}
+    )
+    check_error(refused, 400, "soft_mask", "invalid_value")
+
+
+def test_a_mask_of_its_own_comes_before_a_hole(shared: Api, easel: Easel, worker: Worker) -> None:
+    files = {"image": as_file(hole()), "mask": as_file(hole()[::-1].copy())}
+    assert shared.client.post(EDITS, data={"prompt": "a hat"}, files=files).status_code == 200
+    _, mask = handed_on(worker, easel.seen[-1])
+    assert mask is not None and (mask[70:, :60] == 255).all() and (mask[:60] == 0).all()
+
+
+def test_an_edit_of_16_bits_is_that_of_8(shared: Api, easel: Easel, worker: Worker) -> None:
+    """Source, mask, and all else go through the same reader."""
+    ramp = np.tile(np.linspace(0, 65535, 128).astype(np.uint16), (128, 1))
+    for array in (ramp, (ramp >> 8).astype(np.uint8)):
+        data = {"prompt": "a hat", "size": "128x128"}
+        assert shared.client.post(EDITS, data=data, files={"image": as_file(array)}).status_code == 200
+    deep, twin = (handed_on(worker, claim)[0] for claim in easel.seen[-2:])
+    assert np.array_equal(deep, twin) and 126 < twin.mean() < 129
+
+
+@pytest.mark.parametrize("fit", ["crop", "contain", "stretch"])
+def test_source_and_mask_are_fitted_alike(shared: Api, easel: Easel, worker: Worker, fit: Any) -> None:
+    array = hole(160, 80)
+    data = {"prompt": "a hat", "size": "128x128", "fit": fit}
+    files = {"image": as_file(array[..., :3].copy()), "mask": as_file(array)}
+    assert shared.client.post(EDITS, data=data, files=files).status_code == 200
+    image, mask = handed_on(worker, easel.seen[-1])
+    drawn = Image.fromarray(np.where(array[..., 3] == 0, 255, 0).astype(np.uint8))
+    assert np.array_equal(image, fitted(Image.fromarray(array[..., :3]), (128, 128), fit))
+    assert np.array_equal(mask, np.where(np.asarray(fitted(drawn, (128, 128), fit, surround=0)) < 128, 0, 255))
+
+
+def test_an_exact_source_must_have_the_size(shared: Api, easel: Easel) -> None:
+    for size, status in (("128x128", 200), ("64x64", 400)):
+        data = {"prompt": "a hat", "size": size, "fit": "exact"}
+        answer = shared.client.post(EDITS, data=data, files={"image": PNG})
+        assert answer.status_code == status, answer.text
+    check_error(answer, 400, "image", "mismatched_size")
 
 
 def test_what_is_no_form_is_refused(shared: Api) -> None:

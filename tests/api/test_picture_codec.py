@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from api import picture_codec
 from api.picture_codec import fit_mask, fit_picture, measure
 from api.picture_walk import MAX_PIXELS, MAX_SIDE, InvalidPicture
 from contract.image_request import Margins
@@ -25,14 +24,14 @@ def size_of(data: bytes) -> tuple[int, int]:
 
 def fitted(data: bytes, size: tuple[int, int], margins: Margins | None = None) -> np.ndarray:
     sides = None if margins is None else (margins.left, margins.top, margins.right, margins.bottom)
-    _, (png,) = fit_picture({"margins": sides, "size": size}, [data])
+    _, (png,) = fit_picture({"margins": sides, "size": size, "fit": "stretch"}, [data])
     image = Image.open(io.BytesIO(png))
     assert (image.format, image.mode) == ("PNG", "RGB")
     return np.asarray(image)
 
 
 def hole_of(mask: bytes | None, size: tuple[int, int], **more: Any) -> np.ndarray:
-    arguments = {"margins": None, "size": size, "soft": False, "own_size": size, **more}
+    arguments = {"margins": None, "size": size, "soft": False, "own_size": size, "fit": "stretch", **more}
     return np.asarray(Image.open(io.BytesIO(fit_mask(arguments, [] if mask is None else [mask])[1][0])))
 
 
@@ -46,13 +45,14 @@ def test_the_longest_picture_is_resized(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("options", [{}, {"lossless": True}])
 def test_sizes_and_media_types_are_read_from_the_header(form: str, options: dict[str, Any]) -> None:
-    expected = {"width": 31, "height": 17, "media_type": f"image/{form.lower()}"}
+    expected = {"width": 31, "height": 17, "media_type": f"image/{form.lower()}", "alpha": False}
     assert measure(None, [as_file(pixels(31, 17), form, **options)]) == (expected, [])
-    assert size_of(as_file(pixels(31, 17, 4), "WEBP", **options)) == (31, 17)
+    transparent = {**expected, "media_type": "image/webp", "alpha": True}
+    assert measure(None, [as_file(pixels(31, 17, 4), "WEBP", **options)]) == (transparent, [])
 
 
 @pytest.mark.parametrize(("orientation", "turned"), [(1, False), (3, False), (6, True), (8, True)])
-@pytest.mark.parametrize("form", ["JPEG", "WEBP"])
+@pytest.mark.parametrize("form", ["JPEG", "WEBP", "PNG"])
 def test_a_turned_picture_is_turned_back(orientation: int, turned: bool, form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -62,31 +62,6 @@ def test_a_turned_picture_is_turned_back(orientation: int, turned: bool, form: s
     assert size_of(data) == size
     stored = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.array_equal(fitted(data, size), np.rot90(stored, {1: 0, 3: 2, 6: 3, 8: 1}[orientation]))
-
-
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MODES), st.integers(0, 99), st.booleans(), st.integers(1, 40))
-def test_a_picture_of_any_mode_is_composited_on_white(mode: str, seed: int, transparent: bool, rows: int) -> None:
-    """In bands of any height, with the bits of the whole picture composited at once."""
-    array = pixels(23, 37, 4, seed)
-    image = Image.fromarray(array).convert(mode if mode in ("LA", "RGBA") else "RGB").convert(mode)
-    more: dict[str, Any] = {}
-    if transparent and mode in ("1", "L", "P", "RGB"):
-        more["transparency"] = tuple(array[0, 0, :3].tolist()) if mode == "RGB" else int(seed % 2)
-    stream = io.BytesIO()
-    image.save(stream, "JPEG" if mode == "CMYK" else "PNG", **more)
-    whole = Image.open(io.BytesIO(stream.getvalue())).convert("RGBA")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picture_codec, "_BAND", 23 * rows)
-        white = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
-        assert np.array_equal(fitted(stream.getvalue(), (23, 37)), np.asarray(white))
-        alpha = np.asarray(whole.getchannel("A"))
-        if (alpha == 0).any():
-            hard = np.where(alpha == 0, 255, 0)
-            assert np.array_equal(hole_of(stream.getvalue(), (23, 37)), hard)
 
 
 @settings(max_examples=60, deadline=None)

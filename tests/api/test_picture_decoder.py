@@ -64,13 +64,19 @@ def test_a_file_is_measured_when_it_is_handed_in_and_named_nine_times_decoded_by
     assert record is not None and record.picture_size == (200, 120)
     calls.clear()
     assert order(drawn, **nine_times(file["file_id"])).status_code == 202
-    assert calls == {"fit_picture": 2}, "at the job's size for image and controls, and at the image prompts' own"
+    assert calls == {"measure": 1, "fit_picture": 2}, (
+        "whether it may be transparent; at the job's size for image and controls, and at the image prompts' own"
+    )
 
 
 def test_a_picture_in_the_body_is_measured_once(drawn: Api, calls: Counter[str]) -> None:
     answer = order(drawn, images=[inline(as_file(pixels()))], mask=inline(as_file(hole())))
     assert answer.status_code == 202, answer.text
     assert calls == {"measure": 2, "fit_picture": 1, "fit_mask": 1}
+    calls.clear()
+    answer = order(drawn, images=[inline(as_file(hole()))])
+    assert answer.status_code == 202, answer.text
+    assert calls == {"measure": 1, "find_hole": 1, "fit_picture": 1, "fit_mask": 1}, "it is its own mask"
 
 
 @pytest.mark.parametrize("fields", [{"steps": 100_000}, {"scheduler": "none"}, {"model": "no-such"}, {"n": 99}])

@@ -111,7 +111,7 @@ ZEROS = "file-" + "0" * 24
     [
         ({"images": None}, 400, "images", "invalid_value"),
         ({"images": []}, 400, "images", "invalid_value"),
-        ({"images": [inline(), inline()]}, 400, "images", "invalid_value"),
+        ({"images": [inline(), inline()]}, 400, "images", "too_many_images"),
         ({"images": [{}]}, 400, "images", "invalid_value"),
         ({"images": [{**inline(), "file_id": ZEROS}]}, 400, "images", "invalid_value"),
         ({"images": [{"file_id": ZEROS}]}, 404, "images.file_id", "file_not_found"),
@@ -123,7 +123,7 @@ ZEROS = "file-" + "0" * 24
         ({"images": [{"image_url": "file:///etc/passwd"}]}, 400, "images.image_url", "invalid_value"),
         ({"images": [{"image_url": "data:image/svg+xml;base64,AAAA"}]}, 400, "images.image_url", "invalid_value"),
         ({"images": [{"image_url": "data:image/png;base64,é"}]}, 400, "images.image_url", "invalid_value"),
-        ({"images": [{"image_url": "data:image/png;base64,AAA"}]}, 400, "images.image_url", "invalid_value"),
+        ({"images": [{"image_url": "data:image/png;base64,AAAAA"}]}, 400, "images.image_url", "invalid_value"),
         ({"images": [{"image_url": "data:image/png;base64,"}]}, 400, "images", "invalid_value"),
         ({"images": [inline(b"hello")]}, 400, "images", "invalid_value"),
         ({"images": [inline(bomb(20_000, 20_000))]}, 400, "images", "invalid_value"),
@@ -152,7 +152,9 @@ def test_what_is_wrong_is_refused_by_name(
 def test_what_is_larger_than_a_body_is_handed_in_as_a_file(shared: Api, worker: Worker) -> None:
     large = as_file(pixels(800, 600))
     assert len(large) > 1_100_000
-    check_error(order(shared, images=[inline(large)]), 413, code="body_too_large")
+    refused = order(shared, images=[inline(large)])
+    check_error(refused, 413, code="body_too_large")
+    assert "POST /v1/files" in refused.json()["error"]["message"]
     id = order(shared, images=[uploaded(shared, large)]).json()["id"]
     worker.work(id)
 

@@ -6,18 +6,16 @@ import base64
 import hashlib
 import hmac
 import json
-import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from api import webhooks
-from api.errors import ApiError
+from api.guarded_http import Unreachable
 from api.webhook_sender import WebhookSender
-from api.webhooks import Unreachable, call, check
+from api.webhooks import call
 from core.jobs.keyring import Keyring, webhook_secret
 from deployment.redis import RedisServer
+from tests.api.test_guarded_http import PRIVATE
 from tests.api.world import Api, Worker, check_error, eventually, settings_of
 from tests.http_server import Handler, LocalServer
 
@@ -123,66 +121,10 @@ def test_no_redirect_is_followed() -> None:
     assert [path for path, _, _ in receiver.heard] == ["/here"] * 2
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["", "ftp://a.example", "http://", "https://user@a.example/", "http://a b", "http://a.example:0", "http://é.example",
-     "http://[", "javascript:1", "//a.example", "http://:80/", "http://a/b c",
-     "http://[::1]x/", "http://a..b/", "http://a%20b/", "http://a\\b/", "http://a:"],
-)  # fmt: skip
-def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        check(url, private=True)
-    assert caught.value.param == "webhook_url" and (len(url) < 8 or url not in str(caught.value))
-
-
-PRIVATE = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "[::1]", "[fd00::1]", "[fe80::1]",
-           "[::ffff:127.0.0.1]", "[::ffff:10.0.0.1]", "224.0.0.1", "100.64.0.1", "[2002:7f00:1::]",
-           "[64:ff9b::7f00:1]", "[64:ff9b::a9fe:a9fe]", "[64:ff9b:1::7f00:1]", "192.0.0.192", "168.63.129.16",
-           "[fec0::1]", "[::7f00:1]", "[::ffff:0:7f00:1]"]  # fmt: skip
-
-
 @pytest.mark.parametrize("host", [*PRIVATE, "localhost", "a.localhost"])
 def test_private_addresses_are_refused_at_once(shared: Api, host: str) -> None:
     answer = shared.post("/v1/jobs", type="image", prompt="a cat", webhook_url=f"http://{host}/hook")
     check_error(answer, 400, "webhook_url", "webhook_private")
-
-
-@pytest.mark.parametrize("host", [*PRIVATE, "127.1", "2130706433", "0x7f.1"])
-def test_and_when_a_name_leads_there(host: str) -> None:
-    """Also in the spellings that only the resolver understands."""
-    with pytest.raises(Unreachable, match=r"private address|host name does not resolve"):
-        call(f"http://{host}:1/", {}, b"", private=False)
-
-
-def test_the_address_that_was_looked_at_is_the_one_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that means something else the second time it is asked for."""
-    asked: list[str] = []
-
-    def resolve(host: str, port: int, **_: Any) -> list[Any]:
-        asked.append(host)
-        address = "127.0.0.1" if len(asked) == 1 else "10.255.255.1"
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
-
-    with Receiver() as receiver:
-        port = int(receiver.url.rpartition(":")[2])
-        monkeypatch.setattr(webhooks.socket, "getaddrinfo", _only(resolve, "changing.example"))
-        call(f"http://changing.example:{port}/", {}, b"{}", private=True)
-    assert asked == ["changing.example"]
-    assert receiver.heard[0][1]["host"] == f"changing.example:{port}"
-
-
-def _only(resolve: Any, name: str) -> Any:
-    real = socket.getaddrinfo
-    return lambda host, *more, **options: (
-        resolve(host, more[0] if more else None) if host == name else real(host, *more, **options)
-    )
-
-
-def test_mixed_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ("93.184.216.34", "127.0.0.1")]
-    monkeypatch.setattr(webhooks.socket, "getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(Unreachable, match="private address"):
-        call("http://mixed.example/", {}, b"", private=False)
 
 
 def test_each_owner_has_a_secret() -> None:

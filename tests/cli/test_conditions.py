@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -47,6 +48,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save(place / "whole", tiny.SHAPES[tiny.TINY])
     Image.frombytes("RGB", (SIDE, SIDE), controls.drawn(SIDE)).resize((64, 64)).save(place / "lines.png")
     Image.new("RGB", (64, 32)).save(place / "wide.png")
+    ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (32, 1))
+    Image.fromarray(ramp).save(place / "deep.png")
+    Image.fromarray((ramp >> 8).astype(np.uint8)).save(place / "twin.png")
     (place / "notes.txt").write_text("none")
     ip_adapters.picture(1).save(place / "cat.png")
     ip_adapters.picture(2, (900, 1000)).save(place / "large.jpg")
@@ -70,6 +74,7 @@ def drawn(shell: Shell, assets: Path, options: Options, prompt: str = "a fox") -
 
 CONTROL = ("--control-dir", "@controls")
 LINES = (*CONTROL, "--control", "@lines.png", "--control-model", "edges")
+WIDE = (*CONTROL, "--control", "@wide.png", "--control-model", "edges")
 ADAPTER = ("--ip-adapter-dir", "@adapters")
 CAT = (*ADAPTER, "--image-prompt", "@cat.png", "--image-prompt-model", "base")
 INK = ("--lora-dir", "@loras", "--lora", "ink:0.8")
@@ -118,6 +123,22 @@ def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -
     assert drawn(shell, assets, ())[2].tobytes() in found
 
 
+def test_a_picture_of_16_bits_and_of_another_shape_is_read_as_its_twin(shell: Shell, assets: Path) -> None:
+    """As control, cut to the picture's shape unless it says otherwise, and as image prompt."""
+    deep, twin = (
+        [
+            drawn(shell, assets, options)[2].tobytes()
+            for options in (
+                (*CONTROL, "--control", name, *LINES[-2:]),
+                (*CONTROL, "--control", name, *LINES[-2:], "--control-fit", "contain"),
+                (*ADAPTER, "--image-prompt", name, *CAT[-2:]),
+            )
+        ]
+        for name in ("@deep.png", "@twin.png")
+    )
+    assert deep == twin and len(set(deep)) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -125,7 +146,9 @@ def test_pictures_follow_it_and_say_so(shell: Shell, assets: Path, field: str) -
         ((*CONTROL, "--control-model", "edges"), "--control-model: is of a --control, and there is none"),
         ((*LINES[:-1], "gone"), "--control-model: gone: there is no folder gone"),
         ((*LINES[:-1], "../x"), "--control-model: must be a name"),
-        ((*CONTROL, "--control", "@wide.png", *LINES[-2:]), "wide.png is 64x32, and the picture 32x32"),
+        ((*WIDE, "--control-fit", "exact", "--size", "32x32"), "wide.png is 64x32, and the picture 32x32"),
+        ((*WIDE, "--control-fit", "exact", "--model", "@gone"), "--control-fit: exact needs a --size"),
+        ((*WIDE, "--control-fit", "zoom"), "--control-fit: invalid choice"),
         ((*CONTROL, "--control", "@notes.txt", *LINES[-2:]), "notes.txt cannot be read as a picture"),
         ((*CONTROL, "--control", "@gone.png", *LINES[-2:]), "gone.png cannot be read as a picture"),
         ((*LINES, "--control-strength", "99"), "--control-strength: must"),

@@ -93,6 +93,8 @@ def test_transparent_pictures_are_laid_on_white(tmp_path: Path) -> None:
     assert pixels.read(tmp_path / "a.png").tolist() == [[[255, 255, 255], [200, 0, 0]]]
     Image.new("L", (1, 1), 7).save(tmp_path / "b.png")
     assert pixels.read(tmp_path / "b.png").tolist() == [[[7, 7, 7]]]
+    Image.fromarray(np.array([[7 * 256 + 9]], np.uint16)).save(tmp_path / "c.png")  # 16 bits, as their 8-bit twin
+    assert pixels.read(tmp_path / "c.png").tolist() == [[[7, 7, 7]]]
 
 
 def test_hidden_files_and_others_are_no_pictures(tmp_path: Path) -> None:

@@ -1,0 +1,273 @@
+"""Pictures by https URL, from a real server with TLS: what is fetched when, how often, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from api import guarded_http, picture_fetcher
+from api.guarded_http import Unreachable
+from api.held_bytes import HeldBytes
+from api.picture_fetcher import fetch
+from api.uploads import MAX_BYTES
+from core.jobs.keyring import Keyring
+from deployment.redis import RedisServer
+from tests.api.easel import Easel
+from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
+from tests.api.test_guarded_http import resolving
+from tests.api.test_picture_decoder import service_of
+from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.http_server import Handler
+from tests.https_server import Certificate, SecureServer, make_certificate
+
+EDITS, DRAW = "/v1/images/edits", "/v1/images/generations"
+ARRAY = pixels(seed=8)
+OFFERED = replace(CARD, controls=("edges",), image_prompts=("base",))
+PICTURES = {
+    "/a.png": as_file(ARRAY), "/hole.png": as_file(hole()), "/bomb.png": bomb(20_000, 20_000), "/page": b"<html>",
+    "/empty": b"", "/large": PNG + bytes(MAX_BYTES), "/turned.jpg": as_file(pixels(40, 20), "JPEG"),
+}  # fmt: skip
+
+
+class Site(SecureServer):
+    """Serves `PICTURES`, redirects `/to/…`, and misbehaves by path. `seen` counts the requests of each path."""
+
+    def __init__(self, certificate: Certificate) -> None:
+        self.seen = Counter[str]()
+        site = self
+
+        class Page(Handler):
+            def respond(self) -> None:
+                site.seen[self.path] += 1
+                with contextlib.suppress(ConnectionError):  # a client that has read enough
+                    self.serve()
+
+            def serve(self) -> None:
+                if self.path.startswith("/to/"):
+                    self.answer(302, headers={"Location": self.path.removeprefix("/to/")})
+                elif self.path.startswith("/loop"):
+                    self.answer(307, headers={"Location": "/loop"})
+                elif self.path.startswith("/status/"):
+                    self.answer(int(self.path[-3:]), PNG)
+                elif self.path == "/zipped":
+                    self.answer(200, PNG, {"Content-Encoding": "gzip"})
+                elif self.path == "/chunked":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    for piece in (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""):
+                        self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                elif self.path == "/short":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\nabc")
+                    self.close_connection = True
+                elif self.path == "/endless":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                    for _ in range(MAX_BYTES // 2**16 + 2):
+                        self.wfile.write(bytes(2**16))
+                elif self.path == "/nonsense":
+                    self.wfile.write(b"220 smtp.example ESMTP\r\n")
+                else:
+                    known = PICTURES.get(self.path)
+                    self.answer(404 if known is None else 200, known or b"")
+
+        super().__init__(Page, certificate)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def site(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(guarded_http, "_tls", lambda: certificate.trusting)
+    with Site(certificate) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def shared(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    settings = settings_of(
+        redis_server.url, tmp_path_factory.mktemp("data"), fetch_images="private", max_queued=1_000_000
+    )
+    with opened(settings, OFFERED) as (api, _):
+        yield api
+
+
+def by_url(site: Site, path: str = "/a.png") -> dict[str, str]:
+    return {"image_url": site.url + path}
+
+
+# -- a fetch alone -----------------------------------------------------------------------------------------------------
+
+
+def get(url: str, claim: Callable[[int], None] = lambda _: None) -> bytes:
+    return fetch(url, private=True, claim=claim)
+
+
+@pytest.mark.parametrize(
+    "path", ["/a.png", "/a.png?x=1", "/to//a.png", "/to//to//to//a.png", "/chunked", "/a.png#part"]
+)
+def test_a_picture_is_fetched_through_redirects(site: Site, path: str) -> None:
+    PICTURES["/a.png?x=1"] = PICTURES["/a.png"]
+    claimed: list[int] = []
+    data = get(site.url + path.partition("#")[0], claimed.append)
+    assert data == PICTURES["/a.png"] and sum(claimed) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("/gone", "answered 404"), ("/status/500", "answered 500"), ("/status/204", "answered 204"),
+     ("/loop", "redirects more than 3 times"), ("/zipped", "compressed"), ("/short", "ended early"),
+     ("/nonsense", "is not HTTP"), ("/to/http://127.0.0.1/a.png", "must begin with https"),
+     ("/to/file:///etc/passwd", "must begin with https"), ("/to/https://127.0.0.1:25/", "must have the port 443"),
+     ("/to/https://user@127.0.0.1/", "no user"), ("/to/https://[", "redirects"), ("/to/https://", "redirects")],
+)  # fmt: skip
+def test_what_is_not_fetched_says_why(site: Site, path: str, reason: str) -> None:
+    with pytest.raises(Unreachable, match=reason):
+        get(site.url + path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "169.254.169.254", "localhost", "10.0.0.1"])
+def test_a_redirect_to_a_private_address_is_not_followed(
+    site: Site, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """From a public one: the first call is let through, as if its address were public."""
+    public = guarded_http._public
+    calls: list[object] = []
+
+    def first_is_public(address: Any) -> bool:
+        calls.append(address)
+        return len(calls) == 1 or public(address)
+
+    resolving(monkeypatch, "pictures.example", [["127.0.0.1"]])
+    monkeypatch.setattr(guarded_http, "_public", first_is_public)
+    with pytest.raises(Unreachable, match="it redirects, and the address must be a public address"):
+        fetch(f"https://pictures.example:{site.port}/to/https://{host}:{site.port}/a.png", private=False, claim=print)
+    assert "/a.png" not in site.seen
+
+
+@pytest.mark.parametrize("path", ["/large", "/endless"])
+def test_what_is_too_large_is_left(site: Site, path: str) -> None:
+    claimed: list[int] = []
+    with pytest.raises(picture_fetcher._TooLarge):
+        get(site.url + path, claimed.append)
+    assert sum(claimed) <= MAX_BYTES
+
+
+# -- in requests -------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_takes_urls_wherever_it_takes_pictures(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
+    image = by_url(site)
+    answer = shared.post(
+        EDITS, prompt="a hat", size="128x128", images=[image, image], mask=by_url(site, "/hole.png"),
+        control=[{"model": "edges", "image": image}], image_prompts=[{"model": "base", "image": image}],
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    claim = easel.seen[-1]
+    source, mask = handed_on(worker, claim)
+    assert np.array_equal(source, ARRAY) and mask is not None and mask.max() == 255
+    assert len(claim.parameters["control"]) == 1 and len(claim.parameters["image_prompts"]) == 2
+    assert site.seen == {"/a.png": 1, "/hole.png": 1}, "equal ones once"
+
+
+def test_a_job_run_again_and_a_repeated_request_fetch_nothing(shared: Api, worker: Worker, site: Site) -> None:
+    fields = {"type": "edit", "prompt": "x", "images": [by_url(site)]}
+    put = lambda **more: shared.client.put("/v1/jobs/by-url", json={**fields, **more})  # noqa: E731
+    assert [put().status_code, put().status_code] == [202, 202] and site.seen == {"/a.png": 1}
+    check_error(put(images=[by_url(site, "/turned.jpg")]), 422, code="idempotency_conflict")
+    claim = worker.take("by-url")
+    assert np.array_equal(handed_on(worker, claim)[0], ARRAY)
+    worker.store.leases.fail("by-url", claim.attempt, "engine_error", "no")
+    again = shared.client.post("/v1/jobs/by-url/requeue").json()["id"]
+    assert worker.job(again).inputs == worker.job("by-url").inputs and site.seen == {"/a.png": 1}
+    worker.work(again)
+
+
+def test_a_batchs_line_may_name_a_url(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": EDITS, "body": {"prompt": "x", "images": [by_url(site)]}}
+    data = json.dumps(line).encode()
+    file = shared.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
+    batch = shared.post("/v1/batches", input_file_id=file, endpoint=EDITS, completion_window="24h").json()["id"]
+    eventually(lambda: shared.client.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+    assert np.array_equal(handed_on(worker, easel.seen[-1])[0], ARRAY) and site.seen == {"/a.png": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code", "said"),
+    [("/gone", 400, "fetch_failed", "it answered 404"), ("/bomb.png", 400, None, "wider or higher"),
+     ("/page", 400, None, "must be a PNG, JPEG or WebP"), ("/empty", 400, None, "must not be empty"),
+     ("/large", 413, "body_too_large", "larger than")],
+)  # fmt: skip
+def test_what_a_url_leads_to_is_refused_by_field(
+    shared: Api, worker: Worker, site: Site, path: str, status: int, code: str | None, said: str
+) -> None:
+    known = worker.ids()
+    for field, body in (
+        ("images", {"images": [by_url(site, path)]}),
+        ("mask", {"images": [by_url(site)], "mask": by_url(site, path)}),
+    ):
+        answer = shared.post(EDITS, prompt="x", **body)
+        check_error(answer, status, field, code)
+        assert said in answer.json()["error"]["message"] and site.url not in answer.text
+    assert worker.ids() == known and service_of(shared).fetcher._held.count == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "param", "said"),
+    [("http://a.example/a.png", "images.image_url", "https://"), ("ftp://a.example", "images.image_url", ""),
+     ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images", "port 443"),
+     ("https://user:word@a.example/a.png", "images", "no user"), ("https://a b.example/", "images.image_url", "spaces"),
+     ("https://a.example/" + "x" * 9000, "images.image_url", "8192"), ("a.png", "images.image_url", "data: URL")],
+)  # fmt: skip
+def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, param: str, said: str) -> None:
+    answer = shared.post(EDITS, prompt="x", images=[{"image_url": url}])
+    check_error(answer, 400, param)
+    assert said in answer.json()["error"]["message"]
+
+
+def test_memory_that_is_used_up_is_a_503(shared: Api, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = HeldBytes(len(PICTURES["/a.png"]) + 10)
+    monkeypatch.setattr(service_of(shared).fetcher, "_of_tenant", {"": share})
+    assert shared.post("/v1/jobs", type="edit", prompt="x", images=[by_url(site)]).status_code == 202
+    answer = shared.post("/v1/jobs", type="edit", prompt="x", images=[by_url(site)], mask=by_url(site, "/hole.png"))
+    check_error(answer, 503, code="fetch_overloaded")
+    assert answer.headers["retry-after"] and share.count == service_of(shared).fetcher._held.count == 0
+
+
+def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: Site) -> None:
+    settings = settings_of(redis_url, folder, fetch_images="private")
+    keyring = Keyring.of(settings)
+    token = keyring.add("a", ["images"], quota="1/day")[1]
+    keyring.close()
+    with opened(settings) as (api, worker):
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+
+        def edit(**more: Any) -> httpx2.Response:
+            fields = {"type": "edit", "prompt": "x", "images": [by_url(site)], **more}
+            return api.client.post("/v1/jobs", json=fields, headers={"Authorization": f"Bearer {token}"})
+
+        check_error(edit(steps=100_000), 400, "steps")
+        assert not site.seen
+        assert edit().status_code == 202
+        check_error(edit(), 429, code="quota_exceeded")
+    assert site.seen == {"/a.png": 1}
+
+
+@pytest.mark.parametrize(("setting", "code"), [("off", "fetch_off"), ("public", "fetch_private")])
+def test_the_setting_says_what_is_fetched(redis_url: str, folder: Path, site: Site, setting: str, code: str) -> None:
+    with opened(settings_of(redis_url, folder, fetch_images=setting)) as (api, worker):
+        worker.announce()
+        eventually(lambda: api.client.get("/readyz").status_code == 200)
+        check_error(api.post(EDITS, prompt="x", images=[by_url(site)]), 400, "images", code)
+        check_error(api.post(EDITS, prompt="x", images=[{"image_url": "https://localhost/x"}]), 400, "images", code)
+    assert not site.seen
