@@ -222,3 +222,31 @@ def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, mo
     assert said.code == 1 and said.out.startswith("2 pictures in out")
     assert "a-fox-1.png: RuntimeError: [/no] markup" in said.err
     assert len(shell.pictures()) == 2
+
+
+LONG = "very long words here " * 120
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["too long", "a damaged embedding", "an embedding in a pickle", "weights"])
+def test_a_row_that_the_model_refuses_is_named_and_the_others_are_drawn(shell: Shell, place: int, kind: str) -> None:
+    options = []
+    if kind == "too long":
+        refused = LONG
+    elif kind == "weights":
+        refused, options = f"({LONG}:1.2) fox", ["--syntax", "a1111"]
+    else:
+        refused, options = "a torn picture", ["--embeddings-dir", "embeddings"]
+        (shell.folder / "embeddings").mkdir()
+        name = "torn.safetensors" if kind == "a damaged embedding" else "torn.pt"
+        (shell.folder / "embeddings" / name).write_bytes(b"torn")
+    prompts = ["a red heart", "a blue heart"]
+    prompts.insert(place, refused)
+    said = shell.generate("--prompts", shell.save("three.txt", "\n".join(prompts)), *options)
+    assert said.code == 1 and said.out.startswith("2 pictures in out"), said
+    assert f".png: row {place + 1}: Invalid: prompt: " in said.err
+    assert len(shell.pictures()) == 2
+
+
+def test_a_prompt_alone_that_the_model_refuses_is_unusable_input(shell: Shell) -> None:
+    assert "PROMPT: has 2040 tokens" in shell.refused(LONG)
