@@ -27,11 +27,14 @@ from pipeline.extensions.lora import Lora
 from pipeline.families import registry
 from pipeline.families.family import Family, Seeded, TinyVae
 from pipeline.families.family import ImageModel as ImageModel
+from pipeline.sampling.nearest import NearestScheduler, nearest
 
 if TYPE_CHECKING:
     import torch
 
     from contract.card import ImageDefaults
+
+log = logging.getLogger(__name__)
 
 _TINY_VAE = Part("network", ("AutoencoderTiny",), "diffusers.models.autoencoders.autoencoder_tiny")
 _ANY_STEPS = 4  # enough to build every sampler's table
@@ -74,7 +77,9 @@ def load(
     )
     family, parts, digest = source.family, source.parts, source.digest
     family.check(name, parts)
-    _check_sampler(name, family, parts["scheduler"])
+    sampling = scheduler_of(name, family, parts["scheduler"])
+    if sampling.reason:
+        log.warning("%s: %s", name, sampling.reason)
     if loras:
         with _quiet():
             lora.fuse_(parts, family.adapters, loras)
@@ -91,8 +96,9 @@ def load(
     _place(parts, family, where, dtype)
     student = _student(source.name, family, scheduler, config, [entry.name for entry in loras if entry.scale > 0])
     model = ImageModel(
-        source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
-    )
+        source.name, digest, precision, where, dtype, family, parts, sampling.config, source.options, student=student,
+        scheduler_reason=sampling.reason,
+    )  # fmt: skip
     default_folder = None if source.folder is None else source.folder / folders.TINY_VAE
     tiny_folder = folders.find_network(tiny_vae) if tiny_vae else default_folder
     if tiny_folder is not None and (tiny_vae or tiny_folder.is_dir()):
@@ -283,15 +289,17 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
     return loaded
 
 
-def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> None:
-    """Reject a scheduler that has no table, before the first image fails."""
+def scheduler_of(name: str, family: Family, config: Mapping[str, Any]) -> NearestScheduler:
+    """Return the scheduler's config as the family draws with it. Raises `ModelError` for one that has no table."""
     from pipeline.sampling import samplers, sigmas
 
     try:
-        name_ = samplers.default_name(scheduler, samplers.offered(scheduler, family.samplers))
-        sigmas.table(scheduler, name_, _ANY_STEPS)
+        scheduler = nearest({**config, **family.scheduler_settings}, family.samplers)
+        sampler = samplers.default_name(scheduler.config, samplers.offered(scheduler.config, family.samplers))
+        sigmas.table(scheduler.config, sampler, _ANY_STEPS)
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"{name}: scheduler: {error}") from error
+    return scheduler
 
 
 @contextmanager
