@@ -278,8 +278,8 @@ def test_weights_are_neither_copied_nor_changed(folder: Path) -> None:
     [
         ("gone", "lora: gone: there is no gone.safetensors in the LoRA folder"),
         ("a,gone:0.5", "lora: gone: there is no gone.safetensors in the LoRA folder"),
-        ("../a", "lora: a name is letters"),
-        ("a/../a", "lora: a name is letters"),
+        ("../a", "lora: a name "),
+        ("a/../a", "lora: a name "),
         ("a:", "lora: a: its scale must be a number"),
         ("a:nan", "lora: a: its scale must be a number"),
         ("a:1e9", "lora: a: its scale must be between"),
