@@ -20,6 +20,7 @@ from contract.precision import dtype as dtype_of
 from core.digests import digest_of
 from pipeline import sizes
 from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints import scaled_weights
 from pipeline.checkpoints.folder import ModelError as ModelError
 from pipeline.checkpoints.folder import Part
 from pipeline.extensions import lora
@@ -277,10 +278,11 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
         reason = folders.first_line(error).split(". If you want")[0]  # advice for programmers follows
         raise ModelError(f"{folder}/{name}: does not load ({type(error).__name__}: {reason})") from error
     # Unused weights of a text encoder are harmless; a denoiser with more weights than its config is a different one.
-    problems = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part.strict else [])
-    for problem in problems:
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(problem) or ())
         keys = [key for key in keys if problem != "missing_keys" or not key.startswith(part.unread)]
+        if problem == "unexpected_keys" and not part.strict:
+            keys = [key for key in keys if key.endswith(scaled_weights.ENDINGS)]  # of weights, which are nothing alone
         if keys:
             raise ModelError(
                 f"{folder}/{name}: does not fit its config.json: {len(keys)} {problem.replace('_', ' ')}, "

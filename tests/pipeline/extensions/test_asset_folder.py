@@ -42,12 +42,6 @@ def test_what_cannot_be_offered_is_logged_once_with_the_reason(
     for name in ("Detail Tweaker XL (v2)", "线稿", "plain.v1"):
         write(tmp_path, name)
     refused = {"a, b": "has ','", "a:b": "has ':'", "-x": "begins with", "\u202ex": "not printable", "y" * 129: "129"}
-        "a, b": "has ','",
-        "a:b": "has ':'",
-        "-x": "begins with none",
-        "\u202ex": "not printable",
-        "y" * 129: "129",
-    }
     for name in refused:
         write(tmp_path, name)
     (tmp_path / "old.ckpt").write_bytes(b"")
