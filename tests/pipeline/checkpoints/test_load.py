@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Damage, str]] = {
         "scheduler: scheduler_config.json is missing",
     ),
     "scheduler unknown": (
-        edit("scheduler/scheduler_config.json", _class_name="PNDMScheduler"),
+        edit("scheduler/scheduler_config.json", _class_name="VQDiffusionScheduler"),
         "scheduler: .*PNDMScheduler",
     ),
     "scheduler nonsense": (edit("scheduler/scheduler_config.json", beta_start="x"), "scheduler: "),
