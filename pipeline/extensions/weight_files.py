@@ -43,6 +43,8 @@ def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> 
 
 def _not_offered_reason(path: Path, names: Mapping[str, Path]) -> str:
     """Return why requests cannot use an entry of a folder that looks as if it held weights, or ""."""
+    if path.name.startswith("."):  # hidden on purpose
+        return ""
     name = next((name for name, entry in names.items() if entry == path), None)
     if name is not None:
         reason = name_error(name)

@@ -67,11 +67,10 @@ def nearest(config: Mapping[str, Any], offered: Sequence[str]) -> NearestSchedul
     name = FLOW_SCHEDULERS[0] if flow and class_name in _solvers() else _NEAREST.get(str(class_name), "")
     if name not in allowed:
         supported = [SAMPLERS[sampler].class_name for sampler in SAMPLERS if sampler in allowed]
-        near = sorted(known for known, sampler in _NEAREST.items() if sampler in allowed)
         kind = " for flow matching" if flow else ""
         raise ValueError(
             f"_class_name={class_name!r}{kind} is not a supported scheduler; supported: "
-            f"{', '.join(dict.fromkeys(supported))}; by the nearest of these: {', '.join(near)}"
+            f"{', '.join(dict.fromkeys(supported))}, and those that are near them"
         )
     result = _read(str(class_name), config)
     if name == "euler-ancestral" and any(result.get(curve) for curve in _CURVES):
