@@ -100,7 +100,8 @@ def _supported_solver(config: Mapping[str, Any]) -> NearestScheduler:
 
 
 def _replaced(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: values[config[key]] for key, values in _SOLVER.items() if config.get(key) in values}
+    values = {key: config[key] for key in _SOLVER if isinstance(config.get(key), str | int)}
+    return {key: _SOLVER[key][value] for key, value in values.items() if value in _SOLVER[key]}
 
 
 def _solvers() -> tuple[str, ...]:
@@ -114,7 +115,10 @@ def _solvers() -> tuple[str, ...]:
 def _class(name: str) -> Any:
     import diffusers.schedulers
 
-    return getattr(diffusers.schedulers, name)
+    try:
+        return getattr(diffusers.schedulers, name)
+    except AttributeError:
+        raise ValueError(f"_class_name={name!r} is not in diffusers {diffusers.__version__}") from None
 
 
 def _read(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +135,6 @@ def _betas(name: str, config: Mapping[str, Any]) -> list[float]:
     """Return the betas of the class, of a schedule that the nearest sampler's class does not compute."""
     try:
         betas = _class(name).from_config(dict(config)).betas
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"beta_schedule={config.get('beta_schedule')!r}: {name} does not compute it") from error
     return [float(beta) for beta in betas]
