@@ -167,7 +167,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     ),
     "scheduler unknown": (
         edit("scheduler/scheduler_config.json", _class_name="VQDiffusionScheduler"),
-        "scheduler: .*PNDMScheduler",
+        "scheduler: .*VQDiffusionScheduler",
     ),
     "scheduler nonsense": (edit("scheduler/scheduler_config.json", beta_start="x"), "scheduler: "),
     "tokenizer missing": (remove("tokenizer/tokenizer.json"), "tokenizer: vocab.json is missing"),
