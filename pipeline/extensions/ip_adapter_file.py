@@ -14,9 +14,8 @@ from core.digests import digest_of
 from core.failures import translate_device_errors
 from pipeline.checkpoints.checkpoint import Header, read_header, sign_of
 from pipeline.checkpoints.folder import ModelError
-from pipeline.checkpoints.scaled_weights import unscaled
 from pipeline.extensions import vision, weight_files
-from pipeline.extensions.weight_files import PICKLE, PICKLES, SUFFIX, is_file
+from pipeline.extensions.weight_files import PICKLE, PICKLES, SUFFIX, in_16_bits, is_file
 
 if TYPE_CHECKING:
     import torch
@@ -226,10 +225,7 @@ def _load(file: Path, header: Header, device: torch.device) -> IPAdapter:
 
     from unet_opt.ip_adapter import IPAdapter
 
-    try:
-        weights = unscaled(load_file(file, device=str(device)))
-    except ValueError as error:
-        raise ModelError(f"{file.name}: {error}") from error
+    weights = {key: in_16_bits(tensor) for key, tensor in load_file(file, device=str(device)).items()}
     for key, tensor in weights.items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             raise ModelError(f"{file.name}: {key} has values that are not finite numbers")

@@ -34,7 +34,8 @@ KINDS = {"control": ("control_image", "edges", "pose"), "image_prompts": ("image
 """By the field of pictures: the form's name of its files, and two models."""
 OFFERED = replace(
     CARD, loras=("emoji-v1.2", "ink", "Detail Tweaker XL (v2)"), upscalers=("x4",),
-    refiners=("xl-refiner",), controls=KINDS["control"][1:], image_prompts=KINDS["image_prompts"][1:], costs=replace(CARD.costs, upscale_megapixel_s=100.0),
+    refiners=("xl-refiner",), controls=KINDS["control"][1:], image_prompts=KINDS["image_prompts"][1:],
+    costs=replace(CARD.costs, upscale_megapixel_s=100.0),
 )  # fmt: skip
 RECORD = {"prompt": "x", "n": 1, "seed": 1, "steps": 4, "guidance_scale": 5.0, "width": 128, "height": 128}
 

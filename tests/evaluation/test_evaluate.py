@@ -138,7 +138,7 @@ def test_a_caption_that_the_model_refuses_fails_by_itself_and_the_run_goes_on(pl
     first = EvaluationRun.load(shell.folder / "run")
     assert [caption.index for caption in first.missing] == [place] and len(first.records) == 3
     again = shell(*words)
-    assert again.code == 1 and "3 of 4 pictures are there" in again.err and "1 pictures failed" in again.err
+    assert again.code == 1 and "3 of 4 pictures are there" in again.err and f"1 pictures failed ({place});" in again.err
     assert EvaluationRun.load(shell.folder / "run").digest() == first.digest()
 
 
