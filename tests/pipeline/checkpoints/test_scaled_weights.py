@@ -1,4 +1,4 @@
-"""Scaled weights of 8 bits: each is its bits times its scale, whatever the keys are called, and others are unchanged."""
+"""Scaled weights of 8 bits: each is its bits times its scale, whatever its keys are called; others are unchanged."""
 
 from __future__ import annotations
 
