@@ -145,8 +145,30 @@ def _model(settings: Settings) -> Iterator[Finding]:
     elif Path(name).is_dir() or not Path(name).is_absolute():
         is_local = (Path(name) / "model_index.json").is_file()
         yield Finding("well", "model", name if is_local else f"{name}, from the hub when it is first needed")
+        if is_local:
+            yield from _scheduler(Path(name))
     else:
         yield Finding("ill", "model", f"DIPTYCH_MODEL: there is no folder {name}")
+
+
+def _scheduler(folder: Path) -> Iterator[Finding]:
+    """Report a scheduler that another sampler replaces, or that none can."""
+    from pipeline.checkpoints import load
+    from pipeline.checkpoints.folder import ModelError, read_json
+    from pipeline.families import registry
+
+    try:
+        family = registry.read(folder)
+        if "scheduler" not in family.parts:
+            return
+        reason = load.scheduler_of(
+            str(folder), family, read_json(folder / "scheduler" / "scheduler_config.json")
+        ).reason
+    except ModelError as error:
+        yield Finding("ill", "sampler", str(error))
+    else:
+        if reason:
+            yield Finding("note", "sampler", reason)
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:

@@ -139,7 +139,8 @@ def open_source(
     try:
         runtime.images.check(Request("check", "image", draft))
     except Invalid as error:
-        raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
+        if error.field != "prompt":  # the first caption's, which fails by itself
+            raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
     return LocalEngine(runtime), draft
 
 

@@ -17,6 +17,7 @@ from cli.arguments import Commands, UsageError, add_command, add_model, add_plan
 from cli.request import SHARED, add_request
 from cli.scoring import add_scoring, open_lens, score, scoring_errors, try_references
 from contract.precision import CHOICES
+from contract.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from evaluation.run import EvaluationRun, RunWriter
     from evaluation.scoring_networks import ScoringNetworks
 
+_NAMED = 10  # ids of pictures that failed
 _EXAMPLES = """examples:
   diptych evaluate --prompts captions.tsv --out runs/fp32 --against real
   diptych evaluate --prompts captions.tsv --out runs/int8 --precision int8 --against real --against runs/fp32
@@ -214,5 +216,7 @@ def _draw(
     for note in notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if failed:
-        print(f"diptych: {failed} pictures failed; nothing is scored; the same command tries again", file=sys.stderr)
+        names = ", ".join(caption.id for caption in run.missing[:_NAMED]) + (", …" if failed > _NAMED else "")
+        text = f"{failed} pictures failed ({names}); nothing is scored; the same command tries again"
+        print(f"diptych: {printable(text, 1_000)}", file=sys.stderr)
     return failed

@@ -122,7 +122,8 @@ def _generate(options: argparse.Namespace) -> int:
     with model_errors(), folder(options.out), open_runtime(settings, console) as runtime:
         if runtime.images.refiner is not None:
             values |= read_refining(options, runtime.images.refiner.model.name)
-        draft = _complete(options, settings, values, prompts[0], runtime, [picture for _, picture in controls])
+        pictures = [picture for _, picture in controls]
+        draft = _complete(options, settings, values, prompts[0], runtime, pictures, alone=len(prompts) == 1)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
             for prompt in prompts
@@ -138,8 +139,12 @@ def _complete(
     prompt: PromptRow,
     runtime: Runtime | None = None,
     control_pictures: Sequence[Image] = (),
+    *,
+    alone: bool = True,
 ) -> ImageParameters:
     """The parameters of a prompt's first picture. Without the engine only what needs no model is checked.
+
+    A prompt that is not `alone` and that the model does not take is left to fail by itself.
 
     Raises `UsageError`, naming the option, or the prompt's position.
     """
@@ -175,7 +180,8 @@ def _complete(
     try:
         runtime.images.check(Request("check", "image", completed))
     except Invalid as error:
-        raise wrong_option(error, {**FLAGS, **flags}) from error
+        if alone or error.field != "prompt":
+            raise wrong_option(error, {**FLAGS, **flags}) from error
     return completed
 
 

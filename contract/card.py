@@ -278,7 +278,8 @@ class ImageCard(_Card):
     `capacity_per_s`: images per second at native size, with the defaults and all steps deep. `deepcache` is the default
     schedule, in the format of the request's field; a newer worker's may contain fields that this version cannot read.
     `loras` are the names that a job may use, `embeddings` the textual inversions that prompts may name, `prompt_fields`
-    those of `contract.prompts` that the model reads; None in cards of older workers. `plans` are request fields by the
+    those of `contract.prompts` that the model reads; None in cards of older workers. `scheduler_reason` says why
+    `default_scheduler` is not the one that the model's files name; "": it is. `plans` are request fields by the
     name of a tuned plan, and `plan` the default plan of requests, a name or a word of `contract.tuned`; "": none.
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
@@ -291,6 +292,7 @@ class ImageCard(_Card):
     sizes: tuple[tuple[_Side, _Side], ...]
     schedulers: tuple[StrictStr, ...]
     default_scheduler: StrictStr
+    scheduler_reason: StrictStr = ""
     limits: ImageLimits
     costs: ImageCosts
     deepcache: object = "off"

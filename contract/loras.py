@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 MAX_LORAS = 8  # per request
 MAX_SCALE = 100.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")  # cannot be a path to another folder
+MAX_NAME_CHARACTERS = 128
+# Of paths, of selections (`name:scale,name`), of `<lora:name:scale>` and of quoted text in a picture's parameters.
+_RESERVED = '/\\,:<>"|*?'
+_BEGINNINGS = "([{_+"  # beside letters and digits: a dot hides a file, and a dash begins an option
 _SCALE = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,3})?")
 MAX_CHARACTERS = 4096
 
@@ -19,8 +22,22 @@ class LoraReference(NamedTuple):
     scale: float
 
 
+def name_error(text: str) -> str | None:
+    """Return why this cannot be the name of a file that requests use, or None: it is safe in paths, selections, prompts
+    and on a terminal.
+    """
+    if not 0 < len(text) <= MAX_NAME_CHARACTERS:
+        return f"has {len(text)} characters, and a name 1 to {MAX_NAME_CHARACTERS}"
+    if text != text.strip() or not text.isprintable():
+        return "begins or ends with a blank, or has characters that are not printable"
+    if not (text[0].isalnum() or text[0] in _BEGINNINGS):
+        return f"begins with none of letters, digits and {' '.join(_BEGINNINGS)}"
+    reserved = next((character for character in text if character in _RESERVED), None)
+    return None if reserved is None else f"has {reserved!r}, which separates names or is no part of one"
+
+
 def is_name(text: str) -> bool:
-    return _NAME.fullmatch(text) is not None
+    return name_error(text) is None
 
 
 def read(text: str) -> tuple[LoraReference, ...]:
@@ -33,8 +50,8 @@ def read(text: str) -> tuple[LoraReference, ...]:
     references: list[LoraReference] = []
     for part in filter(None, (part.strip(" ") for part in text.split(","))):
         name, colon, scale = part.partition(":")
-        if not is_name(name):
-            raise ValueError("a name is letters, digits, _, . and -, and begins with a letter or a digit")
+        if (reason := name_error(name)) is not None:
+            raise ValueError(f"a name {reason}")
         if colon and _SCALE.fullmatch(scale) is None:
             raise ValueError(f"{name}: its scale must be a number")
         factor = float(scale) if colon else 1.0

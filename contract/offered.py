@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from contract.errors import Invalid
-from contract.loras import is_name
+from contract.loras import name_error
 
 
 def check_offered(field: str, name: object, offered: Collection[str] | None, *, listed: bool = True) -> None:
@@ -13,8 +13,8 @@ def check_offered(field: str, name: object, offered: Collection[str] | None, *, 
 
     `listed`: the error lists those offered, and does not refer to /v1/models.
     """
-    if not isinstance(name, str) or not is_name(name):
-        raise Invalid(field, "must be a name: letters, digits, _, . and -")
+    if not isinstance(name, str) or name_error(name):
+        raise Invalid(field, f"must be a name, and {name_error(name)}" if isinstance(name, str) else "must be a name")
     if offered is None or name in offered:
         return
     alternatives = f"it has {', '.join(sorted(offered))}" if listed else "GET /v1/models lists those there are"

@@ -20,6 +20,7 @@ from evaluation.pixels import PictureError, Pixels
 from evaluation.run import write_json
 
 GROUP = 32
+_NAMED = 20  # unreadable files, in an error
 
 Tick = Callable[[int, int], None]  # done, total
 Look = Callable[[str, int, int], None]  # what, done, total
@@ -63,7 +64,11 @@ def picture_features(
     """
 
     def take(part: slice) -> Tensor:
-        return extractor.see([pixels.read(path) for path in files[part]])
+        try:
+            pictures = [pixels.read(path) for path in files[part]]
+        except PictureError:
+            raise _unreadable(files[part.start :]) from None
+        return extractor.see(pictures)
 
     return _kept(len(files), extractor.width, f"{digest} {extractor.name} {extractor.digest}", take, store, tick)
 
@@ -108,6 +113,19 @@ def digest_of(files: Sequence[Path]) -> str:
         status = path.stat()
         hasher.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return hasher.hexdigest()
+
+
+def _unreadable(files: Sequence[Path]) -> PictureError:
+    """Return the error of these files that names all that are no whole pictures: one pass over a folder is enough."""
+    errors = []
+    for path in files:
+        try:
+            pixels.read(path)
+        except PictureError as error:
+            errors.append((path.name, str(error)))
+    others = f"; nor are {', '.join(name for name, _ in errors[1:_NAMED])}" if len(errors) > 1 else ""
+    more = f" and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
+    return PictureError(f"{errors[0][1]}{others}{more}")
 
 
 def _kept(count: int, width: int, of: str, take: Callable[[slice], Tensor], store: Path, tick: Tick) -> Tensor:

@@ -95,7 +95,7 @@ def draw_jobs(
         failure = future.exception()
         if failure is not None:
             failed += 1
-            _say(console, f"{caption.id}: {type(failure).__name__}: {failure}", "red")
+            _say(console, f"caption {caption.index + 1} ({caption.id}): {type(failure).__name__}: {failure}", "red")
             continue
         image: SourceImage = source.take(future.result())
         for warning in image.warnings:

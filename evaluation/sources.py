@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -36,7 +35,10 @@ class ImageSource(Protocol):
     width: int
 
     def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
-        """Start an image; `tick` is called from any thread for each step, if steps are reported."""
+        """Start an image; `tick` is called from any thread for each step, if steps are reported.
+
+        A rejected request fails its future.
+        """
         ...
 
     def take(self, result: Any) -> SourceImage:
@@ -57,14 +59,9 @@ class LocalEngine:
         self._engine, self._model = runtime.engine, model
 
     def submit(self, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
-        from core.batching.request import Outcome, Request
+        from workers.draw import submit
 
-        def listen(_: Request, outcome: Outcome) -> None:
-            if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
-                tick()
-
-        request = Request(secrets.token_hex(8), "image", parameters, listener=listen, model=self._model)
-        return self._engine.submit(request)
+        return submit(self._engine, parameters, tick, self._model)
 
     def take(self, result: Any) -> SourceImage:
         return SourceImage(result.png(), result.warnings)

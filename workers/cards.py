@@ -46,6 +46,7 @@ def image_card(
         size_range=model.size_range,
         schedulers=tuple(runner.schedulers),
         default_scheduler=runner.default_scheduler,
+        scheduler_reason=model.scheduler_reason,
         defaults=defaults,
         plans={name: dict(fields) for name, fields in model.plans.items()},
         plan=plan,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from contract.image import ImageParameters
+    from core.batching.engine import Engine
     from pipeline.pixels.provenance import Provenance
     from pipeline.text.prompts import PromptRow
     from workers.build import Runtime
@@ -77,7 +78,7 @@ def draw(
     started = time.monotonic()
     written: list[Path] = []
     used_names: set[str] = set()
-    pending: dict[Future[Any], Path] = {}
+    pending: dict[Future[Any], tuple[PromptRow, Path]] = {}
     try:
         # Ctrl-C interrupts only the main thread: another one writes and counts a file, fully or not at all.
         with ThreadPoolExecutor(1, "files") as files, Progress(*columns, console=console) as progress:
@@ -85,13 +86,14 @@ def draw(
             pictures = progress.add_task("pictures", total=total)
             while True:
                 while len(pending) < 2 * runtime.settings.max_requests and (job := next(jobs, None)) is not None:
-                    future = _submit(runtime, job[0], lambda: progress.advance(steps))
-                    pending[future] = out / _free(file_name(job[0], job[1].name), used_names)
+                    future = submit(runtime.engine, job[0], lambda: progress.advance(steps))
+                    pending[future] = job[1], out / _free(file_name(job[0], job[1].name), used_names)
                 if not pending:
                     break
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    files.submit(_write, future, pending.pop(future), runtime.provenance, console, written).result()
+                    row, path = pending.pop(future)
+                    files.submit(_write, future, row, path, runtime.provenance, console, written).result()
                     progress.advance(pictures)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(written)} of {total} pictures were written") from None
@@ -107,8 +109,9 @@ def draw(
 
 
 def _write(
-    future: Future[Any], path: Path, provenance: Provenance | None, console: Console, written: list[Path]
-) -> None:
+    future: Future[Any], row: PromptRow, path: Path, provenance: Provenance | None, console: Console,
+    written: list[Path],
+) -> None:  # fmt: skip
     """Write a finished image, count it, and print its notes. Raises OSError."""
     failure = future.exception()
     if failure is None:
@@ -117,7 +120,8 @@ def _write(
         written.append(path)
         notes, style = picture.warnings, "yellow"
     else:
-        notes, style = (f"{type(failure).__name__}: {failure}",), "red"
+        at = f"row {row.row}: " if row.name else ""  # of a file
+        notes, style = (f"{at}{type(failure).__name__}: {failure}",), "red"
     for note in notes:  # may quote the prompt: no markup, and possibly long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -133,11 +137,20 @@ def _free(name: str, used_names: set[str]) -> str:
     return name
 
 
-def _submit(runtime: Runtime, parameters: ImageParameters, tick: Callable[[], None]) -> Future[Any]:
+def submit(engine: Engine, parameters: ImageParameters, tick: Callable[[], None], model: str = "") -> Future[Any]:
+    """Submit an image; `tick` is called for each step. A request that the engine rejects fails its future alone.
+
+    `model` is one of the engine's, if it has several.
+    """
+    from contract.errors import Invalid
+    from core.batching.pending import rejected
     from core.batching.request import Outcome, Request
 
     def listen(_: Request, outcome: Outcome) -> None:
         if outcome.progress is not None and outcome.progress[0] and not outcome.finished:
             tick()
 
-    return runtime.engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen))
+    try:
+        return engine.submit(Request(secrets.token_hex(8), "image", parameters, listener=listen, model=model))
+    except Invalid as error:
+        return rejected(error)

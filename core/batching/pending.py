@@ -22,6 +22,13 @@ class Closed(RuntimeError):
     """The engine takes no more requests, or stopped before this one was done."""
 
 
+def rejected(error: Exception) -> Future[Any]:
+    """Return the future of a request that was not accepted: its caller reads the error where it reads others'."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 class PendingResults:
     """One future per accepted request, by id. Thread-safe."""
 

@@ -14,7 +14,9 @@ from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
 
 UNFINISHED, EMPTY, BROKEN, LONG, DUPLICATE = "unfinished", "empty", "broken", "too long", "duplicate"
+REFUSED = "refused"
 REASONS = {
+    REFUSED: "were not accepted by the text model",
     UNFINISHED: "did not end within --max-tokens",
     EMPTY: "held no words",
     BROKEN: "held control characters or half a character",

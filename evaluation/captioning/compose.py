@@ -16,7 +16,15 @@ from contract.card import MAX_PROMPT_CHARACTERS
 from contract.characters import text_error
 from evaluation.captioning.caption_client import CaptionClient, CaptionRequest
 from evaluation.captioning.caption_file import CaptionFile, CaptionRow
-from evaluation.captioning.caption_filter import BROKEN, DUPLICATE, EMPTY, UNFINISHED, CaptionFilter, squeeze
+from evaluation.captioning.caption_filter import (
+    BROKEN,
+    DUPLICATE,
+    EMPTY,
+    REFUSED,
+    UNFINISHED,
+    CaptionFilter,
+    squeeze,
+)
 from evaluation.captioning.text_sources import TextResponse, TextSource
 from evaluation.generate import ProgressLog
 
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _AHEAD = 4  # times the author's width: rows open at once
+_TEXTS = ("messages", "prompt", "prompts")  # fields of a request that hold the question
 _HOPELESS = 16  # after so many rows without one caption it gives up
 
 
@@ -110,6 +119,12 @@ class CaptionGenerator:
 
     def _take(self, future: Future[Any]) -> None:
         row, attempt, question = self._asked.pop(future)
+        field = getattr(future.exception(), "field", None)  # of `Invalid`, and of a service's `SourceError`
+        if field is not None and field.partition(".")[0] in _TEXTS:  # an idea may be longer than the model reads
+            row.made[attempt] = (question, REFUSED, "")
+            row.under_way -= 1
+            self._look(row)
+            return
         response: TextResponse = self._author.answer(future.result())
         if question.idea:
             idea = squeeze(response.text.replace("\ufffd", ""))

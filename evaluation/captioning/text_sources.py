@@ -66,10 +66,15 @@ class LocalTextEngine:
         self._runner.check(Request("check", "text", self._wanted(question)))
 
     def submit(self, question: CaptionRequest) -> Future[Any]:
-        """Raises `Invalid`, as `check` does."""
+        """Submit a question; one that `check` would not accept fails its future."""
+        from contract.errors import Invalid
+        from core.batching.pending import rejected
         from core.batching.request import Request
 
-        return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted(question)))
+        try:
+            return self._engine.submit(Request(secrets.token_hex(8), "text", self._wanted(question)))
+        except Invalid as error:
+            return rejected(error)
 
     def answer(self, result: Any) -> TextResponse:
         return TextResponse(result.text, result.finish == "stop")

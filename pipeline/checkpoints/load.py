@@ -20,6 +20,7 @@ from contract.precision import dtype as dtype_of
 from core.digests import digest_of
 from pipeline import sizes
 from pipeline.checkpoints import folder as folders
+from pipeline.checkpoints import scaled_weights
 from pipeline.checkpoints.folder import ModelError as ModelError
 from pipeline.checkpoints.folder import Part
 from pipeline.extensions import lora
@@ -27,11 +28,14 @@ from pipeline.extensions.lora import Lora
 from pipeline.families import registry
 from pipeline.families.family import Family, Seeded, TinyVae
 from pipeline.families.family import ImageModel as ImageModel
+from pipeline.sampling.nearest import NearestScheduler, nearest
 
 if TYPE_CHECKING:
     import torch
 
     from contract.card import ImageDefaults
+
+log = logging.getLogger(__name__)
 
 _TINY_VAE = Part("network", ("AutoencoderTiny",), "diffusers.models.autoencoders.autoencoder_tiny")
 _ANY_STEPS = 4  # enough to build every sampler's table
@@ -74,7 +78,9 @@ def load(
     )
     family, parts, digest = source.family, source.parts, source.digest
     family.check(name, parts)
-    _check_sampler(name, family, parts["scheduler"])
+    sampling = scheduler_of(name, family, parts["scheduler"])
+    if sampling.reason:
+        log.warning("%s: %s", name, sampling.reason)
     if loras:
         with _quiet():
             lora.fuse_(parts, family.adapters, loras)
@@ -91,8 +97,9 @@ def load(
     _place(parts, family, where, dtype)
     student = _student(source.name, family, scheduler, config, [entry.name for entry in loras if entry.scale > 0])
     model = ImageModel(
-        source.name, digest, precision, where, dtype, family, parts, scheduler, source.options, student=student
-    )
+        source.name, digest, precision, where, dtype, family, parts, sampling.config, source.options, student=student,
+        scheduler_reason=sampling.reason,
+    )  # fmt: skip
     default_folder = None if source.folder is None else source.folder / folders.TINY_VAE
     tiny_folder = folders.find_network(tiny_vae) if tiny_vae else default_folder
     if tiny_folder is not None and (tiny_vae or tiny_folder.is_dir()):
@@ -271,10 +278,11 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
         reason = folders.first_line(error).split(". If you want")[0]  # advice for programmers follows
         raise ModelError(f"{folder}/{name}: does not load ({type(error).__name__}: {reason})") from error
     # Unused weights of a text encoder are harmless; a denoiser with more weights than its config is a different one.
-    problems = ["missing_keys", "mismatched_keys"] + (["unexpected_keys"] if part.strict else [])
-    for problem in problems:
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(problem) or ())
         keys = [key for key in keys if problem != "missing_keys" or not key.startswith(part.unread)]
+        if problem == "unexpected_keys" and not part.strict:
+            keys = [key for key in keys if key.endswith(scaled_weights.ENDINGS)]  # of weights, which are nothing alone
         if keys:
             raise ModelError(
                 f"{folder}/{name}: does not fit its config.json: {len(keys)} {problem.replace('_', ' ')}, "
@@ -283,15 +291,17 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
     return loaded
 
 
-def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> None:
-    """Reject a scheduler that has no table, before the first image fails."""
+def scheduler_of(name: str, family: Family, config: Mapping[str, Any]) -> NearestScheduler:
+    """Return the scheduler's config as the family draws with it. Raises `ModelError` for one that has no table."""
     from pipeline.sampling import samplers, sigmas
 
     try:
-        name_ = samplers.default_name(scheduler, samplers.offered(scheduler, family.samplers))
-        sigmas.table(scheduler, name_, _ANY_STEPS)
+        scheduler = nearest({**config, **family.scheduler_settings}, family.samplers)
+        sampler = samplers.default_name(scheduler.config, samplers.offered(scheduler.config, family.samplers))
+        sigmas.table(scheduler.config, sampler, _ANY_STEPS)
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"{name}: scheduler: {error}") from error
+    return scheduler
 
 
 @contextmanager

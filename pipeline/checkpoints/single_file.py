@@ -7,12 +7,14 @@ family, such as SDXL base.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contract.printable import printable
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.checkpoint import (
     CONV_IN,
@@ -26,7 +28,7 @@ from pipeline.checkpoints.checkpoint import (
     read_header,
 )
 from pipeline.checkpoints.folder import ModelError, Part
-from pipeline.extensions.weight_files import in_16_bits
+from pipeline.checkpoints.scaled_weights import unscaled
 from pipeline.families import registry
 
 EDM_V = "edm_v_prediction"
@@ -39,6 +41,15 @@ _PLAYGROUND = {"prediction_type": "epsilon", "sigma_data": 0.5, "sigma_min": 0.0
 _PLAYGROUND_SCALE = 0.5
 # By modelspec.prediction_type.
 _DECLARED_TYPES = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}
+_PREFIXES = {"unet": UNET, "vae": VAE, "text_encoder": TEXT, "text_encoder_2": TEXT_2}
+# Keys that no picture depends on: averages and states of training, the noise schedule and counts as buffers, losses,
+# CLIP's image tower, and signs of what the model predicts, which are read by `_write_scheduler`.
+_UNREAD = re.compile(
+    r"(^|\.)(model_ema|ema|optimizer|optimizer_states|lr_schedulers|loss|perceptual_loss|discriminator|logvar)(\.|$)"
+    r"|(^|\.)(position_ids|logit_scale|attn_mask|num_batches_tracked|global_step|epoch|step|iteration|decay|num_updates)$"
+    r"|^(betas|alphas_cumprod(_prev)?|sqrt_\w*alphas\w*|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|scale_factor)$"
+    r"|^denoiser\.|\.visual\.|^(v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.\w+|state_dict_version)$"
+)
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
 
 
@@ -83,6 +94,7 @@ def convert(
     if out.exists():
         raise ModelError(f"{out}: is there already")
     weights = _read(file, name)
+    _check_consumed(name, [key for key in weights if not key.startswith((UNET, VAE, TEXT, TEXT_2))])
     has_vae = options.vae or any(key.startswith(VAE) for key in weights)
     configs = folders.find_configs(options.base, *(() if has_vae else ("vae/*.safetensors",)))
     family = registry.read(configs)
@@ -120,7 +132,7 @@ def _write_parts(
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:
-    """Return the tensors, mapped from the file, `in_16_bits`."""
+    """Return the tensors, mapped from the file, `unscaled`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -128,7 +140,10 @@ def _read(file: Path, name: str) -> dict[str, Any]:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{name}: is no whole safetensors file ({folders.first_line(error)})") from error
-    return {key: in_16_bits(value) for key, value in tensors.items()}
+    try:
+        return unscaled(tensors)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from error
 
 
 def _write_index(base: Path, out: Path, inpaints: bool) -> None:
@@ -176,10 +191,28 @@ def _write_part(name: str, part_name: str, part: Part, weights: Mapping[str, Any
     with torch.device("meta"):
         configured = getattr(cls, "config_class", None)  # of transformers
         network = cls.from_config(config) if configured is None else cls(configured(**config))
+    weights = _of_part(part_name, weights)
+    keys = [*weights]
+    numbers = {key: torch.tensor(float(number)).expand(weights[key].shape) for number, key in enumerate(keys)}
+    consumed = {keys[int(value.flatten()[0])] for value in _renamed(part_name, numbers, config, network).values()}
+    _check_consumed(name, [key for key in keys if key not in consumed])
     state_dict = _renamed(part_name, weights, config, network)
     _check_fit(name, part_name, state_dict, network)
     network.load_state_dict(state_dict, strict=True, assign=True)
     network.save_pretrained(out / part_name, safe_serialization=True)
+
+
+def _of_part(part: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a part; of a VAE's own file all."""
+    own = {key: value for key, value in weights.items() if key.startswith(_PREFIXES[part])}
+    return dict(weights) if part == "vae" and not own else own
+
+
+def _check_consumed(name: str, left: Iterable[str]) -> None:
+    """Raise `ModelError` for a key that no part of the model is made of, unless it is one of `_UNREAD`."""
+    if unknown := sorted(key for key in left if not _UNREAD.search(key)):
+        count = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise ModelError(f"{name}: has weights that an SDXL has no use for: {printable(unknown[0])}{count}")
 
 
 def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], network: Any) -> dict[str, Any]:
@@ -187,18 +220,15 @@ def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], n
     from diffusers.loaders import single_file_utils as tables
 
     if part == "unet":
-        state_dict = {key: value for key, value in weights.items() if key.startswith(UNET)}
-        return dict(tables.convert_ldm_unet_checkpoint(state_dict, config))
+        return dict(tables.convert_ldm_unet_checkpoint(dict(weights), config))
     if part == "vae":
         if any(key.startswith("decoder.up_blocks.") for key in weights):
             return dict(weights)  # a VAE's file by diffusers' own names
-        state_dict = {key: value for key, value in weights.items() if key.startswith(VAE)} or dict(weights)
-        return dict(tables.convert_ldm_vae_checkpoint(state_dict, config))
+        return dict(tables.convert_ldm_vae_checkpoint(dict(weights), config))
     if part == "text_encoder":
-        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items() if key.startswith(TEXT)}
+        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items()}
     else:
-        state_dict = {key: value for key, value in weights.items() if key.startswith(TEXT_2)}
-        state_dict = dict(tables.convert_open_clip_checkpoint(network, state_dict, prefix=TEXT_2))
+        state_dict = dict(tables.convert_open_clip_checkpoint(network, dict(weights), prefix=TEXT_2))
     return {key: value for key, value in state_dict.items() if not key.endswith(("position_ids", "logit_scale"))}
 
 

@@ -16,8 +16,9 @@ from core.failures import translate_device_errors
 from pipeline.checkpoints import folder as folders
 from pipeline.checkpoints.checkpoint import Header, read_header, read_headers, sign_of
 from pipeline.checkpoints.folder import ModelError, Part
+from pipeline.checkpoints.scaled_weights import unscaled
 from pipeline.extensions import weight_files
-from pipeline.extensions.weight_files import PICKLE, PICKLES, SUFFIX, in_16_bits, is_file
+from pipeline.extensions.weight_files import PICKLE, PICKLES, SUFFIX, is_file
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,10 @@ def _read_file(name: str, file: Path, model: ImageModel, dtype: torch.dtype) -> 
     cls = getattr(importlib.import_module(_MODULES[kind]), kind)
     with torch.device("meta"):
         network = cls.from_config(config)
-    loaded = {key: in_16_bits(tensor) for key, tensor in load_file(file).items()}
+    try:
+        loaded = unscaled(load_file(file))
+    except ValueError as error:
+        raise ModelError(f"{file.name}: {error}") from error
     weights = loaded if kind == ADAPTER else _renamed(loaded, config)
     _check_fit(file.name, weights, network)
     network.load_state_dict({key: tensor.to(dtype) for key, tensor in weights.items()}, strict=True, assign=True)

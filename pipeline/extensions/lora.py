@@ -66,6 +66,4 @@ def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -
     from pipeline.extensions import lora_file
 
     for lora in loras:
-        factors = lora_file.read(lora.name, lora.data(), parts, adapters)
-        lora_file.check_finite(lora.name, factors)
-        lora_file.add_(parts, factors, lora.scale)
+        lora_file.fuse_(lora.name, lora.data(), parts, adapters, lora.scale)

@@ -9,8 +9,9 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,15 @@ from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import lycoris, weight_files
+from pipeline.extensions.lora_names import DIRECT
 from pipeline.families.family import Adapters
 
-_KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
+_KEY = re.compile(rf"(.+)\.(lora_[AB]\.weight|{'|'.join(DIRECT)})")
+_MAGNITUDES = ("lora_magnitude_vector", "dora_scale")  # of DoRA: peft's, and kohya's and LyCORIS's
+_DOWN, _UP = "lora_A.weight", "lora_B.weight"
+_MERGED = "such a file is merged into the weights at start (DIPTYCH_LORA)"
 # Parts of keys, to which a dot is added, of adapters that are no product of two matrices beside a layer's weight.
 _UNKNOWN = {
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "a LoRA of embeddings",
     "bundle_emb.": "a textual inversion inside of a LoRA (files of these go into DIPTYCH_EMBEDDINGS_DIR)",
     ".oft_": "OFT",
@@ -36,10 +39,6 @@ _UNKNOWN = {
     ".a1.weight.": "GLoRA",
     ".b1.weight.": "GLoRA",
     "vera_lambda": "VeRA",
-    ".w_norm.": "a trained norm",
-    ".b_norm.": "a trained norm",
-    ".diff_b.": "a difference of biases",
-    ".diff.": "a difference of whole weights",
     ".lora_B.bias.": "a LoRA with biases",
     ".reshape_weight.": "a LoRA that changes a layer's shape",
 }
@@ -48,29 +47,89 @@ Factors = Mapping[tuple[str, str], LowRank]
 """By part and by the layer's name in it."""
 
 
+class Difference(NamedTuple):
+    """What is added to a layer's `parameter`, "weight" or "bias". `key` names it in the file."""
+
+    key: str
+    parameter: str
+    value: Tensor
+
+
 def read(
     name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int = 2**40
 ) -> dict[tuple[str, str], LowRank]:
     """The factors of the LoRA `name` for these parts, in the file's own precision, or in 16 bits of one of 8.
 
-    `parts` has at least those of `adapters`. May run on any thread. LyCORIS's kinds become pairs of at most `most`
-    elements. Raises `ModelError`, naming the LoRA, for a file that is damaged, of an unknown kind, or does not fit
-    these parts.
+    `parts` has at least those of `adapters`. May run on any thread. LyCORIS's kinds, whole differences and DoRA become
+    pairs of at most `most` elements. Raises `ModelError`, naming the LoRA, for a file that is damaged, of an unknown
+    kind, or does not fit these parts, and for norms and biases, which the rows of a batch have in common.
     """
 
     def factors_of_file() -> dict[tuple[str, str], LowRank]:
-        state, config = _read(data)
-        state, alphas = adapters.to_diffusers(lycoris.as_pairs(state, most), parts)
-        return dict(_factors(state, alphas, config, parts, adapters))
+        factors, left = dict[tuple[str, str], LowRank](), most
+        for at, factor in _parsed(data, parts, adapters, most):
+            if isinstance(factor, Difference):
+                factor = _pair(factor, parts[at[0]].get_submodule(at[1]), left)
+                left -= factor.down.numel() + factor.up.numel()
+            factors[at] = factor
+        return factors
 
+    with _errors(name):
+        return translate_device_errors(factors_of_file)
+
+
+@torch.no_grad()
+def fuse_(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, scale: float) -> None:
+    """Add the LoRA `name`, scaled, to the weights of these parts, in place: computed in fp32, and rounded once.
+
+    Raises `ModelError`, as `read`.
+    """
+    with _errors(name):
+        for (part, layer), factor in _parsed(data, parts, adapters, 2**40):
+            module = parts[part].get_submodule(layer)
+            if isinstance(factor, LowRank):
+                check_finite(name, {(part, layer): factor})
+                add_(parts, {(part, layer): factor}, scale)
+            else:
+                parameter = getattr(module, factor.parameter)
+                sum_ = parameter.float() + scale * factor.value.to(parameter.device)
+                parameter.copy_(sum_)
+
+
+def _parsed(
+    data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int
+) -> Iterator[tuple[tuple[str, str], LowRank | Difference]]:
+    """Yield what a file has for each layer, one after another. Raises ValueError for one with nothing."""
+    state, config = _read(data)
+    state, alphas = adapters.to_diffusers(lycoris.as_pairs(state, most), parts)
+    factors = _factors(state, alphas, config, parts, adapters)
+    if (first := next(factors, None)) is None:
+        raise ValueError(f"nothing in it is for {adapters.models}")
+    yield first
+    yield from factors
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """Context that turns all errors of a file into `ModelError`, naming the LoRA."""
     try:
-        factors = translate_device_errors(factors_of_file)
-        if not factors:
-            raise ValueError(f"nothing in it is for {adapters.models}")
+        yield
+    except ModelError:
+        raise
     except Exception as error:  # of several libraries: it does not fit
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ModelError(f"{name}: does not fit ({kind}{' '.join(str(error).split())[:300]})", kind="lora") from error
-    return factors
+
+
+def _pair(difference: Difference, module: nn.Module, most: int) -> LowRank:
+    """Return the difference of a whole weight as a pair of matrices, one of them the identity."""
+    if difference.parameter != "weight" or not isinstance(module, nn.Linear | ScaledLinear | nn.Conv2d | ScaledConv2d):
+        raise ValueError(f"{difference.key} changes a norm or a bias, which all rows of a batch share; {_MERGED}")
+    value = difference.value
+    if (value.shape[0] + value[0].numel()) * min(value.shape[0], value[0].numel()) > most:
+        raise ValueError(f"{difference.key} changes a whole weight, and LoRAs have no room for it; {_MERGED}")
+    up, down = lycoris.whole(value)
+    return LowRank(down, up.reshape(*up.shape, *[1] * (value.dim() - 2)), 1.0)
 
 
 def converted(name: str, factors: Factors, device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], LowRank]:
@@ -137,31 +196,96 @@ def _factors(
     config: Mapping[str, Any],
     parts: Mapping[str, Any],
     adapters: Adapters,
-) -> Iterator[tuple[tuple[str, str], LowRank]]:
+) -> Iterator[tuple[tuple[str, str], LowRank | Difference]]:
     left = set(state)
     for part in adapters.parts:
         old = [key.removeprefix(f"{part}.") for key in state if key.startswith(f"{part}.")]
         left -= {f"{part}.{key}" for key in old}
         new = adapters.to_peft(part, old)
-        pairs: dict[str, dict[str, str]] = {}
+        layers: dict[str, dict[str, str]] = {}
         for key, own in new.items():
-            found = _KEY.fullmatch(key)
-            if found is None:
+            match = _KEY.fullmatch(key)
+            if match is None:
                 raise ValueError(f"{_shown(key)} in the {part} is nothing that is known")
-            pairs.setdefault(found[1], {})[found[2]] = f"{part}.{own}"
+            layers.setdefault(match[1], {})[match[2]] = f"{part}.{own}"
         own_config = {key.removeprefix(f"{part}."): v for key, v in config.items() if key.startswith(f"{part}.")}
         patterns = _alpha_patterns(own_config)
-        for layer, pair in pairs.items():
-            if pair.keys() != {"A", "B"}:
-                raise ValueError(f"{_shown(layer)} in the {part} has one of its two matrices")
+        for layer, keys in layers.items():
             known, module = _layer(part, parts[part], layer)
-            down, up = _fitted(known, module, state[pair["A"]], state[pair["B"]])
-            scale = _scale(layer, down.shape[0], _alpha(alphas, pair["A"]), own_config, patterns)
+            for factor in _differences(known, module, {kind: (key, state[key]) for kind, key in keys.items()}):
+                yield (part, known), factor
+            if not {_DOWN, _UP, *_MAGNITUDES} & keys.keys():
+                continue
+            if not {_DOWN, _UP} <= keys.keys():
+                raise ValueError(f"{_shown(layer)} in the {part} has one of its two matrices")
+            down, up = _fitted(known, module, state[keys[_DOWN]], state[keys[_UP]])
+            scale = _scale(layer, down.shape[0], _alpha(alphas, keys[_DOWN]), own_config, patterns)
             if not math.isfinite(scale):
                 raise ValueError(f"the alpha of {_shown(layer)} is no finite number")
-            yield (part, known), LowRank(down, up, scale)
+            pair = LowRank(down, up, scale)
+            magnitude = next((keys[kind] for kind in _MAGNITUDES if kind in keys), None)
+            if magnitude is not None:
+                yield (part, known), _decomposed(magnitude, module, pair, state[magnitude])
+            elif own_config.get("use_dora"):
+                raise ValueError(f"{_shown(layer)} in the {part} is DoRA without a lora_magnitude_vector")
+            else:
+                yield (part, known), pair
     if left:
         raise ValueError(f"{_shown(min(left))} is for no part of {adapters.models}")
+
+
+def _differences(name: str, module: nn.Module, tensors: Mapping[str, tuple[str, Tensor]]) -> Iterator[Difference]:
+    """Yield what is added to the layer's parameters as it stands in the file: LyCORIS's full weights, norms, biases."""
+    for kind, parameter in (("diff", "weight"), ("w_norm", "weight"), ("diff_b", "bias"), ("b_norm", "bias")):
+        if kind not in tensors:
+            continue
+        key, value = _shown(tensors[kind][0]), tensors[kind][1]
+        if kind == "diff" and _DOWN in tensors:
+            raise ValueError(f"{key} is beside two matrices of the same layer")
+        expected = _shape(module) if parameter == "weight" else getattr(getattr(module, "bias", None), "shape", None)
+        if expected is None:
+            raise ValueError(f"{key} is for a {parameter} that {_shown(name)} does not have")
+        if not value.is_floating_point() or _bare(value.shape) != _bare(tuple(expected)):
+            raise ValueError(f"{key} has {[*value.shape]}, and this model needs {[*expected]} in floats")
+        yield _finite(Difference(key, parameter, value.float().reshape(expected)))
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the shape of a layer's weight, also where a backend has packed it and dropped the original."""
+    if isinstance(module, nn.Linear | ScaledLinear):
+        return module.out_features, module.in_features
+    if isinstance(module, nn.Conv2d | ScaledConv2d):
+        return module.out_channels, module.in_channels, *module.kernel_size
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, Tensor) else None
+
+
+def _decomposed(key: str, module: nn.Module, pair: LowRank, magnitude: Tensor) -> Difference:
+    """Return what DoRA (Liu et al., 2024) adds to a weight W: m · V / |V| - W, where V is W + scale · up · down.
+
+    Norms and magnitudes m are of each output; those of LyCORIS's default, [1, in, …], are of each input.
+    """
+    weight = module.weight
+    if not isinstance(weight, Tensor) or not weight.numel() or weight.itemsize == 1:
+        raise ValueError(
+            f"{_shown(key)} is DoRA, which needs the layer's own weights, and they are in 8 bits or packed; {_MERGED}"
+        )
+    own = weight.detach().float().cpu()
+    merged = own + pair.scale * (pair.up.float().flatten(1) @ pair.down.float().flatten(1)).view(own.shape)
+    out, width = own.shape[:2]
+    by_output = key.endswith(_MAGNITUDES[0]) or magnitude.shape[:1] == (out,)
+    if not magnitude.is_floating_point() or magnitude.numel() != (out if by_output else width):
+        raise ValueError(f"{_shown(key)} has {[*magnitude.shape]}, for a weight {[*own.shape]}")
+    axes = tuple(axis for axis in range(own.dim()) if axis != (0 if by_output else 1))
+    norm = merged.square().sum(axes, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    value = merged * (magnitude.float().reshape(norm.shape) / norm) - own
+    return _finite(Difference(_shown(key), "weight", value))
+
+
+def _finite(difference: Difference) -> Difference:
+    if not bool(difference.value.isfinite().all()):
+        raise ValueError(f"{difference.key} holds what is no finite number")
+    return difference
 
 
 def _layer(part: str, model: Any, name: str) -> tuple[str, nn.Module]:
@@ -238,8 +362,6 @@ def _scale(
     """alpha / rank; without an alpha 1, as in diffusers. `config` is peft's LoraConfig, with its `_alpha_patterns`."""
     root = False
     if config:
-        if config.get("use_dora"):
-            raise ValueError("it is DoRA, which is not supported")
         root = bool(config.get("use_rslora"))
         alpha = _pattern_alpha(patterns, layer, config.get("lora_alpha", alpha))
     return 1.0 if alpha is None else float(alpha) / (math.sqrt(rank) if root else rank)

@@ -111,7 +111,7 @@ def _loha(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
         down = (one.down.flatten(1)[:, None] * two.down.flatten(1)[None, :]).view(rank, *one.down.shape[1:])
         factor = _Factor(up, down)
     else:
-        factor = _whole((one.dense * two.dense).view(-1, *one.down.shape[1:]))
+        factor = whole((one.dense * two.dense).view(-1, *one.down.shape[1:]))
     return factor, f["hada_w1_b"].shape[0]
 
 
@@ -120,7 +120,7 @@ def _lokr(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
     dim, factors = 0, []  # without a product there is no scale
     for n in (1, 2):
         if f"lokr_w{n}" in f:
-            factors.append(_whole(f[f"lokr_w{n}"]))
+            factors.append(whole(f[f"lokr_w{n}"]))
         else:
             factors.append(_product(f.get(f"lokr_t{n}"), f[f"lokr_w{n}_a"], f[f"lokr_w{n}_b"], most))
             dim = f[f"lokr_w{n}_b"].shape[0]
@@ -131,7 +131,7 @@ def _lokr(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
     if _thin(out, width, rank, most):
         down = torch.kron(one.down.flatten(1), two.down.flatten(1)).view(rank, *inner)
         return _Factor(torch.kron(one.up.contiguous(), two.up.contiguous()), down), dim
-    return _whole(torch.kron(one.dense, two.dense).view(out, *inner)), dim
+    return whole(torch.kron(one.dense, two.dense).view(out, *inner)), dim
 
 
 def _locon(f: dict[str, Tensor], most: int) -> tuple[_Factor, int]:
@@ -153,8 +153,8 @@ def _product(core: Tensor | None, a: Tensor, b: Tensor, most: int) -> _Factor:
     return factor
 
 
-def _whole(weight: Tensor) -> _Factor:
-    """A weight [out, …] as a product of itself and an identity, whichever is smaller."""
+def whole(weight: Tensor) -> _Factor:
+    """Return a weight [out, …] as (up, down), a product of itself and an identity, whichever is smaller."""
     flat = weight.flatten(1)
     if flat.shape[0] <= flat.shape[1]:
         return _Factor(torch.eye(flat.shape[0]), weight)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contract.loras import is_name
+from contract.loras import is_name, name_error
+from contract.printable import printable
 from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError, first_line
 from pipeline.checkpoints.safetensors_header import TensorTable
@@ -16,8 +18,11 @@ from pipeline.checkpoints.safetensors_header import TensorTable
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 SUFFIX = ".safetensors"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+_reported: set[Path] = set()  # entries whose reason the log has
 PICKLE = "is a pickle, which could run code; convert it to safetensors"
 
 
@@ -27,9 +32,32 @@ def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> 
         entries = [*folder.iterdir()]
     except OSError:
         return []
-    names = {path.name for path in entries if also(path)}
-    names |= {path.name.removesuffix(SUFFIX) for path in entries if path.name.endswith(SUFFIX)}
+    names = {path.name: path for path in entries if also(path)}
+    names |= {path.name.removesuffix(SUFFIX): path for path in entries if path.name.endswith(SUFFIX)}
+    for path in set(entries) - _reported:
+        if reason := _not_offered_reason(path, names):
+            _reported.add(path)
+            log.warning("%s is not offered: %s", printable(str(path)), reason)
     return sorted(filter(is_name, names))
+
+
+def _not_offered_reason(path: Path, names: Mapping[str, Path]) -> str:
+    """Return why requests cannot use an entry of a folder that looks as if it held weights, or ""."""
+    if path.name.startswith("."):  # hidden on purpose
+        return ""
+    name = next((name for name, entry in names.items() if entry == path), None)
+    if name is not None:
+        reason = name_error(name)
+        return f"its name {reason}" if reason else ""
+    if path.suffix in PICKLES:
+        return f"it {PICKLE}"
+    if path.suffix.lower() == SUFFIX:
+        return f"its name ends in {path.suffix}, not {SUFFIX}"
+    try:
+        nested = path.is_dir() and any(entry.name.endswith(SUFFIX) for entry in path.iterdir())
+    except OSError:
+        return ""
+    return "only files right in the folder are" if nested else ""
 
 
 def is_file(path: Path) -> bool:

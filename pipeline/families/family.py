@@ -51,6 +51,7 @@ class ImageModel:
     options: Mapping[str, Any] = field(default_factory=dict)  # the family's own, of model_index.json
     embed: Embed | None = None  # computes the phase `TEXT` in place of the family's own `embed`
     student: ImageDefaults | None = None  # how it is drawn, if it is one of few steps
+    scheduler_reason: str = ""  # why `scheduler_config` is not its file's (`pipeline.sampling.nearest`)
     plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tuned for it (`pipeline.plans`)
     gates: Mapping[str, TunedGate] = field(default_factory=dict)  # of cascades, by draft model (`pipeline.plans`)
     tiny_vae: TinyVae | None = None
@@ -226,6 +227,7 @@ class Family:
     adapters: how its LoRAs are read.
     alpha: the usual strength of SmoothQuant in its recipe.
     prompt_fields: of `contract.prompts.FIELDS` those that it reads.
+    scheduler_settings: settings that replace those of scheduler_config.json.
     padded: the conditioning tensors of variable length (dimension 1), each with a number of which the length in a batch
         is a multiple; they are padded with zeros.
     longest: the longest that each of these can be.
@@ -273,6 +275,7 @@ class Family:
     adapters: Adapters
     alpha: float
     prompt_fields: Collection[str] = ()
+    scheduler_settings: Mapping[str, Any] = field(default_factory=dict)
     padded: Mapping[str, int] = field(default_factory=dict)
     longest: Mapping[str, int] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)

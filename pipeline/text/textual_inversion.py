@@ -21,6 +21,8 @@ from pipeline.extensions.weight_files import PICKLES, SUFFIX, tensors
 
 _MAX_FILE_BYTES = 16 * 2**20
 _KEPT = 256  # files in memory
+_TRAINERS = {"clip_l": "text_encoders_0", "clip_g": "text_encoders_1"}  # keys of diffusers' training scripts
+_ESCAPED = re.compile(r"\\([()\[\]{}])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
         embeddings: dict[str, TextualInversion] = {}
         for name, text in texts.items():
             pattern = self._pattern()
-            for word in {match[1] for match in pattern.finditer(text)} if pattern else ():
+            spellings = (text, _ESCAPED.sub(r"\1", text))  # of names with brackets in prompts with weights
+            matches = (match for spelling in spellings for match in pattern.finditer(spelling)) if pattern else ()
+            for word in {match[1] for match in matches}:
                 try:
                     embeddings[word] = self.get(word)
                 except ModelError as error:
@@ -84,7 +88,10 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
             raise self._error(key, f"{file} cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise self._error(key, f"{file} {error}") from error
-        vectors = {part: self._fitted(key, file, part, state.get(part)) for part in self._widths}
+        vectors = {
+            part: self._fitted(key, file, part, state.get(part, state.get(_TRAINERS.get(part, ""))))
+            for part in self._widths
+        }
         digest = hashlib.sha256(data).hexdigest()
         return ReadFile(TextualInversion(key, digest, vectors), digest, 1)
 

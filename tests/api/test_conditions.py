@@ -35,8 +35,9 @@ DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
 KINDS = {"control": ("control_image", "edges", "pose"), "image_prompts": ("image_prompt", "base", "plus")}
 """By the field of pictures: the form's name of its files, and two models."""
 OFFERED = replace(
-    CARD, loras=("emoji-v1.2", "ink"), upscalers=("x4",), refiners=("xl-refiner",), controls=KINDS["control"][1:],
-    image_prompts=KINDS["image_prompts"][1:], costs=replace(CARD.costs, upscale_megapixel_s=100.0),
+    CARD, loras=("emoji-v1.2", "ink", "Detail Tweaker XL (v2)"), upscalers=("x4",),
+    refiners=("xl-refiner",), controls=KINDS["control"][1:], image_prompts=KINDS["image_prompts"][1:],
+    costs=replace(CARD.costs, upscale_megapixel_s=100.0),
 )  # fmt: skip
 RECORD = {"prompt": "x", "n": 1, "seed": 1, "steps": 4, "guidance_scale": 5.0, "width": 128, "height": 128}
 
@@ -320,7 +321,7 @@ def test_what_is_wrong_is_refused_by_name(
 
 
 def test_who_asks_for_a_lora_gets_it_at_every_door(shared: Api, easel: Easel) -> None:
-    text = "ink:0.8, emoji-v1.2"
+    text = "ink:0.8, emoji-v1.2, Detail Tweaker XL (v2):-1.5"
     asked = {"prompt": "a fox", "lora": text}
     assert shared.post(DRAW, **asked).status_code == 200
     assert shared.client.post(EDIT, data=asked, files={"image": as_file(pixels())}).status_code == 200
@@ -333,12 +334,12 @@ def test_who_asks_for_a_lora_gets_it_at_every_door(shared: Api, easel: Easel) ->
 
 
 def test_a_batch_may_ask_for_loras_line_by_line(shared: Api, easel: Easel) -> None:
-    given: list[dict[str, Any]] = [{"lora": "ink"}, {}, {"lora": "gone"}, {"lora": "ink:2"}]
+    given: list[dict[str, Any]] = [{"lora": "ink"}, {}, {"lora": "gone"}, {"lora": "Detail Tweaker XL (v2):2"}]
     batch = batch_of(shared, *({"prompt": "a fox"} | one for one in given))
     assert batch["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
     refused = json.loads(shared.client.get(f"/v1/files/{batch['error_file_id']}/content").text)
     assert refused["custom_id"] == "c2" and refused["response"]["body"]["error"]["param"] == "lora"
-    assert sorted(claim.parameters.get("lora", "") for claim in easel.seen) == ["", "ink", "ink:2"]
+    assert sorted(claim.parameters.get("lora", "") for claim in easel.seen) == ["", "Detail Tweaker XL (v2):2", "ink"]
 
 
 def test_upscaling_counts_as_the_work_that_was_measured() -> None:

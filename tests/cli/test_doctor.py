@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -81,6 +82,33 @@ def test_what_is_broken_is_named(
         with redis.Redis.from_url(redis_url) as client:
             client.config_set("maxmemory-policy", "noeviction")
     assert code == 1 and found[what] == "✗"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "code", "said"),
+    [
+        ("PNDMScheduler", 0, "· sampler: PNDMScheduler is drawn by dpm++2m, the nearest sampler"),
+        ("DDIMScheduler", 0, "· sampler: DDIMScheduler is drawn by euler, which takes the same steps"),
+        ("VQDiffusionScheduler", 1, "_class_name='VQDiffusionScheduler' is not a supported scheduler"),
+        ("EulerDiscreteScheduler", 0, ""),
+    ],
+)
+def test_a_sampler_that_replaces_the_models_own_is_said(
+    healthy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    class_name: str,
+    code: int,
+    said: str,
+) -> None:
+    model = healthy / "model"
+    (model / "scheduler").mkdir(parents=True)
+    (model / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (model / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": class_name}))
+    monkeypatch.setenv("DIPTYCH_MODEL", str(model))
+    assert cli.main(["doctor"]) == code
+    out = capsys.readouterr().out
+    assert said in out and (" sampler: " in out) == bool(said)
 
 
 OLDER = "not a Hopper device (compute capability {})"

@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from pipeline.checkpoints import tiny
+from pipeline.checkpoints.load import load
 from pipeline.checkpoints.tiny_zimage import TINY_Z
 from pipeline.pixels.picture import Picture
 from tests.cli.shell import Shell, made_with
 from tests.disks import small_disk
+from tests.pipeline import loras
 from tests.unet_opt.shapes import tiny_vae
 
 # -- what it draws -------------------------------------------------------------------------------------------------
@@ -222,3 +224,43 @@ def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, mo
     assert said.code == 1 and said.out.startswith("2 pictures in out")
     assert "a-fox-1.png: RuntimeError: [/no] markup" in said.err
     assert len(shell.pictures()) == 2
+
+
+LONG = "very long words here " * 120
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["too long", "a damaged embedding", "an embedding in a pickle", "weights"])
+def test_a_row_that_the_model_refuses_is_named_and_the_others_are_drawn(shell: Shell, place: int, kind: str) -> None:
+    options = []
+    if kind == "too long":
+        refused = LONG
+    elif kind == "weights":
+        refused, options = f"({LONG}:1.2) fox", ["--syntax", "a1111"]
+    else:
+        refused, options = "a torn picture", ["--embeddings-dir", "embeddings"]
+        (shell.folder / "embeddings").mkdir()
+        name = "torn.safetensors" if kind == "a damaged embedding" else "torn.pt"
+        (shell.folder / "embeddings" / name).write_bytes(b"torn")
+    prompts = ["a red heart", "a blue heart"]
+    prompts.insert(place, refused)
+    said = shell.generate("--prompts", shell.save("three.txt", "\n".join(prompts)), *options)
+    assert said.code == 1 and said.out.startswith("2 pictures in out"), said
+    assert f".png: row {place + 1}: Invalid: prompt: " in said.err
+    assert len(shell.pictures()) == 2
+
+
+def test_a_prompt_alone_that_the_model_refuses_is_unusable_input(shell: Shell) -> None:
+    assert "PROMPT: has 2040 tokens" in shell.refused(LONG)
+
+
+@pytest.mark.parametrize("name", ["Detail Tweaker XL (v2)", "[SDXL] Ink & Wash", "线稿.v1"])
+def test_loras_are_named_as_their_files_are(shell: Shell, name: str) -> None:
+    (shell.folder / "loras").mkdir()
+    loras.write(load(tiny.TINY), shell.folder / "loras", name)
+    said = shell.generate("a fox", "--seed", "1", "--lora", f"{name}:0.5", "--lora-dir", "loras")
+    assert said.code == 0, said
+    (path,) = shell.pictures()
+    assert made_with(path)["lora"] == f"{name}:0.5"
+    with Image.open(path) as image:
+        assert f"a fox <lora:{name}:0.5>" in image.text["parameters"]  # type: ignore[attr-defined]

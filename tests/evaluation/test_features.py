@@ -86,6 +86,13 @@ def test_what_is_no_picture_is_named(data: bytes | None, files: list[Path]) -> N
         pixels.read(files[1])
 
 
+def test_all_unreadable_pictures_are_named_at_once(files: list[Path], tmp_path: Path) -> None:
+    for number in (40, 70, 599):
+        files[number].write_bytes(files[number].read_bytes()[:50])
+    with pytest.raises(PictureError, match=r"040\.png: is no whole picture .*; nor are 070\.png, 599\.png$"):
+        features.picture_features(files, "p", Mean(), tmp_path / "f")
+
+
 def test_transparent_pictures_are_laid_on_white(tmp_path: Path) -> None:
     image = Image.new("RGBA", (2, 1), (200, 0, 0, 0))
     image.putpixel((1, 0), (200, 0, 0, 255))

@@ -87,7 +87,7 @@ def test_it_keeps_the_source_full_and_no_fuller(tmp_path: Path, console: Console
 def test_a_failure_costs_its_own_picture_and_is_tried_again(tmp_path: Path, console: Console) -> None:
     with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
         assert draw(writer, Counting(4, {"picture 7", "picture 29"}), console).failed == 2
-    assert "7: FloatingPointError: NaN" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "caption 8 (7): FloatingPointError: NaN" in console.file.getvalue()  # type: ignore[attr-defined]
     with RunWriter(tmp_path / "r", {}, CAPTIONS) as writer:
         assert [caption.index for caption in writer.run.missing] == [7, 29]
         again = Counting(1)

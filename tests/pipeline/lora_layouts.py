@@ -19,6 +19,7 @@ SHAPE = SDXLShape(
 At = tuple[str, str]  # a part, and a layer in it
 KOHYA, PEFT, ADAPTER = "kohya", "peft", "adapter"
 DIFFUSERS, PROCESSOR, TEXT_OLD, TEXT_OLDEST = "diffusers", "processor", "text-old", "text-oldest"
+DORA, DORA_INPUTS, DORA_PEFT, DORA_LOKR, FULL = "dora", "dora-inputs", "dora-peft", "dora-lokr", "full"
 LOHA, LOHA_TUCKER, LOKR, LOKR_FACTORED, LOKR_TUCKER, LOCON_TUCKER = (
     "loha", "loha-tucker", "lokr", "lokr-factored", "lokr-tucker", "locon-tucker",
 )  # fmt: skip
@@ -167,21 +168,32 @@ LAYOUTS: dict[str, Layout] = {
     "ComfyUI": Layout({**_COMFY, **_COMFY_TEXT}, {"": KOHYA}, "Comfy-Org/ComfyUI comfy_extras/nodes_lora_extract.py"),
     "ComfyUI in peft's endings": Layout(_COMFY, {"": PEFT}, "Comfy-Org/ComfyUI comfy/lora.py"),
     "a checkpoint's prefix": Layout(_behind("model.", _COMFY), {"": KOHYA}, "the same, behind model."),
+    "sd-scripts, DoRA": Layout(
+        {**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, {"": DORA}, "LyCORIS locon.py, wd_on_out"),
+    "LyCORIS DoRA of inputs": Layout({**_SGM_ATTENTION, **_SGM_CONV}, {"": DORA_INPUTS}, "the same, wd_on_out=False"),
+    "LyCORIS LoKr with DoRA": Layout(_SGM_ATTENTION, {"": DORA_LOKR}, "LyCORIS lokr.py, weight_decompose"),
+    "diffusers, DoRA": Layout(
+        {**_behind("unet.", _PATHS), **_DIFFUSERS_TEXT}, {"": DORA_PEFT}, "peft tuners/lora/dora.py"),
+    "peft, DoRA": Layout(_behind("base_model.model.", _PATHS), {"": DORA_PEFT}, "the same"),
+    "LyCORIS full": Layout({**_SGM_ATTENTION, **_SGM_CONV, **_KOHYA_TEXT}, {"": FULL}, "LyCORIS full.py"),
+    "ComfyUI's whole differences": Layout({**_COMFY, **_COMFY_TEXT}, {"": FULL}, "comfy_extras/nodes_lora_extract.py"),
     "clip_l and clip_g": Layout(
         _renamed("text_encoders.", "", _COMFY_TEXT), {"": KOHYA}, "Comfy-Org/ComfyUI comfy/lora.py"),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "sd-scripts, DoRA": (("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.dora_scale",), "DoRA"),
-    "diffusers, DoRA": ((f"unet.mid_block.attentions.0.{_T}.0.attn1.to_k.lora_magnitude_vector",), "DoRA"),
+    "a magnitude alone": (
+        (f"unet.mid_block.attentions.0.{_T}.0.attn1.to_k.lora_magnitude_vector",), "one of its two matrices"),
     "LyCORIS IA3": (
         (f"lora_unet_up_blocks_2_attentions_2_{_T}_0_attn1_to_k.weight",
          f"lora_unet_up_blocks_2_attentions_2_{_T}_0_attn1_to_k.on_input"), "IA3"),
     "LyCORIS GLoRA": (("lora_unet_mid_block_attentions_0_proj_in.a1.weight",), "GLoRA"),
     "LyCORIS Diag-OFT": (("lora_unet_mid_block_attentions_0_proj_in.oft_blocks",), "OFT"),
-    "LyCORIS full": (("lora_unet_conv_in.diff",), "a difference of whole weights"),
-    "LyCORIS, biases": (("lora_unet_conv_in.diff_b",), "a difference of biases"),
-    "LyCORIS, norms": (("lora_unet_mid_block_resnets_0_norm1.w_norm",), "a trained norm"),
+    "LyCORIS full, of another shape": (("lora_unet_conv_in.diff",), "and this model needs [16, 4, 3, 3]"),
+    "LyCORIS, biases of another shape": (("lora_unet_conv_in.diff_b",), "and this model needs [16]"),
+    "LyCORIS, a bias that is not there": (
+        (f"lora_unet_mid_block_attentions_0_{_T}_0_attn1_to_k.diff_b",), "for a bias that"),
+    "LyCORIS, norms of another shape": (("lora_unet_mid_block_resnets_0_norm1.w_norm",), "and this model needs [16]"),
     "LyCORIS LoHa, cut": (("lora_unet_conv_in.hada_w1_a",), "LoHa 'lora_unet_conv_in' lacks hada_w1_b"),
     "OneTrainer, with an embedding": (("bundle_emb.<ink>.clip_l",), "a textual inversion"),
     "peft, biases": (("base_model.model.conv_in.lora_B.bias",), "biases"),

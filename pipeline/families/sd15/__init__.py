@@ -18,6 +18,7 @@ FAMILY = replace(
     prompt_fields=(),
     adapters=ADAPTERS,
     image_prompts=False,
+    scheduler_settings={"steps_offset": 1, "clip_sample": False},  # as diffusers' pipeline sets them in old configs
     seeded=lambda name: None,
     options=lambda index: {},
     check=check,

@@ -15,9 +15,10 @@ def of(names: tuple[str, ...], models: str) -> Adapters:
     """Return the adapters of a family with a UNet, of these parts."""
 
     def to_diffusers(state: dict[str, Tensor], parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        from pipeline.families.sdxl import lora_names
+        from pipeline.extensions import lora_names
+        from pipeline.families.sdxl.lora_names import NAMES
 
-        return lora_names.to_peft(state, {name: parts[name] for name in names})
+        return lora_names.to_peft(state, {name: parts[name] for name in names}, NAMES)
 
     return Adapters(names, models, to_diffusers, to_peft)
 
@@ -26,7 +27,10 @@ def to_peft(part: str, keys: Sequence[str]) -> dict[str, str]:
     """Return the keys of one part under peft's names, by diffusers' tables."""
     from diffusers.utils import state_dict_utils as tables
 
-    old_keys = {key: key for key in keys if ".lora_A." not in key and ".lora_B." not in key}
+    from pipeline.extensions.lora_names import DIRECT
+
+    known = (".lora_A.weight", ".lora_B.weight", *(f".{ending}" for ending in DIRECT))
+    old_keys = {key: key for key in keys if not key.endswith(known)}
     peft_keys = {key: key for key in keys if key not in old_keys}
     if part == "unet":
         return peft_keys | dict(tables.convert_unet_state_dict_to_peft(old_keys))

@@ -21,12 +21,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import Progress
 
+from contract.errors import Invalid
+from core.batching.pending import rejected
 from evaluation.captioning import caption_filter
 from evaluation.captioning.caption_client import CaptionClient, CaptionRequest, seed_of, theme_of
 from evaluation.captioning.caption_file import CaptionFile
 from evaluation.captioning.caption_filter import CaptionFilter
 from evaluation.captioning.compose import CaptionGenerator, HopelessError
 from evaluation.captioning.text_sources import TextResponse
+from evaluation.service import SourceError
 from pipeline.checkpoints import tiny
 from training import phrases
 
@@ -152,6 +155,29 @@ def test_what_never_brings_a_caption_is_given_up(tmp_path: Path) -> None:
     ):
         composer.run(progress)
     assert hopeless.value.again == {"empty": 16 * ATTEMPTS} and len(file.rows) == 16
+
+
+@pytest.mark.parametrize("refusal", [Invalid("messages.0.content", "is too long"), SourceError("400", "prompt")])
+def test_a_question_that_is_refused_costs_an_attempt_and_no_other_row(tmp_path: Path, refusal: Exception) -> None:
+    class Strict(Table):
+        def submit(self, question: CaptionRequest) -> Future[Any]:
+            return rejected(refusal) if question.seed % 3 == 0 else super().submit(question)
+
+    with composing(tmp_path / "c.tsv", 12, Strict(4, 60)) as (file, composer, progress):
+        composer.run(progress)
+        assert len(file.rows) == 12 and file.made > 6 and file.again["refused"] > 0
+
+
+def test_a_request_that_can_never_be_served_ends_it(tmp_path: Path) -> None:
+    class Misconfigured(Table):
+        def submit(self, question: CaptionRequest) -> Future[Any]:
+            return rejected(Invalid("max_tokens", "is too many"))
+
+    with (
+        composing(tmp_path / "c.tsv", 12, Misconfigured(4, 60)) as (_, composer, progress),
+        pytest.raises(Invalid, match="max_tokens"),
+    ):
+        composer.run(progress)
 
 
 def test_seeds_and_themes_are_spread() -> None:

@@ -166,8 +166,8 @@ BAD: dict[str, tuple[Damage, str]] = {
         "scheduler: scheduler_config.json is missing",
     ),
     "scheduler unknown": (
-        edit("scheduler/scheduler_config.json", _class_name="PNDMScheduler"),
-        "scheduler: .*PNDMScheduler",
+        edit("scheduler/scheduler_config.json", _class_name="VQDiffusionScheduler"),
+        "scheduler: .*VQDiffusionScheduler",
     ),
     "scheduler nonsense": (edit("scheduler/scheduler_config.json", beta_start="x"), "scheduler: "),
     "tokenizer missing": (remove("tokenizer/tokenizer.json"), "tokenizer: vocab.json is missing"),

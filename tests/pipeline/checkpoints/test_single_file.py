@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import EDMEulerScheduler
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from contract.errors import Invalid
 from contract.image import ImageParameters
@@ -237,6 +238,112 @@ def test_what_is_no_such_checkpoint_is_refused_by_its_key(
         convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))
     assert "mine.safetensors" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
+
+
+def fp8(*prefixes: str, names: str = "old", each: bool = False, inputs: bool = True) -> Callable[[Weights], Weights]:
+    """Return a change that scales these matrices into 8 bits, as ComfyUI does."""
+
+    def change(found: Weights) -> Weights:
+        scaled = {}
+        for key, weight in found.items():
+            if not (key.endswith(".weight") and key.startswith(prefixes) and weight.dim() >= 2):
+                scaled[key] = weight
+                continue
+            layer = key.removesuffix(".weight")
+            top = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True) if each else weight.abs().max()
+            scale = top.float() / 448
+            scaled[key] = (weight / scale).to(torch.float8_e4m3fn)
+            old = names == "old"
+            scaled[f"{layer}.{'scale_weight' if old else 'weight_scale'}"] = scale.flatten() if each else scale
+            if inputs:
+                scaled[f"{layer}.{'scale_input' if old else 'input_scale'}"] = torch.ones(())
+            if not old:
+                text = b'{"format": "float8_e4m3fn"}'
+                scaled[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if names == "old":
+            scaled["model.diffusion_model.scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+        return {key: value.contiguous() for key, value in scaled.items()}
+
+    return change
+
+
+UNET_PREFIX, TEXTS, VAE_PREFIX = "model.diffusion_model.", "conditioner.embedders.", "first_stage_model."
+
+
+@pytest.mark.parametrize(
+    ("change", "prefixes"),
+    [
+        (fp8(UNET_PREFIX), (UNET_PREFIX,)),
+        (fp8(f"{UNET_PREFIX}time_embed", f"{UNET_PREFIX}label_emb", inputs=False), (UNET_PREFIX,)),
+        (fp8(UNET_PREFIX, TEXTS, VAE_PREFIX), (UNET_PREFIX, TEXTS, VAE_PREFIX)),
+        (fp8(UNET_PREFIX, TEXTS, names="new"), (UNET_PREFIX, TEXTS)),
+        (fp8(UNET_PREFIX, each=True), (UNET_PREFIX,)),
+    ],
+)
+def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
+    written: Callable[..., Path], base: Path, own: Any, tmp_path: Path, change: Callable[[Weights], Weights],
+    prefixes: tuple[str, ...],
+) -> None:  # fmt: skip
+    model = load(str(convert(written(change), tmp_path / "mine", CheckpointOptions(str(base)))))
+    for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        expected = getattr(own, part).state_dict()
+        for key, value in model.parts[part].state_dict().items():
+            error = (value - expected[key].float()).abs().max() / expected[key].abs().max().clamp(min=1e-6)
+            assert error <= 2**-4, (part, key)  # half a step of three bits of fraction
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("model.diffusion_model.time_embed.7.scale_weight", torch.ones(()), r"time_embed\.7\.weight, which is not"),
+        ("model.diffusion_model.label_emb.0.0.scale_weight", torch.ones(()), "and not in 8 bits"),
+        ("model.diffusion_model.label_emb.0.0.weight_scale_inv", torch.ones(2, 2), "a scale of blocks"),
+        ("model.diffusion_model.label_emb.0.0.comfy_quant", torch.zeros(3, dtype=torch.uint8), "names no format"),
+        (
+            "model.diffusion_model.label_emb.0.0.comfy_quant",
+            torch.frombuffer(bytearray(b'{"format": "nvfp4"}'), dtype=torch.uint8), "of the format nvfp4",
+        ),
+        ("model.diffusion_model.time_embed.0.weight", torch.zeros(32, 8, dtype=torch.int8), "int8 without a scale"),
+        ("model.diffusion_model.time_embed.9.weight", torch.zeros(2), r"no use for: .*time_embed\.9\.weight"),
+        ("model.diffusion_model.label_emb.0.0.lora_magnitude", torch.zeros(2), "no use for: .*lora_magnitude"),
+        ("conditioner.embedders.1.model.transformer.resblocks.0.gate", torch.zeros(2), "no use for.*gate"),
+        ("first_stage_model.decoder.extra.weight", torch.zeros(2), "no use for.*extra"),
+        ("conditioner.embedders.2.model.weight", torch.zeros(2), r"no use for: conditioner\.embedders\.2"),
+        ("control_lora.x", torch.zeros(2), r"no use for: control_lora\.x"),
+    ],
+)  # fmt: skip
+def test_no_key_is_dropped_without_a_word(
+    written: Callable[..., Path], base: Path, tmp_path: Path, key: str, value: torch.Tensor, told: str
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        convert(written(lambda found: found | {key: value}), tmp_path / "mine", CheckpointOptions(str(base)))
+    assert not (tmp_path / "mine").exists()
+
+
+HARMLESS = (
+    "model_ema.diffusion_modelinput_blocks00weight", "model_ema.decay", "model_ema.num_updates", "denoiser.sigmas",
+    "alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "posterior_variance", "global_step", "betas",
+    "first_stage_model.loss.discriminator.main.0.weight", "optimizer.state.0.exp_avg", "v_pred",
+    "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
+    "conditioner.embedders.1.model.attn_mask", "conditioner.embedders.1.model.logit_scale",
+    "conditioner.embedders.1.model.visual.proj",
+)  # fmt: skip
+
+
+def test_what_no_picture_depends_on_may_be_there(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+    file = written(lambda found: found | {key: torch.zeros(2) for key in HARMLESS})
+    load(str(convert(file, tmp_path / "mine", CheckpointOptions(str(base)))))
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])
+def test_scaled_weights_in_a_folder_are_refused_by_key(base: Path, tmp_path: Path, part: str) -> None:
+    shutil.copytree(base, tmp_path / "copy")
+    (file,) = (tmp_path / "copy" / part).glob("*.safetensors")
+    tensors = load_file(file)
+    layer = next(key for key in tensors if key.endswith(".weight")).removesuffix(".weight")
+    save_file(tensors | {f"{layer}.scale_weight": torch.ones(())}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{part}: does not fit .*1 unexpected keys, the first is .*\.scale_weight"):
+        load(str(tmp_path / "copy"))
 
 
 def test_files_and_folders_that_cannot_be_used_are_named(

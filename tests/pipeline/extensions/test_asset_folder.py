@@ -36,6 +36,29 @@ def write(folder: Path, name: str, text: str = "") -> bytes:
     return data
 
 
+def test_what_cannot_be_offered_is_logged_once_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("Detail Tweaker XL (v2)", "线稿", "plain.v1"):
+        write(tmp_path, name)
+    refused = {"a, b": "has ','", "a:b": "has ':'", "-x": "begins with", "\u202ex": "not printable", "y" * 129: "129"}
+    for name in refused:
+        write(tmp_path, name)
+    (tmp_path / "old.ckpt").write_bytes(b"")
+    (tmp_path / "loud.SAFETENSORS").write_bytes(b"")
+    (tmp_path / "styles").mkdir()
+    write(tmp_path / "styles", "ink")
+    files = Files(tmp_path)
+    assert files.asset_names() == files.asset_names() == ["Detail Tweaker XL (v2)", "plain.v1", "线稿"]
+    reasons = {record.args[0]: record.args[1] for record in caplog.records}  # type: ignore[index]
+    assert len(caplog.records) == len(reasons) == len(refused) + 3
+    assert all(any(reason in said for said in reasons.values()) for reason in refused.values()), reasons
+    assert "is a pickle" in reasons[str(tmp_path / "old.ckpt")]
+    assert "ends in .SAFETENSORS" in reasons[str(tmp_path / "loud.SAFETENSORS")]
+    assert reasons[str(tmp_path / "styles")] == "only files right in the folder are"
+    assert files.find("Detail Tweaker XL (v2)").name == "Detail Tweaker XL (v2)"
+
+
 def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:
     """By the thread that computes, among others: it never waits for a file that another request needs."""
     kept, slow = (write(tmp_path, name) for name in ("kept", "slow"))

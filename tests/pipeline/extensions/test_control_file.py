@@ -81,6 +81,27 @@ def test_a_file_is_read_as_the_folder(folder: Path) -> None:
     assert len(digests) == 4
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(tmp_path: Path, original: bool) -> None:
+    own = original_controlnet(net()) if original else weights()
+    scaled: dict[str, torch.Tensor] = {}
+    for key, weight in own.items():
+        scaled[key] = weight
+        if key.endswith(".weight") and weight.dim() >= 2:
+            scale = weight.abs().max().clamp(min=1e-6) / 448  # zero convolutions are zeros
+            scaled |= {
+                key: (weight / scale).to(torch.float8_e4m3fn),
+                f"{key.removesuffix('.weight')}.scale_weight": scale,
+            }
+    save_file(scaled, tmp_path / "scaled.safetensors")
+    found = read(tmp_path, "scaled").network.state_dict()
+    for key, weight in weights().items():
+        assert (found[key] - weight).abs().max() <= 2**-4 * weight.abs().max(), key
+    layer = next(key for key in scaled if key.endswith(".scale_weight")).removesuffix(".scale_weight")
+    save_file({**scaled, f"{layer}.comfy_quant": torch.zeros(4, dtype=torch.uint8)}, tmp_path / "scaled.safetensors")
+    assert f"scaled.safetensors: {layer}.comfy_quant names no format" in refusal(tmp_path, "scaled")
+
+
 @pytest.mark.parametrize("make", [union, adapter])
 def test_other_kinds_are_read_as_folders_and_files(make: Any, tmp_path: Path) -> None:
     made = make(model(SHAPE))

@@ -59,7 +59,8 @@ def test_names_lead_to_files_of_the_folder_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "a\0", "a:b", "a:nan", "a:inf", "gone", "x,x", "x:1:2", "ä"]
+    "text",
+    ["../x", "/etc/passwd", "a/b", "..", ".hidden", "a\0", "a:b", "a:nan", "a:inf", "gone", "x,x", "x:1:2", "ä", "x\n"],
 )
 def test_what_is_no_name_or_no_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "in").mkdir()
@@ -85,7 +86,7 @@ def test_what_a_folder_offers_is_its_files_with_plain_names(tmp_path: Path) -> N
     for name in ("b", "a.1", ".hidden", "-x", "ä"):
         written(tmp_path, name)
     (tmp_path / "notes.txt").write_text("none")
-    assert weight_files.offered(tmp_path) == ["a.1", "b"]
+    assert weight_files.offered(tmp_path) == ["a.1", "b", "ä"]
     assert weight_files.offered(tmp_path / "gone") == []
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,18 @@ def test_a_linear_layer_is_a_convolution_of_1_by_1(model: ImageModel, tmp_path: 
 Edit = Callable[[dict[str, torch.Tensor]], object]
 Q = f"unet.{loras.ATTENTION}.attn2.to_q"
 CASES: dict[str, tuple[Edit, str]] = {
-    "DoRA": (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(32)}), "DoRA"),
-    "kohya's DoRA": (lambda t: t.update({"lora_unet_x.dora_scale": torch.ones(32)}), "DoRA"),
+    "a DoRA of another width": (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(31)}), "has [31], for a"),
+    "a DoRA of NaN": (lambda t: t.update({f"{Q}.dora_scale": torch.full((32, 1), torch.nan)}), "no finite number"),
+    "a DoRA of no layer": (lambda t: t.update({"lora_unet_x.dora_scale": torch.ones(32)}), "names no layer"),
+    "a difference beside a pair": (lambda t: t.update({f"{Q}.diff": torch.ones(32, 32)}), "beside two matrices"),
+    "a norm's weight": (
+        lambda t: t.update({"unet.conv_norm_out.w_norm": torch.ones(16)}), "changes a norm or a bias, which all rows",
+    ),
+    "a norm's bias": (lambda t: t.update({"unet.conv_norm_out.b_norm": torch.ones(16)}), "(DIPTYCH_LORA)"),
+    "a bias of its own": (lambda t: t.update({"unet.conv_in.diff_b": torch.ones(16)}), "changes a norm or a bias"),
+    "integers as a difference": (
+        lambda t: t.update({"unet.conv_out.diff": torch.ones(4, 16, 3, 3, dtype=torch.int32)}), "in floats",
+    ),
     "LoHa": (lambda t: t.update({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}), "LoHa"),
     "LoKr": (lambda t: t.update({"lora_unet_x.lokr_w1": torch.ones(2, 2)}), "LoKr"),
     "three factors": (lambda t: t.update({"lora_unet_x.lora_mid.weight": torch.ones(2, 2)}), "LoCon"),
@@ -231,3 +242,69 @@ def test_many_alphas_cost_no_more_than_they_are(model: ImageModel, tmp_path: Pat
     path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
     with pytest.raises(ModelError, match="its metadata's lora_adapter_metadata has"):
         read(model, path)
+
+
+def test_norms_biases_and_whole_weights_are_merged_at_start(model: ImageModel) -> None:
+    """As LyCORIS adds them: parameter + scale · difference."""
+    generator = torch.Generator().manual_seed(3)
+    changes = {
+        "lora_unet_conv_norm_out.w_norm": ("unet", "conv_norm_out.weight"),
+        "lora_unet_conv_norm_out.b_norm": ("unet", "conv_norm_out.bias"),
+        "lora_unet_conv_in.diff": ("unet", "conv_in.weight"),
+        "lora_unet_conv_in.diff_b": ("unet", "conv_in.bias"),
+        "lora_te1_text_model_final_layer_norm.w_norm": ("text_encoder", "final_layer_norm.weight"),
+    }
+    parts = {name: copy.deepcopy(model.parts[name]) for name in model.family.adapters.parts}
+
+    def parameter(owner: Mapping[str, Any], part: str, name: str) -> torch.Tensor:
+        own = dict(owner[part].named_parameters())
+        return own.get(name, own.get(f"text_model.{name}")).detach().clone()  # type: ignore[union-attr]
+
+    tensors = {key: torch.randn(parameter(model.parts, *at).shape, generator=generator) for key, at in changes.items()}
+    lora_file.fuse_("x", save(tensors), parts, model.family.adapters, -0.5)
+    for key, at in changes.items():
+        torch.testing.assert_close(
+            parameter(parts, *at), parameter(model.parts, *at) - 0.5 * tensors[key], rtol=0, atol=1e-6
+        )
+
+
+def test_a_whole_weight_without_room_is_refused(model: ImageModel) -> None:
+    data = save({"unet.conv_in.diff": torch.ones(16, 4, 3, 3)})
+    assert lora_file.read("x", data, model.parts, model.family.adapters, 16 * (16 + 36))
+    with pytest.raises(
+        ModelError, match=r"'unet.conv_in.diff' changes a whole weight, and LoRAs have no room .*DIPTYCH_LORA"
+    ):
+        lora_file.read("x", data, model.parts, model.family.adapters, 16 * (16 + 36) - 1)
+
+
+def test_dora_merges_as_peft_merges_it(model: ImageModel) -> None:
+    peft = pytest.importorskip("peft")
+    layers = {"linear": loras.UNET[0], "conv": loras.CONVOLUTIONS[1]}
+    own = {name: copy.deepcopy(loras.layer(model, "unet", path)) for name, path in layers.items()}
+    torch.manual_seed(5)
+    net = peft.get_peft_model(
+        torch.nn.ModuleDict(own), peft.LoraConfig(r=2, lora_alpha=3, target_modules=[*own], use_dora=True)
+    )
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+            elif "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
+    state = {}
+    for key, tensor in peft.get_peft_model_state_dict(net).items():
+        name, _, rest = key.removeprefix("base_model.model.").partition(".")
+        state[f"unet.{layers[name]}.{rest}"] = tensor.detach().clone().contiguous()
+    assert sum("lora_magnitude_vector" in key for key in state) == 2
+    config = {"unet.r": 2, "unet.lora_alpha": 3, "unet.use_dora": True}
+    parts = {part: copy.deepcopy(model.parts[part]) for part in PARTS}
+    data = save(state, {"lora_adapter_metadata": json.dumps(config)})
+    lora_file.fuse_("x", data, parts, model.family.adapters, 1.0)
+    merged = net.merge_and_unload()
+    for name, path in layers.items():
+        weight = parts["unet"].get_submodule(path).weight
+        torch.testing.assert_close(weight, merged[name].weight, rtol=1e-4, atol=1e-5)
+        assert (weight - loras.layer(model, "unet", path).weight).abs().max() > 0.01
+    plain = {key: tensor for key, tensor in state.items() if "magnitude" not in key}
+    with pytest.raises(ModelError, match="is DoRA without a lora_magnitude_vector"):
+        lora_file.read("x", save(plain, {"lora_adapter_metadata": json.dumps(config)}), parts, model.family.adapters)

@@ -19,6 +19,11 @@ from tests.pipeline import loras
 from tests.pipeline.lora_layouts import (
     ADAPTER,
     DIFFUSERS,
+    DORA,
+    DORA_INPUTS,
+    DORA_LOKR,
+    DORA_PEFT,
+    FULL,
     KOHYA,
     LAYOUTS,
     LOCON_TUCKER,
@@ -37,6 +42,7 @@ from tests.pipeline.lora_layouts import (
 )  # fmt: skip
 
 RANK, ALPHA = 2, 3.0
+_SCALED = ("lora_up.weight", "lora_B.weight", "lokr_w2")  # one factor of each product
 
 
 @functools.cache
@@ -76,6 +82,11 @@ def written(style: str, weight: Tensor, draw: Draw) -> tuple[dict[str, Tensor], 
         delta = up.flatten(1) @ down.flatten(1)
         made = dict(zip(_PAIRS[style], (down, up), strict=True))
         return ({**made, **alpha}, scale * delta) if style == KOHYA else (made, delta)
+    if style in (DORA, DORA_INPUTS, DORA_PEFT, DORA_LOKR):
+        return _decomposed(style, weight, draw)
+    if style == FULL:
+        delta = draw(*weight.shape)
+        return {".diff": delta}, delta
     if style == LOCON_TUCKER:
         down, mid, up = draw(RANK, width, 1, 1), draw(RANK, RANK, *sides), draw(out, RANK, 1, 1)
         delta = torch.einsum("oi,ijkl,jc->ockl", up.flatten(1), mid, down.flatten(1))
@@ -93,6 +104,25 @@ def written(style: str, weight: Tensor, draw: Draw) -> tuple[dict[str, Tensor], 
             halves.append(torch.einsum("ijkl,jr,ip->prkl", t, b_, a_))
         return {**made, **alpha}, scale * halves[0] * halves[1]
     return _kronecker(style, weight, draw, scale, alpha)
+
+
+def _decomposed(style: str, weight: Tensor, draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
+    """DoRA as LyCORIS (`apply_weight_decompose`) and peft (`DoraLinearLayer`) compute it, row by row."""
+    plain = {DORA_PEFT: PEFT, DORA_LOKR: LOKR}.get(style, KOHYA)
+    made, delta = written(plain, weight, draw)
+    merged = weight.float() + 0.1 * delta.view(weight.shape)
+    made = {ending: 0.1 * tensor if ending.endswith(_SCALED) else tensor for ending, tensor in made.items()}
+    if style == DORA_INPUTS:
+        magnitude = draw(1, weight.shape[1], *[1] * (weight.dim() - 2)).abs()
+        norms = [merged[:, column].norm() for column in range(weight.shape[1])]
+        changed = torch.stack([merged[:, n] * magnitude.flatten()[n] / norm for n, norm in enumerate(norms)], dim=1)
+        return {**made, ".dora_scale": magnitude}, changed - weight.float()
+    magnitude = draw(len(weight)).abs()
+    changed = torch.stack([row * m / row.norm() for row, m in zip(merged, magnitude, strict=True)])
+    if style == DORA_PEFT:  # a convolution's is [1, out, 1, 1]
+        shaped = magnitude if weight.dim() == 2 else magnitude.view(1, -1, 1, 1)
+        return {**made, ".lora_magnitude_vector": shaped}, changed - weight.float()
+    return {**made, ".dora_scale": magnitude.view(-1, *[1] * (weight.dim() - 1))}, changed - weight.float()
 
 
 def _kronecker(

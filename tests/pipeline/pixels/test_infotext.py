@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from contract.image import Edit, ImageParameters
+from contract.loras import is_name
 from pipeline.pixels.picture import Picture
 from pipeline.sampling import samplers
 
@@ -97,6 +99,16 @@ def test_prompts_and_values_of_any_signs_are_read_as_they_were_written(
     assert found["Negative"] == ("" if negative is None else stripped(negative))
     assert found["Model"] == model or found["Model"].strip() == model.strip()
     assert (found["Steps"], found["Seed"], found["CFG scale"]) == ("20", "7", "5.0")
+
+
+@given(st.lists(st.text(min_size=1, max_size=20).filter(is_name), min_size=1, max_size=4, unique=True))
+def test_loras_are_read_by_their_names(names: list[str]) -> None:
+    lora = ", ".join(f"{name}:0.5" for name in names)
+    text = text_of(lora=lora, fingerprint={**PRINT, "lora": dict.fromkeys(names, "ab" * 32)})
+    found = read(text)
+    tags = re.findall(r"<(\w+):([^>]+)>", found["Prompt"])  # as their reader finds them
+    assert tags == [("lora", f"{name}:0.5") for name in names] and found["Prompt"].startswith("a fox <")
+    assert dict(pair.split(": ") for pair in found["Lora hashes"].split(", ")) == dict.fromkeys(names, "ab" * 6)
 
 
 def test_latin_text_is_in_the_chunk_that_all_readers_know() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -183,3 +184,24 @@ def test_names_are_found_as_words() -> None:
     assert pattern is not None and words([]) is None
     text = "ink-2 ink. INK ink, xink ink2 a.b a.bc embedding:ink-2 émbedding:ink ink.x"
     assert [match[1] for match in pattern.finditer(text)] == ["ink-2", "ink", "ink", "a.b", "ink-2", "ink"]
+
+
+@pytest.mark.parametrize("syntax", [False, "a1111"])
+@pytest.mark.parametrize("name", ["Ink (v2)", "[old] ink", "tinte äöü", "ink+"])
+def test_a_name_with_blanks_and_brackets_is_found_in_a_prompt(tmp_path: Path, name: str, syntax: str | bool) -> None:
+    write(model("plain"), tmp_path, name, 3, seed=1)
+    written = re.sub(r"([()\[\]])", r"\\\1", name) if syntax else name
+    found = solo(runner_of(tmp_path), replace(FOX, prompt=f"a fox in {written}", prompt_weighting=syntax))
+    (tmp_path / f"{name}.safetensors").rename(tmp_path / "ink.safetensors")
+    same = solo(runner_of(tmp_path), replace(FOX, prompt_weighting=syntax))
+    assert list(found.fingerprint["embeddings"]) == [name]
+    assert np.abs(levels(found) - levels(same)).max() <= 1
+
+
+@pytest.mark.parametrize(("first", "second"), [("text_encoders_0", "text_encoders_1"), ("text_encoders_0", "clip_g")])
+def test_keys_of_training_scripts_are_taken(tmp_path: Path, first: str, second: str) -> None:
+    made = vectors(model("plain"), 3, 1)
+    save_file(made, tmp_path / "ink.safetensors")
+    expected = solo(runner_of(tmp_path), FOX)
+    save_file({first: made["clip_l"], second: made["clip_g"]}, tmp_path / "ink.safetensors")
+    assert np.array_equal(levels(solo(runner_of(tmp_path), FOX)), levels(expected))

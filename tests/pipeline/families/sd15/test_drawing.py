@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import load
 from pipeline.families.family import ImageModel
 from pipeline.runner import ImageRunner
+from pipeline.sampling.samplers import SCHEDULERS
 from tests.core.quant.stage import kernels
 from tests.pipeline.worlds import solo
 
@@ -118,6 +121,65 @@ def test_pictures_are_those_of_diffusers(folder: Path, name: str) -> None:
         ).images  # fmt: skip
         assert abs(picture - (wanted * 255).round()).max() <= 1
         assert picture.std() > 10, "a flat picture would prove nothing"
+
+
+SD15 = {  # scheduler/scheduler_config.json as the authors of Stable Diffusion 1.5 publish it
+    "_class_name": "PNDMScheduler", "_diffusers_version": "0.6.0", "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085, "num_train_timesteps": 1000, "set_alpha_to_one": False, "skip_prk_steps": True,
+    "steps_offset": 1, "trained_betas": None, "clip_sample": False,
+}  # fmt: skip
+DDIM = SD15 | {"_class_name": "DDIMScheduler"}
+
+
+def with_scheduler(folder: Path, copy: Path, config: dict[str, Any]) -> Path:
+    shutil.copytree(folder, copy)
+    (copy / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DDIM,
+        DDIM | {"steps_offset": 0, "clip_sample": True},  # which diffusers' pipeline replaces
+        DDIM | {"prediction_type": "v_prediction", "set_alpha_to_one": True},
+        DDIM | {"timestep_spacing": "trailing", "prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+        DDIM | {"beta_schedule": "linear", "_class_name": "DDIMParallelScheduler"},
+        DDIM | {"trained_betas": [0.001 + 0.00001 * n for n in range(1000)]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The configuration file of this scheduler:FutureWarning")
+def test_a_folder_with_ddim_draws_the_pictures_of_diffusers(
+    folder: Path, tmp_path: Path, config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from diffusers import schedulers
+
+    model = load(str(with_scheduler(folder, tmp_path / "copy", config)))
+    assert "is drawn by euler, which takes the same steps" in caplog.text
+    stock = pipeline(**parts() | {"scheduler": getattr(schedulers, str(config["_class_name"])).from_config(config)})
+    found = drawn(TorchBackend(model), [parameters(case, model) for case in CASES])
+    for picture, (prompt, steps, guidance, seed, negative) in zip(found, CASES, strict=True):
+        latents = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(seed))
+        (expected,) = stock(
+            prompt, negative_prompt=negative, num_inference_steps=steps, guidance_scale=guidance, latents=latents,
+            output_type="np",
+        ).images  # fmt: skip
+        assert abs(picture - (expected * 255).round()).max() <= 1 and picture.std() > 10
+
+
+def test_a_folder_as_its_authors_publish_it_is_drawn_by_the_nearest_sampler(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(str(with_scheduler(folder, tmp_path / "copy", SD15)))
+    runner = ImageRunner(TorchBackend(model))
+    assert (runner.default_scheduler, runner.schedulers) == ("dpm++2m", SCHEDULERS)
+    assert model.scheduler_reason == "PNDMScheduler is drawn by dpm++2m, the nearest sampler"
+    assert model.scheduler_reason in caplog.text
+    assert np.asarray(solo(runner, parameters(CASES[0], model)).image).std() > 10
+    runner.close()
+    flow = SD15 | {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    with pytest.raises(ModelError, match="scheduler: _class_name='FlowMatchEulerDiscreteScheduler' is not a supported"):
+        load(str(with_scheduler(folder, tmp_path / "flow", flow)))
 
 
 @pytest.mark.parametrize("depth", ["block", "resnet"])

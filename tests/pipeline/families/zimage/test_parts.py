@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoints import tiny_zimage
 from pipeline.checkpoints.load import ModelError, load, weights_digest
@@ -53,6 +54,20 @@ def test_a_saved_model_is_the_one_that_was_saved(saved: Path) -> None:
         assert one.parts[part].state_dict().keys() == weights.keys()
         assert all(torch.equal(value, weights[name]) for name, value in one.parts[part].state_dict().items())
         assert not one.parts[part].training
+
+
+@pytest.mark.parametrize("ending", ["scale_weight", "weight_scale", "weight_scale_inv", "scale_input"])
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_scaled_weights_of_8_bits_are_refused_by_key(folder: Path, part: str, ending: str) -> None:
+    (file,) = (folder / part).glob("*.safetensors")
+    tensors = load_file(file)
+    key = next(key for key, value in tensors.items() if (key.endswith(".weight") and value.dim() == 2) or part == "vae")
+    layer = key.removesuffix(".weight").removesuffix(".bias")
+    save_file(tensors | {f"{layer}.{ending}": torch.ones(())}, file, {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=rf"{part}: does not fit .*1 unexpected keys, the first is .*{layer}\.{ending}"
+    ):
+        load(str(folder))
 
 
 def test_the_text_encoder_may_have_a_language_models_head(saved: Path, folder: Path) -> None:
