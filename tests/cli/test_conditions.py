@@ -165,7 +165,7 @@ def test_a_picture_of_16_bits_and_of_another_shape_is_read_as_its_twin(shell: Sh
         ((*CAT, *("--image-prompt", "@cat.png") * 4), "--image-prompt: must be at most 4"),
         ((*INK[:-1], "gone"), "lora: gone: there is no gone.safetensors in the LoRA folder"),
         ((*INK[:-1], "damaged"), "damaged: does not fit"),
-        ((*INK[:-1], "../ink"), "a name is letters"),
+        ((*INK[:-1], "../ink"), "a name begins with none of letters"),
         ((*INK[:-1], "ink:loud"), "ink: its scale must be a number"),
         ((*INK[:-1], "ink,ink"), "named twice"),
         (INK[2:], "DIPTYCH_LORA_DIR"),

@@ -167,11 +167,11 @@ def test_a_path_that_is_no_text_is_still_said(shell: Shell) -> None:
 def test_a_disk_that_fills_up_midway_stops_with_what_was_written(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     before, write, calls = resource.getrlimit(resource.RLIMIT_FSIZE), Picture.write, []
 
-    def filling(picture: Picture, path: Path) -> None:
+    def filling(picture: Picture, path: Path, *marks: Any) -> None:
         calls.append(path)
         if len(calls) == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-        write(picture, path)
+        write(picture, path, *marks)
 
     monkeypatch.setattr(Picture, "write", filling)
     try:
