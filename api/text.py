@@ -57,7 +57,8 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
 async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
-    text_request = await body.read_as(request, caller.id, partial(text_drafts.read, endpoint))
+    read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
+    text_request = await body.read_as(request, caller.id, read)
     card = await served(service, text_request.fields.model, TextCard)
     job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
     answers = text_drafts.ANSWERS[endpoint](job)

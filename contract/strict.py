@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.errors import Invalid
+from contract.errors import INVALID_VALUE, Invalid
 
 UNKNOWN = "unknown_field"  # type of the error; its context has the `name`
+FIELD = "field"  # type of an error whose context has the `field`, relative to where it is, `message` and `code`
 MAX_NAME = 256  # characters of a model's, sampler's, plan's or network's name
 MAX_IGNORED = 10_000  # characters of a text that is accepted and ignored
 
@@ -19,6 +20,19 @@ class StrictModel(BaseModel):
     """An object of a request."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is told of the fields that were left out before the object was validated."""
+        return self._warnings
+
+    def with_warnings(self, warnings: tuple[str, ...]) -> Self:
+        """Return the object with these warnings."""
+        copy = self.model_copy()
+        copy._warnings = warnings
+        return copy
 
     @model_validator(mode="before")
     @classmethod
@@ -52,6 +66,11 @@ class Nested(StrictModel):
     def to_dict(self) -> dict[str, Any]:
         """The object as JSON, without what is not given."""
         return self.model_dump(by_alias=True, exclude_none=True)
+
+
+def field_error(field: str, message: str, code: str = INVALID_VALUE) -> PydanticCustomError:
+    """The error of a validator that names the field. The message echoes no text of the request."""
+    return PydanticCustomError(FIELD, "wrong", {"field": field, "message": message, "code": code})
 
 
 def at_most(count: int) -> BeforeValidator:

@@ -150,7 +150,7 @@ def test_what_is_refused_is_told_in_the_clients_words(shared: Api) -> None:
         (lambda: draw("a", height=65, width=65), "parameters.width: is not offered; offered: "),
         (lambda: draw("a", height=1.5, width=64), "parameters.height: must be a whole number"),  # type: ignore[arg-type]
         (lambda: draw("a", scheduler="none"), "parameters.scheduler: must be one of euler, dpm++2m"),
-        (lambda: draw("a", seed=-1), "parameters.seed: must be between 0 and 9223372036854775807, not -1"),
+        (lambda: draw("a", seed=-2), "parameters.seed: must be between 0 and 9223372036854775807, not -2"),
         (lambda: draw("a", extra_body={"n": 2}), "parameters.n: is not known"),
         (lambda: draw("a", extra_body={"target_size": 5}), "parameters.target_size: must be an object"),
         (lambda: edit(picture()), "parameters.prompt: must say what"),
