@@ -13,6 +13,7 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
+from contract.bounds import MAX_EXACT
 from contract.card import ImageCard, ModelCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
@@ -91,6 +92,7 @@ def _object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
     started = [worker.started for worker, _ in serving]
     fields = asdict(card)
     del fields["name"]
+    fields["limits"]["max_seed"] = min(fields["limits"]["max_seed"], MAX_EXACT)  # a number that clients can hold
     fields["workers"] = sum(worker.state == READY for worker, _ in serving)
     fields["loaded_workers"] = sum(worker.state == READY and model.loaded for worker, model in serving)
     if isinstance(card, ImageCard):

@@ -155,10 +155,13 @@ class _TokenText:
         return before
 
 
-def _key(entry: dict[str, Any]) -> int | str:
-    """What tells tokens apart: their text in results of older workers."""
-    key: int | str = entry.get("id", entry["token"])
-    return key
+_Key = int | tuple[str, float]
+
+
+def _key(entry: dict[str, Any]) -> _Key:
+    """What tells tokens of one place apart: the id, which results of older workers do not have."""
+    id: int | None = entry.get("id")
+    return (entry["token"], entry["logprob"]) if id is None else id
 
 
 def _candidates(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -167,15 +170,15 @@ def _candidates(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return [*entry["top"], *([] if any(_key(other) == _key(drawn) for other in entry["top"]) else [drawn])]
 
 
-def _names(drawn: dict[str, Any], candidates: Sequence[dict[str, Any]]) -> dict[int | str, str]:
+def _names(drawn: dict[str, Any], candidates: Sequence[dict[str, Any]]) -> dict[_Key, str]:
     """A name for each token: its text, or its bytes where these are no whole characters; its id where that is taken."""
-    names: dict[int | str, str] = {}
+    names: dict[_Key, str] = {}
     for entry in (drawn, *candidates):
         key, name = _key(entry), entry["token"]
         if "bytes" in entry:
             name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
         if key not in names:
-            names[key] = f"token_id:{key}" if name in names.values() else name
+            names[key] = f"token_id:{key}" if name in names.values() and isinstance(key, int) else name
     return names
 
 

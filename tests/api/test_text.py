@@ -394,6 +394,40 @@ def test_log_probabilities_leave_out_the_end(api: Api) -> None:
     assert all(not (one["choices"][0]["logprobs"] or {}).get("content") for one in chunks)
 
 
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+    """Offsets go on over chunks, and the drawn token is always told, by OpenAI's client."""
+    ask: dict[str, Any] = {"model": stage.small().name, "prompt": ["one", "two"], "max_tokens": 12, "seed": 3}
+    whole = client.completions.create(**ask, logprobs=2)
+    told: list[dict[str, list[Any]]] = [{}, {}]
+    for chunk in client.completions.create(**ask, logprobs=2, stream=True):
+        for choice in chunk.choices:
+            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+                told[choice.index].setdefault(name, []).extend(values)
+    for choice, streamed in zip(whole.choices, told, strict=True):
+        assert choice.logprobs is not None and choice.logprobs.model_dump() == streamed
+        for name, likeliest in zip(streamed["tokens"], streamed["top_logprobs"], strict=True):
+            assert name in likeliest and len(likeliest) in (2, 3)
+        assert streamed["text_offset"] == sorted(streamed["text_offset"]) and streamed["text_offset"][-1] > 0
+
+
+def test_a_chat_goes_on_with_its_own_messages(client: openai.OpenAI) -> None:
+    """As agents do it: the client's object itself, or its fields with all that is null; and with no tools."""
+    ask: dict[str, Any] = {**ASK, "model": stage.small().name}
+    message = client.chat.completions.create(**ask).choices[0].message
+    for form in (message, message.model_dump(), message.to_dict()):
+        history = [*ASK["messages"], form, {"role": "user", "content": "and then?"}]
+        again = client.chat.completions.create(
+            **{**ask, "messages": history}, tools=[], tool_choice="none", parallel_tool_calls=False, prediction=None,
+            modalities=["text"], extra_body={"functions": None, "audio": None, "tool_choice": None},
+        )  # fmt: skip
+        assert again.choices[0].message.content is not None
+
+
+@pytest.mark.parametrize("name", ["dummy", "tgi"])
+def test_hugging_faces_placeholders_are_no_names(api: Api, name: str) -> None:
+    assert api.post(CHAT, **ASK, model=name).json()["model"] == stage.small().name
+
+
 def test_a_bias_decides(client: openai.OpenAI) -> None:
     """-100: never; 100: nothing else. By OpenAI's client, greedy and drawn, and equal seeds stay equal."""
     model = stage.small()
