@@ -36,15 +36,17 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_count(cls, value: Any) -> Any:
-        """Reject an object with more names than there are fields by its first unknown name: pydantic would build an
-        error for each.
+    def _without_nulls(cls, value: Any) -> Any:
+        """Leave out the fields that are null. Reject an object with more names than there are fields by its first
+        unknown name: pydantic would build an error for each.
         """
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            names = {field.alias or name for name, field in cls.model_fields.items()}
+        if not isinstance(value, dict):
+            return value
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        if len(value) > len(names):
             name = next(name for name in value if name not in names)
             raise PydanticCustomError(UNKNOWN, "an unknown field", {"name": name})
-        return value
+        return {name: member for name, member in value.items() if member is not None or name not in names}
 
     @property
     def given(self) -> dict[str, Any]:

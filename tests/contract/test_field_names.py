@@ -120,6 +120,38 @@ def test_null_means_not_given_everywhere(kind: type[Any], data: st.DataObject) -
     assert schemas.read(kind, fields | dict.fromkeys(names)) == schemas.read(kind, fields)
 
 
+NESTED: list[tuple[type[Any], dict[str, Any]]] = [
+    (EditRequest, {"outpaint": {"left": 8, "top": None}}),
+    (ImageRequest, {"upscale": {"model": "x4", "scale": None}}),
+    (ImageRequest, {"refiner": {"model": "r", "from": None}}),
+    (ImageRequest, {"cascade": {"draft": "d", "gate": None}}),
+    (ImageRequest, {"deepcache": {"interval": 3, "depth": None, "first": None}}),
+    (ImageRequest, {"control": [{"model": "edges", "strength": None, "image": {"file_id": "f", "image_url": None}}]}),
+    (ImageRequest, {"image_prompts": [{"model": "base", "start": None, "end": None}]}),
+    (ChatFields, {"stream": True, "stream_options": {"include_usage": None}}),
+    (
+        ChatFields,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": None}}},
+    ),
+    (
+        ChatFields,
+        {"messages": [{"role": "user", "name": None, "content": [{"type": "text", "text": "a", "refusal": None}]}]},
+    ),
+]
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return {k: without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(("kind", "fields"), NESTED, ids=str)
+def test_null_means_not_given_in_objects_too(kind: type[Any], fields: dict[str, Any]) -> None:
+    needed = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatFields else {"prompt": "a"}
+    assert schemas.read(kind, needed | fields) == schemas.read(kind, needed | without_nulls(fields))
+
+
 @given(st.integers(1, MAX_IMAGES))
 def test_drawn_seeds_are_numbers_that_every_client_holds(n: int) -> None:
     for picture in read(n=n).complete(OFFER).pictures():
