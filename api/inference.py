@@ -121,7 +121,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
         ended = await images.finished(service, request, job, stays=id is not None)
-        if _accepts(request, _JSON):
+        if _accepts(request, _JSON) and not _accepts(request, "image/", "*/*"):
             return await images.inlined(service, ended, None)
         picture = results(ended)[0]
         headers = {"X-Content-Type-Options": "nosniff"}
@@ -131,10 +131,10 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         return _told(api_error, "parameters.prompt" if edited else "inputs")
 
 
-def _accepts(request: Request, kind: str) -> bool:
-    """Return whether the request's `Accept` names media types of this kind."""
+def _accepts(request: Request, *kinds: str) -> bool:
+    """Return whether the request's `Accept` names a media type of one of these kinds."""
     ranges = request.headers.get("accept", "").lower().split(",")
-    return any(item.strip().startswith(kind) for item in ranges)
+    return any(item.strip().startswith(kinds) for item in ranges)
 
 
 def _check_task(request: Request) -> None:
@@ -142,7 +142,7 @@ def _check_task(request: Request) -> None:
     asks for a picture where it expects one; other clients need not.
     """
     client = "hf_hub/" in request.headers.get("user-agent", "")
-    if client and not _accepts(request, "image/") and not _accepts(request, _JSON):
+    if client and not _accepts(request, "image/", _JSON):
         message = (
             "text_to_image and image_to_image are offered here, and chat_completion at /v1/chat/completions; this task "
             "is not"
