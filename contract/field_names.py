@@ -8,8 +8,8 @@ from typing import Any
 from contract.strict import field_error
 
 OTHER_NAMES = {
-    "num_inference_steps": "steps", "cfg_scale": "guidance_scale", "true_cfg_scale": "guidance_scale",
-    "sampler_name": "scheduler", "num_images": "n", "num_images_per_prompt": "n",
+    "num_inference_steps": "steps", "cfg_scale": "guidance_scale", "sampler_name": "scheduler", "num_images": "n",
+    "num_images_per_prompt": "n",
 }  # fmt: skip
 """Fields by their names in diffusers, AUTOMATIC1111's web UI and others."""
 SIDES = ("width", "height")  # in place of size

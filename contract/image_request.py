@@ -93,6 +93,9 @@ class ImageRequest(StrictModel):
     response_format: Annotated[Literal["b64_json", "url"] | None, "b64_json by default"] = None
     stream: Annotated[bool | None, "true: previews and pictures as server-sent events"] = None
     partial_images: Annotated[int | None, Field(ge=0, le=3), "previews of each picture, with stream"] = None
+    true_cfg_scale: Annotated[
+        float | None, Field(ge=0), "guidance_scale, where that is not given; beside it no effect, and a warning"
+    ] = None
     user: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
     safety_identifier: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
     quality: Annotated[str | None, _IGNORED, "no effect, see steps; a warning unless auto or standard"] = None
@@ -127,6 +130,9 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         request = self.given
+        warnings = (*self.warnings, *_warnings(request))
+        if (scale := request.pop("true_cfg_scale", None)) is not None:
+            request.setdefault("guidance_scale", scale)
         pictures = {
             name: tuple(_input(kind, item) for item in getattr(self, name) or ()) for name, kind in PICTURES.items()
         }
@@ -149,7 +155,7 @@ class ImageRequest(StrictModel):
         values["preview_every"] = _previews(request, int(values["steps"] * (1.0 if edit is None else edit.strength)))
         job = _job(ImageParameters(**{name: values[name] for name in FIELDS if name in values}), request, values)
         check_unread(job.picture, offer)
-        return replace(job, warnings=(*self.warnings, *_warnings(request)))
+        return replace(job, warnings=warnings)
 
 
 _OF_DRAFTS = (
@@ -255,6 +261,10 @@ def _warnings(request: Given) -> Iterator[str]:
             yield f"{name}: has no effect; {reason}"
     if "output_compression" in request and request.get("output_format", "png") == "png":
         yield "output_compression: has no effect; png is lossless"
+    if "true_cfg_scale" in request and request["true_cfg_scale"] != request.get(
+        "guidance_scale", request["true_cfg_scale"]
+    ):
+        yield "true_cfg_scale: has no effect beside guidance_scale"
     if request.get("partial_images") and not request.get("stream"):
         yield "partial_images: has no effect without stream"
 

@@ -38,7 +38,6 @@ def refusal(**fields: Any) -> ApiError:
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_inference_steps": 7}, {"steps": 7}),
     ({"cfg_scale": 2.5}, {"guidance_scale": 2.5}),
-    ({"true_cfg_scale": 2}, {"guidance_scale": 2.0}),
     ({"sampler_name": "lcm"}, {"scheduler": "lcm"}),
     ({"num_images_per_prompt": 2}, {"n": 2}),
     ({"num_images": 2}, {"n": 2}),
@@ -62,7 +61,8 @@ def test_other_names_give_our_fields(fields: dict[str, Any], ours: dict[str, Any
     [
         ({"steps": 7, "num_inference_steps": 8}, "num_inference_steps", "invalid_value"),
         ({"num_images": 1, "num_images_per_prompt": 2}, "num_images_per_prompt", "invalid_value"),
-        ({"guidance_scale": 5.0, "true_cfg_scale": 4.0}, "true_cfg_scale", "invalid_value"),
+        ({"guidance_scale": 5.0, "cfg_scale": 4.0}, "cfg_scale", "invalid_value"),
+        ({"true_cfg_scale": "4"}, "true_cfg_scale", "invalid_type"),
         ({"size": "64x64", "width": 32, "height": 32}, "width", "invalid_value"),
         ({"width": 32}, "height", "missing_required_parameter"),
         ({"width": "32", "height": 32}, "width", "invalid_type"),
@@ -101,6 +101,15 @@ def test_what_has_no_effect_is_told_and_what_asks_for_nothing_is_not() -> None:
     assert [warning.split(":")[0] for warning in warnings] == list(WARNED)
     assert read(output_compression=50).complete(OFFER).warnings[0].startswith("output_compression:")
     assert read(partial_images=2).complete(OFFER).warnings == ("partial_images: has no effect without stream",)
+
+
+def test_qwens_guidance_is_guidance_where_none_is_given() -> None:
+    """As vLLM-Omni's nodes and diffusers' callers send it: alone, or beside the guidance of distilled models."""
+    alone = read(true_cfg_scale=2).complete(OFFER)
+    beside = read(true_cfg_scale=4.0, guidance_scale=1.0).complete(OFFER)
+    assert (alone.picture.guidance_scale, alone.warnings) == (2.0, ())
+    assert beside.picture.guidance_scale == 1.0 and beside.warnings[0].startswith("true_cfg_scale:")
+    assert read(true_cfg_scale=4.0, guidance_scale=4.0).complete(OFFER).warnings == ()
 
 
 def test_a_warning_stays_in_the_record_and_not_in_the_request_that_draws_again() -> None:
