@@ -59,7 +59,7 @@ _ARENAS = 4  # heaps that threads share: the GIL lets one allocate at a time
 _IDLE_S = 75  # longer than load balancers keep idle connections, so that the balancer closes them first
 
 _PARTS = (
-    jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
+    jobs, health, images, edits, text, inference, pictures, events, files, batches, models, queues, metrics, playground,
 )  # fmt: skip
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.

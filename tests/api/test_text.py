@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from huggingface_hub import InferenceClient, constants
 from pydantic import BaseModel
 
 from api import text_drafts
@@ -423,9 +424,15 @@ def test_a_chat_goes_on_with_its_own_messages(client: openai.OpenAI) -> None:
         assert again.choices[0].message.content is not None
 
 
-@pytest.mark.parametrize("name", ["dummy", "tgi"])
-def test_hugging_faces_placeholders_are_no_names(api: Api, name: str) -> None:
-    assert api.post(CHAT, **ASK, model=name).json()["model"] == stage.small().name
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/models/{}"])
+def test_hugging_faces_client_chats_without_a_name(api: Api, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """It sends `dummy` for the model, whatever address it was given."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it calls this machine
+    name = stage.small().name
+    answer = InferenceClient(model=api.url + path.format(name)).chat_completion(ASK["messages"], max_tokens=3)
+    assert answer.model == name and answer.usage.completion_tokens <= 3
+    assert api.post(CHAT, **ASK, model="tgi").json()["model"] == name
+    check_error(api.post(f"/v1/models/other{CHAT}", **ASK), 404, "model", "model_not_found")
 
 
 def test_a_bias_decides(client: openai.OpenAI) -> None:
