@@ -15,6 +15,7 @@ from contract.estimates import solo_s, work_s
 from contract.image import ImageJob
 from contract.image_prompt import ImagePrompt
 from contract.image_request import ImageRequest, draft_of
+from contract.model_names import is_openai_image
 from core.jobs.broker import level
 from core.jobs.record import JobDraft, QueueBacklog, new_id
 
@@ -36,6 +37,7 @@ def image_draft(
     Raises `ApiError` (400) naming the field that the model does not offer.
     """
     source, size, controls = pictures.source, None, pictures.inputs.get(Control.FIELD, ())
+    fields = _served_as(fields, card)
     if pictures.further:
         fields = _with_image_prompts(fields, pictures.further, card)
     if source is not None:
@@ -74,6 +76,22 @@ def _with_image_prompts(fields: ImageRequest, further: Sequence[Upload], card: I
     return fields.model_copy(update={ImagePrompt.FIELD: [*own, *more]})
 
 
+def _served_as(fields: ImageRequest, card: ImageCard) -> ImageRequest:
+    """Return the fields of a request for one of OpenAI's models as this one serves them, with warnings.
+
+    Clients send the sizes of that model unasked: a size that is not offered becomes the nearest one.
+    """
+    if fields.model == card.name or not is_openai_image(fields.model):
+        return fields
+    warnings = [f"model: {fields.model} is served by {card.name}"]
+    size = card.offer.read_size(fields.size)
+    if size is not None and min(size) > 0 and not card.offer.offers(size):
+        nearest = "{}x{}".format(*card.offer.nearest(size))
+        warnings.append(f"size: {fields.size} is not offered by {card.name}; the nearest is {nearest}")
+        fields = fields.model_copy(update={"size": nearest})
+    return fields.with_warnings((*fields.warnings, *warnings))
+
+
 def check_deadline(draft: ImageDraft, card: ImageCard, backlog: QueueBacklog, ready: int) -> None:
     """Reject a deadline that is shorter than the best case. Raises `ApiError` (400) with the estimate in seconds.
 
@@ -108,8 +126,8 @@ def retry_after_s(wait_s: float) -> int:
     return min(120, max(1, math.ceil(wait_s)))
 
 
-def unknown_model() -> ApiError:
-    return ApiError(404, "model: is not known; see GET /v1/models", param="model", code="model_not_found")
+def unknown_model(reason: str = "is not known") -> ApiError:
+    return ApiError(404, f"model: {reason}; see GET /v1/models", param="model", code="model_not_found")
 
 
 def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> ApiError | None:
@@ -121,7 +139,14 @@ def no_such_model(now: RegistrySnapshot, name: str | None, kind: type[C]) -> Api
         if card is not None:
             words = f"{card.name} is {article} model; use POST {endpoint}"
             return invalid_field("model", words, "wrong_modality")
-    return None if now.model(None, kind) is None else unknown_model()
+    if now.model(None, kind) is None:
+        return None
+    model = now.served_name(name)
+    if model != name:
+        return unknown_model(f"{name} is an alias of {model}, which no worker has announced")
+    if is_openai_image(name) and now.model(None, ImageCard) is not None:
+        return unknown_model(f"{name} is served by no model here; DIPTYCH_MODEL_ALIASES names one")
+    return unknown_model()
 
 
 def no_model() -> ApiError:

@@ -41,6 +41,7 @@ from api import (
 from api.batch_feeder import BatchFeeder
 from api.host_origin import HostOriginMiddleware
 from api.methods import HeadAsGetMiddleware
+from api.paths import TrailingSlashMiddleware
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
 from api.service import Service
@@ -58,7 +59,7 @@ _ARENAS = 4  # heaps that threads share: the GIL lets one allocate at a time
 _IDLE_S = 75  # longer than load balancers keep idle connections, so that the balancer closes them first
 
 _PARTS = (
-    jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
+    jobs, health, images, edits, text, inference, pictures, events, files, batches, models, queues, metrics, playground,
 )  # fmt: skip
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
@@ -118,6 +119,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _add_middlewares(app: FastAPI, service: Service) -> None:
     """Add the middlewares and the error handlers. A request passes the last one added first."""
     app.add_middleware(HeadAsGetMiddleware)
+    app.add_middleware(TrailingSlashMiddleware)
     app.add_middleware(rate_limits.RateLimitHeadersMiddleware)
     app.add_middleware(HostOriginMiddleware, service=service)
     app.add_middleware(metrics.MetricsMiddleware, registry=service.figures)

@@ -50,7 +50,7 @@ class BatchLineHandler:
     def _text(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         if line["bytes"] > body.MAX_BYTES:
             raise body.too_large()
-        request = text_drafts.read(batch.endpoint, line["body"])
+        request = text_drafts.read(batch.endpoint, line["body"], ignore_unknown=self._service.ignore_unknown)
         if request.fields.stream:
             raise invalid_field("stream", "must not be true in a batch")
         draft = text_drafts.draft(request, self._card(request.fields.model, TextCard), batch.owner)
@@ -58,7 +58,8 @@ class BatchLineHandler:
 
     def _picture(self, batch: BatchRecord, line: BatchLine, id: str) -> JobDraft[Any]:
         kind = schemas.EditBody if batch.endpoint == EDITS else ImageRequest
-        fields = schemas.read(kind, {name: value for name, value in line["body"].items() if name != "stream"})
+        given = {name: value for name, value in line["body"].items() if name != "stream"}
+        fields = schemas.read(kind, given, ignore_unknown=self._service.ignore_unknown)
         card = self._card(fields.model, ImageCard)
         admission.check_expansion(fields, self._service.cards.now.expands(card.name))
         if not references.any_named(fields):

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from contract.card import ModelCard, TextCard
+from contract.card import ImageCard, ModelCard, TextCard
+from contract.model_names import PLACEHOLDERS, is_openai_image
 from core.jobs.access import AccessReader
 from core.jobs.broker import QUEUES
 from core.jobs.cards import WorkerCard
@@ -36,6 +37,17 @@ C = TypeVar("C", bound=ModelCard)
 
 
 @dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Names that models are served under besides their own: `aliases`, by alias, and OpenAI's of image models.
+
+    `openai` is "on": the first live image model is served under these; "auto": if it is the only one; or "off".
+    """
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    openai: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
 class RegistrySnapshot:
     """A snapshot of the registry, the queues, and the keys by id.
 
@@ -52,6 +64,7 @@ class RegistrySnapshot:
     guarded: bool = False
     secret: bytes = b""
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
+    names: ModelNames = ModelNames()
 
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
@@ -65,13 +78,40 @@ class RegistrySnapshot:
         )
 
     def model(self, name: str | None, kind: type[C]) -> C | None:
-        """The model of this name and kind; without a name, the first of a worker that is live, or else any."""
+        """The model of this name and kind; without a name, the first of a worker that is live, or else any.
+
+        The name may be another one of the model.
+        """
+        name = self.served_name(name)
         candidates = [model for model in self.models if isinstance(model, kind) and name in (None, model.name)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         ready = [worker for worker in reversed(self.workers) if worker.state == "ready"]
         place = {model.name: at for worker in ready for at, model in enumerate(worker.models)}
         return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)
+
+    def named(self, name: str) -> ModelCard | None:
+        """The model of any kind that is served under this name."""
+        served = self.served_name(name)
+        return next((model for model in self.models if model.name == served), None)
+
+    def served_name(self, name: str | None) -> str | None:
+        """Return the name of the model that is served under this name; other names are returned as they are. None: the
+        name stands for any model.
+        """
+        if name is None or any(model.name == name for model in self.models):
+            return name
+        if name in self.names.aliases:
+            return self.names.aliases[name]
+        if name in PLACEHOLDERS:
+            return None
+        if self.names.openai != "off" and is_openai_image(name):
+            images = [model for model in self.models if isinstance(model, ImageCard)]
+            live = [model for model in images if model.live] or images
+            first = self.model(None, ImageCard)
+            if first is not None and (len(live) == 1 or self.names.openai == "on"):
+                return first.name
+        return name
 
     def expands(self, name: str) -> bool:
         """Return whether all workers of this image model also serve text; without a worker, whether any ever served
@@ -92,7 +132,13 @@ class CardCache:
     """Keeps the newest snapshot. Belongs to one event loop; survives Redis outages."""
 
     def __init__(
-        self, registry: Registry, store: JobStore, keyring: Keyring, access: AccessReader, folder: Path | None = None
+        self,
+        registry: Registry,
+        store: JobStore,
+        keyring: Keyring,
+        access: AccessReader,
+        names: ModelNames = ModelNames(),
+        folder: Path | None = None,
     ) -> None:
         """`folder` is the folder of this Redis, if it runs beside this process."""
         self._beside = folder
@@ -101,13 +147,14 @@ class CardCache:
         self._store = store
         self._keyring = keyring
         self._access = access
+        self._names = names
         self._task: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         self._looked = -float("inf")
         self._down = False
         # Its own thread: a hanging Redis must not occupy the threads that requests use.
         self._limiter = anyio.CapacityLimiter(1)
-        self.now = RegistrySnapshot()
+        self.now = RegistrySnapshot(names=names)
 
     @property
     def redis_answers(self) -> bool:
@@ -212,4 +259,6 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
-        return RegistrySnapshot(workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s)
+        return RegistrySnapshot(
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names
+        )

@@ -19,9 +19,10 @@ from api.errors import invalid_field
 from api.forms import form, upload_source
 from api.rate_limits import enforce_rate_limit
 from api.references import FORM_FILES, NONE_GIVEN, GivenPictures
-from api.service import Given
+from api.service import Given, Service
 from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_STEPS
+from contract.field_names import OTHER_NAMES, SIDES
 from contract.image_request import EditRequest
 from contract.strict import StrictModel
 
@@ -58,22 +59,23 @@ async def edit(request: Request, service: Given, caller: By) -> Response:
     """Edit an image. Responses, streams and disconnects are as in /v1/images/generations."""
     caller.check("images")
     await enforce_rate_limit(request, service, caller)
-    async with _read(request, caller) as (fields, form):
+    async with _read(request, service, caller) as (fields, form):
         id = submission.idempotency_id(request, caller)
         job, _ = await submission.submit(service, request, caller, fields, id, form, charged=True)
     return await images.answer(service, request, job, fields, stays=id is not None)
 
 
 @asynccontextmanager
-async def _read(request: Request, caller: Caller) -> AsyncIterator[tuple[EditRequest, GivenPictures]]:
+async def _read(request: Request, service: Service, caller: Caller) -> AsyncIterator[tuple[EditRequest, GivenPictures]]:
     """The request, as a form or as JSON, and its files, which are open as long as the context. Raises `ApiError`."""
     if request.headers.get("content-type", "").lower().startswith("application/json"):
-        yield schemas.read(schemas.EditBody, await body.read(request, caller.id)), NONE_GIVEN
+        fields = await body.read(request, caller.id)
+        yield schemas.read(schemas.EditBody, fields, ignore_unknown=service.ignore_unknown), NONE_GIVEN
         return
     most_bytes = _MOST * MAX_BYTES + _ENVELOPE
     async with form(request, caller.id, max_bytes=most_bytes, max_files=_MOST + 2, max_fields=100) as parts:
-        texts, fields = _parts(parts)
-        yield schemas.read(EditRequest, _typed(texts)), fields
+        texts, files = _parts(parts)
+        yield schemas.read(EditRequest, _typed(texts), ignore_unknown=service.ignore_unknown), files
 
 
 def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
@@ -126,8 +128,12 @@ def _has_objects(kinds: Iterable[Any]) -> bool:
 def _typed(texts: dict[str, str]) -> dict[str, Any]:
     """Convert form text that stands for a number or a boolean. Anything else is left for validation to reject."""
     declared = EditRequest.model_fields
-    kinds = {name: get_args(declared[name].annotation) if name in declared else () for name in texts}
-    return {name: _value(name, text, kinds[name]) for name, text in texts.items()}
+
+    def kinds(name: str) -> tuple[Any, ...]:
+        field = OTHER_NAMES.get(name, name)
+        return (int,) if name in SIDES else get_args(declared[field].annotation) if field in declared else ()
+
+    return {name: _value(name, text, kinds(name)) for name, text in texts.items()}
 
 
 def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:

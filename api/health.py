@@ -57,11 +57,13 @@ async def ready(service: Given) -> Response:
 @router.get("/v2/models/{name:path}/ready", summary="Is a model ready? As KServe asks")
 async def model_ready(name: str, service: Given, caller: By) -> Response:
     """Answer 200 if a ready worker serves the model, 404 if no worker ever did, else 503."""
-    if not any(card.name == name for card in service.cards.now.models):
+    card = service.cards.now.named(name)
+    if card is None:
         raise admission.unknown_model()
     missing = _missing(service)
     if not missing and not any(
-        worker.state == "ready" and any(model.name == name for model in worker.models) for worker in _workers(service)
+        worker.state == "ready" and any(model.name == card.name for model in worker.models)
+        for worker in _workers(service)
     ):
         missing = "No ready worker serves this model."
     return _readiness({"name": name, "ready": not missing}, missing)

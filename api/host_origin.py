@@ -41,11 +41,17 @@ class HostOriginMiddleware:
         headers = Headers(scope=scope)
         peer = (scope.get("client") or ("",))[0]
         if peer and not self._service.settings.trust_network and not _loopback(peer):
-            message = "There are no keys, so only this machine is served; make one with `diptych keys add`."
+            message = (
+                "There are no keys, so only this machine is served: make one with `diptych keys add`, or set "
+                "DIPTYCH_TRUST_NETWORK if something else keeps strangers out."
+            )
             return ApiError(403, message, code="keys_required")
         host = _host("//" + headers.get("host", ""))
         if not (_own_name(host) or (self._named and host == self._named)):
-            message = "This server is not called by that name; DIPTYCH_PUBLIC_URL names another."
+            message = (
+                "This server has no keys, and is not called by that name: call it by an IP address or localhost, set "
+                "DIPTYCH_PUBLIC_URL to the address that clients use, or make a key with `diptych keys add`."
+            )
             return ApiError(403, message, param="host", code="host_not_allowed")
         if scope["method"] not in _SAFE:
             origin, called = headers.get("origin"), headers.get("host", "").lower()

@@ -20,7 +20,7 @@ from api.presentation import results, size
 from api.rate_limits import charge_refusals
 from api.service import Given, Service
 from contract.image import ImageJob
-from contract.image_request import ImageRequest
+from contract.image_request import EditRequest, ImageRequest
 from core.jobs.record import Job, JobState
 
 router = APIRouter(tags=["images"])
@@ -43,7 +43,7 @@ async def generate(request: Request, service: Given, caller: By) -> Response:
     """
     caller.check("images")
     async with charge_refusals(request, service, caller):
-        fields = schemas.read(ImageRequest, await body.read(request, caller.id))
+        fields = schemas.read(ImageRequest, await body.read(request, caller.id), ignore_unknown=service.ignore_unknown)
     id = submission.idempotency_id(request, caller)
     job, _ = await submission.submit(service, request, caller, fields, id)
     return await answer(service, request, job, fields, stays=id is not None)
@@ -53,10 +53,15 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageRequ
     """The job's images when all are finished, or with `stream` its events. Raises `ApiError`."""
     links = service.links(request) if fields.response_format == "url" else None
     if fields.stream:
-        source = streaming.stream_images(service, job, links, fields.partial_images or 0, stays=stays)
+        kind = "image_edit" if isinstance(fields, EditRequest) else "image_generation"
+        source = streaming.stream_images(service, job, kind, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
-    ended = await finished(service, request, job, stays=stays)
-    answer = InlineDocument(service, generated(ended, links))
+    return await inlined(service, await finished(service, request, job, stays=stays), links)
+
+
+async def inlined(service: Service, job: Job, links: ImageLinks | None) -> Response:
+    """The response to a request whose job succeeded. Raises `ArtifactError`."""
+    answer = InlineDocument(service, generated(job, links))
     headers = {"Content-Length": str(await answer.verify())}
     return StreamingResponse(answer.stream(), media_type="application/json", headers=headers)
 
@@ -116,10 +121,7 @@ def generated(job: Job, links: ImageLinks | None) -> dict[str, Any]:
     request = ImageJob.read(job.parameters)
     return {
         "created": int(job.created),
-        "data": [
-            {**streaming.content(job, k, links), "seed": image["seed"], "warnings": image.get("warnings", [])}
-            for k, image in enumerate(results(job))
-        ],
+        "data": [streaming.content(job, k, links) for k, _ in enumerate(results(job))],
         "size": size(job, request),
         "output_format": request.output_format,
         "background": "opaque",

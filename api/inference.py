@@ -24,6 +24,7 @@ from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
 from api.service import Given, Service
 from api.uploads import PictureSource
+from contract.field_names import OTHER_NAMES
 from contract.image_request import EditRequest, ImageRequest
 from contract.strict import StrictModel
 from core.artifacts import ArtifactError
@@ -39,13 +40,16 @@ _PIECE = 2**18  # characters of base64, a multiple of 4
 _MOST_PARAMETERS = 100
 _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
-# The client's names → ours; the others are the same as in /v1/images/generations and /v1/images/edits.
+# The client's names in errors; the others are the same as in /v1/images/generations and /v1/images/edits.
 _NAMES = {"num_inference_steps": "steps"}
+_JSON = "application/json"
 _OTHERWISE = {  # fields that this endpoint expresses in another way, or does not support
     "model", "n", "size", "steps", "response_format", "stream", "partial_images", "preview_every", "user", "quality",
-    "style", "background", "moderation", "input_fidelity", "outpaint",
+    "style", "background", "moderation", "input_fidelity", "outpaint", "complexity", "safety_identifier",
+    "frame_count", "frame_duration_ms", "svg",
 }  # fmt: skip
 _SHARED = tuple(name for name in EditRequest.model_fields if name not in _OTHERWISE)
+_OTHER_NAMES = tuple(name for name, field in OTHER_NAMES.items() if field in (*_SHARED, "steps"))
 
 
 class InferenceBody(StrictModel):
@@ -108,18 +112,42 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         caller = await identify(request)
         caller.check("images")
         await enforce_rate_limit(request, service, caller)
+        _check_task(request)
         async with _request(request, service, caller.id) as (form, image):
             edited = image is not None
-            fields = schemas.read(EditRequest if edited else ImageRequest, {**form, "model": model})
+            kind = EditRequest if edited else ImageRequest
+            fields = schemas.read(kind, {**form, "model": model}, ignore_unknown=service.ignore_unknown)
             id = submission.idempotency_id(request, caller)
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
-        picture = results(await images.finished(service, request, job, stays=id is not None))[0]
+        ended = await images.finished(service, request, job, stays=id is not None)
+        if _accepts(request, _JSON) and not _accepts(request, "image/", "*/*"):
+            return await images.inlined(service, ended, None)
+        picture = results(ended)[0]
         headers = {"X-Content-Type-Options": "nosniff"}
         return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))
     except (ApiError, StoreError, ArtifactError) as error:
         api_error = error if isinstance(error, ApiError) else store_error(error)
         return _told(api_error, "parameters.prompt" if edited else "inputs")
+
+
+def _accepts(request: Request, *kinds: str) -> bool:
+    """Return whether the request's `Accept` names a media type of one of these kinds."""
+    ranges = request.headers.get("accept", "").lower().split(",")
+    return any(item.strip().startswith(kinds) for item in ranges)
+
+
+def _check_task(request: Request) -> None:
+    """Raise `ApiError` for a task without pictures. The client sends all tasks to one address, with like bodies, and
+    asks for a picture where it expects one; other clients need not.
+    """
+    client = "hf_hub/" in request.headers.get("user-agent", "")
+    if client and not _accepts(request, "image/", _JSON):
+        message = (
+            "text_to_image and image_to_image are offered here, and chat_completion at /v1/chat/completions; this task "
+            "is not"
+        )
+        raise ApiError(400, message, code="task_not_offered")
 
 
 @asynccontextmanager
@@ -141,7 +169,8 @@ async def _request(
             rest, inputs = raw.read(), b""
             if size > body.MAX_BYTES:
                 rest, inputs = _cut(rest)
-            fields, image = _split(schemas.read(InferenceBody, body.parse(rest)), request)
+            inference = schemas.read(InferenceBody, body.parse(rest), ignore_unknown=service.ignore_unknown)
+            fields, image = _split(inference, request, ignore_unknown=service.ignore_unknown)
             if image is None and inputs:
                 raise invalid_field("inputs", "is too long")
             if inputs and not inputs.startswith((image or "").encode()):
@@ -185,7 +214,7 @@ def _decode(inputs: bytes, file: IO[bytes]) -> int:
     return sum(file.write(picture_urls.decoded("inputs", message, piece)) for piece in pieces)
 
 
-def _split(inference: InferenceBody, request: Request) -> tuple[dict[str, Any], str | None]:
+def _split(inference: InferenceBody, request: Request, *, ignore_unknown: bool) -> tuple[dict[str, Any], str | None]:
     """Our fields, and the source image in base64; None: there is none. The format of the `Accept` header is the
     default. Raises `ApiError` (400).
     """
@@ -194,8 +223,8 @@ def _split(inference: InferenceBody, request: Request) -> tuple[dict[str, Any], 
     if accepted is not None:
         parameters.setdefault("output_format", accepted)
     size = _size(parameters)
-    fields = {_NAMES.get(name, name): parameters.pop(name) for name in (*_NAMES, *_SHARED) if name in parameters}
-    for name in parameters:
+    fields = {name: parameters.pop(name) for name in (*_OTHER_NAMES, *_SHARED) if name in parameters}
+    for name in () if ignore_unknown else parameters:
         plain = body.plain(name)
         raise invalid_field(plain and f"parameters.{plain}", "is not known", "unknown_parameter")
     if size is not None:

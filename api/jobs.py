@@ -66,7 +66,7 @@ async def put(id: str, request: Request, service: Given, caller: By) -> Response
 
 async def _make(request: Request, service: Service, caller: Caller, id: str | None) -> Response:
     async with charge_refusals(request, service, caller):
-        fields = references.read_job(await body.read(request, caller.id))
+        fields = references.read_job(await body.read(request, caller.id), ignore_unknown=service.ignore_unknown)
     job, standing = await submission.submit(service, request, caller, fields, id)
     content = job_object(job, service.links(request), await service.forecast(job, standing=standing))
     return JSONResponse(content, 202, {"Location": f"/v1/jobs/{job.id}"})

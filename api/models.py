@@ -13,6 +13,7 @@ from api import admission, schemas
 from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
+from contract.bounds import MAX_EXACT
 from contract.card import ImageCard, ModelCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
@@ -24,17 +25,23 @@ _HEARD_S = 2.0  # cards are polled once a second
 
 @router.get("/v1/models", summary="List models")
 async def models(service: Given, caller: By) -> Response:
-    """List every model that a worker ever announced; `diptych.live` says whether one serves it now."""
-    data = [_object(card, service) for card in service.cards.now.models]
+    """List every model that a worker ever announced, and then their aliases; `diptych.live` says whether one serves it
+    now.
+    """
+    now = service.cards.now
+    names = [card.name for card in now.models] + [
+        alias for alias in now.names.aliases if now.served_name(alias) != alias
+    ]
+    data = [_object(card, service, name) for name in names if (card := now.named(name)) is not None]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/models/{name:path}", summary="Look at a model")
 async def model(name: str, service: Given, caller: By) -> Response:
-    card = next((card for card in service.cards.now.models if card.name == name), None)
+    card = service.cards.now.named(name)
     if card is None:
         raise admission.unknown_model()
-    return JSONResponse(_object(card, service), headers={"Cache-Control": "no-store"})
+    return JSONResponse(_object(card, service, name), headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
@@ -78,19 +85,23 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
             after = page.after
 
 
-def _object(card: ModelCard, service: Service) -> dict[str, Any]:
+def _object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
+    """The model under one of its names."""
     serving = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
     serving = [(worker, model) for worker, model in serving if model.name == card.name]
     started = [worker.started for worker, _ in serving]
     fields = asdict(card)
     del fields["name"]
+    fields["limits"]["max_seed"] = min(fields["limits"]["max_seed"], MAX_EXACT)  # a number that clients can hold
     fields["workers"] = sum(worker.state == READY for worker, _ in serving)
     fields["loaded_workers"] = sum(worker.state == READY and model.loaded for worker, model in serving)
     if isinstance(card, ImageCard):
         side = fields.pop("native")
         fields |= {"native_size": f"{side}x{side}", "sizes": [f"{width}x{height}" for width, height in card.sizes]}
+    if name != card.name:
+        fields["alias_of"] = card.name
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": int(min(started, default=0)),
         "owned_by": "diptych",

@@ -42,7 +42,7 @@ def job_object(job: Job, links: ImageLinks, forecast: QueueForecast | None = Non
             {
                 "url": links.image(job, k, image["key"]),
                 **{name: image.get(name) for name in ("seed", "width", "height", "media_type", "size_bytes")},
-                "warnings": image.get("warnings", []),
+                "warnings": warnings(job, image),
                 **provenance(image),
             }
             for k, image in enumerate(results(job))
@@ -74,6 +74,11 @@ def size(job: Job, request: ImageJob) -> str:
     """Width and height of a job's images: of the first one, or else as asked for."""
     width, height = next(((image["width"], image["height"]) for image in results(job)), request.picture.size)
     return f"{width}x{height}"
+
+
+def warnings(job: Job, image: dict[str, Any]) -> list[str]:
+    """What people are told of an image: of its request, and of how it was drawn."""
+    return [*job.parameters.get("warnings", []), *image.get("warnings", [])]
 
 
 def provenance(image: dict[str, Any]) -> dict[str, Any]:

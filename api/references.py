@@ -39,14 +39,14 @@ class GivenPictures(NamedTuple):
 NONE_GIVEN = GivenPictures()
 
 
-def read_job(fields: dict[str, Any]) -> ImageRequest:
+def read_job(fields: dict[str, Any], *, ignore_unknown: bool) -> ImageRequest:
     """The fields of a job, by its type. Raises `ApiError`."""
     kind = fields.get("type")
     if kind == "edit":
-        return schemas.read(schemas.EditJobFields, fields)
+        return schemas.read(schemas.EditJobFields, fields, ignore_unknown=ignore_unknown)
     if isinstance(kind, str) and kind != "image":
         raise invalid_field("type", "must be 'image' or 'edit'")
-    return schemas.read(schemas.JobFields, fields)
+    return schemas.read(schemas.JobFields, fields, ignore_unknown=ignore_unknown)
 
 
 def any_named(fields: ImageRequest, pictures: GivenPictures = NONE_GIVEN) -> bool:

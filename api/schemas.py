@@ -5,22 +5,25 @@ Holds the limits common to all models; admission.py checks against a model's car
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from api.body import plain
 from api.errors import ApiError, invalid_field
-from contract.bounds import FLAG, LIST, OBJECT, WORD, range_error
+from contract.bounds import FLAG, LIST, NOTHING, OBJECT, WORD, range_error
 from contract.characters import too_long
+from contract.errors import UNSUPPORTED
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference as ImageReference
-from contract.strict import UNKNOWN, StrictModel
+from contract.strict import FIELD, UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
 MAX_PICTURES = 16  # of an edit, validated one by one
+_MAX_UNKNOWN = 32  # fields that are left out of a body
+_KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING)  # of values, in an error's location
 
 
 class _OfJob(StrictModel):
@@ -78,7 +81,7 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
-F = TypeVar("F", bound=BaseModel)
+F = TypeVar("F", bound=StrictModel)
 
 _TYPES = {
     "string_type": "must be text",
@@ -98,27 +101,60 @@ Rules = Mapping[str, tuple[str | None, str]]
 """What to say of a kind of error that only some requests have: the field, or None for where it is, and the words."""
 
 
-def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None) -> F:
-    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its text."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    parts = [
-        plain(part) for part in first["loc"] if part not in (WORD, OBJECT, LIST, FLAG) and not isinstance(part, int)
-    ]
-    if first["type"] == UNKNOWN:
-        parts.append(plain(first["ctx"]["name"]))
-    field = None if None in parts else ".".join(part for part in parts if part is not None)
-    if rules and first["type"] in rules:
+def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None, *, ignore_unknown: bool = False) -> F:
+    """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its text.
+
+    With `ignore_unknown` fields that are not known are left out, each with one of the model's `warnings`.
+    """
+    warnings: list[str] = []
+    while True:
+        try:
+            model = kind.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+        else:
+            return model.with_warnings(tuple(warnings)) if warnings else model
+        unknown = first["type"] in ("extra_forbidden", UNKNOWN)
+        if not unknown or not ignore_unknown or len(warnings) == _MAX_UNKNOWN:
+            raise _invalid(kind, first, rules or {})
+        path = (*first["loc"], *([first["ctx"]["name"]] if first["type"] == UNKNOWN else []))
+        warnings.append(f"{_field(first) or 'A field whose name is no plain word'}: is not known, and ignored")
+        fields = _without(fields, path)
+
+
+def _without(value: Any, path: Sequence[int | str]) -> Any:
+    """Return a copy of a JSON value without the member at this path, of all items where the path has one of a list."""
+    part, rest = path[0], path[1:]
+    if isinstance(value, list) and isinstance(part, int):
+        return [_without(item, rest) for item in value]
+    if isinstance(value, dict) and part in value:
+        members = {name: member for name, member in value.items() if name != part}
+        return {**members, part: _without(value[part], rest)} if rest else members
+    return _without(value, rest) if rest and part in _KINDS else value  # else another item has it
+
+
+def _field(error: ErrorDetails) -> str | None:
+    """The field of an error; None for one whose name is no plain word."""
+    parts = [plain(part) for part in error["loc"] if part not in _KINDS and not isinstance(part, int)]
+    if error["type"] == UNKNOWN:
+        parts.append(plain(error["ctx"]["name"]))
+    if error["type"] == FIELD and error["ctx"]["field"]:
+        parts.append(error["ctx"]["field"])
+    return None if None in parts else ".".join(part for part in parts if part is not None)
+
+
+def _invalid(kind: type[BaseModel], first: ErrorDetails, rules: Rules) -> ApiError:
+    """The answer to a body with this first error."""
+    field = _field(first)
+    if first["type"] in rules:
         named, words = rules[first["type"]]
-        raise invalid_field(named or field, words)
+        return invalid_field(named or field, words)
     bounds = _bounds(kind, str(first["loc"][0])) if len(first["loc"]) == 1 else {}
     if first["type"] in ("greater_than_equal", "less_than_equal") and len(bounds) == 2:
-        raise invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
+        return invalid_field(field, range_error(bounds["ge"], bounds["le"], first["input"]))
     if first["type"] in ("too_long", "string_too_long"):
-        raise invalid_field(field, too_long(first["input"], first["ctx"]["max_length"]))
-    raise _complaint(first["type"], field, first.get("ctx", {}))
+        return invalid_field(field, too_long(first["input"], first["ctx"]["max_length"]))
+    return _complaint(first["type"], field, first.get("ctx", {}))
 
 
 def _bounds(kind: type[BaseModel], field: str) -> dict[str, float]:
@@ -169,6 +205,10 @@ def _complaint(kind: str, field: str | None, limits: dict[str, Any]) -> ApiError
         if field is None:
             return invalid_field(None, "A field whose name is no plain word is not known.", "unknown_parameter")
         return invalid_field(field, "is not known", "unknown_parameter")
+    if kind == FIELD:
+        return invalid_field(field, limits["message"], limits["code"])
+    if kind == "none_required":
+        return invalid_field(field, "is not offered; only null is accepted", UNSUPPORTED)
     if kind == "missing":
         return invalid_field(field, "must be given", "missing_required_parameter")
     if kind == "literal_error":

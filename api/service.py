@@ -16,7 +16,7 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
-from api.cards import CardCache
+from api.cards import CardCache, ModelNames
 from api.fair_limiter import FairLimiter
 from api.held_bytes import HeldBytes
 from api.job_follower import JobFollower
@@ -79,7 +79,10 @@ class Service:
             self._artifacts = Artifacts(settings.artifacts, settings.storage_s)
         except ArtifactError as error:
             raise SettingsError(f"DIPTYCH_ARTIFACTS_URL: {error}") from error
-        self.cards = CardCache(self.registry, self.store, self.keyring, AccessReader(self.redis), _beside(settings))
+        names = ModelNames(settings.aliases, settings.openai_names)
+        self.cards = CardCache(
+            self.registry, self.store, self.keyring, AccessReader(self.redis), names, _beside(settings)
+        )
         self.reaper = Reaper(self.store.upkeep, self.queue.send, delete=self._artifacts.delete)
         self.figures = CollectorRegistry()
         self.closing = asyncio.Event()  # set: open waits end now
@@ -142,6 +145,11 @@ class Service:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop, for a thread of another pool. Call after `start`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @property
+    def ignore_unknown(self) -> bool:
+        """Whether fields of requests that are not known are left out with a warning."""
+        return self.settings.unknown_fields == "warn"
 
     async def lacking(self) -> str:
         """A sentence naming the rights that the Redis user lacks; empty if unknown."""

@@ -20,7 +20,7 @@ from api.errors import ApiError, job_error, store_error
 from api.inline_images import Inline, InlineDocument
 from api.job_follower import not_followed
 from api.links import ImageLinks
-from api.presentation import provenance, results, size
+from api.presentation import provenance, results, size, warnings
 from api.service import Service
 from contract.image import ImageJob
 from core.artifacts import ArtifactError
@@ -36,10 +36,10 @@ _USAGE = {
 
 
 async def stream_images(
-    service: Service, job: Job, links: ImageLinks | None, partial_images: int, *, stays: bool
+    service: Service, job: Job, kind: str, links: ImageLinks | None, partial_images: int, *, stays: bool
 ) -> AsyncGenerator[bytes]:
     """Stream at most this many previews of each image while it is generated, then the images, as links if `links` is
-    given.
+    given. `kind` is the endpoint's, before the dot in each event's type.
 
     If closed early the job is cancelled, unless it `stays`. Raises `ArtifactError` within an event.
     """
@@ -54,7 +54,7 @@ async def stream_images(
                     if look is not None:
                         data = {"partial_image_index": sent[image], "image_index": image, "b64_json": look}
                         sent[image] += 1
-                        yield _event("partial_image", job, data)
+                        yield _partial(f"{kind}.partial_image", job, data)
         ended = await service.follower.final_record(job)
         if ended is None:
             yield _error(not_followed(service.closing.is_set()))
@@ -63,10 +63,10 @@ async def stream_images(
         else:
             for k, _ in enumerate(results(ended)):
                 data = {**content(ended, k, links), "image_index": k, "usage": _USAGE}
-                kind, content_of_event = _document("completed", ended, data)
-                document = InlineDocument(service, content_of_event)
+                completed = f"{kind}.completed"
+                document = InlineDocument(service, _document(completed, ended, data))
                 await document.verify()
-                before, after = format_sse_event(event=kind, data_str=_MARK).split(_MARK.encode())
+                before, after = format_sse_event(event=completed, data_str=_MARK).split(_MARK.encode())
                 open_event = True
                 yield before
                 async for piece in document.stream():
@@ -86,9 +86,10 @@ async def stream_images(
 def content(job: Job, k: int, links: ImageLinks | None) -> dict[str, Any]:
     """A finished image: inline or as a link; and what is told of how it was drawn."""
     image = results(job)[k]
+    facts = {**provenance(image), "seed": image["seed"], "warnings": warnings(job, image)}
     if links is not None:
-        return {"url": links.image(job, k, image["key"]), **provenance(image)}
-    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **provenance(image)}
+        return {"url": links.image(job, k, image["key"]), **facts}
+    return {"b64_json": Inline(image["key"], image.get("size_bytes")), **facts}
 
 
 async def _look(service: Service, job: Job, image: int) -> str | None:
@@ -99,23 +100,23 @@ async def _look(service: Service, job: Job, image: int) -> str | None:
     return None if look is None else base64.b64encode(look).decode("ascii")
 
 
-def _event(event_type: str, job: Job, data: dict[str, Any]) -> bytes:
-    kind, document = _document(event_type, job, data)
-    return format_sse_event(event=kind, data_str=json.dumps(document, separators=(",", ":"), allow_nan=False))
+def _partial(event_type: str, job: Job, data: dict[str, Any]) -> bytes:
+    times = {"created_at": int(time.time()), "output_format": "png"}
+    document = {**_document(event_type, job, data), **times}
+    return format_sse_event(event=event_type, data_str=json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
-def _document(object_type: str, job: Job, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """An event's type and data."""
+def _document(event_type: str, job: Job, data: dict[str, Any]) -> dict[str, Any]:
+    """An event's data."""
     request = ImageJob.read(job.parameters)
-    kind = f"{'image_edit' if job.inputs else 'image_generation'}.{object_type}"
-    return kind, {
-        "type": kind,
+    return {
+        "type": event_type,
         **data,
-        "created_at": int(job.created if object_type == "completed" else time.time()),
+        "created_at": int(job.created),
         "size": size(job, request),
         "quality": "auto",
         "background": "opaque",
-        "output_format": "png" if object_type == "partial_image" else request.output_format,
+        "output_format": request.output_format,
     }
 
 

@@ -42,6 +42,12 @@ async def chat(request: Request, service: Given, caller: By) -> Response:
     return await _answer(request, service, caller, text_drafts.CHAT)
 
 
+@router.post("/v1/models/{name:path}" + text_drafts.CHAT, include_in_schema=False)
+async def chat_with(name: str, request: Request, service: Given, caller: By) -> Response:
+    """Answer a chat with this model, as huggingface_hub's `InferenceClient` asks that has the model's address."""
+    return await _answer(request, service, caller, text_drafts.CHAT, name)
+
+
 @router.post(
     text_drafts.COMPLETIONS,
     summary="Continue texts",
@@ -54,11 +60,14 @@ async def complete(request: Request, service: Given, caller: By) -> Response:
     return await _answer(request, service, caller, text_drafts.COMPLETIONS)
 
 
-async def _answer(request: Request, service: Service, caller: Caller, endpoint: str) -> Response:
+async def _answer(
+    request: Request, service: Service, caller: Caller, endpoint: str, model: str | None = None
+) -> Response:
     caller.check("text")
     await enforce_rate_limit(request, service, caller)
-    text_request = await body.read_as(request, caller.id, partial(text_drafts.read, endpoint))
-    card = await served(service, text_request.fields.model, TextCard)
+    read = partial(text_drafts.read, endpoint, ignore_unknown=service.ignore_unknown)
+    text_request = await body.read_as(request, caller.id, read)
+    card = await served(service, model or text_request.fields.model, TextCard)
     job, _ = await create(service, text_drafts.draft(text_request, card, caller.id), keyless=not caller.id)
     answers = text_drafts.ANSWERS[endpoint](job)
     if text_request.fields.stream:

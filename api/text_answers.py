@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,13 @@ class AnswerFormat:
             "system_fingerprint": None,
         }
         self._request = TextJob.read(job.parameters)
+        self._warnings = self._request.warnings or []
 
     def whole(self, result: dict[str, Any]) -> dict[str, Any]:
         """The response to a request without `stream`."""
         choices = [self._choice(index, choice) for index, choice in enumerate(result["choices"])]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage(result)}
+        answer = {**self._head, "object": self.kind, "choices": choices, "usage": self.usage(result)}
+        return {**answer, "warnings": self._warnings} if self._warnings else answer
 
     def usage(self, result: dict[str, Any]) -> dict[str, Any]:
         """Token counts; a prompt is counted once, however many answers it has."""
@@ -41,6 +44,8 @@ class AnswerFormat:
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": list(choices)}
+        if self._warnings:  # in the first chunk only
+            chunk["warnings"], self._warnings = self._warnings, []
         return chunk if usage is None else {**chunk, "usage": usage}
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -87,13 +92,20 @@ class ChatFormat(AnswerFormat):
     def _logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry["top"]]} for entry in logprobs]
+        content = [
+            {**_token(entry), "top_logprobs": [_token(other) for other in _candidates(entry)] if entry["top"] else []}
+            for entry in logprobs
+        ]
         return {"content": content, "refusal": None}
 
 
 class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._texts: dict[int, _TokenText] = {}  # by choice
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         choice_text = self.piece(index, self._echoed(index) + choice["text"], choice["logprobs"] or None)
@@ -108,26 +120,71 @@ class CompletionFormat(AnswerFormat):
         return str((request.prompts or [""])[index // request.n]) if request.echo else ""
 
     def piece(self, index: int, text: str, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": None}
+        return {"index": index, "text": text, "logprobs": self._logprobs(index, logprobs), "finish_reason": None}
 
     def last(self, index: int, finish: str) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": finish}
 
-    @staticmethod
-    def _logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        offsets, at = [], 0
-        for entry in logprobs:
-            offsets.append(at)
-            at += len(entry["token"])
+        text = self._texts.setdefault(index, _TokenText(len(self._echoed(index))))
+        names = [_names(entry, _candidates(entry)) for entry in logprobs]
         return {
-            "tokens": [entry["token"] for entry in logprobs],
+            "tokens": [entry_names[_key(entry)] for entry, entry_names in zip(logprobs, names, strict=True)],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
-            "top_logprobs": [{other["token"]: other["logprob"] for other in entry["top"]} for entry in logprobs],
-            "text_offset": offsets,
+            "top_logprobs": [
+                {entry_names[_key(other)]: other["logprob"] for other in _candidates(entry)}
+                for entry, entry_names in zip(logprobs, names, strict=True)
+            ],
+            "text_offset": [text.add(entry) for entry in logprobs],
         }
 
 
+class _TokenText:
+    """Counts the characters of a choice's tokens, of which several may make one."""
+
+    def __init__(self, start: int) -> None:
+        self._characters = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, entry: dict[str, Any]) -> int:
+        """Add a token; return the number of characters before it."""
+        before = self._characters
+        self._characters += len(self._decoder.decode(_bytes(entry)))
+        return before
+
+
+_Key = int | tuple[str, float]
+
+
+def _key(entry: dict[str, Any]) -> _Key:
+    """What tells tokens of one place apart: the id, which results of older workers do not have."""
+    id: int | None = entry.get("id")
+    return (entry["token"], entry["logprob"]) if id is None else id
+
+
+def _candidates(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The likeliest tokens at a token's place, and the drawn one, last if it is none of them."""
+    drawn = {name: value for name, value in entry.items() if name != "top"}
+    return [*entry["top"], *([] if any(_key(other) == _key(drawn) for other in entry["top"]) else [drawn])]
+
+
+def _names(drawn: dict[str, Any], candidates: Sequence[dict[str, Any]]) -> dict[_Key, str]:
+    """A name for each token: its text, or its bytes where these are no whole characters; its id where that is taken."""
+    names: dict[_Key, str] = {}
+    for entry in (drawn, *candidates):
+        key, name = _key(entry), entry["token"]
+        if "bytes" in entry:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
+        if key not in names:
+            names[key] = f"token_id:{key}" if name in names.values() and isinstance(key, int) else name
+    return names
+
+
+def _bytes(entry: dict[str, Any]) -> bytes:
+    return bytes(entry["bytes"]) if "bytes" in entry else str(entry["token"]).encode("utf-8", "replace")
+
+
 def _token(entry: dict[str, Any]) -> dict[str, Any]:
-    return {"token": entry["token"], "logprob": entry["logprob"], "bytes": list(entry["token"].encode("utf-8"))}
+    return {"token": entry["token"], "logprob": entry["logprob"], "bytes": list(_bytes(entry))}

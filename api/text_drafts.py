@@ -34,9 +34,9 @@ _BODIES: dict[str, type[ChatFields | CompletionFields]] = {CHAT: ChatFields, COM
 ANSWERS: dict[str, type[AnswerFormat]] = {CHAT: ChatFormat, COMPLETIONS: CompletionFormat}
 
 
-def read(endpoint: str, body: dict[str, Any]) -> TextRequest:
+def read(endpoint: str, body: dict[str, Any], *, ignore_unknown: bool = False) -> TextRequest:
     """Parse a body of an endpoint. Raises `ApiError` (400) naming the field."""
-    fields = schemas.read(_BODIES[endpoint], body, rules=_RULES)
+    fields = schemas.read(_BODIES[endpoint], body, _RULES, ignore_unknown=ignore_unknown)
     with invalid_as_api_error():
         return TextRequest(fields, fields.job())
 

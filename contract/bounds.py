@@ -8,8 +8,10 @@ from contract.characters import text_error
 from contract.errors import Invalid
 
 MAX_SEED = 2**63 - 1
+MAX_EXACT = 2**53 - 1  # the largest whole number up to which JSON's peers, such as JavaScript, hold every one
 MAX_DEADLINE_S = 86_400
-WORD, OBJECT, LIST, FLAG = "word", "object", "list", "flag"  # value kinds of a field; not part of its name
+# Kinds of values, in the locations of errors; no names of fields.
+WORD, OBJECT, LIST, FLAG, NOTHING = "(word)", "(object)", "(list)", "(flag)", "(nothing)"
 PRIORITY = 5  # default of a request; 0 is the most urgent, 9 the least
 
 

@@ -177,13 +177,18 @@ class ImageOffer(ImageLimits):
         """
         if text is None or text == "auto":
             return self.native if hint is None else self.nearest(hint)
-        match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
-        if match is None:
+        size = self.read_size(text)
+        if size is None:
             raise self._not_offered("must look like 1024x1024, or be auto")
-        size = int(match[1]), int(match[2])
         if not self.offers(size):
             raise self._not_offered("is not offered")
         return size
+
+    @staticmethod
+    def read_size(text: str | None) -> Size | None:
+        """Parse width and height; None for any other text."""
+        match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text or "")
+        return None if match is None else (int(match[1]), int(match[2]))
 
     def nearest(self, size: Size) -> Size:
         """The offered size with the nearest aspect ratio, and of those the nearest area."""

@@ -6,6 +6,7 @@ from typing import Any
 
 INVALID_VALUE = "invalid_value"
 INVALID_REQUEST = "invalid_request"  # code of a job that failed because its request was invalid
+UNSUPPORTED = "unsupported_parameter"  # OpenAI's code for a field, or a use of it, that is not offered
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for prompts and answers beyond the model's context
 
 

@@ -324,7 +324,8 @@ def _check_pixels(field: str, pixels: object, count: int) -> None:
 class ImageJob:
     """The request in a job's record: `n` images with consecutive seeds. Its pictures are keys, or not stored yet.
 
-    `deepcache` is in the form of `plan.read`, in place of `picture`'s; None leaves it to the worker.
+    `deepcache` is in the form of `plan.read`, in place of `picture`'s; None leaves it to the worker. `warnings` are for
+    people: what of the request has no effect.
     """
 
     picture: ImageParameters
@@ -341,9 +342,12 @@ class ImageJob:
         int | None, Field(ge=0, le=100), "quality of webp and jpeg, 100 by default; webp at 100 loses nothing"
     ] = None
 
+    warnings: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
         if isinstance(cascade := self.cascade, Mapping):  # from JSON
             object.__setattr__(self, "cascade", Cascade.read("cascade", cascade))
+        object.__setattr__(self, "warnings", tuple(self.warnings))
 
     def to_dict(self) -> dict[str, Any]:
         """The job as JSON. Default values are left out, except those that the first version wrote."""
@@ -377,7 +381,7 @@ class ImageJob:
         """
         if self.picture.edit is not None or self.picture.pictures:
             return None
-        fields = self.to_dict()
+        fields = replace(self, warnings=()).to_dict()
         size = f"{fields.pop('width')}x{fields.pop('height')}"
         fields |= {"type": "image", "model": model, "size": size, "plan": plan.OFF, "deepcache": deepcache}
         present = {name: value for name, value in fields.items() if value is not None}

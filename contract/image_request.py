@@ -7,16 +7,16 @@ command line fills in the same model.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from contract import plan, prompts, students, tuned
+from contract import field_names, plan, prompts, students, tuned
 from contract.bodies import InBody, check_bounds, with_fields_of
-from contract.bounds import MAX_DEADLINE_S
-from contract.card import FULL, MAX_PROMPT_CHARACTERS, ImageOffer, Size
+from contract.bounds import MAX_DEADLINE_S, MAX_EXACT
+from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, ImageOffer, Size
 from contract.cascade import Cascade
 from contract.errors import Invalid
 from contract.image import (
@@ -40,6 +40,15 @@ STRENGTH = 0.8  # of an edit without a mask; with one it is 1
 MAX_MARGIN = 4096  # pixels
 _MAX_SIZE = 64  # characters
 _IGNORED = Field(max_length=MAX_IGNORED)
+_WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
+    "quality": (("auto", "standard"), "steps and plan decide"),
+    "complexity": ((), "steps and plan decide"),
+    "style": ((), "the prompt decides"),
+    "background": (("auto", "opaque"), "pictures are opaque"),
+    "moderation": (("auto",), "the service's checker decides, if it has one"),
+    "input_fidelity": (("low",), "strength decides"),
+}
+"""OpenAI's fields that change nothing: the values that ask for nothing else, and what a warning says of others."""
 
 
 class Margins(StrictModel):
@@ -64,7 +73,7 @@ class ImageRequest(StrictModel):
     Most of them are those that `ImageParameters` and `ImageJob` declare.
     """
 
-    model_config = ConfigDict(title="ImageRequest")
+    model_config = ConfigDict(title="ImageRequest", json_schema_extra=field_names.document)
 
     if TYPE_CHECKING:
         control: Sequence[Any] | None
@@ -84,12 +93,20 @@ class ImageRequest(StrictModel):
     response_format: Annotated[Literal["b64_json", "url"] | None, "b64_json by default"] = None
     stream: Annotated[bool | None, "true: previews and pictures as server-sent events"] = None
     partial_images: Annotated[int | None, Field(ge=0, le=3), "previews of each picture, with stream"] = None
+    true_cfg_scale: Annotated[
+        float | None, Field(ge=0), "guidance_scale, where that is not given; beside it no effect, and a warning"
+    ] = None
     user: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
-    quality: Annotated[str | None, _IGNORED, "accepted and ignored; see steps"] = None
-    style: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
-    background: Annotated[str | None, _IGNORED, "accepted and ignored: pictures are opaque"] = None
-    moderation: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
-    input_fidelity: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    safety_identifier: Annotated[str | None, _IGNORED, "accepted and ignored"] = None
+    quality: Annotated[str | None, _IGNORED, "no effect, see steps; a warning unless auto or standard"] = None
+    complexity: Annotated[str | None, _IGNORED, "no effect, see steps; a warning"] = None
+    style: Annotated[str | None, _IGNORED, "no effect; a warning"] = None
+    background: Annotated[str | None, _IGNORED, "no effect, pictures are opaque; a warning if transparent"] = None
+    moderation: Annotated[str | None, _IGNORED, "no effect; a warning unless auto"] = None
+    input_fidelity: Annotated[str | None, _IGNORED, "no effect, see strength; a warning unless low"] = None
+    frame_count: Annotated[None, "only null: animations are not offered"] = None
+    frame_duration_ms: Annotated[None, "only null: animations are not offered"] = None
+    svg: Annotated[None, "only null: vector graphics are not offered"] = None
     deadline_s: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S), "from now; then the job expires"] = None
     priority: Annotated[int | None, Field(ge=0, le=9), "0 is the most urgent, 5 the default"] = None
     plan: Annotated[
@@ -98,6 +115,11 @@ class ImageRequest(StrictModel):
         "off: every step whole; auto or a name from the model's plans: which steps and how, for what the request "
         "leaves open; default: the model's",
     ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: Any) -> Any:
+        return field_names.renamed(value) if isinstance(value, dict) else value
 
     def complete(
         self, offer: ImageOffer, edited: Size | None = None, *, masked: bool = False, hint: Size | None = None
@@ -108,6 +130,9 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         request = self.given
+        warnings = (*self.warnings, *_warnings(request))
+        if (scale := request.pop("true_cfg_scale", None)) is not None:
+            request.setdefault("guidance_scale", scale)
         pictures = {
             name: tuple(_input(kind, item) for item in getattr(self, name) or ()) for name, kind in PICTURES.items()
         }
@@ -130,7 +155,7 @@ class ImageRequest(StrictModel):
         values["preview_every"] = _previews(request, int(values["steps"] * (1.0 if edit is None else edit.strength)))
         job = _job(ImageParameters(**{name: values[name] for name in FIELDS if name in values}), request, values)
         check_unread(job.picture, offer)
-        return job
+        return replace(job, warnings=warnings)
 
 
 _OF_DRAFTS = (
@@ -214,7 +239,8 @@ def _filled(request: Given, offer: ImageOffer, edit: Edit | None) -> dict[str, A
     defaults = student or offer.defaults
     floors = min(defaults.steps, offer.max_steps), min(defaults.guidance_scale, offer.max_guidance)
     values = students.fill(values, replace(defaults, steps=floors[0], guidance_scale=floors[1]))
-    values.setdefault("seed", secrets.randbelow(offer.max_seed + 1))
+    # The seeds of all pictures survive clients whose numbers are floats of 64 bits, such as JavaScript's.
+    values.setdefault("seed", secrets.randbelow(min(offer.max_seed, MAX_EXACT - MAX_IMAGES) + 1))
     return {**values, "guidance_scale": float(values["guidance_scale"])}
 
 
@@ -226,6 +252,21 @@ def _job(picture: ImageParameters, request: Given, values: Given) -> ImageJob:
     form = cached.model_dump(exclude_none=True) if isinstance(cached, CacheFields) else cached
     job = ImageJob(picture, deepcache=form, **{name: request[name] for name in names if name in request})
     return _with_checked_steps(job, None if cached is None else plan.read_schedule(cached), request)
+
+
+def _warnings(request: Given) -> Iterator[str]:
+    """Yield a warning for each field that is given and has no effect."""
+    for name, (harmless, reason) in _WITHOUT_EFFECT.items():
+        if name in request and request[name] not in harmless:
+            yield f"{name}: has no effect; {reason}"
+    if "output_compression" in request and request.get("output_format", "png") == "png":
+        yield "output_compression: has no effect; png is lossless"
+    if "true_cfg_scale" in request and request["true_cfg_scale"] != request.get(
+        "guidance_scale", request["true_cfg_scale"]
+    ):
+        yield "true_cfg_scale: has no effect beside guidance_scale"
+    if request.get("partial_images") and not request.get("stream"):
+        yield "partial_images: has no effect without stream"
 
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:

@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.bodies import InBody, with_fields_of
-from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, WORD, check_text
+from contract.bounds import LIST, MAX_DEADLINE_S, MAX_SEED, NOTHING, WORD, check_text
 from contract.card import MAX_CHOICES, TextOffer
-from contract.errors import Invalid
+from contract.errors import UNSUPPORTED, Invalid
+from contract.field_names import RANDOM
 from contract.json_schema import check_json_schema
-from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most
+from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel, at_most, field_error
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
@@ -38,10 +39,33 @@ _TOKEN_CHARACTERS = 4  # per token, estimated
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 _IGNORED = "accepted and ignored"
 _Ignored = Annotated[str | None, Field(max_length=MAX_IGNORED, description=_IGNORED)]
+_Anything = Annotated[Any, Field(description=_IGNORED)]
+_NO_TOOLS = "tools are not offered: models here are not trained to call any; response_format constrains answers"
+
+
+def _refused(message: str, *harmless: Any) -> BeforeValidator:
+    """Refuse all values but null and these, in which a client says that it does not use the field."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(value == other and type(value) is type(other) for other in harmless):
+            raise field_error("", message, UNSUPPORTED)
+        return value
+
+    return BeforeValidator(check)
+
+
+_NoTools = Annotated[
+    Annotated[list[None], Field(max_length=0)] | None, _refused(_NO_TOOLS, []), Field(description="not offered")
+]
+_NoTool = Annotated[None, _refused(_NO_TOOLS), Field(description="not offered")]
+_NoChoice = Annotated[
+    Literal["none", "auto"] | None, _refused(_NO_TOOLS, "none", "auto"), Field(description="tools are not offered")
+]
+_NoAudio = Annotated[None, _refused("audio is not offered"), Field(description="not offered")]
 
 
 def _kind(value: Any) -> str:
-    return WORD if isinstance(value, str) else LIST
+    return WORD if isinstance(value, str) else NOTHING if value is None else LIST
 
 
 _StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -65,7 +89,7 @@ class TextJob:
     """The request in a job's record: `n` answers to its `messages`, or to each of its `prompts`, as texts or token ids.
 
     The answers have consecutive seeds from `seed`. `logprobs` n requests log probabilities of the tokens and the n most
-    likely, `json_schema` is a schema as text. None leaves a value to the worker.
+    likely, `json_schema` is a schema as text. `warnings` are for people. None leaves a value to the worker.
     """
 
     expand_prompt: ClassVar[bool] = False  # options of images
@@ -94,6 +118,7 @@ class TextJob:
     logprobs: int | None = None
     json_schema: str | None = None
     echo: bool | None = None
+    warnings: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the job as JSON, without fields that are None."""
@@ -147,8 +172,16 @@ class TextFields(StrictModel):
     stream: Annotated[bool | None, "true: server-sent events"] = None
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(max_length=MAX_IGNORED), _IGNORED] = None
+    prompt_cache_key: Annotated[
+        str | None, Field(max_length=MAX_IGNORED), "accepted and ignored: equal beginnings are found"
+    ] = None
     deadline_s: Annotated[float | None, Field(gt=0, le=MAX_DEADLINE_S), "from now; then the job expires"] = None
     priority: Annotated[int | None, Field(ge=0, le=9), "0 is the most urgent, 5 the default"] = None
+
+    @field_validator("seed", mode="before", check_fields=False)
+    @classmethod
+    def _random(cls, value: Any) -> Any:
+        return None if type(value) is int and value == RANDOM else value
 
     @field_validator("logit_bias", mode="before", check_fields=False)
     @classmethod
@@ -169,7 +202,10 @@ class TextFields(StrictModel):
             check_text("stop", stop, MAX_STOP_CHARACTERS)
         shared = {name: getattr(self, name) for name in TextJob.__slots__ if name in TextFields.model_fields}
         shared |= {"n": self.n or 1, "stop": self.stops or None, "logit_bias": self.logit_bias or None}
-        return TextJob(**{**shared, **extra})
+        request = self.given
+        unused = (name for name, usual in _WITHOUT_EFFECT.items() if request.get(name, usual) != usual)
+        warnings = [*self.warnings, *(f"{name}: has no effect" for name in unused)]
+        return TextJob(**{**shared, **extra, "warnings": warnings or None})
 
     @property
     def usage_wanted(self) -> bool:
@@ -182,29 +218,65 @@ class TextFields(StrictModel):
         return self
 
 
+_WITHOUT_EFFECT = {"reasoning_effort": "none", "verbosity": "medium", "store": False}
+"""Fields that change nothing, though a client may count on them, and the value that asks for nothing else."""
+
+
 def _is_bias(token: Any, value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return _TOKEN.fullmatch(token) is not None and number and abs(value) <= MAX_BIAS
 
 
 class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str = Field(max_length=MAX_CHARACTERS)
+    type: Literal["text", "refusal"]
+    text: str | None = Field(default=None, max_length=MAX_CHARACTERS)
+    refusal: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="of the type refusal")
+    annotations: _Anything = None
+    prompt_cache_breakpoint: _Anything = None
+    cache_control: _Anything = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextPart:
+        if getattr(self, self.type) is None:
+            raise field_error(self.type, "must be given", "missing_required_parameter")
+        return self
 
 
 class Message(StrictModel):
+    """A message: a request's own, or an earlier answer as it was sent, by this service or another one."""
+
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is taken for system")
     content: Annotated[
         Annotated[str, Field(max_length=MAX_CHARACTERS), Tag(WORD)]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)],
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(LIST)]
+        | Annotated[None, Tag(NOTHING)],
         Discriminator(_kind),
-    ]
+    ] = None
     name: _Ignored = None
-    refusal: _Ignored = None
+    refusal: Annotated[str | None, Field(max_length=MAX_CHARACTERS, description="read where there is no content")] = (
+        None
+    )
+    annotations: _Anything = None
+    tool_calls: _NoTools = None
+    function_call: _NoTool = None
+    audio: _NoAudio = None
+    reasoning: _Anything = None
+    reasoning_content: _Anything = None
+    reasoning_details: _Anything = None
+    thinking_blocks: _Anything = None
+    provider_specific_fields: _Anything = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and (self.role != "assistant" or self.refusal is None):
+            raise field_error("content", "must be given", "missing_required_parameter")
+        return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text or part.refusal or "" for part in self.content)
+        return self.refusal or "" if self.content is None else self.content
 
 
 class JsonSchema(StrictModel):
@@ -235,9 +307,22 @@ class ChatFields(TextFields):
     reasoning_effort: _Ignored = None
     verbosity: _Ignored = None
     safety_identifier: _Ignored = None
-    prompt_cache_key: str | None = Field(
-        default=None, max_length=MAX_IGNORED, description="accepted and ignored: equal beginnings are found"
-    )
+    prompt_cache_options: _Anything = None
+    prompt_cache_retention: _Ignored = None
+    prediction: Annotated[Any, Field(description="accepted and ignored: it changes no answer")] = None
+    parallel_tool_calls: bool | None = Field(default=None, description=_IGNORED)
+    tools: _NoTools = None
+    tool_choice: _NoChoice = None
+    functions: _NoTools = None
+    function_call: _NoChoice = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(max_length=1)] | None, _refused("only text is offered", ["text"])
+    ] = None
+    audio: _NoAudio = None
+    web_search_options: Annotated[
+        None, _refused("a search of the web is not offered"), Field(description="not offered")
+    ] = None
+    moderation: Annotated[None, _refused("moderation is not offered"), Field(description="not offered")] = None
 
     @model_validator(mode="after")
     def _together(self) -> ChatFields:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract import plan, urls
+from contract import model_names, plan, urls
 from contract.precision import Choice
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
@@ -285,6 +285,17 @@ class Settings(BaseSettings):
         description="https:// URLs of pictures in requests: public fetches them from public addresses alone, private "
         "from this network's too, off fetches none",
     )
+    model_aliases: str = Field(
+        default="", description="other names of models, such as gpt-image-1=emoji-xl,dall-e-3=emoji-xl-turbo"
+    )
+    openai_names: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="whether names of OpenAI's image models stand for the first live image model; auto: if it is the "
+        "only one",
+    )
+    unknown_fields: Literal["error", "warn"] = Field(
+        default="error", description="of requests: refused, or left out with a warning"
+    )
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
         default=3600.0,
@@ -315,6 +326,12 @@ class Settings(BaseSettings):
         parts = urls.parse(value) if value else None
         if parts is not None and ("@" in parts.netloc or set("?#") & set(value)):
             raise ValueError("must not contain a user, a query or a fragment")
+        return value
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _are_aliases(cls, value: str) -> str:
+        model_names.read_aliases(value)
         return value
 
     @field_validator("cors_origins")
@@ -396,6 +413,11 @@ class Settings(BaseSettings):
         if self.text_model:
             return None if self.text_model == "off" else self.text_model
         return str(EMBEDDED_TEXT_MODEL) if (EMBEDDED_TEXT_MODEL / "model.safetensors").is_file() else None
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The models by their aliases."""
+        return model_names.read_aliases(self.model_aliases)
 
     @property
     def artifacts(self) -> str:

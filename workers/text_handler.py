@@ -15,6 +15,7 @@ from contract.card import MAX_CHOICES, TextCard, TextCosts, TextOffer
 from contract.errors import CONTEXT_LENGTH, Invalid
 from contract.text import MAX_BIASED, MAX_CHARACTERS, MAX_LOGPROBS, MAX_STOPS, TextJob
 from core.batching.request import Outcome
+from llm import token_text
 from llm.parameters import Logprob, TextParameters
 from workers.stream_buffer import StreamBuffer
 
@@ -123,17 +124,16 @@ class TextJobHandler:
         """Log probabilities as stored in the job, with each token's text. The end token is left out."""
         return [
             {
-                "token": self._piece(entry.token),
+                **self._piece(entry.token),
                 "logprob": entry.logprob,
-                "top": [{"token": self._piece(token), "logprob": value} for token, value in entry.top],
+                "top": [{**self._piece(token), "logprob": value} for token, value in entry.top],
             }
             for entry in tokens
             if entry.token not in self._runner.model.ends
         ]
 
-    def _piece(self, token: int) -> str:
-        text: str = self._runner.model.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
-        return text
+    def _piece(self, token: int) -> dict[str, Any]:
+        return token_text.describe(self._runner.model.tokenizer.backend_tokenizer, token)
 
     def _room(self, prompt: tuple[int, ...], job: TextJob) -> int:
         room = min(self._runner.context, self._runner.pages.tokens) - len(prompt)

@@ -30,7 +30,7 @@ async function look() {
 
 async function offer() {
   try {
-    state.models = await service.models();
+    state.models = (await service.models()).filter((model) => !model.diptych.alias_of);
     state.seen = state.models.length > 0;
   } catch (error) {
     if (error.status === 401) askKey(Boolean(service.key.get()));

@@ -28,6 +28,10 @@ MAX_ERRORS = 100  # pydantic builds, for any body
 # Any JSON, bounded by the body's bytes, values and depth alone.
 FREE = {
     "InferenceRequest.parameters.*", "InferenceRequest.options.*", "JsonSchema.schema.*", "CompletionRequest.prompt[]",
+    "ChatRequest.prediction", "ChatRequest.prompt_cache_options", "Message.annotations", "Message.reasoning",
+    "Message.reasoning_content", "Message.reasoning_details", "Message.thinking_blocks",
+    "Message.provider_specific_fields", "TextPart.annotations", "TextPart.prompt_cache_breakpoint",
+    "TextPart.cache_control",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
+from api import edits
 from api.uploads import MAX_BYTES
 from contract.image import ImageJob
 from core.jobs.record import Claim
@@ -429,7 +430,24 @@ def test_what_is_no_form_is_refused(shared: Api) -> None:
     check_error(shared.client.post(EDITS, content=b"a hat"), 415, "content-type")
     headers = {"content-type": "multipart/form-data; boundary=x"}
     check_error(shared.client.post(EDITS, content=b"nothing of the kind", headers=headers), 400, code=None)
-    check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 411, "content-length")
+    check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 400, code="invalid_body")
+
+
+def test_a_form_of_unknown_length_is_read_and_bounded(
+    shared: Api, easel: Easel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clients send one that they make on the way: chunked, without Content-Length."""
+    form = httpx2.Request("POST", shared.url, data={"prompt": "a hat", "steps": "2"}, files={"image": PNG})
+    data, headers = form.read(), {"content-type": form.headers["content-type"]}
+
+    def post(data: bytes) -> httpx2.Response:
+        pieces = (data[at : at + 65_536] for at in range(0, len(data), 65_536))
+        return shared.client.post(EDITS, content=pieces, headers=headers)
+
+    assert post(data).status_code == 200
+    assert easel.seen[-1].parameters["steps"] == 2
+    monkeypatch.setattr(edits, "_ENVELOPE", len(data) - 1 - edits._MOST * MAX_BYTES)
+    check_error(post(data), 413, code="body_too_large")
 
 
 def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:

@@ -87,3 +87,13 @@ def test_any_page_may_call_where_that_is_said_and_what_is_no_page_may_not(redis_
         for origin in ("null", "file://", "about:blank"):
             answer = api.client.post("/v1/jobs", json=JOB, headers={"Origin": origin})
             check_error(answer, 403, "origin", "origin_not_allowed")
+
+
+def test_who_calls_from_a_container_is_told_what_to_set(redis_url: str, folder: Path) -> None:
+    host = {"Host": "host.docker.internal:8000"}
+    with opened(settings_of(redis_url, folder)) as (api, _):
+        message = check_error(api.client.get("/v1/models", headers=host), 403, "host", "host_not_allowed")["message"]
+        assert "DIPTYCH_PUBLIC_URL" in message and "diptych keys add" in message
+    named = settings_of(redis_url, folder, public_url="http://host.docker.internal:8000")
+    with opened(named) as (api, _):
+        assert api.client.get("/v1/models", headers=host).status_code == 200

@@ -150,7 +150,7 @@ def test_what_is_refused_is_told_in_the_clients_words(shared: Api) -> None:
         (lambda: draw("a", height=65, width=65), "parameters.width: is not offered; offered: "),
         (lambda: draw("a", height=1.5, width=64), "parameters.height: must be a whole number"),  # type: ignore[arg-type]
         (lambda: draw("a", scheduler="none"), "parameters.scheduler: must be one of euler, dpm++2m"),
-        (lambda: draw("a", seed=-1), "parameters.seed: must be between 0 and 9223372036854775807, not -1"),
+        (lambda: draw("a", seed=-2), "parameters.seed: must be between 0 and 9223372036854775807, not -2"),
         (lambda: draw("a", extra_body={"n": 2}), "parameters.n: is not known"),
         (lambda: draw("a", extra_body={"target_size": 5}), "parameters.target_size: must be an object"),
         (lambda: edit(picture()), "parameters.prompt: must say what"),
@@ -225,6 +225,36 @@ def test_a_prompt_waits_for_no_picture(shared: Api, easel: Easel, padding: int) 
     finally:
         go.set()
     holds.result(PATIENCE_S)
+
+
+TASKS: list[tuple[str, tuple[Any, ...]]] = [
+    ("text_generation", ("a",)), ("feature_extraction", ("a",)), ("summarization", ("a",)), ("fill_mask", ("a",)),
+    ("text_to_speech", ("a",)), ("image_classification", (picture(),)), ("image_to_text", (picture(),)),
+    ("question_answering", ("a", "b")), ("zero_shot_classification", ("a", ["b"])),
+    ("visual_question_answering", (picture(), "a")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "arguments"), TASKS, ids=lambda value: value if isinstance(value, str) else "")
+def test_tasks_without_pictures_are_refused(shared: Api, easel: Easel, task: str, arguments: tuple[Any, ...]) -> None:
+    """The client sends them all to one address; nothing is drawn for them."""
+    before = len(easel.seen)
+    client = InferenceClient(base_url=shared.url, timeout=PATIENCE_S)
+    status, message = refusal(lambda: getattr(client, task)(*arguments))
+    assert status == 400 and "text_to_image" in message and "/v1/chat/completions" in message
+    assert len(easel.seen) == before
+
+
+@pytest.mark.parametrize("accept", ["application/json", "Application/JSON; charset=utf-8, text/plain"])
+def test_who_accepts_json_alone_is_answered_with_it(shared: Api, easel: Easel, accept: str) -> None:
+    fields = {"inputs": "a cat", "parameters": {"seed": 3, "num_inference_steps": 2, "width": 64, "height": 64}}
+    answer = shared.client.post("/", json=fields, headers={"accept": accept})
+    (image,) = answer.json()["data"]
+    assert answer.headers["content-type"] == "application/json" and image["seed"] == 3
+    assert Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))).size == (64, 64)
+    for others in ("*/*", "application/json, text/plain, */*"):  # as curl and axios ask
+        drawn = shared.client.post("/", json=fields, headers={"accept": others})
+        assert drawn.headers["content-type"] == "image/png" and drawn.content == base64.b64decode(image["b64_json"])
 
 
 def test_keys_hold(redis_url: str, folder: Path) -> None:

@@ -109,7 +109,7 @@ ZEROS = "file-" + "0" * 24
 @pytest.mark.parametrize(
     ("fields", "status", "param", "code"),
     [
-        ({"images": None}, 400, "images", "invalid_value"),
+        ({"images": None}, 400, "images", "missing_required_parameter"),
         ({"images": []}, 400, "images", "invalid_value"),
         ({"images": [inline(), inline()]}, 400, "images", "too_many_images"),
         ({"images": [{}]}, 400, "images", "invalid_value"),

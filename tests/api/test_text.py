@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from huggingface_hub import InferenceClient, constants
 from pydantic import BaseModel
 
 from api import text_drafts
@@ -64,7 +65,9 @@ def test_openais_client_chats(client: openai.OpenAI) -> None:
     for choice in made.choices:
         assert choice.finish_reason in ("stop", "length") and choice.message.role == "assistant"
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
+        for token in choice.logprobs.content:
+            drawn = token.bytes in [other.bytes for other in token.top_logprobs[:2]]
+            assert len(token.top_logprobs) == 3 - drawn and token.logprob <= 0
     again = client.chat.completions.create(**{**ASK, "model": stage.small().name, "n": 2})
     assert [c.message.content for c in again.choices] == [
         client.chat.completions.create(**{**ASK, "model": stage.small().name, "seed": 1 + k}).choices[0].message.content
@@ -262,7 +265,11 @@ BAD: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     (CHAT, {**ASK, "logit_bias": {"99999": 1.0}}, "logit_bias", None),
     (CHAT, {**ASK, "logit_bias": {str(k): 1.0 for k in range(1025)}}, "logit_bias", None),
     (COMPLETE, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(VOCABULARY)), -100)}, "logit_bias", None),
-    (CHAT, {**ASK, "tools": []}, "tools", "unknown_parameter"),
+    (CHAT, {**ASK, "tools": [{"type": "function", "function": {"name": "a"}}]}, "tools", "unsupported_parameter"),
+    (CHAT, {**ASK, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    (CHAT, {**ASK, "function_call": {"name": "a"}}, "function_call", "unsupported_parameter"),
+    (CHAT, {**ASK, "modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    (CHAT, {**ASK, "magic": 1}, "magic", "unknown_parameter"),
     (CHAT, {**ASK, "response_format": {"type": "json_schema"}}, "response_format", None),
     (CHAT, {**ASK, "response_format": {"type": "xml"}}, "response_format.type", None),
     (COMPLETE, {"prompt": ["a", 5]}, "prompt", None),
@@ -303,7 +310,9 @@ def constrained(schema: dict[str, Any]) -> dict[str, Any]:
 def test_a_large_body_is_validated_on_a_thread_of_its_own(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     real = text_drafts.read
-    monkeypatch.setattr(text_drafts, "read", lambda *given: threads.append(threading.get_ident()) or real(*given))
+    monkeypatch.setattr(
+        text_drafts, "read", lambda *given, **more: threads.append(threading.get_ident()) or real(*given, **more)
+    )
     large = constrained({"type": "boolean", "description": "x" * 40_000})
     for fields in (ASK, ASK, large):
         assert api.post(CHAT, **fields).status_code == 200
@@ -384,6 +393,46 @@ def test_log_probabilities_leave_out_the_end(api: Api) -> None:
     streamed = api.post(CHAT, **{**ASK, "logprobs": True, "logit_bias": {str(end): 100}, "stream": True}).text
     chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line and "[DONE]" not in line]
     assert all(not (one["choices"][0]["logprobs"] or {}).get("content") for one in chunks)
+
+
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+    """Offsets go on over chunks, and the drawn token is always told, by OpenAI's client."""
+    ask: dict[str, Any] = {"model": stage.small().name, "prompt": ["one", "two"], "max_tokens": 12, "seed": 3}
+    whole = client.completions.create(**ask, logprobs=2)
+    told: list[dict[str, list[Any]]] = [{}, {}]
+    for chunk in client.completions.create(**ask, logprobs=2, stream=True):
+        for choice in chunk.choices:
+            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+                told[choice.index].setdefault(name, []).extend(values)
+    for choice, streamed in zip(whole.choices, told, strict=True):
+        assert choice.logprobs is not None and choice.logprobs.model_dump() == streamed
+        for name, likeliest in zip(streamed["tokens"], streamed["top_logprobs"], strict=True):
+            assert name in likeliest and len(likeliest) in (2, 3)
+        assert streamed["text_offset"] == sorted(streamed["text_offset"]) and streamed["text_offset"][-1] > 0
+
+
+def test_a_chat_goes_on_with_its_own_messages(client: openai.OpenAI) -> None:
+    """As agents do it: the client's object itself, or its fields with all that is null; and with no tools."""
+    ask: dict[str, Any] = {**ASK, "model": stage.small().name}
+    message = client.chat.completions.create(**ask).choices[0].message
+    for form in (message, message.model_dump(), message.to_dict()):
+        history = [*ASK["messages"], form, {"role": "user", "content": "and then?"}]
+        again = client.chat.completions.create(
+            **{**ask, "messages": history}, tools=[], tool_choice="none", parallel_tool_calls=False, prediction=None,
+            modalities=["text"], extra_body={"functions": None, "audio": None, "tool_choice": None},
+        )  # fmt: skip
+        assert again.choices[0].message.content is not None
+
+
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/models/{}"])
+def test_hugging_faces_client_chats_without_a_name(api: Api, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """It sends `dummy` for the model, whatever address it was given."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it calls this machine
+    name = stage.small().name
+    answer = InferenceClient(model=api.url + path.format(name)).chat_completion(ASK["messages"], max_tokens=3)
+    assert answer.model == name and answer.usage.completion_tokens <= 3
+    assert api.post(CHAT, **ASK, model="tgi").json()["model"] == name
+    check_error(api.post(f"/v1/models/other{CHAT}", **ASK), 404, "model", "model_not_found")
 
 
 def test_a_bias_decides(client: openai.OpenAI) -> None:

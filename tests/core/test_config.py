@@ -81,3 +81,10 @@ def test_cascades_are_scored_by_emoji_clip_beside_embedded_models_alone(models: 
         assert given.scorer_folder == models / "emoji-clip"
     assert Settings(models="cats,emoji-z").scorer_folder is None
     assert Settings(model="cats", cascade_scorer="vit").scorer_folder == Path("vit")
+
+
+def test_an_alias_that_is_wrong_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_MODEL_ALIASES", "gpt-image-1=emoji-xl,dall-e-3")
+    with pytest.raises(SettingsError, match=r"^DIPTYCH_MODEL_ALIASES: 'dall-e-3' must be alias=model$"):
+        config.read()
+    assert Settings(model_aliases="a=x, b=y").aliases == {"a": "x", "b": "y"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -15,9 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from openai import OpenAI
 from PIL import Image
 
-from tests.deployment.served import ROOT, Served, environment, wait_until
+from tests.deployment.served import READY_S, ROOT, Served, environment, wait_until
 
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -65,6 +67,18 @@ def test_the_readmes_request_gets_the_readmes_answer(service: Served) -> None:
     path = got["data"][0]["url"].removeprefix(service.url)
     assert path == f"/v1/jobs/{got['job_id']}/images/0"
     assert drawn_with(service.call(path)[1])["seed"] == 7
+
+
+def test_openais_client_draws_with_its_own_models_name_and_size(service: Served) -> None:
+    with OpenAI(base_url=f"{service.url}/v1", api_key="unused", timeout=READY_S) as client:
+        answer = client.images.generate(
+            model="gpt-image-1", prompt="a hat", size="1024x1024", quality="high", extra_body={"num_inference_steps": 2}
+        )
+    (image,) = answer.data or []
+    with Image.open(io.BytesIO(base64.b64decode(image.b64_json or ""))) as picture:
+        assert "x".join(map(str, picture.size)) == answer.size == "32x32"
+        assert json.loads(picture.text["diptych"])["steps"] == 2  # type: ignore[attr-defined]
+    assert [warning.split(":")[0] for warning in image.model_extra["warnings"]] == ["model", "size", "quality"]  # type: ignore[index]
 
 
 def test_what_it_says_is_where_it_is_and_what_it_loads(service: Served) -> None:

@@ -1,0 +1,240 @@
+"""What the service writes it reads: answers as requests, events by their endpoint, numbers that every client holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion import Completion
+
+from api.text_answers import ChatFormat, CompletionFormat
+from api.text_drafts import CHAT, COMPLETIONS, read
+from contract.bounds import MAX_EXACT
+from contract.card import ImageLimits, TextOffer
+from core.jobs.record import Job, JobState
+from tests.api.easel import Easel
+from tests.api.test_conditions import KINDS, inline
+from tests.api.test_edits import as_file, hole, pixels
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, parsed
+
+OFFERED = replace(CARD, controls=KINDS["control"][1:], image_prompts=KINDS["image_prompts"][1:])
+DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
+PROMPT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=40)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def pictured(kind: str) -> dict[str, Any]:
+    return {kind: [{"model": KINDS[kind][1], "image": inline(pixels())}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "files"),
+    [
+        (DRAW, {}, {}),
+        (DRAW, pictured("control"), {}),
+        (DRAW, pictured("image_prompts"), {}),
+        (DRAW, pictured("control") | pictured("image_prompts"), {}),
+        (EDIT, {"images": [inline(pixels())]}, {}),
+        (EDIT, {"images": [inline(pixels())], "mask": inline(hole())} | pictured("control"), {}),
+        (EDIT, {}, {"image": as_file(pixels())}),
+        (EDIT, {}, {"image": as_file(pixels()), "mask": as_file(hole())}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_events_are_named_after_their_endpoint(
+    shared: Api, easel: Easel, path: str, fields: dict[str, Any], files: dict[str, bytes]
+) -> None:
+    """Whatever pictures a request brings along: clients tell previews from results by the name."""
+    easel.step_s = 0.02
+    body: dict[str, Any] = {"prompt": "a hat", "size": "128x128", "steps": 8, "partial_images": 2, "stream": True}
+    if files:
+        form = {name: json.dumps(value) if value is True else str(value) for name, value in body.items()}
+        answer = shared.client.post(path, data=form, files=files)
+    else:
+        answer = shared.post(path, **body, **fields)
+    kind = "image_edit" if path == EDIT else "image_generation"
+    events = list(parsed(iter([*answer.text.split("\n"), ""])))
+    assert {event.type for event in events[:-1]} == {f"{kind}.partial_image"}
+    assert events[-1].type == f"{kind}.completed" and all(event.data["type"] == event.type for event in events)
+
+
+def test_a_jobs_request_is_taken_where_it_belongs(shared: Api, easel: Easel) -> None:
+    """By POST and PUT of jobs as it is, and without what only jobs have by the endpoint that waits."""
+    fields = {"n": 2, "num_inference_steps": 3, "style": "vivid", "output_format": "webp", "output_compression": 7}
+    id = shared.order(**fields, guidance_interval=[0, 0.5], prompt_weighting="a1111", width=64, height=64)
+    job = eventually(lambda: (one := shared.job(id))["status"] == "succeeded" and one)
+    request = job["request"]
+    again = shared.client.put("/v1/jobs/again", json=request)
+    assert again.status_code == 202, again.text
+    drawn = shared.post(DRAW, **{name: value for name, value in request.items() if name != "type"}).json()
+    waited = eventually(lambda: (one := shared.job("again"))["status"] == "succeeded" and one)
+    assert waited["request"] == request
+    assert [image["seed"] for image in drawn["data"]] == [image["seed"] for image in job["images"]]
+    given_parameters = [dict(claim.parameters) for claim in easel.seen[-3:]]
+    first = {name: value for name, value in given_parameters[0].items() if name != "warnings"}
+    assert given_parameters[1:] == [{**first, "deepcache": request["deepcache"]}] * 2
+
+
+def numbers(value: Any) -> list[int]:
+    if isinstance(value, dict | list):
+        return [number for inner in (value.values() if isinstance(value, dict) else value) for number in numbers(inner)]
+    return [value] if type(value) is int else []
+
+
+def test_numbers_survive_clients_whose_numbers_are_floats(shared: Api, easel: Easel, worker: Worker) -> None:
+    """In every answer but the seed that a client gave itself."""
+    newest = replace(TEXT, limits=TextOffer(max_logit_bias=5))
+    worker.announce(card=newest)
+    id = shared.order(n=10)
+    job = eventually(lambda: (one := shared.job(id))["status"] == "succeeded" and one)
+    listed = eventually(
+        lambda: len(models := shared.client.get("/v1/models").json()["data"]) == 2 and models, "two models"
+    )
+    documents = [job, listed, shared.draw(n=10).json(), shared.client.get("/v1/jobs").json()]
+    documents += [shared.client.get(path).json() for path in ("/v1/queues", "/v1/models/emoji-lm")]
+    assert all(abs(number) <= MAX_EXACT for number in numbers(documents))
+    assert len(numbers(documents)) > 50 and ImageLimits().max_seed > MAX_EXACT
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def job_of(path: str, body: dict[str, Any]) -> Job:
+    """The record of an answered request."""
+    parameters = json.loads(json.dumps(read(path, body).job.to_dict()))
+    return Job(
+        "job_1", "text", "m", JobState.SUCCEEDED, parameters, 5, 1.5, None, 1.5, 2.5, 1, 0, "", None, None, None, False,
+        1,
+    )  # fmt: skip
+
+
+def result_of(texts: list[str], logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {
+        "choices": [
+            {"text": text, "finish_reason": "stop", "tokens": 3, "logprobs": list(logprobs)} for text in texts
+        ],
+        "prompt_tokens": [2] * len(texts),
+    }  # fmt: skip
+
+
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@given(st.lists(PROMPT, min_size=1, max_size=3))
+def test_an_answers_message_is_taken_as_history(texts: list[str]) -> None:
+    """As it was sent, and as OpenAI's client writes it down again, with and without what is null; streamed ones too."""
+    answers = ChatFormat(job_of(CHAT, {**ASK, "n": len(texts)}))
+    whole = answers.whole(result_of(texts))
+    client = ChatCompletion.model_validate(whole)
+    for k, text in enumerate(texts):
+        chunks = [answers.first(k), answers.piece(k, text, None), answers.last(k, "stop")]
+        deltas = [ChatCompletionChunk.model_validate(answers.chunk([chunk])).choices[0].delta for chunk in chunks]
+        streamed = {**deltas[0].model_dump(), "content": "".join(delta.content or "" for delta in deltas)}
+        message = client.choices[k].message
+        forms = [whole["choices"][k]["message"], message.model_dump(), message.to_dict(), streamed]
+        job = read(CHAT, {"messages": [*ASK["messages"], *forms, *ASK["messages"]]}).job
+        assert [entry["content"] for entry in job.messages or []] == ["a", *[text] * 4, "a"]
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"content": "b", "tool_calls": [], "function_call": None, "audio": None},
+    {"content": "b", "annotations": [{"type": "url_citation", "url_citation": {"url": "https://a.example"}}]},
+    {"content": "b", "reasoning": "c", "reasoning_content": "c", "reasoning_details": [{"type": "text"}]},
+    {"content": "b", "provider_specific_fields": {"a": 1}, "thinking_blocks": [{"type": "thinking"}]},
+    {"content": None, "refusal": "b"},
+    {"refusal": "b"},
+    {"content": [{"type": "refusal", "refusal": "b"}]},
+    {"content": [{"type": "text", "text": "b", "annotations": []}]},
+]
+
+
+@pytest.mark.parametrize("message", HISTORY, ids=str)
+def test_the_messages_of_other_servers_are_taken_as_history(message: dict[str, Any]) -> None:
+    job = read(CHAT, {"messages": [{"role": "assistant", **message}]}).job
+    assert [entry["content"] for entry in job.messages or []] == ["b"]
+
+
+@given(st.lists(PROMPT, min_size=1, max_size=3), st.booleans())
+def test_a_completions_text_is_taken_as_a_prompt(texts: list[str], echo: bool) -> None:
+    whole = CompletionFormat(job_of(COMPLETIONS, {"prompt": texts, "echo": echo})).whole(result_of(texts))
+    answers = [choice.text for choice in Completion.model_validate(whole).choices]
+    assert answers == [text * (1 + echo) for text in texts]
+    assert read(COMPLETIONS, {"prompt": answers}).job.prompts == answers
+
+
+TOKENS = st.lists(st.sampled_from(["a", " b", "é", "🦊", "\ufffd", ""]), min_size=1, max_size=12)
+
+
+@given(TOKENS, st.lists(st.integers(1, 4), min_size=12, max_size=12), st.booleans())
+def test_offsets_go_on_over_chunks(tokens: list[str], lengths: list[int], echo: bool) -> None:
+    """A character of several tokens counts when it is whole, and whole and streamed answers tell the same."""
+    entries: list[dict[str, Any]] = []
+    for number, token in enumerate(tokens):
+        if token == "🦊":  # in four tokens of a byte each
+            entries += [
+                {"id": 1000 + byte, "token": "\ufffd", "bytes": [byte], "logprob": -1.0, "top": []}
+                for byte in token.encode()
+            ]
+        else:
+            entries.append({"id": number, "token": token, "logprob": -1.0, "top": []})
+    body = {"prompt": "two", "echo": echo}
+    job = job_of(COMPLETIONS, body)
+    whole = CompletionFormat(job).whole(result_of(["".join(tokens)], entries))["choices"][0]["logprobs"]
+    streamed, answers, at = [], CompletionFormat(job), 0
+    for length in lengths:
+        if piece := entries[at : at + length]:
+            streamed += answers.piece(0, "", piece)["logprobs"]["text_offset"]
+        at += length
+    assert streamed == whole["text_offset"][: len(streamed)]
+    text = ("two" if echo else "") + "".join(tokens)
+    for name, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
+        assert name.startswith("bytes:") or text[offset:].startswith(name)
+
+
+TOKEN = st.tuples(st.integers(0, 9), st.sampled_from(["a", "b", "\ufffd"]))
+
+
+@given(TOKEN, st.lists(TOKEN, max_size=5, unique_by=lambda token: token[0]), st.booleans(), st.booleans())
+def test_the_drawn_token_is_told_among_the_likeliest_and_none_is_lost(
+    drawn: tuple[int, str], top: list[tuple[int, str]], likely: bool, known: bool
+) -> None:
+    """Also of tokens of equal text. Results of older workers have no ids, and completions tell one token of a text."""
+
+    def entry(id: int, token: str) -> dict[str, Any]:
+        broken = {"bytes": [128 + id]} if token == "\ufffd" else {}
+        return {"token": token, "logprob": -float(id)} | ({"id": id, **broken} if known else {})
+
+    others = [entry(*other) for other in top if other[0] != drawn[0]]
+    told = {**entry(*drawn), "top": [*others, entry(*drawn)] if likely else others}
+    result = result_of(["x"], [told])
+    body = {"prompt": "a", "logprobs": 5}
+    logprobs = CompletionFormat(job_of(COMPLETIONS, body)).whole(result)["choices"][0]["logprobs"]
+    (name,), (likeliest,) = logprobs["tokens"], logprobs["top_logprobs"]
+    assert likeliest[name] == told["logprob"]
+    assert (
+        len(likeliest) == len(others) + 1
+        if known
+        else likeliest.keys() == {token["token"] for token in others} | {name}
+    )
+    chat = ChatFormat(job_of(CHAT, {**ASK, "logprobs": True, "top_logprobs": 5})).whole(result)
+    (token,) = ChatCompletion.model_validate(chat).choices[0].logprobs.content or []  # type: ignore[union-attr]
+    among = [(other.token, other.bytes, other.logprob) for other in token.top_logprobs]
+    assert (token.token, token.bytes, token.logprob) in among or not told["top"]
+    assert len(among) == (len(others) + 1 if told["top"] else 0)
+
+
+def test_warnings_come_once_with_an_answer() -> None:
+    body = {**ASK, "verbosity": "low"}
+    answers = ChatFormat(job_of(CHAT, body))
+    assert answers.whole(result_of(["x"]))["warnings"] == ["verbosity: has no effect"]
+    chunks = [answers.chunk([answers.first(0)]), answers.chunk([answers.piece(0, "x", None)])]
+    assert ["warnings" in chunk for chunk in chunks] == [True, False]
+    assert "warnings" not in ChatFormat(job_of(CHAT, ASK)).whole(result_of(["x"]))

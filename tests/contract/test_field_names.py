@@ -1,0 +1,185 @@
+"""Image requests in the words of other servers and of OpenAI's clients: what they become, and what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.image_edit_params import ImageEditParamsBase
+from openai.types.image_generate_params import ImageGenerateParamsBase
+
+from api import schemas
+from api.errors import ApiError
+from contract.bounds import MAX_EXACT, MAX_SEED
+from contract.card import MAX_IMAGES, ImageOffer
+from contract.field_names import OTHER_NAMES
+from contract.image import ImageJob
+from contract.image_request import EditRequest, ImageRequest
+from contract.text import ChatFields, CompletionFields
+from pipeline.sizes import sizes
+
+OFFER = ImageOffer(sizes(64, 16), ("euler", "lcm"), (64, 64))
+EDITED = {"image", "mask", "markup"}  # files of a form
+
+
+def read(**fields: Any) -> ImageRequest:
+    return schemas.read(ImageRequest, {"prompt": "a fox", **fields})
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_inference_steps": 7}, {"steps": 7}),
+    ({"cfg_scale": 2.5}, {"guidance_scale": 2.5}),
+    ({"sampler_name": "lcm"}, {"scheduler": "lcm"}),
+    ({"num_images_per_prompt": 2}, {"n": 2}),
+    ({"num_images": 2}, {"n": 2}),
+    ({"width": 32, "height": 64}, {"size": "32x64"}),
+    ({"seed": -1}, {}),
+    ({"num_inference_steps": None, "width": None, "cfg_scale": None}, {}),
+    ({"steps": 7, "num_inference_steps": 7}, {"steps": 7}),
+    ({"size": "32x64", "width": 32, "height": 64}, {"size": "32x64"}),
+    ({"size": None, "width": 32, "height": 64}, {"size": "32x64"}),
+]
+
+
+@pytest.mark.parametrize(("fields", "ours"), OTHERS, ids=str)
+def test_other_names_give_our_fields(fields: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert read(**fields).given == read(**ours).given
+    assert {field for _, field in [*OTHER_NAMES.items()]} <= ImageRequest.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"steps": 7, "num_inference_steps": 8}, "num_inference_steps", "invalid_value"),
+        ({"num_images": 1, "num_images_per_prompt": 2}, "num_images_per_prompt", "invalid_value"),
+        ({"guidance_scale": 5.0, "cfg_scale": 4.0}, "cfg_scale", "invalid_value"),
+        ({"true_cfg_scale": "4"}, "true_cfg_scale", "invalid_type"),
+        ({"size": "64x64", "width": 32, "height": 32}, "width", "invalid_value"),
+        ({"width": 32}, "height", "missing_required_parameter"),
+        ({"width": "32", "height": 32}, "width", "invalid_type"),
+        ({"width": 32, "height": 0}, "height", "invalid_type"),
+        ({"width": True, "height": 32}, "width", "invalid_type"),
+        ({"seed": -2}, "seed", "invalid_value"),
+        ({"num_inference_steps": "7"}, "steps", "invalid_type"),
+        ({"svg": {}}, "svg", "unsupported_parameter"),
+        ({"frame_count": 2}, "frame_count", "unsupported_parameter"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], param: str, code: str) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.code) == (param, code)
+
+
+def test_openais_clients_have_no_field_that_is_not_known() -> None:
+    for parameters in (ImageGenerateParamsBase, ImageEditParamsBase):
+        assert parameters.__annotations__.keys() - EDITED <= EditRequest.model_fields.keys()
+
+
+HARMLESS: dict[str, Any] = {
+    "quality": "auto", "background": "opaque", "moderation": "auto", "input_fidelity": "low", "user": "me",
+    "safety_identifier": "me", "response_format": "url", "output_format": "webp", "output_compression": 50,
+}  # fmt: skip
+WARNED: dict[str, Any] = {
+    "quality": "high", "complexity": "low", "style": "vivid", "background": "transparent", "moderation": "low",
+    "input_fidelity": "high",
+}  # fmt: skip
+
+
+def test_what_has_no_effect_is_told_and_what_asks_for_nothing_is_not() -> None:
+    assert read(**HARMLESS).complete(OFFER).warnings == ()
+    warnings = read(**WARNED).complete(OFFER).warnings
+    assert [warning.split(":")[0] for warning in warnings] == list(WARNED)
+    assert read(output_compression=50).complete(OFFER).warnings[0].startswith("output_compression:")
+    assert read(partial_images=2).complete(OFFER).warnings == ("partial_images: has no effect without stream",)
+
+
+def test_qwens_guidance_is_guidance_where_none_is_given() -> None:
+    """As vLLM-Omni's nodes and diffusers' callers send it: alone, or beside the guidance of distilled models."""
+    alone = read(true_cfg_scale=2).complete(OFFER)
+    beside = read(true_cfg_scale=4.0, guidance_scale=1.0).complete(OFFER)
+    assert (alone.picture.guidance_scale, alone.warnings) == (2.0, ())
+    assert beside.picture.guidance_scale == 1.0 and beside.warnings[0].startswith("true_cfg_scale:")
+    assert read(true_cfg_scale=4.0, guidance_scale=4.0).complete(OFFER).warnings == ()
+
+
+def test_a_warning_stays_in_the_record_and_not_in_the_request_that_draws_again() -> None:
+    job = read(style="vivid").complete(OFFER)
+    assert ImageJob.read(job.to_dict()).warnings == job.warnings != ()
+    redrawn = job.redraw("m", "off")
+    assert redrawn is not None and "warnings" not in redrawn
+
+
+@given(st.sampled_from([ImageRequest, EditRequest, ChatFields, CompletionFields]), st.data())
+def test_null_means_not_given_everywhere(kind: type[Any], data: st.DataObject) -> None:
+    """Every optional field, documented under whatever name."""
+    needed: dict[type[Any], dict[str, Any]] = {ChatFields: {"messages": [{"role": "user", "content": "a"}]}}
+    fields = needed.get(kind, {"prompt": "a"})
+    optional = sorted(kind.model_json_schema()["properties"].keys() - fields.keys())
+    names = data.draw(st.sets(st.sampled_from(optional)))
+    assert schemas.read(kind, fields | dict.fromkeys(names)) == schemas.read(kind, fields)
+
+
+NESTED: list[tuple[type[Any], dict[str, Any]]] = [
+    (EditRequest, {"outpaint": {"left": 8, "top": None}}),
+    (ImageRequest, {"upscale": {"model": "x4", "scale": None}}),
+    (ImageRequest, {"refiner": {"model": "r", "from": None}}),
+    (ImageRequest, {"cascade": {"draft": "d", "gate": None}}),
+    (ImageRequest, {"deepcache": {"interval": 3, "depth": None, "first": None}}),
+    (ImageRequest, {"control": [{"model": "edges", "strength": None, "image": {"file_id": "f", "image_url": None}}]}),
+    (ImageRequest, {"image_prompts": [{"model": "base", "start": None, "end": None}]}),
+    (ChatFields, {"stream": True, "stream_options": {"include_usage": None}}),
+    (
+        ChatFields,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": None}}},
+    ),
+    (
+        ChatFields,
+        {"messages": [{"role": "user", "name": None, "content": [{"type": "text", "text": "a", "refusal": None}]}]},
+    ),
+]
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return {k: without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(("kind", "fields"), NESTED, ids=str)
+def test_null_means_not_given_in_objects_too(kind: type[Any], fields: dict[str, Any]) -> None:
+    needed = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatFields else {"prompt": "a"}
+    assert schemas.read(kind, needed | fields) == schemas.read(kind, needed | without_nulls(fields))
+
+
+@given(st.integers(1, MAX_IMAGES))
+def test_drawn_seeds_are_numbers_that_every_client_holds(n: int) -> None:
+    for picture in read(n=n).complete(OFFER).pictures():
+        assert 0 <= picture.seed <= MAX_EXACT and int(float(picture.seed)) == picture.seed
+    assert read(seed=MAX_SEED).complete(OFFER).picture.seed == MAX_SEED
+
+
+def test_unknown_fields_are_left_out_with_a_warning_where_that_is_said() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "id": 1}], "id": 2}
+    fields = {"messages": [message, message, {**message, "ID": 3}], "n": 2, "zoom": 4, "an odd name": 5}
+    read = schemas.read(ChatFields, fields, ignore_unknown=True)
+    assert len(read.messages) == 3 and read.n == 2
+    names = {"messages.content.id", "messages.id", "messages.ID", "zoom", "A field whose name is no plain word"}
+    assert {warning.split(":")[0] for warning in read.warnings} == names
+    assert set(read.job().warnings or ()) == set(read.warnings)
+    with pytest.raises(ApiError, match="n: must be a whole number"):
+        schemas.read(ChatFields, {**fields, "n": "2"}, ignore_unknown=True)
+    cache = schemas.read(ImageRequest, {"prompt": "a", "deepcache": {"interval": 3, "object": 1}}, ignore_unknown=True)
+    assert cache.warnings == ("deepcache.object: is not known, and ignored",)
+    many = {f"f{k}": k for k in range(1000)}
+    with pytest.raises(ApiError, match="is not known"):
+        schemas.read(ImageRequest, {"prompt": "a", **many}, ignore_unknown=True)
