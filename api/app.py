@@ -43,6 +43,7 @@ from api.host_origin import HostOriginMiddleware
 from api.methods import HeadAsGetMiddleware
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
+from api.sdapi import extras, generation, listings, options, progress
 from api.service import Service
 from api.tracing import TracingMiddleware
 from api.webhook_sender import WebhookSender
@@ -60,6 +61,7 @@ _IDLE_S = 75  # longer than load balancers keep idle connections, so that the ba
 _PARTS = (
     jobs, health, images, edits, inference, text, pictures, events, files, batches, models, queues, metrics, playground,
 )  # fmt: skip
+_SDAPI = (generation, options, listings, progress, extras)
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
@@ -108,7 +110,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     service.figures.register(metrics.QueueCollector(service))
     _add_middlewares(app, service)
-    for part in _PARTS:
+    for part in (*_PARTS, *(_SDAPI if settings.sdapi else ())):
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second

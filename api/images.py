@@ -8,13 +8,11 @@ from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
-from api import body, schemas, streaming, submission
+from api import body, inline_images, schemas, streaming, submission
 from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
-from api.inline_images import InlineDocument
 from api.links import ImageLinks
 from api.presentation import results, size
 from api.rate_limits import charge_refusals
@@ -56,9 +54,7 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageRequ
         source = streaming.stream_images(service, job, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
     ended = await finished(service, request, job, stays=stays)
-    answer = InlineDocument(service, generated(ended, links))
-    headers = {"Content-Length": str(await answer.verify())}
-    return StreamingResponse(answer.stream(), media_type="application/json", headers=headers)
+    return await inline_images.respond(service, generated(ended, links))
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:

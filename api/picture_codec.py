@@ -71,6 +71,22 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     return None, [_png(hole if soft else hole.point(128 * [0] + 128 * [255]))]
 
 
+def white_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
+    """A mask for `fit_mask`, of `size` and in LA, that is transparent where the picture is white.
+
+    A picture with transparent parts is a mask by what is opaque in it. `inverted`: where it is not white, or opaque.
+    """
+    image = _decoded(blobs[0])
+    alpha = _alpha(image)
+    drawn = alpha if any(alpha.histogram()[:255]) else _on_white(image).convert("L")
+    drawn = _resized(drawn, arguments["size"]).point(129 * [0] + 127 * [255])
+    if arguments["inverted"]:
+        drawn = ImageOps.invert(drawn)
+    if not drawn.getbbox():
+        raise InvalidPicture("leaves nothing to draw: what is white in it is drawn anew")
+    return None, [_png(Image.merge("LA", (drawn, ImageOps.invert(drawn))))]
+
+
 def _opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=_FORMATS)
 
@@ -160,4 +176,4 @@ def _png(image: Image.Image) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(measure, fit_picture, fit_mask)
+    serve(measure, fit_picture, fit_mask, white_mask)

@@ -121,6 +121,10 @@ class PictureDecoder:
         arguments = {"margins": _sides(margins), "size": size, "soft": soft, "own_size": image.size}
         return await self._fit(tenant, "fit_mask", arguments, mask, image, size)
 
+    async def white_mask(self, tenant: str, mask: PictureSource, size: Size, *, inverted: bool) -> bytes:
+        """A mask of this size in LA as PNG, transparent where `mask` is white, or with `inverted` where it is not."""
+        return await self._fit(tenant, "white_mask", {"size": size, "inverted": inverted}, mask, mask, size)
+
     async def _fit(
         self, tenant: str, function: str, arguments: Any, source: PictureSource | None, sized: PictureSource, size: Size
     ) -> bytes:
