@@ -69,9 +69,13 @@ def parse(infotext: str) -> dict[str, str]:
     pairs = _PAIR.findall(last)
     if len(pairs) < 3:  # as there: it belongs to the prompt
         lines, pairs = [*lines, last], []
-    text = "\n".join(lines)
-    prompt, _, negative = text.partition(_NEGATIVE)
-    parameters = {"Prompt": prompt.strip(), "Negative prompt": negative.strip()}
+    prompts: dict[str, list[str]] = {"Prompt": [], "Negative prompt": []}
+    into = "Prompt"
+    for line in map(str.strip, lines):
+        if line.startswith(_NEGATIVE):
+            into, line = "Negative prompt", line.removeprefix(_NEGATIVE).strip()
+        prompts[into].append(line)
+    parameters = {name: "\n".join(texts) for name, texts in prompts.items()}
     return parameters | {name: _unquoted(value.strip()) for name, value in pairs}
 
 

@@ -149,7 +149,7 @@ def unread(kind: type[SdapiBody], fields: Mapping[str, Any]) -> list[str]:
     named = [name for name in map(plain, unknown[:_MOST_NAMED]) if name is not None]
     warnings = [f"{name}: is not read" for name in named]
     if len(unknown) > len(named):
-        warnings.append(f"{len(unknown) - len(named)} other fields are not read")
+        warnings.append(f"of the other fields {len(unknown) - len(named)} are not read")
     return warnings
 
 

@@ -21,7 +21,7 @@ _BASIC = HTTPBasic(auto_error=False, description="An API key as the password, wi
 # The service's fields, where a request's field has another name.
 _FIELDS = {
     "model": "override_settings.sd_model_checkpoint", "size": "width", "guidance_scale": "cfg_scale",
-    "scheduler": "sampler_name", "schedule_type": "scheduler", "n": "batch_size", "image": "init_images",
+    "scheduler": "sampler_name", "schedule_type": "scheduler", "n": "batch_size",
     "strength": "denoising_strength", "lora": "prompt", "upscale": "hr_upscaler", "upscale.model": "hr_upscaler",
     "upscale.scale": "hr_scale", "refiner.model": "refiner_checkpoint", "refiner.from": "refiner_switch_at",
     "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",

@@ -219,7 +219,7 @@ def _first_image(body: Generation) -> Any:
 
 
 def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
-    result.source = source("image", _first_image(body))
+    result.source = source("init_images", _first_image(body))
     strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
     try:
         result.fields["strength"] = check_number("strength", strength, 0, 1)
