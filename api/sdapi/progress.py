@@ -81,7 +81,7 @@ async def interrupt(service: Given, caller: By) -> Response:
 
 @router.post("/sdapi/v1/skip", summary="End this key's requests that run")
 async def skip(service: Given, caller: By) -> Response:
-    """As interrupt: the pictures of a request are drawn together, and none of them is skipped alone."""
+    """Do as interrupt: the pictures of a request are drawn together, and none of them is skipped alone."""
     await _interrupt(service, caller)
     return JSONResponse(None)
 
