@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import weakref
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -52,9 +53,14 @@ async def png_info(request: Request, service: Given, caller: By) -> Response:
     async with picture_body.read(request, caller.id) as (fields, pictures):
         source = pictures.source("image", requests.parse(PngInfoBody, fields).image)
         source.check_bytes()
-        items = await service.pictures.run(caller.id, 2 * source.size_bytes, lambda: infotext.texts(source.read()))
+        content = await service.pictures.run(caller.id, 2 * source.size_bytes, lambda: _texts(source.read()))
+    return JSONResponse(content)
+
+
+def _texts(data: bytes) -> dict[str, Any]:
+    items = infotext.texts(data)
     info = items.get(infotext.PARAMETERS, "")
-    return JSONResponse({"info": info, "items": items, "parameters": infotext.parse(info) if info else {}})
+    return {"info": info, "items": items, "parameters": infotext.parse(info) if info else {}}
 
 
 @router.post(

@@ -12,7 +12,8 @@ PARAMETERS = "parameters"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_CHUNKS = 64  # with text
 _MOST_BYTES = 2**20  # of all texts, decompressed
-_PAIR = re.compile(r'\s*(\w[\w \-/]{0,99}):\s*("(?:\\.|[^\\"])*+"|[^,]*+)(?:,|$)')
+_PAIR = re.compile(r'(\w[\w \-/]{0,99}):\s*+("(?:\\.|[^\\"])*+"|[^,]*+)(?:,|$)')
+_MOST_CHARACTERS = 8192  # of the line of pairs
 _NEGATIVE = "Negative prompt:"
 
 
@@ -66,7 +67,7 @@ def _text(kind: bytes, content: bytes, limit: int) -> tuple[str, str] | None:
 def parse(infotext: str) -> dict[str, str]:
     """The parameters of an infotext by name, with its `Prompt` and `Negative prompt`."""
     *lines, last = infotext.strip().split("\n") or [""]
-    pairs = _PAIR.findall(last)
+    pairs = _PAIR.findall(last) if len(last) <= _MOST_CHARACTERS else []
     if len(pairs) < 3:  # as there: it belongs to the prompt
         lines, pairs = [*lines, last], []
     prompts: dict[str, list[str]] = {"Prompt": [], "Negative prompt": []}

@@ -76,7 +76,6 @@ class Txt2Img(Generation):
     hr_scale: Number = None
     hr_resize_x: Whole = None
     hr_resize_y: Whole = None
-    hr_second_pass_steps: Whole = None
 
 
 class Img2Img(Generation):

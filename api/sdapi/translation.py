@@ -6,20 +6,20 @@ and a warning tells it.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.errors import ApiError, invalid_field
+from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.sdapi import controlnet, names, requests
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
 from api.uploads import PictureSource
 from contract import loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer, Size
-from contract.errors import Invalid
 from contract.markup import A1111
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
@@ -221,10 +221,12 @@ def _first_image(body: Generation) -> Any:
 def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
     result.source = source("init_images", _first_image(body))
     strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
-    try:
-        result.fields["strength"] = check_number("strength", strength, 0, 1)
-    except Invalid as error:
-        raise invalid_field("strength", error.message) from None
+    with invalid_as_api_error():
+        check_number("strength", strength, 0, 1)
+    steps = max(1, body.steps or result.card.defaults.steps)
+    if int(steps * strength) < 1:  # there at least one step is run
+        strength = min(1.0, math.nextafter(1 / steps, 2))
+    result.fields["strength"] = float(strength)
     if body.resize_mode:
         result.warnings.append("resize_mode: is not offered; the picture is resized to width and height")
     if body.mask is None:

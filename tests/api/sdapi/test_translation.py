@@ -150,6 +150,13 @@ def test_a_source_and_its_mask() -> None:
     assert refused(Img2Img, init_images="a") == ("init_images", "must be a list")
 
 
+@given(st.integers(1, 150), st.floats(0, 1))
+def test_a_source_has_at_least_one_step(steps: int, strength: float) -> None:
+    result = made(Img2Img, init_images=["a"], steps=steps, denoising_strength=strength)
+    drawn = int(steps * result.fields["strength"])
+    assert drawn == max(1, int(steps * strength))
+
+
 UNIT = {"model": "edges [0123abcd]", "image": "picture"}
 
 
