@@ -31,6 +31,10 @@ _UNION = {
     "openpose": 0, "depth": 1, "hed": 2, "softedge": 2, "scribble": 2, "canny": 3, "lineart": 3, "mlsd": 3,
     "normalmap": 4, "segmentation": 5, "tile": 6, "inpaint": 7,
 }  # fmt: skip
+Source = Callable[[str, Any], PictureSource]
+"""The picture that the value of a field stands for."""
+Init = Callable[[str], PictureSource] | None
+"""The source of an edit, as a picture of another field."""
 _FORM_FILES = {kind.FIELD: file for file, kind in references.FORM_FILES.items()}
 
 
@@ -70,10 +74,10 @@ class Units:
 def read(
     scripts: Mapping[str, Any],
     offer: ImageOffer,
-    source: Callable[[str, Any], PictureSource],
-    init: Callable[[str], PictureSource] | None,
+    source: Source,
+    init: Init,
 ) -> Units:
-    """The units of `alwayson_scripts`. `init` is the source of an edit, which a unit without a picture reads.
+    """The units of `alwayson_scripts`. A unit without a picture reads `init`.
 
     Other scripts that would do something are told in a warning. Raises `ApiError` (400).
     """
@@ -100,8 +104,8 @@ def read(
 def _units(
     arguments: Sequence[Any],
     offer: ImageOffer,
-    source: Callable[[str, Any], PictureSource],
-    init: Callable[[str], PictureSource] | None,
+    source: Source,
+    init: Init,
     warnings: list[str],
 ) -> list[Pictured]:
     units = [argument for argument in arguments if isinstance(argument, dict)]
@@ -122,8 +126,8 @@ def _units(
 def _pictured(
     unit: Unit,
     offer: ImageOffer,
-    source: Callable[[str, Any], PictureSource],
-    init: Callable[[str], PictureSource] | None,
+    source: Source,
+    init: Init,
     warnings: list[str],
 ) -> Pictured | None:
     """The unit's entry; None for one that says nothing."""
@@ -159,8 +163,8 @@ def _preprocessing(module: str, unit: Unit) -> dict[str, Any]:
 def _picture(
     name: str,
     image: Any,
-    source: Callable[[str, Any], PictureSource],
-    init: Callable[[str], PictureSource] | None,
+    source: Source,
+    init: Init,
 ) -> PictureSource:
     """The picture of a unit: text, an object with it and a mask, or a list of one such; else the edit's source."""
     if isinstance(image, list):

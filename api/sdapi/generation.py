@@ -35,6 +35,7 @@ from core.jobs.record import Job, JobState
 
 router: APIRouter = new_router()
 
+_LEFT_OUT = ("init_images", "mask", "alwayson_scripts")  # of `parameters`: they hold pictures
 _TEXTS_BYTES = 128 * 1024  # of a picture's file, in which its text is: before its pixels
 
 
@@ -94,9 +95,6 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
         "info": json.dumps(await _info(service, ended, body, made)),
     }
     return await inline_images.respond(service, document)
-
-
-_LEFT_OUT = ("init_images", "mask", "alwayson_scripts")  # with pictures
 
 
 async def _submit(

@@ -19,16 +19,19 @@ _RULES: schemas.Rules = {
     **dict.fromkeys(("bool_type", "bool_parsing"), (None, "must be true or false")),
     **dict.fromkeys(("dict_type", "model_type"), (None, "must be an object")),
     "list_type": (None, "must be a list"),
+    # The bounds that are told are the model's.
+    **dict.fromkeys(("greater_than_equal", "less_than_equal", "greater_than"), (None, "is out of range")),
 }
 B = TypeVar("B", bound="SdapiBody")
 
+_MOST = 2**63 - 1  # of any whole number: no arithmetic with it overflows
 _MOST_NAMED = 8  # unknown fields that a warning names
 _OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 Picture = Annotated[str | dict[str, Any], WithJsonSchema({"type": "string", "description": "base64 or a data: URL"})]
 OptionalPicture = Annotated[str | dict[str, Any] | None, WithJsonSchema(_OPTIONAL_TEXT)]
 Name = Annotated[str | None, Field(max_length=MAX_NAME)]
 Text = Annotated[str | None, Field(max_length=MAX_PROMPT_CHARACTERS)]
-Whole = int | None
+Whole = Annotated[int | None, Field(ge=-_MOST, le=_MOST)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
 Flag = bool | None
 Object = dict[str, Any] | None

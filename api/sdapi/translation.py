@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.sdapi import controlnet, names, requests
+from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
 from api.uploads import PictureSource
 from contract import loras
@@ -29,9 +30,6 @@ _SEEDS = 2**32  # drawn below this, as there
 _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 _NONE = ("", "none", "automatic")
-
-Source = Callable[[str, Any], PictureSource]
-"""The picture that a field's value stands for."""
 
 
 @dataclass
@@ -74,10 +72,9 @@ def translate(body: Generation, options: OptionsBody, card: ImageCard, source: S
     if isinstance(body, Img2Img):
         _add_source(result, body, source)
     if body.refiner_checkpoint and body.refiner_checkpoint.lower() not in _NONE:
-        refiner: dict[str, Any] = {"model": [*names.model_names(body.refiner_checkpoint)][-1]}
-        result.fields["refiner"] = refiner | (
-            {} if body.refiner_switch_at is None else {"from": body.refiner_switch_at}
-        )
+        result.fields["refiner"] = {"model": [*names.model_names(body.refiner_checkpoint)][-1]}
+        if body.refiner_switch_at is not None:
+            result.fields["refiner"]["from"] = body.refiner_switch_at
     if body.script_name and body.script_name.lower() != "none":
         raise invalid_field("script_name", "no scripts are offered")
     init = None if result.source is None else lambda name: source(name, _first_image(body))

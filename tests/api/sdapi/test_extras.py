@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 
 import numpy as np
 from PIL import Image
@@ -40,12 +39,8 @@ def test_a_picture_in_another_size(shared: Api) -> None:
         answer = shared.post("/sdapi/v1/extra-single-image", image=source, upscaler_1="None", **fields)
         image = opened(answer.json()["image"])
         assert np.array_equal(image, opened(source).resize(size, Image.Resampling.LANCZOS))
-    eventually(lambda: _held(shared) == 0)
-
-
-def _held(api: Api) -> int:
-    time.sleep(0)
-    return api.server._service.inline_bytes.count
+    held = shared.server._service.inline_bytes
+    eventually(lambda: held.count == 0, "what is sent is counted, and given back")
 
 
 def test_what_is_not_enlarged(shared: Api) -> None:

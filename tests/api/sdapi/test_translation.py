@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from api import schemas
 from api.errors import ApiError
-from api.sdapi import requests, translation
+from api.sdapi import controlnet, requests, translation
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import field_of
 from api.sdapi.translation import Translation
@@ -57,6 +57,9 @@ def test_numbers_are_taken_as_they_come() -> None:
     assert refused(steps="many") == ("steps", "must be a whole number")
     assert refused(cfg_scale="nan") == ("cfg_scale", "must be a number")
     assert refused(batch_size=0)[0] == "batch_size"
+    for name in ("steps", "width", "seed", "hr_resize_x"):
+        assert refused(**{name: "1" * 400}) == (name, "is out of range")
+    assert refused(override_settings={"CLIP_stop_at_last_layers": "99"})[1] == "is out of range"
 
 
 @pytest.mark.parametrize(
@@ -160,13 +163,13 @@ def test_a_source_has_at_least_one_step(steps: int, strength: float) -> None:
 UNIT = {"model": "edges [0123abcd]", "image": "picture"}
 
 
-def control(*units: Any, name: str = "ControlNet") -> dict[str, Any]:
+def scripts(*units: Any, name: str = "ControlNet") -> dict[str, Any]:
     return {"alwayson_scripts": {name: {"args": list(units)}}}
 
 
 def test_units_are_controls_and_image_prompts() -> None:
     result = made(
-        **control(
+        **scripts(
             {**UNIT, "module": "canny", "weight": 0.5, "guidance_start": 0.1, "guidance_end": 0.9},
             {"model": "face", "module": "ip-adapter_clip_sdxl_plus_vith", "image": {"image": "portrait", "mask": None}},
             {"enabled": False, "model": "nothing"}, {"module": "none", "model": "None"}, None, True,
@@ -184,21 +187,44 @@ def test_units_are_controls_and_image_prompts() -> None:
 
 
 def test_a_unit_without_a_picture_reads_the_source() -> None:
-    result = made(Img2Img, init_images=["source"], **control({"model": "edges"}))
+    result = made(Img2Img, init_images=["source"], **scripts({"model": "edges"}))
     assert [picture.read() for picture in result.inputs["control_image"]] == [b"source"]
-    assert refused(**control({"model": "edges"}))[0] == "alwayson_scripts.controlnet.image"
+    assert refused(**scripts({"model": "edges"}))[0] == "alwayson_scripts.controlnet.image"
 
 
 def test_units_that_are_refused_or_told() -> None:
-    assert refused(**control({**UNIT, "module": "openpose_full"}))[0] == "alwayson_scripts.controlnet.module"
-    assert refused(**control({"module": "canny", "image": "a"}))[0] == "alwayson_scripts.controlnet.model"
-    assert refused(**control({**UNIT, "weight": "x"}))[0] == "alwayson_scripts.controlnet.weight"
-    assert refused(**control(*[UNIT] * 9))[0] == "alwayson_scripts"
+    assert refused(**scripts({**UNIT, "module": "openpose_full"}))[0] == "alwayson_scripts.controlnet.module"
+    assert refused(**scripts({"module": "canny", "image": "a"}))[0] == "alwayson_scripts.controlnet.model"
+    assert refused(**scripts({**UNIT, "weight": "x"}))[0] == "alwayson_scripts.controlnet.weight"
+    assert refused(**scripts(*[UNIT] * 9))[0] == "alwayson_scripts"
     assert refused(alwayson_scripts={"controlnet": {"args": 1}})[0] == "alwayson_scripts"
-    assert made(**control({**UNIT, "control_mode": "Balanced"})).warnings == []
-    assert "control_mode" in made(**control({**UNIT, "control_mode": 1})).warnings[0]
-    assert "ADetailer" in made(**control(True, {"ad_model": "face"}, name="ADetailer")).warnings[0]
-    assert made(**control(False, name="ADetailer")).warnings == made(**control(name="ADetailer")).warnings == []
+    assert made(**scripts({**UNIT, "control_mode": "Balanced"})).warnings == []
+    assert "control_mode" in made(**scripts({**UNIT, "control_mode": 1})).warnings[0]
+    assert "ADetailer" in made(**scripts(True, {"ad_model": "face"}, name="ADetailer")).warnings[0]
+    assert made(**scripts(False, name="ADetailer")).warnings == made(**scripts(name="ADetailer")).warnings == []
+
+
+words = st.sampled_from(
+    ["edges", "face", "canny", "None", "nearest4", "a <lora:sepia:1>", "1e400", "9" * 30, "", "Euler a"]
+)
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words | st.text(max_size=5)
+names_of_units = st.sampled_from(["args", "controlnet", "sd_vae", *controlnet.Unit.model_fields])
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names_of_units, inner, max_size=3), max_leaves=6
+)
+
+
+@pytest.mark.parametrize("kind", [Txt2Img, Img2Img])
+@given(st.data())
+def test_any_value_of_any_field_is_read_or_refused_by_name(kind: type[Generation], data: st.DataObject) -> None:
+    names = st.sampled_from(sorted(kind.model_fields))
+    fields = data.draw(st.dictionaries(names, values, max_size=4))
+    units = data.draw(st.lists(st.dictionaries(names_of_units, values, max_size=4), max_size=2))
+    more = scripts(*units) if units else {}
+    try:
+        made(kind, **{"init_images": ["a"], **more, **fields})
+    except ApiError as error:
+        assert error.status == 400 and error.param
 
 
 def test_fields_that_are_not_read_are_told_where_they_would_do_something() -> None:
