@@ -79,7 +79,7 @@ def read(
 ) -> Units:
     """The units of `alwayson_scripts`. A unit without a picture reads `init`.
 
-    Other scripts that would do something are told in a warning. Raises `ApiError` (400).
+    Other scripts that would do something have a warning. Raises `ApiError` (400).
     """
     if len(scripts) > _MOST_SCRIPTS:
         raise invalid_field(_FIELD, f"must be at most {_MOST_SCRIPTS} scripts")
@@ -94,10 +94,10 @@ def read(
         elif arguments and arguments[0] is not False:
             units.warnings.append(f"{_FIELD}: the script {plain(name) or 'of another name'} is not offered")
     for kind in (Control, ImagePrompt):
-        ours = [item for item in pictured if item.kind is kind]
-        if ours:
-            units.fields[kind.FIELD] = [item.entry for item in ours]
-            units.inputs[_FORM_FILES[kind.FIELD]] = [item.picture for item in ours]
+        items = [item for item in pictured if item.kind is kind]
+        if items:
+            units.fields[kind.FIELD] = [item.entry for item in items]
+            units.inputs[_FORM_FILES[kind.FIELD]] = [item.picture for item in items]
     return units
 
 

@@ -21,12 +21,12 @@ from api.inline_images import Inline
 from api.presentation import results
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
-from api.sdapi import infotext, names, picture_body, requests, translation
+from api.sdapi import infotext, names, picture_body, requests
 from api.sdapi.options import chosen_model
 from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import By, new_router
-from api.sdapi.translation import Translation
+from api.sdapi.translation import Translation, options_of, translate
 from api.service import Given, Service
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import EditRequest, ImageRequest
@@ -78,21 +78,21 @@ async def _generate(request: Request, service: Service, caller: Caller, kind: ty
     await enforce_rate_limit(request, service, caller)
     async with picture_body.read(request, caller.id) as (fields, pictures):
         body = requests.parse(kind, fields)
-        job, made = await _submit(request, service, caller, body, pictures)
-        made.warnings += requests.unread(kind, fields)
+        job, translation = await _submit(request, service, caller, body, pictures)
+        translation.warnings += requests.unread(kind, fields)
     async with _open(service, caller, job, body.force_task_id):
         ended = await images.wait(service, job, request, service.follower.end(job), stays=False)
     if ended is None:
         raise images.left()
     if ended.state is JobState.CANCELLED:
-        made.warnings.append("the request was interrupted")
+        translation.warnings.append("the request was interrupted")
     elif ended.state is not JobState.SUCCEEDED:
         raise job_error(ended)
     drawn = [] if body.send_images is False else results(ended)
     document = {
         "images": [Inline(image["key"], image.get("size_bytes")) for image in drawn],
         "parameters": {name: value for name, value in body.given.items() if name not in _LEFT_OUT},
-        "info": json.dumps(await _info(service, ended, body, made)),
+        "info": json.dumps(await _info(service, ended, body, translation)),
     }
     return await inline_images.respond(service, document)
 
@@ -101,34 +101,34 @@ async def _submit(
     request: Request, service: Service, caller: Caller, body: Generation, pictures: PictureBody
 ) -> tuple[Job, Translation]:
     """The job of a body, and its translation. Raises as `submission.submit`."""
-    options = translation.options_of(await service.call(service.sdapi.options, caller.id), body)
+    options = options_of(await service.call(service.sdapi.options, caller.id), body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
-    made = translation.translate(body, options, card, pictures.source)
-    given = GivenPictures(inputs=made.inputs)
-    if made.source is not None:
-        given = await _source(service, caller, made, pictures)
-    kind = ImageRequest if made.source is None else EditRequest
-    request_fields = schemas.read(kind, made.fields)
+    translation = translate(body, options, card, pictures.source)
+    given = GivenPictures(inputs=translation.inputs)
+    if translation.source is not None:
+        given = await _source(service, caller, translation, pictures)
+    kind = ImageRequest if translation.source is None else EditRequest
+    request_fields = schemas.read(kind, translation.fields)
     job, _ = await submission.submit(service, request, caller, request_fields, None, given, charged=True)
-    return job, made
+    return job, translation
 
 
-async def _source(service: Service, caller: Caller, made: Translation, pictures: PictureBody) -> GivenPictures:
-    """The pictures of an edit, whose mask is made one of this service. Raises `ApiError`."""
-    assert made.source is not None
-    size = (await service.pictures.measure(caller.id, made.source)).size
-    image, mask = replace(made.source, size=size), made.mask
+async def _source(service: Service, caller: Caller, translation: Translation, pictures: PictureBody) -> GivenPictures:
+    """The pictures of an edit, with the mask converted to this service's form. Raises `ApiError`."""
+    assert translation.source is not None
+    size = (await service.pictures.measure(caller.id, translation.source)).size
+    image, mask = replace(translation.source, size=size), translation.mask
     if mask is not None:
         mask = replace(mask, size=(await service.pictures.measure(caller.id, mask)).size)
-        drawn = await service.pictures.white_mask(caller.id, mask, size, inverted=made.inverted)
+        drawn = await service.pictures.white_mask(caller.id, mask, size, inverted=translation.inverted)
         mask = replace(await service.stored(partial(pictures.add, "mask", drawn)), size=size)
-    return GivenPictures(image, mask, made.inputs)
+    return GivenPictures(image, mask, translation.inputs)
 
 
 @asynccontextmanager
 async def _open(service: Service, caller: Caller, job: Job, task: str | None) -> AsyncIterator[None]:
-    """Keep the job among the caller's open requests, whose progress is told, and which may be interrupted."""
+    """Keep the job among the caller's open requests, which `progress` reports and `interrupt` cancels."""
     try:
         await service.call(service.sdapi.open, caller.id, job.id, task)
     except BaseException:
@@ -149,21 +149,23 @@ async def _close(service: Service, caller: Caller, job: Job) -> None:
         return  # it expires
 
 
-async def _info(service: Service, job: Job, body: Generation, made: Translation) -> dict[str, Any]:
-    """What AUTOMATIC1111 tells of the pictures."""
+async def _info(service: Service, job: Job, body: Generation, translation: Translation) -> dict[str, Any]:
+    """The web UI's fields of `info`, and ours."""
     request = ImageJob.read(job.parameters)
     picture, drawn = request.picture, results(job)
-    warnings = dict.fromkeys([*made.warnings, *(warning for image in drawn for warning in image.get("warnings", []))])
+    warnings = dict.fromkeys(
+        [*translation.warnings, *(warning for image in drawn for warning in image.get("warnings", []))]
+    )
     texts = [await _infotext(service, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]
     negative = picture.negative_prompt or ""
     return {
-        "prompt": made.prompt, "all_prompts": [made.prompt] * len(drawn),
+        "prompt": translation.prompt, "all_prompts": [translation.prompt] * len(drawn),
         "negative_prompt": negative, "all_negative_prompts": [negative] * len(drawn),
         "seed": picture.seed, "all_seeds": seeds, "subseed": picture.seed, "all_subseeds": seeds, "subseed_strength": 0,
         **_sizes(picture, drawn),
-        "sampler_name": names.label(picture.scheduler or made.card.default_scheduler),
+        "sampler_name": names.label(picture.scheduler or translation.card.default_scheduler),
         "cfg_scale": picture.guidance_scale, "steps": picture.steps,
         "batch_size": body.batch_size or 1, "restore_faces": False, "face_restoration_model": None,
         "sd_model_name": job.model, "sd_model_hash": str(fingerprint.get("weights", ""))[:10],

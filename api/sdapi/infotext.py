@@ -19,14 +19,14 @@ _NEGATIVE = "Negative prompt:"
 
 def texts(data: bytes) -> dict[str, str]:
     """The texts of a PNG by keyword, in order; {} for another file. Damaged and excessive chunks are left out."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     left = _MOST_BYTES
     for kind, content in _chunks(data):
         text = _text(kind, content, left)
-        if text is not None and len(found) < _MOST_CHUNKS:
+        if text is not None and len(entries) < _MOST_CHUNKS:
             left -= len(text[1])
-            found.setdefault(*text)
-    return found
+            entries.setdefault(*text)
+    return entries
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -68,7 +68,7 @@ def parse(infotext: str) -> dict[str, str]:
     """The parameters of an infotext by name, with its `Prompt` and `Negative prompt`."""
     *lines, last = infotext.strip().split("\n") or [""]
     pairs = _PAIR.findall(last) if len(last) <= _MOST_CHARACTERS else []
-    if len(pairs) < 3:  # as there: it belongs to the prompt
+    if len(pairs) < 3:  # as in the web UI: it belongs to the prompt
         lines, pairs = [*lines, last], []
     prompts: dict[str, list[str]] = {"Prompt": [], "Negative prompt": []}
     into = "Prompt"

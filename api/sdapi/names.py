@@ -11,7 +11,7 @@ from contract.card import ImageCard
 from contract.schedule import CURVES, SPACINGS, TYPES
 
 AUTOMATIC = "automatic"
-# Their samplers that are ours, with the other names that each has; for models of flow matching and EDM "Euler" is too.
+# The web UI's samplers that are offered: the schedulers here, of which a model has one, and the web UI's other names.
 SAMPLERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Euler": (("euler", "flow-euler", "edm-euler"), ("k_euler",)),
     "Euler a": (("euler-ancestral",), ("k_euler_a", "k_euler_ancestral", "euler ancestral")),
@@ -20,12 +20,12 @@ SAMPLERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "LCM": (("lcm",), ("k_lcm",)),
     "TCD": (("tcd",), ()),
 }
-# Their others: drawn by the first of these that the model has, which a warning tells.
+# Samplers that the model does not have: the first of these schedulers that it has is used, with a warning.
 _SMOOTH, _NOISY = ("dpm++2m", "euler"), ("dpm++2m-sde", "euler-ancestral")
 _NEAREST = {
     **dict.fromkeys(
-        ("heun", "k_heun", "dpm2", "k_dpm_2", "lms", "k_lms", "dpm fast", "k_dpm_fast", "dpm adaptive", "k_dpm_ad",
-         "ddim", "ddim cfg++", "plms", "unipc"), _SMOOTH,
+        ("euler", "k_euler", "dpm++ 2m", "k_dpmpp_2m", "heun", "k_heun", "dpm2", "k_dpm_2", "lms", "k_lms", "dpm fast",
+         "k_dpm_fast", "dpm adaptive", "k_dpm_ad", "ddim", "ddim cfg++", "plms", "unipc"), _SMOOTH,
     ),
     **dict.fromkeys(
         ("dpm++ sde", "k_dpmpp_sde", "dpm++ 2s a", "k_dpmpp_2s_a", "dpm++ 3m sde", "k_dpmpp_3m_sde",
@@ -41,17 +41,17 @@ SCHEDULES: dict[str, tuple[str, str | None]] = {
     "beta": ("Beta", "beta"), "normal": ("Normal", "linspace"), "ddim": ("DDIM", "leading"),
     "simple": ("Simple", "trailing"),
 }  # fmt: skip
-"""Their noise schedules by name: the label, and the `schedule_type`."""
+"""The web UI's noise schedules by name: the label, and the `schedule_type`."""
 _OTHER_SCHEDULES = ("polyexponential", "kl_optimal", "align_your_steps", "align_your_steps_gits", "turbo")
 TAKEN: dict[str, tuple[str, ...]] = {
     "euler": TYPES, "dpm++2m": TYPES, "dpm++2m-sde": TYPES, "euler-ancestral": SPACINGS, "flow-euler": CURVES,
 }  # fmt: skip
 """The schedules that each sampler takes; others take none."""
-_AUTOMATIC = {"dpm++2m": "karras", "dpm++2m-sde": "exponential"}  # as their samplers' options say
+_AUTOMATIC = {"dpm++2m": "karras", "dpm++2m-sde": "exponential"}  # as the options of the web UI's samplers say
 
 
 class Sampling(NamedTuple):
-    """The fields of a request, None where it leaves them to the model, and what is told of them."""
+    """The fields of a request, None where it leaves them to the model, and warnings."""
 
     scheduler: str | None
     schedule_type: str | None
@@ -73,8 +73,8 @@ def sampling(card: ImageCard, sampler: str | None, schedule: str | None) -> Samp
 
 
 def label(scheduler: str) -> str:
-    """Their name of one of our samplers, or ours where they have none."""
-    return next((name for name, (ours, _) in SAMPLERS.items() if scheduler in ours), scheduler)
+    """The web UI's name of a scheduler; the scheduler's own where there is none."""
+    return next((name for name, (schedulers, _) in SAMPLERS.items() if scheduler in schedulers), scheduler)
 
 
 def _key(name: str) -> str:
@@ -82,29 +82,25 @@ def _key(name: str) -> str:
 
 
 def _sampler(card: ImageCard, name: str, warnings: list[str]) -> tuple[str | None, str | None]:
-    """Our sampler, and the curve that the name ends with."""
+    """The scheduler, and the curve that the name ends with."""
     key, curve = _key(name), None
     if key in card.schedulers:
         return key, None
     if (suffix := _SUFFIX.fullmatch(key)) and suffix["sampler"] in _keys():
         key, curve = suffix["sampler"], {"ka": "karras"}.get(suffix["curve"], suffix["curve"])
-    for theirs, (ours, aliases) in SAMPLERS.items():
-        if key in (theirs.lower(), *aliases):
-            exact = _first(ours, card.schedulers)
-            if exact is not None:
-                return exact, curve
-            key = "restart" if theirs != "Euler" else "heun"
-            break
-    if key not in _NEAREST:
+    for sampler, (schedulers, aliases) in SAMPLERS.items():
+        if key in (sampler.lower(), *aliases) and (exact := _first(schedulers, card.schedulers)):
+            return exact, curve
+    if key not in _keys():
         known = ", ".join(label(scheduler) for scheduler in card.schedulers)
         raise invalid_field("scheduler", f"is no sampler that is known; this model has {known}")
-    nearest = _first(_NEAREST[key], card.schedulers)
+    nearest = _first(_NEAREST.get(key, _NOISY), card.schedulers)
     warnings.append(f"sampler_name: is not offered; {label(nearest or card.default_scheduler)} is used")
     return nearest, curve
 
 
 def _keys() -> set[str]:
-    return {key for theirs, (_, aliases) in SAMPLERS.items() for key in (theirs.lower(), *aliases)} | _NEAREST.keys()
+    return {key for sampler, (_, aliases) in SAMPLERS.items() for key in (sampler.lower(), *aliases)} | _NEAREST.keys()
 
 
 def _first(names: Iterable[str], offered: Collection[str]) -> str | None:
@@ -120,7 +116,7 @@ def _schedule(name: str | None, warnings: list[str]) -> str | None:
     if key in _OTHER_SCHEDULES:
         warnings.append("scheduler: is not offered; the model's own noise schedule is used")
         return None
-    labels = ", ".join(theirs for theirs, _ in SCHEDULES.values())
+    labels = ", ".join(label for label, _ in SCHEDULES.values())
     raise invalid_field("schedule_type", f"must be one of {labels}")
 
 

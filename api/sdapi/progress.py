@@ -41,9 +41,9 @@ async def progress(service: Given, caller: By, skip_current_image: bool = False)
     jobs = await _open_jobs(service, caller)
     job = next((job for job in jobs if job.state is JobState.RUNNING), jobs[0] if jobs else None)
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
-    look = None if job is None or skip_current_image else await _preview(service, job)
+    preview = None if job is None or skip_current_image else await _preview(service, job)
     content = {
-        "progress": done, "eta_relative": eta_s, "state": _state(job, len(jobs)), "current_image": look,
+        "progress": done, "eta_relative": eta_s, "state": _state(job, len(jobs)), "current_image": preview,
         "textinfo": "Waiting..." if job is not None and job.state is JobState.QUEUED else None,
     }  # fmt: skip
     return JSONResponse(content, headers=FRESH)
@@ -63,11 +63,11 @@ async def task_progress(request: Request, service: Given, caller: By) -> Respons
         job = None if id is None else await _job(service, caller, id)
     running, queued = (job is not None and job.state is state for state in (JobState.RUNNING, JobState.QUEUED))
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
-    look = await _preview(service, job) if job is not None and running and fields.live_preview is not False else None
+    preview = await _preview(service, job) if job is not None and running and fields.live_preview is not False else None
     content = {
         "active": running, "queued": queued, "completed": job is not None and job.state.final,
-        "progress": done, "eta": eta_s, "live_preview": None if look is None else f"data:image/png;base64,{look}",
-        "id_live_preview": _steps_done(job) if look is not None else -1, "textinfo": None,
+        "progress": done, "eta": eta_s, "live_preview": None if preview is None else f"data:image/png;base64,{preview}",
+        "id_live_preview": _steps_done(job) if preview is not None else -1, "textinfo": None,
     }  # fmt: skip
     return JSONResponse(content, headers=FRESH)
 
@@ -133,8 +133,8 @@ def _steps_done(job: Job | None) -> int:
 async def _preview(service: Service, job: Job) -> str | None:
     """The newest preview of the picture that is being drawn, a PNG in base64."""
     image = int((job.progress or {}).get("image", 0))
-    look = await service.call(service.store.preview, job.id, image, job.incarnation)
-    return None if look is None else base64.b64encode(look).decode("ascii")
+    preview = await service.call(service.store.preview, job.id, image, job.incarnation)
+    return None if preview is None else base64.b64encode(preview).decode("ascii")
 
 
 def _state(job: Job | None, count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The bodies of AUTOMATIC1111's API, as far as they are read. Values are coerced as there, and null means not given."""
+"""The bodies of AUTOMATIC1111's API, as far as they are read. Values are coerced, and null means not given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RULES: schemas.Rules = {
     **dict.fromkeys(("bool_type", "bool_parsing"), (None, "must be true or false")),
     **dict.fromkeys(("dict_type", "model_type"), (None, "must be an object")),
     "list_type": (None, "must be a list"),
-    # The bounds that are told are the model's.
+    # The model's bounds are checked later, with a message that says them.
     **dict.fromkeys(("greater_than_equal", "less_than_equal", "greater_than"), (None, "is out of range")),
 }
 B = TypeVar("B", bound="SdapiBody")
@@ -38,7 +38,7 @@ Object = dict[str, Any] | None
 
 
 class SdapiBody(BaseModel):
-    """A body. Unknown fields are ignored, as there; `unread` tells them."""
+    """A body. Unknown fields are ignored; `unread` lists them."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -132,7 +132,7 @@ _QUIET = frozenset((
     "mask_blur_y", "sampler_noise_scheduler_override", "latent_mask", "firstpass_image", "upscale_first", "comments",
     "show_extras_results", "codeformer_weight",
 ))  # fmt: skip
-# Fields that are not offered, and the values with which they do nothing there either.
+# Fields that are not offered, and the values with which they do nothing in the web UI either.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "styles": ([],), "subseed_strength": (0,), "restore_faces": (False,), "tiling": (False,), "eta": (0, 1),
     "s_churn": (0,), "s_tmax": (0,), "s_tmin": (0,), "s_noise": (1,), "s_min_uncond": (0,), "ddim_discretize": (),

@@ -1,7 +1,7 @@
 """Translates a body of AUTOMATIC1111's API to an image request of this service. No I/O.
 
-What names a thing that the model does not have is refused; what would change a picture and is not offered is left out,
-and a warning tells it.
+What names a thing that the model does not have is refused; what would change a picture and is not offered is left out
+with a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contract.markup import A1111
 
 STRENGTH = 0.75  # denoising_strength of img2img by default
 PREVIEW_EVERY = 10  # steps, as show_progress_every_n_steps by default
-_SEEDS = 2**32  # drawn below this, as there
+_SEEDS = 2**32  # random ones are below this, as in the web UI
 
 _NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
 _FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
@@ -93,7 +93,7 @@ def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None
     result.fields["prompt"] = prompt
     if named:
         result.fields["lora"] = ",".join(f"{name}:{scale}" for name, scale in named.items())
-    if negative.strip():  # an empty one is no text there, and not the text ""
+    if negative.strip():  # to the web UI an empty one is none
         result.fields["negative_prompt"] = negative
     if card.prompt_fields is None or "prompt_weighting" in card.prompt_fields:
         result.fields["prompt_weighting"] = A1111
@@ -159,7 +159,7 @@ def _add_options(result: Translation, card: ImageCard) -> None:
     layers = options.CLIP_stop_at_last_layers or 1
     if layers > 1:
         read = card.prompt_fields
-        # Models of two text encoders are read from a fixed layer there.
+        # The web UI reads the two text encoders of SDXL from a fixed layer.
         if read is None or ("clip_skip" in read and "prompt_2" not in read):
             fields["clip_skip"] = layers - 1
         else:
@@ -221,7 +221,7 @@ def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
     with invalid_as_api_error():
         check_number("strength", strength, 0, 1)
     steps = max(1, body.steps or result.card.defaults.steps)
-    if int(steps * strength) < 1:  # there at least one step is run
+    if int(steps * strength) < 1:  # the web UI runs at least one step
         strength = min(1.0, math.nextafter(1 / steps, 2))
     result.fields["strength"] = float(strength)
     if body.resize_mode:
