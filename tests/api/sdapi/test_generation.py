@@ -127,6 +127,15 @@ def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask
         assert np.array_equal(drawn, expected if invert else 255 - expected)
 
 
+def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:
+    """And no mask of its own."""
+    source = half("RGBA", white=(10, 20, 30, 255), black=(0, 0, 0, 0))
+    assert info(shared.post("/sdapi/v1/img2img", prompt="a", steps=4, init_images=[encoded(source)]))["warnings"] == []
+    edit = studio.seen[-1].parameters["edit"]
+    drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "image")
+    assert "mask" not in edit and drawn[0, 0].tolist() == [10, 20, 30] and drawn[0, 127].tolist() == [255] * 3
+
+
 def test_an_empty_mask_is_refused(shared: Api, studio: Studio) -> None:
     message = sdapi_error(inpaint(shared, encoded(Image.new("L", (128, 128)))), 422, "mask")
     assert "nothing to draw" in message
