@@ -88,7 +88,8 @@ async def embeddings(service: Given, caller: By) -> Response:
 @router.get("/sdapi/v1/scripts", summary="List scripts")
 async def scripts(service: Given, caller: By) -> Response:
     has_control = any(card.controls or card.image_prompts for card in _models(service))
-    listed = ["controlnet"] if has_control else []
+    # webuiapi knows the extension by its second script; else it repeats the units of a call in all later ones.
+    listed = ["controlnet", "controlnet m2m"] if has_control else []
     return _answer({"txt2img": listed, "img2img": listed})
 
 

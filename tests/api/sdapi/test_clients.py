@@ -62,6 +62,8 @@ def test_webuiapi_controls(webui: Any, studio: Studio) -> None:
     assert result.image.size == (128, 128)
     parameters = studio.seen[-1].parameters
     assert [entry["model"] for entry in (*parameters["control"], *parameters["image_prompts"])] == ["edges", "face"]
+    webui.txt2img(prompt="a cat", steps=3)
+    assert not {"control", "image_prompts"} & studio.seen[-1].parameters.keys(), "none of the call before"
 
 
 def test_webuiapi_asks_and_sets(webui: Any, studio: Studio) -> None:
