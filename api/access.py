@@ -47,21 +47,27 @@ HERE = Caller("", frozenset(SCOPES))
 
 
 async def identify(request: Request) -> Caller:
-    """The caller of this request, by what Redis says during it. Raises `ApiError` (401), and `StoreDown` while the keys
-    have not been read yet.
+    """The caller of this request, by its bearer token. Raises as `authenticate`."""
+    bearer = await BEARER(request)
+    return await authenticate(request, None if bearer is None else bearer.credentials)
+
+
+async def authenticate(request: Request, token: str | None) -> Caller:
+    """The caller with this API key, by what Redis says during the request. Raises `ApiError` (401), and `StoreDown`
+    while the keys have not been read yet.
     """
-    service, bearer = await of(request), await BEARER(request)
+    service = await of(request)
     if not service.cards.known:
         raise StoreDown("Redis has never answered")
     if not await service.cards.guarded():
         return HERE
     keys = service.cards.now.keys
-    if bearer is None:
+    if token is None:
         raise key_required() if keys else _unknown(_NO_KEYS)
-    key = matching(bearer.credentials, keys)
+    key = matching(token, keys)
     if key is None:
         await service.cards.renew_soon()  # the key may have just been created
-        key = matching(bearer.credentials, service.cards.now.keys)
+        key = matching(token, service.cards.now.keys)
     if key is None:
         raise unknown_key()
     return _caller(key, service)

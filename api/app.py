@@ -44,6 +44,7 @@ from api.methods import HeadAsGetMiddleware
 from api.paths import TrailingSlashMiddleware
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
+from api.sdapi import extras, generation, listings, options, progress
 from api.service import Service
 from api.tracing import TracingMiddleware
 from api.webhook_sender import WebhookSender
@@ -61,6 +62,7 @@ _IDLE_S = 75  # longer than load balancers keep idle connections, so that the ba
 _PARTS = (
     jobs, health, images, edits, text, inference, pictures, events, files, batches, models, queues, metrics, playground,
 )  # fmt: skip
+_SDAPI = (generation, options, listings, progress, extras)
 
 _ABOUT = """Pictures from text. `POST /v1/images/generations` is OpenAI's endpoint and waits; `POST /v1/jobs` does not.
 
@@ -109,7 +111,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     service.figures.register(metrics.QueueCollector(service))
     _add_middlewares(app, service)
-    for part in _PARTS:
+    for part in (*_PARTS, *(_SDAPI if settings.sdapi else ())):
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second

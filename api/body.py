@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from itertools import islice
-from typing import IO, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from anyio.lowlevel import RunVar
 from fastapi import Request
@@ -34,6 +34,14 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MOST_CHARACTERS = 100  # of a number in a form or a query
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _NEVER = re.compile("[\x00\ud800-\udfff]")
+
+
+class Sink(Protocol):
+    """A file to which a body is written."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def seek(self, offset: int, /) -> object: ...
 
 
 class _Huge:
@@ -95,7 +103,7 @@ async def take_in(tenant: str, chunk: bytes, function: Callable[[bytes], object]
         await asyncio.sleep(len(chunk) / _RATE)
 
 
-async def spool(request: Request, tenant: str, file: IO[bytes], max_bytes: int) -> int:
+async def spool(request: Request, tenant: str, file: Sink, max_bytes: int) -> int:
     """Write the raw body of a JSON request to a file, which is then at its start; return its size. Raises `ApiError` as
     `read`.
     """

@@ -104,15 +104,38 @@ def job_error(job: Job) -> ApiError:
     return ApiError(500, message, code=str(error.get("code") or "failed"), headers=NO_RETRY)
 
 
+KNOWN: tuple[type[Exception], ...] = (
+    ApiError, HTTPException, RequestValidationError, StoreError, ArtifactError, UnreadableRecord,
+)  # fmt: skip
+"""The errors that `api_error` converts."""
+
+
 def install(app: FastAPI) -> None:
     """Give every error of the app, including the framework's, this format."""
-    app.add_exception_handler(ApiError, _from_api)
-    app.add_exception_handler(HTTPException, _from_framework)
-    app.add_exception_handler(RequestValidationError, _from_validation)
-    app.add_exception_handler(StoreError, _from_store)
-    app.add_exception_handler(ArtifactError, _from_artifacts)
-    app.add_exception_handler(UnreadableRecord, _from_record)
+    for kind in KNOWN:
+        app.add_exception_handler(kind, _respond)
     app.add_middleware(InternalErrorMiddleware)
+
+
+async def api_error(request: Request, error: Exception) -> ApiError:
+    """The response for an error of `KNOWN` that this request ended with."""
+    if isinstance(error, HTTPException):
+        return _from_framework(request, error)
+    if isinstance(error, RequestValidationError):
+        return _from_validation(error)
+    if isinstance(error, StoreError):
+        service = request.app.state.service
+        return store_error(error, await service.lacking() if isinstance(error, StoreDenied) else service.cards.trouble)
+    if isinstance(error, ArtifactError):
+        return store_error(error, safe=request.method in ("GET", "HEAD"))
+    if isinstance(error, UnreadableRecord):
+        return _from_record(error)
+    assert isinstance(error, ApiError)
+    return error
+
+
+async def _respond(request: Request, error: Exception) -> JSONResponse:
+    return (await api_error(request, error)).response
 
 
 class InternalErrorMiddleware:
@@ -147,47 +170,29 @@ def _type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-async def _from_api(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error.response
-
-
-async def _from_framework(request: Request, error: Exception) -> JSONResponse:
+def _from_framework(request: Request, error: HTTPException) -> ApiError:
     """404, 405 and the like of Starlette and FastAPI. Their messages are dropped: they may echo the request."""
-    assert isinstance(error, HTTPException)
     status = error.status_code
     if status == 404 and (instead := _NOT_OFFERED.get(request.url.path.rstrip("/"))):
-        return ApiError(404, instead, code="not_offered", headers=NO_RETRY).response
+        return ApiError(404, instead, code="not_offered", headers=NO_RETRY)
     messages = {404: "This endpoint does not exist.", 405: "This endpoint does not support this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
     headers = {"Allow": allowed(request)} if status == 405 else {}
     message = messages.get(status) or f"{HTTPStatus(status).phrase}."
-    return ApiError(status, message, code=codes.get(status), headers=headers).response
+    return ApiError(status, message, code=codes.get(status), headers=headers)
 
 
-async def _from_validation(request: Request, error: Exception) -> JSONResponse:
+def _from_validation(error: RequestValidationError) -> ApiError:
     """A parameter of path, query or header that FastAPI rejected."""
-    assert isinstance(error, RequestValidationError)
     named = next((str(e["loc"][1]) for e in error.errors() if len(e["loc"]) > 1 and e["loc"][0] != "body"), None)
-    return invalid_field(named, "is not valid" if named else "The request is not valid.").response
+    return invalid_field(named, "is not valid" if named else "The request is not valid.")
 
 
-async def _from_store(request: Request, error: Exception) -> JSONResponse:
-    service = request.app.state.service
-    trouble = await service.lacking() if isinstance(error, StoreDenied) else service.cards.trouble
-    return store_error(error, trouble).response
-
-
-async def _from_artifacts(request: Request, error: Exception) -> JSONResponse:
-    return store_error(error, safe=request.method in ("GET", "HEAD")).response
-
-
-async def _from_record(request: Request, error: Exception) -> JSONResponse:
+def _from_record(error: UnreadableRecord) -> ApiError:
     """A record that this version cannot read: an API of the version that wrote it can."""
-    assert isinstance(error, UnreadableRecord)
     TALLY.note(error)
     message = "This job's record cannot be read by this version of the service; DELETE erases it."
-    return ApiError(503, message, code="record_unreadable", headers={"Retry-After": str(_FULL_S)}).response
+    return ApiError(503, message, code="record_unreadable", headers={"Retry-After": str(_FULL_S)})
 
 
 def store_error(error: Exception, trouble: str = "", *, safe: bool = False) -> ApiError:

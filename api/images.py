@@ -8,13 +8,11 @@ from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
-from api import body, schemas, streaming, submission
+from api import body, inline_images, schemas, streaming, submission
 from api.access import By
 from api.errors import NO_RETRY, ApiError, job_error
 from api.events import EventStream
-from api.inline_images import InlineDocument
 from api.links import ImageLinks
 from api.presentation import results, size
 from api.rate_limits import charge_refusals
@@ -56,14 +54,8 @@ async def answer(service: Service, request: Request, job: Job, fields: ImageRequ
         kind = "image_edit" if isinstance(fields, EditRequest) else "image_generation"
         source = streaming.stream_images(service, job, kind, links, fields.partial_images or 0, stays=stays)
         return EventStream(source, None if stays else lambda: service.follower.cancel(job))
-    return await inlined(service, await finished(service, request, job, stays=stays), links)
-
-
-async def inlined(service: Service, job: Job, links: ImageLinks | None) -> Response:
-    """The response to a request whose job succeeded. Raises `ArtifactError`."""
-    answer = InlineDocument(service, generated(job, links))
-    headers = {"Content-Length": str(await answer.verify())}
-    return StreamingResponse(answer.stream(), media_type="application/json", headers=headers)
+    ended = await finished(service, request, job, stays=stays)
+    return await inline_images.respond(service, generated(ended, links))
 
 
 async def finished(service: Service, request: Request, job: Job, *, stays: bool) -> Job:

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import body, images, picture_urls, schemas, stored_bytes, submission, uploads
+from api import body, images, inline_images, picture_urls, schemas, stored_bytes, submission, uploads
 from api.access import BEARER, identify
 from api.errors import ApiError, invalid_field, store_error
 from api.presentation import results
@@ -122,7 +122,7 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
         ended = await images.finished(service, request, job, stays=id is not None)
         if _accepts(request, _JSON) and not _accepts(request, "image/", "*/*"):
-            return await images.inlined(service, ended, None)
+            return await inline_images.respond(service, images.generated(ended, None))
         picture = results(ended)[0]
         headers = {"X-Content-Type-Options": "nosniff"}
         return await stored_bytes.respond(service, request, picture["key"], headers, picture.get("size_bytes"))

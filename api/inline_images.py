@@ -15,6 +15,8 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from fastapi.responses import StreamingResponse
+
 from api.service import Service
 from core.artifacts import ArtifactError, digest_of
 
@@ -133,3 +135,10 @@ class InlineDocument:
             else:
                 for at, length in self._parts(piece):
                     yield base64.b64encode(await self._service.stored(_part, self._service, piece.key, at, length))
+
+
+async def respond(service: Service, document: Any) -> StreamingResponse:
+    """The response with this JSON document, some of whose values are `Inline`. Raises `ArtifactError`."""
+    inline = InlineDocument(service, document)
+    headers = {"Content-Length": str(await inline.verify())}
+    return StreamingResponse(inline.stream(), media_type="application/json", headers=headers)

@@ -78,6 +78,22 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     return None, [_png(hole if soft else hole.point(128 * [0] + 128 * [255]))]
 
 
+def white_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
+    """A mask for `fit_mask`, of `size` and in LA, that is transparent where the picture is white.
+
+    A picture with transparent parts is a mask by what is opaque in it. `inverted`: where it is not white, or opaque.
+    """
+    drawn = _decoded(blobs[0], pictures.alpha)
+    if not any(drawn.histogram()[:255]):
+        drawn = _decoded(blobs[0], lambda image: pictures.on_white(image).convert("L"))
+    drawn = pictures.fitted(drawn, tuple(arguments["size"]), "stretch").point(129 * [0] + 127 * [255])
+    if arguments["inverted"]:
+        drawn = ImageOps.invert(drawn)
+    if not drawn.getbbox():
+        raise InvalidPicture("leaves nothing to draw: what is white in it is drawn anew")
+    return None, [_png(Image.merge("LA", (drawn, ImageOps.invert(drawn))))]
+
+
 def _has_hole(alpha: Image.Image, *, soft: bool) -> bool:
     return any(alpha.histogram()[: 255 if soft else 1])
 
@@ -98,4 +114,4 @@ def _png(image: Image.Image) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(measure, find_hole, fit_picture, fit_mask)
+    serve(measure, find_hole, fit_picture, fit_mask, white_mask)

@@ -135,6 +135,11 @@ class PictureDecoder:
         cost = _cost(upload.mask, own_size or size)
         return (await self._call(tenant, cost, "fit_mask", {**arguments, "own_size": own_size}, upload.mask))[1][0]
 
+    async def white_mask(self, tenant: str, mask: PictureSource, size: Size, *, inverted: bool) -> bytes:
+        """A mask of this size in LA as PNG, transparent where `mask` is white, or with `inverted` where it is not."""
+        arguments = {"size": size, "inverted": inverted}
+        return (await self._call(tenant, _cost(mask, mask.size or size), "white_mask", arguments, mask))[1][0]
+
     async def _call(
         self, tenant: str, cost: int, function: str, arguments: Any, source: PictureSource | None
     ) -> tuple[Any, list[bytes]]:

@@ -81,7 +81,7 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
-F = TypeVar("F", bound=StrictModel)
+F = TypeVar("F", bound=BaseModel)
 
 _TYPES = {
     "string_type": "must be text",
@@ -113,7 +113,7 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None, *, i
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
         else:
-            return model.with_warnings(tuple(warnings)) if warnings else model
+            return model.with_warnings(tuple(warnings)) if warnings and isinstance(model, StrictModel) else model
         unknown = first["type"] in ("extra_forbidden", UNKNOWN)
         if not unknown or not ignore_unknown or len(warnings) == _MAX_UNKNOWN:
             raise _invalid(kind, first, rules or {})

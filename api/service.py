@@ -39,6 +39,7 @@ from core.jobs.reaper import Reaper
 from core.jobs.record import Job, JobState, QueuePosition
 from core.jobs.registry import Registry
 from core.jobs.rights import RedisPermissions, describe_missing
+from core.jobs.sdapi import SdapiStore
 from core.jobs.store import JobStore
 from core.jobs.submissions import Submissions
 
@@ -72,6 +73,7 @@ class Service:
         self.submissions = Submissions(self.redis, settings.max_queued, settings.retention_s)
         self.batches = BatchStore.of(settings, self.redis)
         self.files = FileStore(self.redis)
+        self.sdapi = SdapiStore(self.redis)
         self.reader = EventReader(self.redis)
         self._rights = RedisPermissions(self.redis)
         self.queue = MessageProducer(settings.redis_url)

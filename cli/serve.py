@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
         "Redis, the API and a worker, started and kept alive by this one command.",
         _PARTS,
     )
-    add_settings(serve, "host", "port", "apis")
+    add_settings(serve, "host", "port", "apis", "sdapi")
     serve.add_argument("--each-gpu", action="store_true", help="one worker for each GPU of this machine")
     serve.add_argument(
         "--data",
@@ -67,7 +67,7 @@ def add(commands: Commands) -> None:
     serve.set_defaults(run=_serve)
 
     api = add_command(commands, "api", "the API alone", "Answers HTTP. Needs DIPTYCH_REDIS_URL.", _PARTS)
-    add_settings(api, "host", "port")
+    add_settings(api, "host", "port", "sdapi")
     api.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # a listening socket inherited from `serve`
     api.set_defaults(run=_api)
 

@@ -213,6 +213,7 @@ class Settings(BaseSettings):
     apis: int = Field(
         default=1, ge=1, le=64, description="processes that answer HTTP under `diptych serve`, on the same port"
     )
+    sdapi: bool = Field(default=False, description="serve AUTOMATIC1111's API too, under /sdapi/v1/")
     max_queued: int = Field(default=1000, ge=1, le=1_000_000, description="jobs that may wait in one queue")
     max_attempts: int = Field(default=3, ge=1, le=100, description="crashes that a job may be in before it fails")
     image_jobs: int = Field(default=32, ge=1, le=1000, description="image jobs that a worker computes at once")

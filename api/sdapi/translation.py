@@ -1,0 +1,237 @@
+"""Translates a body of AUTOMATIC1111's API to an image request of this service. No I/O.
+
+What names a thing that the model does not have is refused; what would change a picture and is not offered is left out
+with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from api.errors import ApiError, invalid_as_api_error, invalid_field
+from api.sdapi import controlnet, names, requests
+from api.sdapi.controlnet import Source
+from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
+from api.uploads import PictureSource
+from contract import loras
+from contract.bounds import check_number
+from contract.card import TINY, ImageCard, ImageOffer, Size
+from contract.markup import A1111
+
+STRENGTH = 0.75  # denoising_strength of img2img by default
+PREVIEW_EVERY = 10  # steps, as show_progress_every_n_steps by default
+_SEEDS = 2**32  # random ones are below this, as in the web UI
+
+_NETWORK = re.compile(r"<(lora|lyco):([^:<>]*)((?::[^:<>]*)*)>")
+_FORMATS = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
+_NONE = ("", "none", "automatic")
+
+
+@dataclass
+class Translation:
+    """A request of this service, and what else the body says.
+
+    `fields` are an `ImageRequest`'s, or with `source` an `EditRequest`'s. White pixels of `mask` are drawn anew, with
+    `inverted` black ones. `prompt` is as it was given.
+    """
+
+    card: ImageCard
+    fields: dict[str, Any]
+    prompt: str
+    options: OptionsBody
+    warnings: list[str] = field(default_factory=list)
+    source: PictureSource | None = None
+    mask: PictureSource | None = None
+    inverted: bool = False
+    inputs: dict[str, Sequence[PictureSource]] = field(default_factory=dict)
+
+
+def options_of(stored: Mapping[str, Any], body: Generation) -> OptionsBody:
+    """The options of a request: its own, and those that the caller has set. Raises `ApiError`."""
+    own = {name: value for name, value in (body.override_settings or {}).items() if name in OptionsBody.model_fields}
+    try:
+        return requests.parse(OptionsBody, {**stored, **{k: v for k, v in own.items() if v is not None}})
+    except ApiError as error:
+        raise invalid_field(f"override_settings.{error.param}", error.detail or "", error.code or "") from None
+
+
+def translate(body: Generation, options: OptionsBody, card: ImageCard, source: Source) -> Translation:
+    """The request that this body makes of a model. Raises `ApiError` (400), naming this service's field."""
+    result = Translation(card, {"model": card.name}, body.prompt or "", options)
+    _add_prompts(result, body, card)
+    _add_numbers(result, body, card.offer)
+    _add_sampling(result, body, card)
+    _add_options(result, card)
+    if isinstance(body, Txt2Img) and body.enable_hr:
+        _add_upscale(result, body, card.offer)
+    if isinstance(body, Img2Img):
+        _add_source(result, body, source)
+    if body.refiner_checkpoint and body.refiner_checkpoint.lower() not in _NONE:
+        result.fields["refiner"] = {"model": [*names.model_names(body.refiner_checkpoint)][-1]}
+        if body.refiner_switch_at is not None:
+            result.fields["refiner"]["from"] = body.refiner_switch_at
+    if body.script_name and body.script_name.lower() != "none":
+        raise invalid_field("script_name", "no scripts are offered")
+    init = None if result.source is None else lambda name: source(name, _first_image(body))
+    units = controlnet.read(body.alwayson_scripts or {}, card.offer, source, init)
+    result.fields |= units.fields
+    result.inputs = units.inputs
+    result.warnings += units.warnings
+    return result
+
+
+def _add_prompts(result: Translation, body: Generation, card: ImageCard) -> None:
+    prompt, named = _without_networks(body.prompt or "", result.warnings)
+    negative, ignored = _without_networks(body.negative_prompt or "", [])
+    if ignored:
+        result.warnings.append("negative_prompt: its LoRAs are not read")
+    result.fields["prompt"] = prompt
+    if named:
+        result.fields["lora"] = ",".join(f"{name}:{scale}" for name, scale in named.items())
+    if negative.strip():  # to the web UI an empty one is none
+        result.fields["negative_prompt"] = negative
+    if card.prompt_fields is None or "prompt_weighting" in card.prompt_fields:
+        result.fields["prompt_weighting"] = A1111
+
+
+def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, str]]:
+    """The text without its LoRAs, and their scales by name. Raises `ApiError`."""
+    named: dict[str, str] = {}
+
+    def take(match: re.Match[str]) -> str:
+        name, arguments = match[2].strip(), [part.strip() for part in match[3].split(":")[1:]]
+        if not loras.is_name(name):
+            raise invalid_field(
+                "lora", "a LoRA's name is letters, digits, _, . and -, and begins with one of the first two"
+            )
+        scales = [part.partition("=")[2] if part.startswith(("te=", "unet=")) else part for part in arguments]
+        if len({*scales}) > 1:
+            warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the first")
+        if name in named:
+            raise invalid_field("lora", f"{name}: is named twice")
+        named[name] = scales[0] if scales and scales[0] else "1"
+        return ""
+
+    bare = _NETWORK.sub(take, text)
+    return (bare.strip() if named else text), named
+
+
+def _add_numbers(result: Translation, body: Generation, offer: ImageOffer) -> None:
+    fields = result.fields
+    fields["n"] = (body.batch_size or 1) * (body.n_iter or 1)
+    fields["seed"] = body.seed if body.seed not in (None, -1) else secrets.randbelow(min(_SEEDS, offer.max_seed + 1))
+    fields |= {
+        name: value for name, value in {"steps": body.steps, "guidance_scale": body.cfg_scale}.items()
+        if value is not None
+    }  # fmt: skip
+    if body.width is not None or body.height is not None:
+        size = body.width or body.height or 0, body.height or body.width or 0
+        drawn = _nearest(offer, size)
+        fields["size"] = f"{drawn[0]}x{drawn[1]}"
+        if drawn != size:
+            result.warnings.append(f"width, height: {size[0]}x{size[1]} is not offered; {fields['size']} is drawn")
+
+
+def _nearest(offer: ImageOffer, size: Size) -> Size:
+    """The offered size that is nearest: its sides rounded, or else the one of the nearest shape."""
+    if offer.offers(size):
+        return size
+    if (sides := offer.size_range) is not None:
+        low, high = sides.shortest, sides.longest
+        rounded = [min(max(round(side / sides.multiple) * sides.multiple, low), high) for side in size]
+        if offer.offers((rounded[0], rounded[1])) and max(size) <= high and min(size) >= low:
+            return rounded[0], rounded[1]
+    return offer.nearest(size)
+
+
+def _add_options(result: Translation, card: ImageCard) -> None:
+    options, fields = result.options, result.fields
+    vae = (options.sd_vae or "").lower()
+    if TINY in card.vaes and vae in (TINY, "taesd"):
+        fields["vae"] = TINY
+    elif vae not in (*_NONE, *card.vaes):
+        result.warnings.append("override_settings.sd_vae: is not offered; the model's own VAE is used")
+    layers = options.CLIP_stop_at_last_layers or 1
+    if layers > 1:
+        read = card.prompt_fields
+        # The web UI reads the two text encoders of SDXL from a fixed layer.
+        if read is None or ("clip_skip" in read and "prompt_2" not in read):
+            fields["clip_skip"] = layers - 1
+        else:
+            result.warnings.append("override_settings.CLIP_stop_at_last_layers: is not read by this model")
+    if options.samples_format:
+        name = _FORMATS.get(options.samples_format.lower())
+        if name is None:
+            result.warnings.append("override_settings.samples_format: is not offered; pictures are PNG")
+        fields["output_format"] = name or "png"
+    every = options.show_progress_every_n_steps
+    fields["preview_every"] = PREVIEW_EVERY if every is None else max(0, every)
+
+
+def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> None:
+    """Add the sampler and the noise schedule. Raises `ApiError`."""
+    sampling = names.sampling(card, body.sampler_name or body.sampler_index, body.scheduler)
+    if sampling.scheduler is not None:
+        result.fields["scheduler"] = sampling.scheduler
+    if sampling.schedule_type is not None:
+        result.fields["schedule_type"] = sampling.schedule_type
+    result.warnings += sampling.warnings
+
+
+def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:
+    """The hires fix as far as it is offered: the finished picture is enlarged, and not drawn again."""
+    offered = ", ".join(offer.upscalers or ()) or "none: its worker has no DIPTYCH_UPSCALERS_DIR"
+    name = body.hr_upscaler or ""
+    if name not in (offer.upscalers or ()):
+        raise invalid_field("upscale.model", f"the hires fix needs an upscaler that the model has; it has {offered}")
+    scale = body.hr_scale if body.hr_scale is not None else 2.0
+    if body.hr_resize_x or body.hr_resize_y:
+        if body.width is None or body.height is None:
+            raise invalid_field("hr_resize_x", "needs width and height")
+        factors = {
+            round(target / side, 3)
+            for target, side in ((body.hr_resize_x, body.width), (body.hr_resize_y, body.height))
+            if target
+        }
+        if len(factors) > 1:
+            raise invalid_field("hr_resize_x", "must have the shape of width and height: nothing is cropped")
+        (scale,) = factors
+    result.fields["upscale"] = {"model": name, "scale": scale}
+    if body.denoising_strength != 0:
+        result.warnings.append("enable_hr: the picture is enlarged once it is drawn; there are no second steps")
+
+
+def _first_image(body: Generation) -> Any:
+    assert isinstance(body, Img2Img)
+    if not body.init_images:
+        raise invalid_field("init_images", "must be given", "missing_required_parameter")
+    if len(body.init_images) > 1:
+        raise invalid_field("init_images", "must contain one picture: one can be drawn from at a time")
+    return body.init_images[0]
+
+
+def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
+    result.source = source("init_images", _first_image(body))
+    strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
+    with invalid_as_api_error():
+        check_number("strength", strength, 0, 1)
+    steps = max(1, body.steps or result.card.defaults.steps)
+    if int(steps * strength) < 1:  # the web UI runs at least one step
+        strength = min(1.0, math.nextafter(1 / steps, 2))
+    result.fields["strength"] = float(strength)
+    if body.resize_mode:
+        result.warnings.append("resize_mode: is not offered; the picture is resized to width and height")
+    if body.mask is None:
+        return
+    result.mask, result.inverted = source("mask", body.mask), bool(body.inpainting_mask_invert)
+    if any((body.mask_blur, body.mask_blur_x, body.mask_blur_y)):
+        result.warnings.append("mask_blur: is not offered; what the mask leaves out is kept exactly")
+    if body.inpainting_fill not in (None, 1) and strength < 1:
+        result.warnings.append("inpainting_fill: is not offered; the masked part begins with the picture, as by 1")
+    if body.inpaint_full_res:
+        result.warnings.append("inpaint_full_res: is not offered; the whole picture is drawn at its size")

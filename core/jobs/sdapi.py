@@ -1,0 +1,74 @@
+"""Stores what AUTOMATIC1111's API keeps between the requests of an owner: options that were set, and open requests.
+
+Keys in Redis, all of which expire:
+
+    sdapi_options:{owner}        hash: an option's name → its value as JSON
+    sdapi_open:{owner}           hash: id of a job whose request is open → seconds since the epoch
+    sdapi_task:{owner}:{task}    id of the job of a task whose name the client chose
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from core.jobs.connection import RedisStore
+from core.jobs.keys import PREFIX
+
+_OPTIONS_MS = 30 * 86_400_000
+_OPEN_MS = 86_400_000  # as long as a job's record is kept by default
+_TASK_MS = 3_600_000
+
+
+class SdapiStore(RedisStore):
+    """The options and open requests of all owners; "" is the owner of all requests without keys."""
+
+    def options(self, owner: str) -> dict[str, Any]:
+        """The options that the owner set, by name."""
+        reply: Any = self._client.hgetall(_options(owner))
+        return {name: json.loads(text) for name, text in reply.items()}
+
+    def set_options(self, owner: str, values: Mapping[str, Any]) -> None:
+        """Set these options, which are kept for a month from now."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.hset(_options(owner), mapping={name: json.dumps(value) for name, value in values.items()})
+            pipe.pexpire(_options(owner), _OPTIONS_MS)
+            pipe.execute()
+
+    def open(self, owner: str, job_id: str, task: str | None = None) -> None:
+        """Note that a request waits for this job, and which task it is."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.hset(_open(owner), job_id, str(int(time.time())))
+            pipe.pexpire(_open(owner), _OPEN_MS)
+            if task is not None:
+                pipe.set(_task(owner, task), job_id, px=_TASK_MS)
+            pipe.execute()
+
+    def close_requests(self, owner: str, *job_ids: str) -> None:
+        """Note that no request waits for these jobs any more."""
+        self._client.hdel(_open(owner), *job_ids)
+
+    def open_jobs(self, owner: str) -> list[str]:
+        """The ids of the jobs for which requests wait, in the order of their requests."""
+        reply: Any = self._client.hgetall(_open(owner))
+        return sorted(reply, key=lambda job_id: int(reply[job_id]))
+
+    def job_of_task(self, owner: str, task: str) -> str | None:
+        """The id of the task's job; None if there was none in the last hour."""
+        reply: Any = self._client.get(_task(owner, task))
+        return None if reply is None else str(reply)
+
+
+def _options(owner: str) -> str:
+    return f"{PREFIX}sdapi_options:{owner}"
+
+
+def _open(owner: str) -> str:
+    return f"{PREFIX}sdapi_open:{owner}"
+
+
+def _task(owner: str, task: str) -> str:
+    return f"{PREFIX}sdapi_task:{owner}:{hashlib.sha256(task.encode()).hexdigest()[:32]}"

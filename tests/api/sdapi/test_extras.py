@@ -1,0 +1,57 @@
+"""png-info and extra-single-image."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from PIL import Image
+
+from api.sdapi.infotext import parse
+from tests.api.sdapi.studio import Studio
+from tests.api.sdapi.test_generation import draw, info, opened, picture, sdapi_error
+from tests.api.world import Api, eventually
+
+
+def test_a_drawn_picture_says_how(shared: Api, studio: Studio) -> None:
+    answer = draw(shared, prompt="a <lora:sepia:0.5> cat, in snow", seed=3)
+    (image,), (text,) = answer.json()["images"], info(answer)["infotexts"]
+    for form in (image, "data:image/png;base64," + image):
+        said = shared.post("/sdapi/v1/png-info", image=form).json()
+        assert said == {"info": text, "items": {"parameters": text}, "parameters": parse(text)}
+    assert said["parameters"]["Seed"] == "3"
+
+
+def test_a_picture_without_words(shared: Api) -> None:
+    empty = {"info": "", "items": {}, "parameters": {}}
+    assert shared.post("/sdapi/v1/png-info", image=picture()).json() == empty
+    assert shared.post("/sdapi/v1/png-info", image=base64.b64encode(b"hello").decode()).json() == empty
+    sdapi_error(shared.post("/sdapi/v1/png-info", image=""), 422, "image")
+    sdapi_error(shared.post("/sdapi/v1/png-info"), 422, "image")
+
+
+def test_a_picture_in_another_size(shared: Api) -> None:
+    source = picture(40, 30)
+    for fields, size in (({}, (80, 60)), ({"upscaling_resize": 1.5}, (60, 45)),
+                         ({"resize_mode": 1, "upscaling_resize_w": 120, "upscaling_resize_h": 90}, (120, 90)),
+                         ({"resize_mode": 1, "upscaling_resize_w": 20, "upscaling_resize_h": 90,
+                           "upscaling_crop": False}, (120, 90))):  # fmt: skip
+        answer = shared.post("/sdapi/v1/extra-single-image", image=source, upscaler_1="None", **fields)
+        image = opened(answer.json()["image"])
+        assert np.array_equal(image, opened(source).resize(size, Image.Resampling.LANCZOS))
+    held = shared.server._service.inline_bytes
+    eventually(lambda: held.count == 0, "what is sent is counted, and given back")
+
+
+def test_what_is_not_enlarged(shared: Api) -> None:
+    def refused(where: str, **fields: object) -> str:
+        answer = shared.post("/sdapi/v1/extra-single-image", image=picture(40, 30), **fields)
+        return sdapi_error(answer, 422, where)
+
+    assert "enable_hr" in refused("upscaler_1", upscaler_1="R-ESRGAN 4x+")
+    refused("upscaler_2", upscaler_2="nearest4")
+    refused("upscaling_resize_w", resize_mode=1)
+    refused("upscaling_resize", upscaling_resize=17)
+    large = shared.post("/sdapi/v1/extra-single-image", image=picture(1024, 1024), upscaling_resize=8)
+    sdapi_error(large, 422, "upscaling_resize")
+    sdapi_error(shared.post("/sdapi/v1/extra-single-image", image="aGVsbG8="), 422, "image")

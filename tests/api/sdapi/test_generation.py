@@ -1,0 +1,221 @@
+"""txt2img and img2img over a real service: pictures, `info`, what the worker gets, and errors in their form."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.jobs.record import JobState
+from tests.api.sdapi.studio import Studio
+from tests.api.world import Api, Worker, check_error, eventually
+
+
+def picture(width: int = 128, height: int = 128, mode: str = "RGB", seed: int = 0, **options: Any) -> str:
+    shape = (height, width) if mode == "L" else (height, width, len(mode))
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return encoded(Image.fromarray(pixels, mode), **options)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def opened(text: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def info(answer: httpx2.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return dict(json.loads(answer.json()["info"]))
+
+
+def draw(api: Api, **fields: Any) -> httpx2.Response:
+    return api.post("/sdapi/v1/txt2img", **{"prompt": "a cat", "steps": 2, **fields})
+
+
+def sdapi_error(answer: httpx2.Response, status: int, where: str) -> str:
+    """The answer is an error in FastAPI's form about this field, or of this code; returns its message."""
+    assert answer.status_code == status, answer.text
+    content = answer.json()
+    if status == 422:
+        (error,) = content["detail"]
+        assert error["loc"] == ["body", *where.split(".")] and error["type"], error
+        return str(error["msg"])
+    assert content["error"] == where and set(content) == {"error", "detail", "body", "errors"}
+    return str(content["detail"])
+
+
+def test_pictures_seeds_and_texts(shared: Api, studio: Studio) -> None:
+    answer = draw(shared, seed=41, batch_size=2, n_iter=2, negative_prompt="blur", sampler_name="Euler a", cfg_scale=6)
+    said = info(answer)
+    assert said["all_seeds"] == [41, 42, 43, 44] and said["seed"] == 41 and said["batch_size"] == 2
+    pictures = [opened(text) for text in answer.json()["images"]]
+    assert [image.size for image in pictures] == [(128, 128)] * 4
+    assert said["infotexts"] == [image.text["parameters"] for image in pictures]  # type: ignore[attr-defined]
+    assert "Seed: 44" in said["infotexts"][3] and "Negative prompt: blur" in said["infotexts"][0]
+    assert (said["sampler_name"], said["cfg_scale"], said["steps"]) == ("Euler a", 6.0, 2)
+    assert (said["width"], said["height"], said["sd_model_name"]) == (128, 128, "emoji-xl")
+    assert said["warnings"] == []
+    assert studio.seen[-1].parameters["n"] == 4 and studio.worker.is_(said["job_id"], JobState.SUCCEEDED)
+    echoed = answer.json()["parameters"]
+    assert (echoed["seed"], echoed["sampler_name"]) == (41, "Euler a")
+
+
+def test_a_random_seed_survives_javascript(shared: Api, studio: Studio) -> None:
+    seeds = {info(draw(shared, seed=seed))["seed"] for seed in (-1, -1, None)}
+    assert len(seeds) == 3 and max(seeds) < 2**32
+
+
+def test_no_pictures_and_other_formats(shared: Api, studio: Studio) -> None:
+    answer = draw(shared, send_images=False, seed=5)
+    assert answer.json()["images"] == [] and info(answer)["all_seeds"] == [5]
+    draw(shared, override_settings={"samples_format": "webp"})
+    assert studio.seen[-1].parameters["output_format"] == "webp"
+
+
+def test_secrets_of_a_client_are_not_echoed(shared: Api, studio: Studio) -> None:
+    """SillyTavern sends its whole body on, with the password."""
+    answer = draw(shared, url="http://127.0.0.1:7860", auth="user:dpt_secret")
+    assert "dpt_secret" not in answer.text and info(answer)["warnings"] == []
+
+
+def handed_on(worker: Worker, parameters: dict[str, Any], *path: Any) -> np.ndarray:
+    key: Any = parameters
+    for name in path:
+        key = key[name]
+    return np.asarray(Image.open(io.BytesIO(worker.artifacts.get(key))))
+
+
+def inpaint(api: Api, mask: str, **fields: Any) -> httpx2.Response:
+    body = {"prompt": "a cat", "steps": 4, "init_images": [picture()], "mask": mask, "denoising_strength": 1}
+    return api.post("/sdapi/v1/img2img", **{**body, **fields})
+
+
+def half(mode: str = "L", size: tuple[int, int] = (128, 128), white: Any = 255, black: Any = 0) -> Image.Image:
+    """White on its left half."""
+    image = Image.new(mode, size, black)
+    image.paste(white, (0, 0, size[0] // 2, size[1]))
+    return image
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        half(), half("RGB", white="white", black="black"),
+        half("RGBA", white=(255, 255, 255, 255), black=(0, 0, 0, 255)),
+        half("RGBA", white=(0, 0, 0, 255), black=(255, 255, 255, 0)), half(size=(64, 64)), half("1", white=1),
+        half().convert("P"),
+    ],
+)  # fmt: skip
+def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask: Image.Image) -> None:
+    """Or what is opaque in one with transparent parts, whatever its size."""
+    for invert in (0, 1):
+        assert info(inpaint(shared, encoded(mask), inpainting_mask_invert=invert))["denoising_strength"] == 1
+        drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "mask")
+        expected = np.zeros((128, 128), np.uint8)
+        expected[:, 64:] = 255
+        assert np.array_equal(drawn, expected if invert else 255 - expected)
+
+
+def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:
+    """And no mask of its own."""
+    source = half("RGBA", white=(10, 20, 30, 255), black=(0, 0, 0, 0))
+    assert info(shared.post("/sdapi/v1/img2img", prompt="a", steps=4, init_images=[encoded(source)]))["warnings"] == []
+    edit = studio.seen[-1].parameters["edit"]
+    drawn = handed_on(studio.worker, studio.seen[-1].parameters, "edit", "image")
+    assert "mask" not in edit and drawn[0, 0].tolist() == [10, 20, 30] and drawn[0, 127].tolist() == [255] * 3
+
+
+def test_an_empty_mask_is_refused(shared: Api, studio: Studio) -> None:
+    message = sdapi_error(inpaint(shared, encoded(Image.new("L", (128, 128)))), 422, "mask")
+    assert "nothing to draw" in message
+    sdapi_error(inpaint(shared, base64.b64encode(b"GIF89a" * 9).decode()), 422, "mask")
+
+
+def test_large_pictures_go_through(shared: Api, studio: Studio) -> None:
+    """Of several MiB, in data URLs and without; each with its own content."""
+    source, portrait = picture(1400, 1400), picture(1024, 1024, seed=1)
+    assert len(source) > 5 * 2**20
+    unit = {"model": "face", "image": "data:image/png;base64," + portrait, "weight": 0.6}
+    answer = shared.post(
+        "/sdapi/v1/img2img", prompt="a cat", steps=4, init_images=["data:image/png;base64," + source],
+        alwayson_scripts={"ControlNet": {"args": [unit]}},
+    )  # fmt: skip
+    assert info(answer)["denoising_strength"] == 0.75 and len(answer.content) < 2**20
+    parameters = studio.seen[-1].parameters
+    resized = opened(source).resize((128, 128), Image.Resampling.LANCZOS)
+    assert np.array_equal(handed_on(studio.worker, parameters, "edit", "image"), np.asarray(resized))
+    (entry,) = parameters["image_prompts"]
+    assert (entry["model"], entry["strength"]) == ("face", 0.6)
+    assert handed_on(studio.worker, entry, "image").shape == (768, 768, 3)
+
+
+def test_a_control_of_the_source(shared: Api, studio: Studio) -> None:
+    unit = {"model": "edges [01234567]", "module": "canny", "guidance_end": 0.5}
+    answer = shared.post(
+        "/sdapi/v1/img2img", prompt="a cat", steps=4, init_images=[picture()],
+        alwayson_scripts={"controlnet": {"args": [unit]}},
+    )  # fmt: skip
+    assert info(answer)["warnings"] == []
+    (entry,) = studio.seen[-1].parameters["control"]
+    assert (entry["model"], entry["preprocessor"], entry["end"]) == ("edges", "canny", 0.5)
+
+
+def test_errors_name_the_fields_of_this_api(shared: Api) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"steps": 100_000}, "steps"), ({"cfg_scale": 1e6}, "cfg_scale"), ({"batch_size": 20}, "batch_size"),
+        ({"seed": -7}, "seed"), ({"prompt": ""}, "prompt"), ({"prompt": "a <lora:nothing:1>"}, "prompt"),
+        ({"prompt": "a [cat:dog:0.5]"}, "prompt"), ({"sampler_name": "Eulerest"}, "sampler_name"),
+        ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, "override_settings.sd_model_checkpoint"),
+        ({"refiner_checkpoint": "none-such"}, "refiner_checkpoint"), ({"prompt": "a" * 16_384}, "prompt"),
+        ({"alwayson_scripts": {"controlnet": {"args": [{"model": "depths", "image": picture()}]}}},
+         "alwayson_scripts.controlnet.model"),
+        ({"alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": "!"}]}}},
+         "alwayson_scripts.controlnet.image"),
+    ]  # fmt: skip
+    for fields, where in cases:
+        sdapi_error(draw(shared, **fields), 422, where)
+    sdapi_error(shared.client.post("/sdapi/v1/txt2img", content=b"prompt=a"), 415, "unsupported_media_type")
+    sdapi_error(
+        shared.client.post("/sdapi/v1/txt2img", content=b"{", headers={"Content-Type": "application/json"}),
+        400, "invalid_body",
+    )  # fmt: skip
+    sdapi_error(shared.post("/sdapi/v1/img2img", prompt="a"), 422, "init_images")
+    wrong = shared.post("/sdapi/v1/img2img", prompt="a", init_images=["https://example.com/a.png"])
+    assert "not fetched" in sdapi_error(wrong, 422, "init_images")
+
+
+def test_a_job_that_fails(shared: Api, studio: Studio) -> None:
+    studio.failing = True
+    assert "engine failed" in sdapi_error(draw(shared), 500, "engine_error")
+
+
+def test_a_client_that_leaves_cancels(shared: Api, studio: Studio) -> None:
+    studio.go.clear()
+    before = studio.worker.ids()
+    with pytest.raises(httpx2.TimeoutException):
+        shared.client.post("/sdapi/v1/txt2img", json={"prompt": "a cat"}, timeout=0.5)
+    (id,) = eventually(lambda: studio.worker.ids() - before)
+    eventually(lambda: studio.worker.is_(id, JobState.CANCELLED))
+
+
+def test_many_at_once(shared: Api, studio: Studio) -> None:
+    """Each is answered with its own pictures."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda seed: info(draw(shared, seed=1000 * seed)), range(16)))
+    assert [said["seed"] for said in answers] == [1000 * seed for seed in range(16)]
+
+
+def test_the_paths_are_there_with_the_setting_only(shared: Api) -> None:
+    check_error(shared.client.get("/sdapi/v1/nothing"), 404, code="not_found")
+    assert "/sdapi/v1/txt2img" in shared.client.get("/openapi.json").json()["paths"]

@@ -1,0 +1,66 @@
+"""Infotexts as the pipeline writes them are read back; the text of any PNG is read within bounds."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from api.sdapi.infotext import parse, texts
+from contract.image import ImageParameters
+from pipeline.pixels.infotext import infotext
+
+words = st.text(st.sampled_from('ab ,:"()\\é'), max_size=30).map(str.strip)
+
+
+@given(st.lists(words, min_size=1, max_size=3), words, st.integers(0, 2**63 - 1), words)
+def test_an_infotext_is_read_back(prompt: list[str], negative: str, seed: int, model: str) -> None:
+    text = "a " + "\n".join(prompt).strip()
+    parameters = ImageParameters(text, seed, 64, 48, negative_prompt=negative)
+    read = parse(infotext(parameters, "dpm++2m", {"model": model, "version": "1"}))
+    assert (read["Prompt"], read["Negative prompt"]) == ("\n".join(map(str.strip, text.split("\n"))).strip(), negative)
+    assert read.get("Model", "") == model
+    assert (read["Seed"], read["Sampler"], read["Size"]) == (str(seed), "DPM++ 2M", "64x48")
+
+
+def test_words_alone_are_a_prompt() -> None:
+    assert parse("a cat, a: dog") == {"Prompt": "a cat, a: dog", "Negative prompt": ""}
+    assert parse("") == {"Prompt": "", "Negative prompt": ""}
+
+
+def png(*chunks: tuple[bytes, bytes]) -> bytes:
+    body = b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def test_every_kind_of_text_is_read() -> None:
+    info, stream = PngImagePlugin.PngInfo(), io.BytesIO()
+    info.add_text("parameters", "a cat")
+    info.add_text("Comment", "x" * 1000, zip=True)
+    info.add_itxt("Título", "été ✓", zip=True)
+    info.add_itxt("plain", "été")
+    Image.new("RGB", (1, 1)).save(stream, "PNG", pnginfo=info)
+    assert texts(stream.getvalue()) == {
+        "parameters": "a cat", "Comment": "x" * 1000, "Título": "été ✓", "plain": "été",
+    }  # fmt: skip
+
+
+def test_a_file_that_inflates_is_left_out() -> None:
+    bomb = zlib.compress(bytes(64 * 2**20))
+    found = texts(png((b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"b\0\1\0\0\0" + bomb), (b"tEXt", b"c\0kept")))
+    assert found == {"c": "kept"}
+    several = texts(png(*((b"tEXt", b"k%d\0v" % k) for k in range(1000))))
+    assert len(several) == 64
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"tEXt", b"zTXt", b"iTXt"]))
+def test_any_bytes_are_read_without_an_error(content: bytes, kind: bytes) -> None:
+    texts(content)
+    texts(png((kind, content)) + content)

@@ -1,0 +1,236 @@
+"""What a body of AUTOMATIC1111's API means here; what is refused, and what is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api import schemas
+from api.errors import ApiError
+from api.sdapi import controlnet, requests, translation
+from api.sdapi.requests import Generation, Img2Img, Txt2Img
+from api.sdapi.routing import field_of
+from api.sdapi.translation import Translation
+from api.uploads import PictureSource
+from contract.card import ImageCard
+from contract.image_request import EditRequest, ImageRequest
+from tests.api.sdapi.studio import CARD
+
+
+def source(field: str, value: Any) -> PictureSource:
+    return PictureSource(field, len(value), lambda: value.encode())
+
+
+def made(kind: type[Generation] = Txt2Img, card: ImageCard = CARD, **fields: Any) -> Translation:
+    body = requests.parse(kind, {"prompt": "a cat", **fields})
+    result = translation.translate(body, translation.options_of({}, body), card, source)
+    schemas.read(ImageRequest if result.source is None else EditRequest, result.fields)
+    return result
+
+
+def refused(kind: type[Generation] = Txt2Img, card: ImageCard = CARD, **fields: Any) -> tuple[str, str]:
+    with pytest.raises(ApiError) as caught:
+        made(kind, card, **fields)
+    return field_of(caught.value.param or ""), str(caught.value.detail)
+
+
+def test_what_is_left_out_is_left_to_the_model() -> None:
+    """Null, and an empty negative prompt, which is none there."""
+    result = made(negative_prompt="", steps=None, cfg_scale=None, sampler_name=None, override_settings=None)
+    seed = result.fields.pop("seed")
+    assert 0 <= seed < 2**32
+    assert result.fields == {
+        "model": "emoji-xl", "prompt": "a cat", "prompt_weighting": "a1111", "n": 1, "preview_every": 10,
+    }  # fmt: skip
+    assert result.warnings == []
+
+
+def test_numbers_are_taken_as_they_come() -> None:
+    """In text and as floats, as that API coerces them."""
+    result = made(seed="7", steps=5.0, cfg_scale="6", batch_size="2", n_iter=2, width=64, height="64")
+    for name, value in {"seed": 7, "steps": 5, "guidance_scale": 6.0, "n": 4, "size": "64x64"}.items():
+        assert result.fields[name] == value
+    assert refused(steps="many") == ("steps", "must be a whole number")
+    assert refused(cfg_scale="nan") == ("cfg_scale", "must be a number")
+    assert refused(batch_size=0)[0] == "batch_size"
+    for name in ("steps", "width", "seed", "hr_resize_x"):
+        assert refused(**{name: "1" * 400}) == (name, "is out of range")
+    assert refused(override_settings={"CLIP_stop_at_last_layers": "99"})[1] == "is out of range"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "bare", "lora"),
+    [
+        ("a cat <lora:sepia:0.8>", "a cat", "sepia:0.8"), ("<lora:sepia> a cat", "a cat", "sepia:1"),
+        ("a <lora:sepia:1><lora:pixel-art:-.5> cat", "a  cat", "sepia:1,pixel-art:-.5"),
+        ("a cat <lyco:sepia:0.5:0.5>", "a cat", "sepia:0.5"),
+        ("a cat <lora:sepia:te=0.5:unet=0.5>", "a cat", "sepia:0.5"),
+    ],
+)  # fmt: skip
+def test_loras_are_named_in_the_prompt(prompt: str, bare: str, lora: str) -> None:
+    result = made(prompt=prompt)
+    assert (result.fields["prompt"], result.fields["lora"], result.prompt) == (bare, lora, prompt)
+    assert result.warnings == []
+
+
+def test_a_lora_that_is_named_otherwise_is_told() -> None:
+    assert "one weight" in made(prompt="a cat <lora:sepia:0.5:1>").warnings[0]
+    assert "negative_prompt" in made(negative_prompt="<lora:sepia:1>").warnings[0]
+    assert refused(prompt="a <lora:../x:1>")[0] == refused(prompt="<lora:sepia:1> <lora:sepia:1>")[0] == "prompt"
+
+
+@given(st.text(st.sampled_from("<lora:ab>0.5 ()"), max_size=30))
+def test_a_prompt_without_a_whole_name_is_as_it_was(prompt: str) -> None:
+    try:
+        result = made(prompt=prompt)
+    except ApiError as error:
+        assert error.param in ("prompt", "lora")
+    else:
+        assert result.fields["prompt"] == prompt or "lora" in result.fields
+
+
+@pytest.mark.parametrize(
+    ("size", "drawn"), [((512, 512), "128x128"), ((1024, 1024), "128x128"), ((200, 200), "200x200"),
+                        ((203, 197), "200x200"), ((768, 1344), "96x168"), ((10, 10), "64x64")],
+)  # fmt: skip
+def test_a_size_that_is_not_offered_is_the_nearest_and_told(size: tuple[int, int], drawn: str) -> None:
+    result = made(width=size[0], height=size[1])
+    assert result.fields["size"] == drawn
+    assert bool(result.warnings) == (drawn != "{}x{}".format(*size))
+
+
+def test_options_are_read_from_the_request() -> None:
+    overrides = {"sd_vae": "taesd", "CLIP_stop_at_last_layers": 2, "samples_format": "jpg", "eta_noise_seed_delta": 1,
+                 "show_progress_every_n_steps": -1}  # fmt: skip
+    result = made(override_settings=overrides)
+    expected = {"vae": "tiny", "clip_skip": 1, "output_format": "jpeg", "preview_every": 0}
+    assert {name: result.fields[name] for name in expected} == expected
+    of_two_encoders = replace(CARD, prompt_fields=("clip_skip", "prompt_2", "prompt_weighting"))
+    result = made(card=of_two_encoders, override_settings=overrides)
+    assert "clip_skip" not in result.fields and "CLIP_stop" in result.warnings[0]
+    assert "sd_vae" in made(override_settings={"sd_vae": "kl-f8"}).warnings[0]
+    assert made(override_settings={"sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1}).warnings == []
+    assert refused(override_settings={"CLIP_stop_at_last_layers": "x"})[0].endswith("CLIP_stop_at_last_layers")
+
+
+def test_the_hires_fix_enlarges() -> None:
+    result = made(enable_hr=True, hr_upscaler="nearest4", denoising_strength=0)
+    assert result.fields["upscale"] == {"model": "nearest4", "scale": 2.0} and result.warnings == []
+    result = made(enable_hr=True, hr_upscaler="nearest4", hr_scale=3, hr_second_pass_steps=5)
+    assert result.fields["upscale"]["scale"] == 3.0 and "no second steps" in result.warnings[0]
+    result = made(enable_hr=True, hr_upscaler="nearest4", width=128, height=128, hr_resize_x=256, hr_resize_y=256)
+    assert result.fields["upscale"]["scale"] == 2.0
+    assert "upscale" not in made(enable_hr=False, hr_upscaler="Latent").fields
+    for upscaler in ("Latent", "R-ESRGAN 4x+", "None", None):
+        field, message = refused(enable_hr=True, hr_upscaler=upscaler)
+        assert field == "hr_upscaler" and "nearest4" in message
+    assert "DIPTYCH_UPSCALERS_DIR" in refused(card=replace(CARD, upscalers=()), enable_hr=True)[1]
+    shape = {"width": 128, "height": 128, "hr_resize_x": 256, "hr_resize_y": 128}
+    assert refused(enable_hr=True, hr_upscaler="nearest4", **shape)[0] == "hr_resize_x"
+
+
+def test_a_refiner_and_scripts() -> None:
+    result = made(refiner_checkpoint="polish.safetensors [0123456789]", refiner_switch_at=0.7)
+    assert result.fields["refiner"] == {"model": "polish", "from": 0.7}
+    assert "refiner" not in made(refiner_checkpoint="None", script_name="").fields
+    assert refused(script_name="X/Y/Z plot")[0] == "script_name"
+
+
+def test_a_source_and_its_mask() -> None:
+    fields: dict[str, Any] = {"init_images": ["picture"], "mask": "mask", "mask_blur": 4, "inpainting_fill": 0}
+    result = made(Img2Img, **fields, inpainting_mask_invert=1, inpaint_full_res=True, resize_mode=1)
+    assert result.fields["strength"] == 0.75 and result.inverted
+    assert result.source is not None and result.mask is not None
+    told = [warning.partition(":")[0] for warning in result.warnings]
+    assert told == ["resize_mode", "mask_blur", "inpainting_fill", "inpaint_full_res"]
+    assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
+    assert refused(Img2Img)[0] == refused(Img2Img, init_images=["a", "b"])[0] == "init_images"
+    assert refused(Img2Img, init_images=["a"], denoising_strength=2)[0] == "denoising_strength"
+    assert refused(Img2Img, init_images="a") == ("init_images", "must be a list")
+
+
+@given(st.integers(1, 150), st.floats(0, 1))
+def test_a_source_has_at_least_one_step(steps: int, strength: float) -> None:
+    result = made(Img2Img, init_images=["a"], steps=steps, denoising_strength=strength)
+    drawn = int(steps * result.fields["strength"])
+    assert drawn == max(1, int(steps * strength))
+
+
+UNIT = {"model": "edges [0123abcd]", "image": "picture"}
+
+
+def scripts(*units: Any, name: str = "ControlNet") -> dict[str, Any]:
+    return {"alwayson_scripts": {name: {"args": list(units)}}}
+
+
+def test_units_are_controls_and_image_prompts() -> None:
+    result = made(
+        **scripts(
+            {**UNIT, "module": "canny", "weight": 0.5, "guidance_start": 0.1, "guidance_end": 0.9},
+            {"model": "face", "module": "ip-adapter_clip_sdxl_plus_vith", "image": {"image": "portrait", "mask": None}},
+            {"enabled": False, "model": "nothing"}, {"module": "none", "model": "None"}, None, True,
+            {"model": "union", "input_image": "map", "union_control_type": "Depth", "module": None},
+            name="controlnet",
+        )
+    )  # fmt: skip
+    assert result.fields["control"] == [
+        {"model": "edges", "strength": 0.5, "start": 0.1, "end": 0.9, "preprocessor": "canny"},
+        {"model": "union", "mode": 1},
+    ]
+    assert result.fields["image_prompts"] == [{"model": "face"}]
+    read = {name: [picture.read() for picture in pictures] for name, pictures in result.inputs.items()}
+    assert read == {"control_image": [b"picture", b"map"], "image_prompt": [b"portrait"]}
+
+
+def test_a_unit_without_a_picture_reads_the_source() -> None:
+    result = made(Img2Img, init_images=["source"], **scripts({"model": "edges"}))
+    assert [picture.read() for picture in result.inputs["control_image"]] == [b"source"]
+    assert refused(**scripts({"model": "edges"}))[0] == "alwayson_scripts.controlnet.image"
+
+
+def test_units_that_are_refused_or_told() -> None:
+    assert refused(**scripts({**UNIT, "module": "openpose_full"}))[0] == "alwayson_scripts.controlnet.module"
+    assert refused(**scripts({"module": "canny", "image": "a"}))[0] == "alwayson_scripts.controlnet.model"
+    assert refused(**scripts({**UNIT, "weight": "x"}))[0] == "alwayson_scripts.controlnet.weight"
+    assert refused(**scripts(*[UNIT] * 9))[0] == "alwayson_scripts"
+    assert refused(alwayson_scripts={"controlnet": {"args": 1}})[0] == "alwayson_scripts"
+    assert made(**scripts({**UNIT, "control_mode": "Balanced"})).warnings == []
+    assert "control_mode" in made(**scripts({**UNIT, "control_mode": 1})).warnings[0]
+    assert "ADetailer" in made(**scripts(True, {"ad_model": "face"}, name="ADetailer")).warnings[0]
+    assert made(**scripts(False, name="ADetailer")).warnings == made(**scripts(name="ADetailer")).warnings == []
+
+
+words = st.sampled_from(
+    ["edges", "face", "canny", "None", "nearest4", "a <lora:sepia:1>", "1e400", "9" * 30, "", "Euler a"]
+)
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words | st.text(max_size=5)
+names_of_units = st.sampled_from(["args", "controlnet", "sd_vae", *controlnet.Unit.model_fields])
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names_of_units, inner, max_size=3), max_leaves=6
+)
+
+
+@pytest.mark.parametrize("kind", [Txt2Img, Img2Img])
+@given(st.data())
+def test_any_value_of_any_field_is_read_or_refused_by_name(kind: type[Generation], data: st.DataObject) -> None:
+    names = st.sampled_from(sorted(kind.model_fields))
+    fields = data.draw(st.dictionaries(names, values, max_size=4))
+    units = data.draw(st.lists(st.dictionaries(names_of_units, values, max_size=4), max_size=2))
+    more = scripts(*units) if units else {}
+    try:
+        made(kind, **{"init_images": ["a"], **more, **fields})
+    except ApiError as error:
+        assert error.status == 400 and error.param
+
+
+def test_fields_that_are_not_read_are_told_where_they_would_do_something() -> None:
+    quiet = {"save_images": True, "styles": [], "restore_faces": False, "eta": 1.0, "s_noise": 1, "tiling": None}
+    assert requests.unread(Txt2Img, {"prompt": "a", **quiet}) == []
+    loud = requests.unread(Txt2Img, {"restore_faces": True, "future": 1, "a b": 2, "subseed_strength": 0.5})
+    assert loud == ["restore_faces: is not read", "future: is not read", "subseed_strength: is not read",
+                    "of the other fields 1 are not read"]  # fmt: skip
+    assert len(requests.unread(Txt2Img, {f"f{k}": k for k in range(5000)})) < 12

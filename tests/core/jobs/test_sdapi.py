@@ -1,0 +1,44 @@
+"""What AUTOMATIC1111's API keeps in Redis: by owner, for a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from core.jobs.sdapi import SdapiStore
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[SdapiStore]:
+    store = SdapiStore(redis_url)
+    yield store
+    store.close()
+
+
+def test_options_are_kept_by_owner(store: SdapiStore) -> None:
+    assert store.options("ann") == {}
+    store.set_options("ann", {"sd_model_checkpoint": "é [1]", "CLIP_stop_at_last_layers": 2, "off": False})
+    store.set_options("ann", {"off": None})
+    assert store.options("ann") == {"sd_model_checkpoint": "é [1]", "CLIP_stop_at_last_layers": 2, "off": None}
+    assert store.options("bob") == store.options("") == {}
+
+
+def test_open_requests_are_listed_until_they_end(store: SdapiStore) -> None:
+    store.open("ann", "job_1", "task: 1")
+    store.open("ann", "job_2")
+    store.open("", "job_3", "task: 1")
+    assert set(store.open_jobs("ann")) == {"job_1", "job_2"} and store.open_jobs("") == ["job_3"]
+    store.close_requests("ann", "job_1", "job_unknown")
+    assert store.open_jobs("ann") == ["job_2"] and store.open_jobs("bob") == []
+    assert store.job_of_task("ann", "task: 1") == "job_1", "for some time after its end"
+    assert store.job_of_task("", "task: 1") == "job_3" and store.job_of_task("bob", "task: 1") is None
+
+
+def test_every_key_expires(store: SdapiStore, redis_url: str) -> None:
+    store.set_options("ann", {"a": 1})
+    store.open("ann", "job_1", "task")
+    with redis.Redis.from_url(redis_url) as client:
+        lasts = [client.pttl(key) for key in client.scan_iter("diptych:sdapi*")]
+    assert len(lasts) == 3 and min(lasts) > 0
