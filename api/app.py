@@ -41,6 +41,7 @@ from api import (
 from api.batch_feeder import BatchFeeder
 from api.host_origin import HostOriginMiddleware
 from api.methods import HeadAsGetMiddleware
+from api.predictions import routes as predictions
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
 from api.service import Service
@@ -108,8 +109,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     service.figures.register(metrics.QueueCollector(service))
     _add_middlewares(app, service)
-    for part in _PARTS:
-        app.include_router(part.router)
+    # First, because the addresses of models in `inference` and `models` match any path.
+    for router in (*([predictions.router] if settings.predictions else []), *(part.router for part in _PARTS)):
+        app.include_router(router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second
     return app

@@ -14,6 +14,7 @@ from api.access import By
 from api.errors import ApiError
 from api.service import Given, Service
 from contract.card import ImageCard, ModelCard
+from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
 
@@ -25,7 +26,7 @@ _HEARD_S = 2.0  # cards are polled once a second
 @router.get("/v1/models", summary="List models")
 async def models(service: Given, caller: By) -> Response:
     """List every model that a worker ever announced; `diptych.live` says whether one serves it now."""
-    data = [_object(card, service) for card in service.cards.now.models]
+    data = [model_object(card, service) for card in service.cards.now.models]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
 
@@ -34,7 +35,7 @@ async def model(name: str, service: Given, caller: By) -> Response:
     card = next((card for card in service.cards.now.models if card.name == name), None)
     if card is None:
         raise admission.unknown_model()
-    return JSONResponse(_object(card, service), headers={"Cache-Control": "no-store"})
+    return JSONResponse(model_object(card, service), headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
@@ -78,10 +79,20 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
             after = page.after
 
 
-def _object(card: ModelCard, service: Service) -> dict[str, Any]:
-    serving = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
-    serving = [(worker, model) for worker, model in serving if model.name == card.name]
-    started = [worker.started for worker, _ in serving]
+def started(card: ModelCard, service: Service) -> float:
+    """When the first of the workers that serve the model started; 0 without any."""
+    return min((worker.started for worker, _ in _serving(card, service)), default=0.0)
+
+
+def _serving(card: ModelCard, service: Service) -> list[tuple[WorkerCard, ModelCard]]:
+    """The workers that serve the model, each with its own card of it."""
+    pairs = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
+    return [(worker, model) for worker, model in pairs if model.name == card.name]
+
+
+def model_object(card: ModelCard, service: Service) -> dict[str, Any]:
+    """OpenAI's object of a model, with its card."""
+    serving = _serving(card, service)
     fields = asdict(card)
     del fields["name"]
     fields["workers"] = sum(worker.state == READY for worker, _ in serving)
@@ -92,7 +103,7 @@ def _object(card: ModelCard, service: Service) -> dict[str, Any]:
     return {
         "id": card.name,
         "object": "model",
-        "created": int(min(started, default=0)),
+        "created": int(started(card, service)),
         "owned_by": "diptych",
         "diptych": fields,
     }

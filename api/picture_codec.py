@@ -18,6 +18,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = {"PNG": "image/png", "WEBP": "image/webp"}
 _ORIENTATION = 0x0112  # of EXIF; from 5 on width and height are swapped
 _NO_HOLE = "has no transparent pixel: what is transparent in it is what is drawn anew"
+_ALL_DARK = "has no white pixel: what is white in it is what is drawn anew"
 _OPAQUE = ("1", "L", "RGB", "CMYK")  # modes without transparency, unless the file says which value is transparent
 _BAND = 2**20  # pixels that are composited at once
 
@@ -54,15 +55,20 @@ def fit_picture(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, li
 def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
     """The mask in L as PNG, 255 where it is repainted: where the picture is transparent, and in the margins.
 
-    Of a `soft` mask the values between 0 and 255 are kept: its transparency. Without a picture (`own_size` is given)
+    With `luminance` it is repainted where the picture is white instead. Of a `soft` mask the values between 0 and 255
+    are kept: its transparency, or luminance. Without a picture (`own_size` is given)
     only the margins are repainted.
     """
-    soft, margins = bool(arguments["soft"]), arguments["margins"]
+    soft, luminance, margins = bool(arguments["soft"]), bool(arguments.get("luminance")), arguments["margins"]
     if blobs:
-        alpha = _alpha(_decoded(blobs[0]))
-        if not any(alpha.histogram()[: 255 if soft else 1]):
-            raise InvalidPicture(_NO_HOLE)
-        hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        picture = _decoded(blobs[0])
+        if luminance:
+            hole = _on_white(picture).convert("L")
+        else:
+            alpha = _alpha(picture)
+            hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        if not any(hole.histogram()[1 if soft else 128 :]):
+            raise InvalidPicture(_ALL_DARK if luminance else _NO_HOLE)
     else:
         hole = Image.new("L", tuple(arguments["own_size"]), 0)
     if margins is not None:

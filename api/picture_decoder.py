@@ -114,11 +114,15 @@ class PictureDecoder:
         self, tenant: str, image: PictureSource, mask: PictureSource | None, margins: Margins | None, size: Size, *,
         soft: bool,
     ) -> bytes:  # fmt: skip
-        """The mask in L as PNG, 255 where it is repainted: where `mask` is transparent, and in the margins of `image`.
+        """The mask in L as PNG, 255 where it is repainted: where `mask` is transparent, or of `luminance` white, and in
+        the margins of `image`.
 
         Of a `soft` mask the values between 0 and 255 are kept: its transparency.
         """
-        arguments = {"margins": _sides(margins), "size": size, "soft": soft, "own_size": image.size}
+        arguments = {
+            "margins": _sides(margins), "size": size, "soft": soft, "own_size": image.size,
+            "luminance": mask is not None and mask.luminance,
+        }  # fmt: skip
         return await self._fit(tenant, "fit_mask", arguments, mask, image, size)
 
     async def _fit(

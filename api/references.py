@@ -125,7 +125,7 @@ class Resolver:
         if (reference.file_id is None) == (reference.image_url is None):
             raise invalid_field(field, "must have either file_id or image_url")
         if reference.image_url is not None:
-            return _inline(field, reference.image_url)
+            return replace(_inline(field, reference.image_url), luminance=reference.LUMINANCE)
         id, param = reference.file_id or "", f"{field}.file_id"
         if id not in self._files:
             self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
@@ -133,7 +133,9 @@ class Resolver:
         if file.purpose != "vision":
             raise invalid_field(param, "must be a file with the purpose vision")
         read = partial(files.content_of, self._service, file, param)
-        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size)
+        return PictureSource(
+            field, file.size, read, digest_of(file.key), file.picture_size, luminance=reference.LUMINANCE
+        )
 
 
 def _inline(field: str, url: str) -> PictureSource:

@@ -27,6 +27,7 @@ class PictureSource:
     `ArtifactError`.
 
     `digest` (SHA-256 of the bytes) and `size` (width, height after orientation) are None while they are unknown.
+    `luminance`: as a mask it is white where it is to be repainted, not transparent.
     """
 
     field: str  # that it came in
@@ -34,6 +35,7 @@ class PictureSource:
     read: Callable[[], bytes]
     digest: str | None = None
     size: Size | None = None
+    luminance: bool = False
 
     @property
     def identity(self) -> str | int:

@@ -273,6 +273,9 @@ class Settings(BaseSettings):
     batch_jobs: int = Field(default=16, ge=1, le=10_000, description="pictures' jobs of one key's batches at once")
     batch_texts: int = Field(default=32, ge=1, le=10_000, description="texts' jobs of one key's batches at once")
     webhook_private: bool = Field(default=False, description="let webhooks call private addresses, of this network")
+    predictions: bool = Field(
+        default=True, description="serve Cog's and Replicate's APIs: /predictions, /v1/predictions"
+    )
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
         default=3600.0,
