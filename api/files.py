@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
-from api import stored_bytes
+from api import body, stored_bytes
 from api.access import By, Caller, key_required
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form, upload_source
@@ -218,7 +218,10 @@ async def _upload(request: Request, caller: Caller) -> AsyncIterator[tuple[str, 
     """Purpose, name and content of an uploaded file, and whether the form is Replicate's; large content is on disk.
     Raises `ApiError`.
     """
-    async with form(request, caller.id, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
+    async with form(request, caller.id, max_bytes=MAX_BYTES + _ENVELOPE, max_files=2, max_fields=10) as parts:
+        contents = [name for name, value in parts.multi_items() if isinstance(value, UploadFile) and name != "metadata"]
+        if len(contents) > 1:
+            raise invalid_field(body.plain(contents[1]), "A form hands in one file.", "repeated_field")
         purpose, upload = parts.get("purpose"), parts.get("file")
         as_replicate = purpose is None and upload is None and "content" in parts
         if as_replicate:

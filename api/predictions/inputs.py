@@ -112,9 +112,9 @@ def errors_as_given(names: Mapping[str, str]) -> Iterator[None]:
             param = ".".join(filter(None, ("input", names[first], "" if names[first] in _PICTURES else rest)))
         else:
             raise
-        message = str(error) if error.detail is None else f"{param}: {error.detail}"
-        code, headers, detail = error.code, error.headers, error.detail
-        raise ApiError(error.status, message, param=param, code=code, headers=headers, detail=detail) from None
+        words = str(error).removeprefix(f"{error.param}: ") if error.detail is None else error.detail
+        code, headers, message = error.code, error.headers, f"{param}: {words}"
+        raise ApiError(error.status, message, param=param, code=code, headers=headers, detail=words) from None
 
 
 def given_back(record: Mapping[str, Any]) -> dict[str, Any]:

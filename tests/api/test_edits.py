@@ -23,6 +23,7 @@ from contract.image import ImageJob
 from core.jobs.record import Claim
 from tests.api.easel import Easel
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
+from tests.faults.payloads import form_body
 
 EDITS = "/v1/images/edits"
 
@@ -354,11 +355,21 @@ def test_two_pictures_are_one_too_many(client: OpenAI) -> None:
     assert caught.value.param == "image"
 
 
+def test_a_form_whose_length_is_not_declared(shared: Api, easel: Easel, worker: Worker) -> None:
+    """As openai-node sends a file that it streams."""
+    array = pixels()
+    parts = form_body({"prompt": b"a hat"}, {"image": as_file(array)})
+    headers = {"content-type": "multipart/form-data; boundary=edge"}
+    answer = shared.client.post(EDITS, content=iter([parts[:5000], parts[5000:]]), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert np.array_equal(handed_on(worker, easel.seen[-1])[0], array)
+
+
 def test_what_is_no_form_is_refused(shared: Api) -> None:
     check_error(shared.client.post(EDITS, content=b"a hat"), 415, "content-type")
     headers = {"content-type": "multipart/form-data; boundary=x"}
     check_error(shared.client.post(EDITS, content=b"nothing of the kind", headers=headers), 400, code=None)
-    check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 411, "content-length")
+    check_error(shared.client.post(EDITS, content=iter([b"a"]), headers=headers), 400, code="invalid_body")
 
 
 def test_what_a_checker_refused_is_a_400(shared: Api, worker: Worker) -> None:
