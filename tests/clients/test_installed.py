@@ -46,7 +46,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "with_openai.mjs": {
         "generate": PICTURE, "edit": PICTURE, "chat": str, "stream": str, "parse": bool, "gpt_image": PICTURE,
     },
-    "with_ai.mjs": {
+    "with_vercel_ai.mjs": {
         "generate": PICTURE, "edit": PICTURE, "generate_by_openai": PICTURE, "generate_by_replicate": PICTURE,
         "chat": str, "stream": str, "parse": bool, "chat_by_openai": str,
     },
@@ -62,13 +62,18 @@ pytestmark = [
 ]
 
 
+def client_name(script: str) -> str:
+    """Such as openai-python of with_openai.py."""
+    return script.removeprefix("with_").replace("_", "-").replace(".py", "-python").replace(".mjs", "-node")
+
+
 def parameters() -> Iterator[Any]:
     for script, calls in CALLS.items():
         for call, expected in calls.items():
             marks = [pytest.mark.xfail(strict=True, reason=FAILING[call])] if call in FAILING else []
             if script.endswith(".mjs"):
                 marks.append(pytest.mark.skipif(NODE is None, reason="there is no node on the PATH"))
-            yield pytest.param(script, call, expected, marks=marks, id=f"{script.removeprefix('with_')}-{call}")
+            yield pytest.param(script, call, expected, marks=marks, id=f"{client_name(script)}-{call}")
 
 
 @pytest.fixture(scope="module")
