@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.checkpoints import tiny
 from tests.deployment.served import ROOT, Served
 
 BUILT = ROOT / "build" / "clients"
@@ -77,16 +76,14 @@ def parameters() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], dict[str, dict[str, Any]]]]:
+def outcome(service: Served, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, Any]]]:
     """Runs a script, once; returns what each of its calls returned."""
-    folder = tmp_path_factory.mktemp("clients")
-    model = tiny.save(folder / "tiny", tiny.SHAPES[tiny.TINY])
-    Image.new("RGB", (64, 64), "red").save(folder / "picture.png")
-    service = Served(folder / "served", model=str(model), unset=("DIPTYCH_TEXT_MODEL",))
+    picture = tmp_path_factory.mktemp("clients") / "picture.png"
+    Image.new("RGB", (64, 64), "red").save(picture)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment = inherited | {
         "DIPTYCH_URL": service.url, "IMAGE_MODEL": "tiny", "TEXT_MODEL": "emoji-lm",
-        "PICTURE": str(folder / "picture.png"), "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else fetched from elsewhere
+        "PICTURE": str(picture), "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else fetched from elsewhere
     }  # fmt: skip
 
     @functools.cache
@@ -102,11 +99,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         outcomes: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
         return outcomes
 
-    try:
-        service.ready()
-        yield run
-    finally:
-        service.close()
+    return run
 
 
 @pytest.mark.parametrize(("script", "call", "expected"), list(parameters()))
