@@ -11,6 +11,7 @@ from typing import Any
 from api import schemas
 from api.body import plain
 from api.errors import ApiError, invalid_field
+from contract import plan
 from contract.card import ImageCard
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference
@@ -125,6 +126,8 @@ def given_back(record: Mapping[str, Any]) -> dict[str, Any]:
     fields.pop("image_prompts", None)
     edit = record.get("edit")
     named = {_GIVEN_BACK.get(name, name): value for name, value in fields.items()}
+    if plan.FIELD in named:  # what a plan says is among the fields, and no other plan may add to it
+        named["plan"] = plan.OFF
     return named | ({"prompt_strength": edit["strength"]} if edit else {})
 
 

@@ -397,12 +397,11 @@ def _webhook(given: PredictionBody) -> tuple[str | None, tuple[str, ...]]:
 
 def _version(service: Service, version: str | None) -> str | None:
     """The model that a version names: by its name, or in the form owner/name or owner/name:version."""
-    if version is None:
-        return None
+    if version is None or service.cards.now.model(version, ImageCard) is not None:
+        return version
     path, _, id = version.partition(":")
     owner, slash, name = path.partition("/")
-    model = _name(service, owner, name) if slash else path
-    return id if id and id != model else model
+    return id or (_name(service, owner, name) if slash else path)
 
 
 def _name(service: Service, owner: str, name: str) -> str:
