@@ -20,6 +20,7 @@ from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
+from api.predictions.objects import FORM
 from api.rate_limits import apply_rate_limit, count_pictures, enforce_rate_limit, picture_costs, request_costs
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
@@ -32,7 +33,7 @@ from contract.picture_input import PictureInput
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
-from core.jobs.record import PREDICTION, Job, JobDraft, QueuePosition, Webhook, new_id
+from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
 
 DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
@@ -252,7 +253,7 @@ def _webhook(service: Service, request: Request, fields: ImageRequest, events: S
         return None
     webhooks.check(url, private=service.settings.webhook_private)
     receiver = {"url": url, "base": service.links(request).base}
-    return receiver if events is None else {**receiver, "form": PREDICTION, "events": [*events]}
+    return receiver if events is None else {**receiver, "form": FORM, "events": [*events]}
 
 
 async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads) -> str:

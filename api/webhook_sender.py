@@ -14,14 +14,14 @@ from dataclasses import replace
 from functools import partial
 
 from api.poller import Poller
-from api.predictions.objects import prediction
+from api.predictions.objects import FORM, prediction
 from api.presentation import job_object
 from api.service import Service
 from api.tenant_pool import Deadline, TenantPool
 from api.webhooks import ANSWER_S, Unreachable, call, sign
 from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
-from core.jobs.record import PREDICTION, Job, JobState
+from core.jobs.record import Job, JobState
 from core.jobs.webhooks import DueWebhook, WebhookQueue
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class WebhookSender:
         if due.live:
             message += f"_{(job.progress or {}).get('steps_done', 0)}"
             job = replace(job, state=JobState.RUNNING, ended=None, result=None, error=None)  # it may have ended since
-        if webhook.get("form") == PREDICTION:
+        if webhook.get("form") == FORM:
             event = prediction(job, links)
         else:
             event = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from api import schemas
@@ -31,6 +32,7 @@ _OTHERWISE = {  # fields that a prediction expresses in another way
 SHARED = tuple(name for name in EditRequest.model_fields if name not in _OTHERWISE)
 _IGNORED = (
     "disable_safety_checker", "enable_safety_checker", "safety_tolerance", "apply_watermark", "go_fast",
+    "high_noise_frac", "refine_steps",
 )  # fmt: skip
 _PICTURES = {"image": "images", "input_image": "images", "mask": "mask"}
 _SCHEDULERS: dict[str, dict[str, str]] = {
@@ -76,19 +78,23 @@ def job_fields(values: Mapping[str, Any], base: str, card: ImageCard | None) -> 
     left = {name: value for name, value in values.items() if value is not None}
     for name in _IGNORED:
         left.pop(name, None)
-    pictures = {name: _picture(name, left.pop(name), base) for name in _PICTURES if name in left}
+    if left.pop("refine", "no_refiner") != "no_refiner":
+        raise invalid_field("input.refine", "must be no_refiner; the field refiner names one of the model's refiners")
+    pictures = [name for name in _PICTURES if name in left]
     fields: dict[str, Any] = {"type": "edit" if pictures else "image"}
-    names = {name: name for name in SHARED}
-    for name, picture in pictures.items():
-        fields[_PICTURES[name]] = picture if name == "mask" else [picture]
-        names[_PICTURES[name]] = name
+    names = {name: name for name in SHARED} | {"images": "image", "mask": "mask"}
     if not pictures:
         left.pop("prompt_strength", None)  # as Replicate's models ignore it
-    fields |= _size(left, card, names) | _lora(left) | _refiner(left)
-    for name in (*_NAMES, *SHARED):
-        if name in left:
-            fields[_NAMES.get(name, name)] = left.pop(name)
-            names[_NAMES.get(name, name)] = name
+    fields |= _size(left, card, names) | _lora(left, names)
+    for name in (*_PICTURES, *_NAMES, *SHARED):
+        if name not in left:
+            continue
+        ours = _PICTURES.get(name) or _NAMES.get(name, name)
+        if ours in fields:
+            raise invalid_field(f"input.{name}", f"must not be given beside {names[ours]}", "repeated_field")
+        value = left.pop(name)
+        fields[ours] = _picture(name, value, base) if name in _PICTURES else value
+        names[ours] = name
     for name in left:
         word = plain(name)
         raise invalid_field(word and f"input.{word}", "is not known", "unknown_parameter")
@@ -131,14 +137,15 @@ def given_back(record: Mapping[str, Any]) -> dict[str, Any]:
     return named | ({"prompt_strength": edit["strength"]} if edit else {})
 
 
-def _picture(name: str, value: Any, base: str) -> dict[str, str]:
-    """The reference of a picture that is given by its URL."""
+def _picture(name: str, value: Any, base: str) -> Any:
+    """The field's value for a picture that is given by its URL: its reference, in a list but for a mask."""
     if not isinstance(value, str):
         raise invalid_field(f"input.{name}", "must be the URL of a picture", "invalid_type")
     if value.startswith(base) and (match := FILE_URL.fullmatch(value.removeprefix(base))):
-        return {"file_id": match[1]}
-    # Clients that know no file name send this type; what the picture is, its bytes say.
-    return {"image_url": _UNTYPED.sub("data:image/png;base64,", value, count=1)}
+        reference = {"file_id": match[1]}
+    else:  # clients that know no file name send no type; what the picture is, its bytes say
+        reference = {"image_url": _UNTYPED.sub("data:image/png;base64,", value, count=1)}
+    return reference if name == "mask" else [reference]
 
 
 def _size(left: dict[str, Any], card: ImageCard | None, names: dict[str, str]) -> dict[str, str]:
@@ -169,7 +176,7 @@ def _size(left: dict[str, Any], card: ImageCard | None, names: dict[str, str]) -
     return {}
 
 
-def _lora(left: dict[str, Any]) -> dict[str, Any]:
+def _lora(left: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Remove `lora_weights` and `lora_scale` from the input; the field `lora`, if there is any."""
     weights, scale = left.pop("lora_weights", None), left.pop("lora_scale", None)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
@@ -178,16 +185,8 @@ def _lora(left: dict[str, Any]) -> dict[str, Any]:
         raise invalid_field("input.lora_weights", "must be text", "invalid_type")
     if not weights:
         return {}
+    names["lora"] = "lora_weights"
     return {"lora": weights if scale is None else f"{weights}:{scale}"}
-
-
-def _refiner(left: dict[str, Any]) -> dict[str, Any]:
-    """Remove what SDXL's predictions say of a refiner. Raises `ApiError` unless that is none."""
-    for name in ("high_noise_frac", "refine_steps"):
-        left.pop(name, None)
-    if left.pop("refine", "no_refiner") != "no_refiner":
-        raise invalid_field("input.refine", "must be no_refiner; the field refiner names one of the model's refiners")
-    return {}
 
 
 _TYPES: dict[str, dict[str, Any]] = {
@@ -214,14 +213,20 @@ _TYPES: dict[str, dict[str, Any]] = {
 _MODELLED = ("prompt", "negative_prompt", "guidance_scale", "scheduler", "seed")
 
 
-def components(card: ImageCard | None = None) -> dict[str, Any]:
-    """The components `Input` and `Output` of the OpenAPI document that Cog publishes of a model."""
+@cache
+def _shared_schemas() -> dict[str, dict[str, Any]]:
+    """The schemas of the fields that are those of an `ImageRequest`, without null."""
     declared = ImageRequest.model_json_schema()["properties"]
-    properties: dict[str, Any] = {}
+    schemas = {}
     for name in _MODELLED:
         schema = next((kind for kind in declared[name].get("anyOf", ()) if kind.get("type") != "null"), declared[name])
-        properties[name] = {**schema, "description": declared[name]["description"]}
-    properties |= {name: dict(schema) for name, schema in _TYPES.items()}
+        schemas[name] = {**schema, "description": declared[name]["description"]}
+    return schemas
+
+
+def components(card: ImageCard | None = None) -> dict[str, Any]:
+    """The components `Input` and `Output` of the OpenAPI document that Cog publishes of a model."""
+    properties = {name: dict(schema) for name, schema in (_shared_schemas() | _TYPES).items()}
     if card is not None:
         properties["scheduler"]["enum"] = [*card.schedulers]
         properties["scheduler"]["default"] = card.default_scheduler

@@ -16,6 +16,8 @@ from core.artifacts import digest_of
 from core.jobs.files import KEPT_S, File
 from core.jobs.record import Job, JobState
 
+FORM = "prediction"
+"""The `form` of a webhook whose messages are predictions."""
 OWNER = "diptych"
 _COG = "0.17.0"  # the version of Cog's HTTP API that is followed
 _BAR = 10  # characters

@@ -15,9 +15,6 @@ from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 Webhook = dict[str, Any]
-PREDICTION = "prediction"
-"""The `form` of a webhook's messages that are predictions, as Replicate's."""
-
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
 
 

@@ -79,6 +79,9 @@ def test_what_a_name_becomes(values: dict[str, Any], fields: dict[str, Any]) -> 
         ({"lora_weights": 1}, "input.lora_weights"),
         ({"mask": {"image_url": "x"}}, "input.mask"),
         ({"no name": 1}, None),
+        ({"guidance": 2.0, "guidance_scale": 2.0}, "input.guidance_scale"),
+        ({"image": "data:,", "input_image": "data:,"}, "input.input_image"),
+        ({"size": "64x64", "aspect_ratio": "1:1"}, "input.size"),
     ],
 )
 def test_what_is_refused_by_name(values: dict[str, Any], param: str | None) -> None:

@@ -103,6 +103,8 @@ def test_who_leaves_cancels_unless_it_may_ask_again(shared: Api, worker: Worker)
     ("body", "param"),
     [
         ({"input": {}}, "input.prompt"),
+        ({"input": {**INPUT, "mask": "data:image/png;base64,AA"}}, "input.image"),
+        ({"input": {**INPUT, "lora_weights": "none"}}, "input.lora_weights"),
         ({"input": {**INPUT, "num_outputs": 99}}, "input.num_outputs"),
         ({"input": {**INPUT, "upscale": {"model": 4}}}, "input.upscale.model"),
         ({"input": "a cat"}, "input"),

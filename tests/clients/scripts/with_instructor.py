@@ -1,6 +1,6 @@
 """instructor."""
 
-import instructor  # type: ignore[import-not-found,unused-ignore]
+import instructor
 from harness import KEY, TEXT, URL, run
 from openai import OpenAI
 from pydantic import BaseModel

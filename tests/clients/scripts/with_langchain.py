@@ -1,7 +1,7 @@
 """langchain-openai."""
 
 from harness import KEY, TEXT, URL, run
-from langchain_openai import ChatOpenAI  # type: ignore[import-not-found,unused-ignore]
+from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 model = ChatOpenAI(base_url=f"{URL}/v1", api_key=KEY, model=TEXT, max_tokens=20)

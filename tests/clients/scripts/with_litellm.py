@@ -4,7 +4,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import litellm  # type: ignore[import-not-found,unused-ignore]
+import litellm
 from harness import IMAGE, KEY, PICTURE, TEXT, URL, png_size, run
 
 SERVICE: dict[str, Any] = {"api_base": f"{URL}/v1", "api_key": KEY}

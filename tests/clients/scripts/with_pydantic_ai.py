@@ -4,9 +4,9 @@ from typing import Any
 
 from harness import KEY, TEXT, URL, run
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput  # type: ignore[import-not-found,unused-ignore]
-from pydantic_ai.models.openai import OpenAIChatModel  # type: ignore[import-not-found,unused-ignore]
-from pydantic_ai.providers.openai import OpenAIProvider  # type: ignore[import-not-found,unused-ignore]
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel(TEXT, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY))
 

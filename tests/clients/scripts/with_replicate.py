@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import IMAGE, KEY, PICTURE, URL, png_size, run
-from replicate import Client  # type: ignore[import-not-found,unused-ignore]
+from replicate import Client
 
 client = Client(api_token=KEY, base_url=URL)
 MODEL = f"diptych/{IMAGE}"
