@@ -35,7 +35,7 @@ clients: .venv/.installed build/clients/.installed  ## the tests of clients from
 	$(BIN)/pytest -m long tests/clients $(ARGS)
 
 build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json $(TOOLS)/.installed
-	$(TOOLS)/bin/uv venv --quiet --clear --python .venv/bin/python build/clients/python
+	$(TOOLS)/bin/uv venv --quiet --clear --python $(PYTHON) build/clients/python
 	$(TOOLS)/bin/uv pip install --quiet --python build/clients/python/bin/python -r tests/clients/requirements.txt
 	cp tests/clients/package.json build/clients/
 	! command -v npm > /dev/null || npm install --prefix build/clients --no-audit --no-fund --no-package-lock --silent
