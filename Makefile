@@ -16,7 +16,7 @@ COMPOSE := $(shell command -v docker-compose || echo docker compose)
 TOOLS := build/tools
 comma := ,
 
-.PHONY: help costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
+.PHONY: help clients costs coverage docs rooms pins sbom audit results figures serve test test-long test-cpus test-gpu check fix bench eval chaos mutants train up down test-compose
 .DEFAULT_GOAL := serve
 
 help:  ## lists these commands
@@ -30,6 +30,16 @@ test: .venv/.installed  ## all tests, on all cores; ARGS="-k floors -x" is passe
 
 test-long: .venv/.installed  ## the tests marked `long`, which take minutes to hours each; `make test` leaves them out
 	$(BIN)/pytest -m long $(ARGS)
+
+clients: .venv/.installed build/clients/.installed  ## the tests of clients from PyPI and npm, which it installs in build/clients; ARGS="-k langchain"
+	$(BIN)/pytest -m long tests/clients $(ARGS)
+
+build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json $(TOOLS)/.installed
+	$(TOOLS)/bin/uv venv --quiet --clear --python $(PYTHON) build/clients/python
+	$(TOOLS)/bin/uv pip install --quiet --python build/clients/python/bin/python -r tests/clients/requirements.txt
+	cp tests/clients/package.json build/clients/
+	! command -v npm > /dev/null || npm install --prefix build/clients --no-audit --no-fund --no-package-lock --silent
+	touch $@
 
 costs: .venv/.installed  ## the cost of tests in CPU seconds, slowest first; ARGS="tests/api" for some, "--write" updates tests/costs.json
 	$(BIN)/python -m tests.costs $(SPREAD) $(ARGS)

@@ -42,6 +42,7 @@ from api.batch_feeder import BatchFeeder
 from api.host_origin import HostOriginMiddleware
 from api.methods import HeadAsGetMiddleware
 from api.paths import TrailingSlashMiddleware
+from api.predictions import routes as predictions
 from api.protocol import connection_limit, protocol
 from api.request_ids import HEADER, RequestIdMiddleware
 from api.sdapi import extras, generation, listings, options, progress
@@ -111,7 +112,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     service.figures.register(metrics.QueueCollector(service))
     _add_middlewares(app, service)
-    for part in (*_PARTS, *(_SDAPI if settings.sdapi else ())):
+    # Predictions first, because the addresses of models in `inference` and `models` match any path.
+    parts = (*((predictions,) if settings.predictions else ()), *_PARTS, *(_SDAPI if settings.sdapi else ()))
+    for part in parts:
         app.include_router(part.router)
     with contextlib.suppress(NoMatchFound):
         app.url_path_for("")  # FastAPI builds its routes at the first lookup: a third of a second

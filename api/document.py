@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from api import request_ids
+from api.predictions import inputs
 
 _HEADERS = {
     request_ids.HEADER: {
@@ -23,6 +24,8 @@ _HEAD = ("/v1/jobs/{id}/images/{k}", "/v1/files/{id}/content")
 def extend(document: dict[str, Any]) -> None:
     """Extend the document of all routes, in place."""
     document.setdefault("components", {})["headers"] = _HEADERS
+    if "/predictions" in document["paths"]:  # Cog's clients read the schemas of input and output by these names
+        document["components"].setdefault("schemas", {}).update(inputs.components())
     for path in _HEAD:
         document["paths"][path]["head"] = _head(document["paths"][path]["get"])
     for operations in document["paths"].values():

@@ -15,12 +15,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 
-from api import stored_bytes
+from api import body, stored_bytes
 from api.access import By, Caller, key_required
 from api.errors import NO_RETRY, ApiError, invalid_field
 from api.forms import form, upload_source
 from api.paging import Pagination, missing, page
 from api.picture_decoder import PictureInfo
+from api.predictions.objects import file_object
 from api.rate_limits import enforce_rate_limit
 from api.service import Given, Service
 from contract.card import Size
@@ -45,7 +46,7 @@ _FORM = {
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
-                    "required": ["file", "purpose"],
+                    "anyOf": [{"required": ["file", "purpose"]}, {"required": ["content"]}],
                     "properties": {
                         "file": {
                             "type": "string",
@@ -53,6 +54,11 @@ _FORM = {
                             "description": "batch: JSON Lines; vision: a picture in PNG, JPEG or WebP",
                         },
                         "purpose": {"type": "string", "enum": list(_PURPOSES)},
+                        "content": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "a picture, in place of both, as Replicate's clients send it",
+                        },
                     },
                 }
             }
@@ -63,10 +69,11 @@ _FORM = {
 
 @router.post("/v1/files", summary="Hand in a file", openapi_extra=_FORM)
 async def create(request: Request, service: Given, caller: By) -> Response:
+    """With `content` in place of `file` and `purpose` it is a picture, and answered as Replicate does."""
     caller.check("files")
     await enforce_rate_limit(request, service, caller)
     quota = _quota(service, caller)
-    async with _upload(request, caller) as (purpose, name, upload):
+    async with _upload(request, caller) as (purpose, name, upload, as_replicate):
         info = None
         if purpose == "vision":
             info = await service.pictures.measure(caller.id, upload_source("file", upload))
@@ -77,6 +84,8 @@ async def create(request: Request, service: Given, caller: By) -> Response:
                 )
         except TimeoutError:
             raise StorageDown("an earlier file of this key is still being stored") from None
+    if as_replicate and info is not None:
+        return JSONResponse(file_object(file, info.media_type, service.links(request).base))
     return JSONResponse(_object(file))
 
 
@@ -205,10 +214,18 @@ def _keep_upload(
 
 
 @asynccontextmanager
-async def _upload(request: Request, caller: Caller) -> AsyncIterator[tuple[str, str, UploadFile]]:
-    """Purpose, name and content of an uploaded file; large content is on disk. Raises `ApiError`."""
-    async with form(request, caller.id, max_bytes=MAX_BYTES + _ENVELOPE, max_files=1, max_fields=10) as parts:
+async def _upload(request: Request, caller: Caller) -> AsyncIterator[tuple[str, str, UploadFile, bool]]:
+    """Purpose, name and content of an uploaded file, and whether the form is Replicate's; large content is on disk.
+    Raises `ApiError`.
+    """
+    async with form(request, caller.id, max_bytes=MAX_BYTES + _ENVELOPE, max_files=2, max_fields=10) as parts:
+        contents = [name for name, value in parts.multi_items() if isinstance(value, UploadFile) and name != "metadata"]
+        if len(contents) > 1:
+            raise invalid_field(body.plain(contents[1]), "A form hands in one file.", "repeated_field")
         purpose, upload = parts.get("purpose"), parts.get("file")
+        as_replicate = purpose is None and upload is None and "content" in parts
+        if as_replicate:
+            purpose, upload = "vision", parts["content"]
         if not isinstance(purpose, str) or purpose not in _PURPOSES:
             raise invalid_field("purpose", f"must be one of {', '.join(_PURPOSES)}")
         if not isinstance(upload, UploadFile):
@@ -216,7 +233,7 @@ async def _upload(request: Request, caller: Caller) -> AsyncIterator[tuple[str, 
         if not upload.size:
             raise invalid_field("file", "must not be empty")
         name = upload.filename or ""
-        yield purpose, name if _NAME.fullmatch(name) else "file", upload
+        yield purpose, name if _NAME.fullmatch(name) else "file", upload, as_replicate
 
 
 def _object(file: File) -> dict[str, Any]:

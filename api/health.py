@@ -37,7 +37,7 @@ async def readyz(service: Given) -> Response:
         "workers": {state: states[state] for state in ("ready", "starting", "draining")},
         "messages": [{"worker": w.id, "state": w.state, "message": w.message} for w in workers if w.state != "ready"],
     }
-    missing = _missing(service)
+    missing = unready_reason(service)
     return _readiness({"status": "not_ready" if missing else "ready", **body}, missing)
 
 
@@ -50,7 +50,7 @@ async def live() -> Response:
 @router.get("/v2/health/ready", summary="Can pictures be drawn? As KServe asks")
 async def ready(service: Given) -> Response:
     """The answer of /readyz in the Open Inference Protocol."""
-    missing = _missing(service)
+    missing = unready_reason(service)
     return _readiness({"ready": not missing}, missing)
 
 
@@ -60,7 +60,7 @@ async def model_ready(name: str, service: Given, caller: By) -> Response:
     card = service.cards.now.named(name)
     if card is None:
         raise admission.unknown_model()
-    missing = _missing(service)
+    missing = unready_reason(service)
     if not missing and not any(
         worker.state == "ready" and any(model.name == card.name for model in worker.models)
         for worker in _workers(service)
@@ -82,7 +82,7 @@ def _workers(service: Service) -> tuple[WorkerCard, ...]:
     return service.cards.now.workers if service.cards.redis_answers else ()
 
 
-def _missing(service: Service) -> str:
+def unready_reason(service: Service) -> str:
     """A sentence that says what keeps pictures from being drawn; empty: nothing."""
     cards, workers = service.cards, _workers(service)
     if service.closing.is_set():

@@ -27,9 +27,9 @@ _HELD = 8 * 2**20  # bytes of base64 that an answer may hold: enough for a few i
 class Inline:
     """A value of a JSON document that stands for an image in base64."""
 
-    def __init__(self, key: str, size_bytes: int | None = None) -> None:
-        """`size_bytes` of the image, as its record says."""
-        self.key, self.size_bytes = key, size_bytes
+    def __init__(self, key: str, size_bytes: int | None = None, prefix: str = "") -> None:
+        """`size_bytes` of the image, as its record says; `prefix` is plain text before the base64, as of a data URL."""
+        self.key, self.size_bytes, self.prefix = key, size_bytes, prefix
         self.mark = secrets.token_hex(16)
 
 
@@ -73,7 +73,7 @@ class InlineDocument:
     def _marked(self, value: Any) -> str:
         assert isinstance(value, Inline)
         self._images[value.mark] = value
-        return value.mark
+        return value.prefix + value.mark
 
     def _split(self, text: str) -> Iterator[bytes | Inline]:
         for image in self._images.values():  # in the document's order

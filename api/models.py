@@ -15,6 +15,7 @@ from api.errors import ApiError
 from api.service import Given, Service
 from contract.bounds import MAX_EXACT
 from contract.card import ImageCard, ModelCard
+from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from core.jobs.registry import READY
 
@@ -32,7 +33,7 @@ async def models(service: Given, caller: By) -> Response:
     names = [card.name for card in now.models] + [
         alias for alias in now.names.aliases if now.served_name(alias) != alias
     ]
-    data = [_object(card, service, name) for name in names if (card := now.named(name)) is not None]
+    data = [model_object(card, service, name) for name in names if (card := now.named(name)) is not None]
     return JSONResponse({"object": "list", "data": data}, headers={"Cache-Control": "no-store"})
 
 
@@ -41,7 +42,7 @@ async def model(name: str, service: Given, caller: By) -> Response:
     card = service.cards.now.named(name)
     if card is None:
         raise admission.unknown_model()
-    return JSONResponse(_object(card, service, name), headers={"Cache-Control": "no-store"})
+    return JSONResponse(model_object(card, service, name), headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/v1/models/{name:path}", summary="Forget a model", response_model=schemas.Forgotten)
@@ -85,11 +86,20 @@ async def _first(service: Service, model: str, state: JobState) -> list[str]:
             after = page.after
 
 
-def _object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
-    """The model under one of its names."""
-    serving = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
-    serving = [(worker, model) for worker, model in serving if model.name == card.name]
-    started = [worker.started for worker, _ in serving]
+def started(card: ModelCard, service: Service) -> float:
+    """When the first of the workers that serve the model started; 0 without any."""
+    return min((worker.started for worker, _ in _serving(card, service)), default=0.0)
+
+
+def _serving(card: ModelCard, service: Service) -> list[tuple[WorkerCard, ModelCard]]:
+    """The workers that serve the model, each with its own card of it."""
+    pairs = [(worker, model) for worker in service.cards.now.workers for model in worker.models]
+    return [(worker, model) for worker, model in pairs if model.name == card.name]
+
+
+def model_object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
+    """OpenAI's object of a model, with its card, under one of its names."""
+    serving = _serving(card, service)
     fields = asdict(card)
     del fields["name"]
     fields["limits"]["max_seed"] = min(fields["limits"]["max_seed"], MAX_EXACT)  # a number that clients can hold
@@ -103,7 +113,7 @@ def _object(card: ModelCard, service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": int(min(started, default=0)),
+        "created": int(started(card, service)),
         "owned_by": "diptych",
         "diptych": fields,
     }

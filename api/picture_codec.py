@@ -19,6 +19,7 @@ from core import pictures
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = {"PNG": "image/png", "WEBP": "image/webp"}
 _NO_HOLE = "has no transparent pixel: what is transparent in it is what is drawn anew"
+_ALL_DARK = "has no white pixel: what is white in it is what is drawn anew"
 
 
 def measure(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -61,15 +62,19 @@ def fit_picture(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, li
 def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
     """The mask in L as PNG, 255 where it is repainted: where the picture is transparent, and in the margins.
 
-    Of a `soft` mask the values between 0 and 255 are kept: its transparency. Without a picture (`own_size` is given)
-    only the margins are repainted. It is brought to `size` by `fit`, and kept in what that adds.
+    With `luminance` it is repainted where the picture is white instead. Of a `soft` mask the values between 0 and 255
+    are kept: its transparency, or luminance. Without a picture (`own_size` is given) only the margins are repainted. It
+    is brought to `size` by `fit`, and kept in what that adds.
     """
-    soft, margins = bool(arguments["soft"]), arguments["margins"]
+    soft, luminance, margins = bool(arguments["soft"]), bool(arguments.get("luminance")), arguments["margins"]
     if blobs:
-        alpha = _decoded(blobs[0], pictures.alpha)
-        if not _has_hole(alpha, soft=soft):
-            raise InvalidPicture(_NO_HOLE)
-        hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        if luminance:
+            hole = _decoded(blobs[0], lambda image: pictures.on_white(image).convert("L"))
+        else:
+            alpha = _decoded(blobs[0], pictures.alpha)
+            hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        if not any(hole.histogram()[1 if soft else 128 :]):
+            raise InvalidPicture(_ALL_DARK if luminance else _NO_HOLE)
     else:
         hole = Image.new("L", tuple(arguments["own_size"]), 0)
     if margins is not None:

@@ -126,12 +126,14 @@ class PictureDecoder:
         return (await self._call(tenant, cost, "fit_picture", arguments, upload.image))[1][0]
 
     async def fit_mask(self, tenant: str, upload: Upload, size: Size, *, soft: bool) -> bytes:
-        """The mask in L as PNG, 255 where it is repainted: where the mask is transparent, and in the margins.
+        """The mask in L as PNG, 255 where it is repainted: where the mask is transparent, or of `luminance`
+        white, and in the margins.
 
         Of a `soft` mask the values between 0 and 255 are kept: its transparency.
         """
         own_size = upload.image.size
         arguments = {"margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft}
+        arguments["luminance"] = upload.mask is not None and upload.mask.luminance
         cost = _cost(upload.mask, own_size or size)
         return (await self._call(tenant, cost, "fit_mask", {**arguments, "own_size": own_size}, upload.mask))[1][0]
 

@@ -137,7 +137,8 @@ class Resolver:
         if (reference.file_id is None) == (reference.image_url is None):
             raise invalid_field(field, "must have either file_id or image_url")
         if reference.image_url is not None:
-            return picture_of(field, reference.image_url, param=f"{field}.image_url")
+            source = picture_of(field, reference.image_url, param=f"{field}.image_url")
+            return replace(source, luminance=reference.LUMINANCE)
         id, param = reference.file_id or "", f"{field}.file_id"
         if id not in self._files:
             self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
@@ -145,4 +146,6 @@ class Resolver:
         if file.purpose != "vision":
             raise invalid_field(param, "must be a file with the purpose vision")
         read = partial(files.content_of, self._service, file, param)
-        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size)
+        return PictureSource(
+            field, file.size, read, digest_of(file.key), file.picture_size, luminance=reference.LUMINANCE
+        )

@@ -20,6 +20,7 @@ from api.access import Caller, key_required, unknown_key
 from api.admission import ImageDraft
 from api.cards import C
 from api.errors import ApiError, invalid_field
+from api.predictions.objects import FORM
 from api.rate_limits import apply_rate_limit, count_pictures, enforce_rate_limit, picture_costs, request_costs
 from api.references import NONE_GIVEN, GivenPictures
 from api.service import Service
@@ -32,7 +33,7 @@ from contract.picture_input import PictureInput
 from core import logs, traces
 from core.jobs.connection import StoreDown
 from core.jobs.rates import RateLimitCost
-from core.jobs.record import Job, JobDraft, QueuePosition, new_id
+from core.jobs.record import Job, JobDraft, QueuePosition, Webhook, new_id
 
 DraftFor = Callable[[PictureUploads, ImageCard], ImageDraft]
 
@@ -59,13 +60,15 @@ async def submit(
     given_pictures: GivenPictures = NONE_GIVEN,
     *,
     charged: bool = False,
+    webhook_events: Sequence[str] | None = None,
 ) -> tuple[Job, QueuePosition | None]:
     """Create a job of these fields, with its message. Raises `ApiError` and `StoreError`, and then there is no job.
 
     With an `id` chosen by the client the job may exist already: it is returned unchanged. `given_pictures` are pictures
     that are not among the fields; with any picture `ArtifactError` may be raised. Pictures are measured after the rate
     limit (unless it is `charged` already) and the check against the card, and decoded last, after the quota; those with
-    a URL are fetched after the quota. Also returns the queue position of a job created now.
+    a URL are fetched after the quota. With `webhook_events` the webhook is told of these, as predictions. Also returns
+    the queue position of a job created now.
     """
     pictured = references.any_named(fields, given_pictures)
     if pictured and not charged:
@@ -73,7 +76,8 @@ async def submit(
         charged = True
     pictures = await references.resolve(service, caller, fields, given_pictures)
     digest = "" if id is None else await _digest(service, caller, fields, pictures)
-    draft_for = partial(_draft, service, request, caller, fields, id, digest)
+    webhook = _webhook(service, request, fields, webhook_events)
+    draft_for = partial(_draft, service, caller, fields, id, digest, webhook)
     card = service.cards.now.model(fields.model, ImageCard)
     draft, refusal = _attempt(draft_for, pictures, card)
     requests = [] if charged else request_costs(caller)
@@ -107,14 +111,13 @@ async def submit(
 
 
 def _draft(
-    service: Service, request: Request, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
-    pictures: PictureUploads, card: ImageCard,
+    service: Service, caller: Caller, fields: ImageRequest, id: str | None, digest: str,
+    webhook: Webhook | None, pictures: PictureUploads, card: ImageCard,
 ) -> ImageDraft:  # fmt: skip
     now = service.cards.now
     admission.check_expansion(fields, now.expands(card.name))
     draft = admission.image_draft(fields, card, pictures)
     admission.check_cascade(draft.request, now)
-    webhook = _webhook(service, request, fields)
     return replace(draft, id=id or new_id(), owner=caller.id, digest=digest, webhook=webhook)
 
 
@@ -266,13 +269,14 @@ async def store_inputs(service: Service, tenant: str, draft: ImageDraft, picture
     return replace(draft, request=replace(job, picture=picture), inputs=tuple(dict.fromkeys(keys.values())))
 
 
-def _webhook(service: Service, request: Request, fields: ImageRequest) -> dict[str, str] | None:
+def _webhook(service: Service, request: Request, fields: ImageRequest, events: Sequence[str] | None) -> Webhook | None:
     """The webhook receiver. Raises `ApiError` (400) for an address that may not be called."""
     url = getattr(fields, "webhook_url", None)
     if url is None:
         return None
     webhooks.check(url, private=service.settings.webhook_private)
-    return {"url": url, "base": service.links(request).base}
+    receiver = {"url": url, "base": service.links(request).base}
+    return receiver if events is None else {**receiver, "form": FORM, "events": [*events]}
 
 
 async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads) -> str:

@@ -29,7 +29,8 @@ class PictureSource:
     `ArtifactError`. One with a `url` is to be fetched first: it has no bytes, and its digest is the URL's.
 
     `digest` (SHA-256 of the bytes), `size` (width, height after orientation) and `alpha` (whether its format lets it be
-    transparent) are None while they are unknown.
+    transparent) are None while they are unknown. `luminance`: as a mask it is white where it is to be repainted, not
+    transparent.
     """
 
     field: str  # that it came in
@@ -39,6 +40,7 @@ class PictureSource:
     size: Size | None = None
     alpha: bool | None = None
     url: str = ""
+    luminance: bool = False
 
     @property
     def identity(self) -> str | int:

@@ -1,4 +1,4 @@
-"""Delivers webhooks for ended jobs, with retries.
+"""Delivers webhooks for ended jobs, with retries, and for running ones, without.
 
 Deliveries run on a pool of threads, in turn by owner and receiver. webhooks.py makes the call, core.jobs.webhooks
 queues them.
@@ -10,17 +10,19 @@ import contextlib
 import json
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 from api.guarded_http import Unreachable
 from api.poller import Poller
+from api.predictions.objects import FORM, prediction
 from api.presentation import job_object
 from api.service import Service
 from api.tenant_pool import Deadline, TenantPool
 from api.webhooks import ANSWER_S, call, sign
 from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
-from core.jobs.record import Job
+from core.jobs.record import Job, JobState
 from core.jobs.webhooks import DueWebhook, WebhookQueue
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class WebhookSender:
         for due in self._webhooks.due(
             6 * ANSWER_S, room, of_owner=_OF_OWNER, of_lane=_OF_RECEIVER, without=owners, without_lanes=lanes
         ):
-            self._pool.submit(due.owner, due.host, f"{due.id} {due.incarnation}", partial(self._tell, due))
+            self._pool.submit(due.owner, due.host, f"{due.id} {due.incarnation} {due.live}", partial(self._tell, due))
 
     def _tell(self, due: DueWebhook, bound: Deadline) -> None:
         """One attempt. Any error counts as a failed one, unless its cause is local."""
@@ -78,7 +80,7 @@ class WebhookSender:
 
     def _try(self, due: DueWebhook, job: Job, bound: Deadline) -> None:
         try:
-            self._call(job, bound)
+            self._call(due, job, bound)
         except Exception as error:
             if self._pool.stopping:
                 with contextlib.suppress(StoreError):
@@ -86,7 +88,10 @@ class WebhookSender:
                 return
             if not isinstance(error, Unreachable):
                 log.exception("unexpected error in the webhook of job %s", due.id)
-            if due.tries >= len(self._pauses_s):
+            if due.live:  # what comes next says more
+                log.info("webhook of job %s, which runs, is not delivered: %s", due.id, error)
+                self._webhooks.settle(due)
+            elif due.tries >= len(self._pauses_s):
                 log.warning("webhook of job %s is given up after %d attempts: %s", due.id, due.tries + 1, error)
                 self._webhooks.settle(due)
             else:
@@ -95,17 +100,23 @@ class WebhookSender:
         else:
             self._webhooks.settle(due)
 
-    def _call(self, job: Job, bound: Deadline) -> None:
+    def _call(self, due: DueWebhook, job: Job, bound: Deadline) -> None:
         assert job.webhook is not None
-        now = self._service.cards.now
-        links = self._service.links_from(job.webhook["base"], self._service.settings.link_s)
+        now, webhook = self._service.cards.now, job.webhook
+        links = self._service.links_from(webhook["base"], self._service.settings.link_s)
         # Receivers drop duplicates by message id: the incarnation separates this job from a later one with its id.
         timestamp, message = int(time.time()), f"msg_{job.id}_{job.incarnation or job.attempt}"
-        event = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
+        if due.live:
+            message += f"_{(job.progress or {}).get('steps_done', 0)}"
+            job = replace(job, state=JobState.RUNNING, ended=None, result=None, error=None)  # it may have ended since
+        if webhook.get("form") == FORM:
+            event = prediction(job, links)
+        else:
+            event = {"type": f"job.{job.state.value}", "timestamp": job.ended, "data": job_object(job, links)}
         body = json.dumps(event, separators=(",", ":"), allow_nan=False).encode()
         headers = {
             "Content-Type": "application/json", "User-Agent": "diptych", "webhook-id": message,
             "webhook-timestamp": str(timestamp),
             "webhook-signature": sign(webhook_secret(now.secret, job.owner), message, timestamp, body),
         }  # fmt: skip
-        call(job.webhook["url"], headers, body, private=self._private, bound=bound)
+        call(webhook["url"], headers, body, private=self._private, bound=bound)

@@ -297,6 +297,9 @@ class Settings(BaseSettings):
     unknown_fields: Literal["error", "warn"] = Field(
         default="error", description="of requests: refused, or left out with a warning"
     )
+    predictions: bool = Field(
+        default=True, description="serve Cog's and Replicate's APIs: /predictions, /v1/predictions"
+    )
     cors_origins: str = Field(default="", description="origins whose pages may call, with commas; empty: none")
     link_s: float = Field(
         default=3600.0,

@@ -14,6 +14,7 @@ from core.jobs.broker import JOB_ID, PRIORITY_STEPS, QUEUES, Envelope
 from core.jobs.unreadable import UnreadableRecord, check_version
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+Webhook = dict[str, Any]
 _LONGEST_S = 1_000_000_000  # about thirty years; its milliseconds are exact in Lua's numbers
 
 
@@ -76,8 +77,9 @@ class JobDraft(Generic[R]):
     deadline. `work_ms` estimates how long the job occupies one worker. `owner` is the id of a key; empty without keys.
     `digest` identifies the request's content where the client chose the id: two jobs with equal ids and different
     digests are different requests. `keep_s` is the minimum retention of the ended job's record, in seconds. `webhook`
-    holds the `url` that is notified of the end, and the `base` of links. `inputs` are the keys of source artifacts,
-    which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
+    holds the `url` that is notified of the end, and the `base` of links; with `events`, it is notified of those of
+    start, logs, output and completed instead, and `form` is that of the messages. `inputs` are the keys of source
+    artifacts, which are kept while the job lives and then as long as its record. `trace` is the request's traceparent,
     `request_id` its HTTP request id; each may be empty. `followed`: True reports progress with pieces of text, None
     without them, and False reports none until `JobStore.follow`. Raises ValueError, naming the field.
     """
@@ -91,7 +93,7 @@ class JobDraft(Generic[R]):
     work_ms: int = 0
     owner: str = ""
     digest: str = ""
-    webhook: dict[str, str] | None = None
+    webhook: Webhook | None = None
     inputs: tuple[str, ...] = ()
     trace: str = ""
     request_id: str = ""
@@ -157,7 +159,7 @@ class Job:
     work_ms: int
     owner: str = ""
     digest: str = ""
-    webhook: dict[str, str] | None = None
+    webhook: Webhook | None = None
     inputs: tuple[str, ...] = ()
     incarnation: str = ""
     followed: bool | None = None

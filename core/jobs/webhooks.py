@@ -17,7 +17,8 @@ from core.jobs.record import milliseconds, to_json
 
 @dataclass(frozen=True, slots=True)
 class DueWebhook:
-    """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port.
+    """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port. `live`: the job
+    still ran when this was taken.
 
     The job's id may have been reused: the outcome is recorded for this incarnation only.
     """
@@ -27,6 +28,7 @@ class DueWebhook:
     owner: str
     host: str
     incarnation: str = ""
+    live: bool = False
 
 
 class WebhookQueue(RedisStore):
@@ -65,15 +67,17 @@ class WebhookQueue(RedisStore):
         }
         flat: Any = self._due(milliseconds(within_s), limit, of_owner, of_lane, to_json(skipped))
         return [
-            DueWebhook(id, int(tries), owner, host, incarnation)
-            for id, tries, owner, host, incarnation in zip(*(flat[k::5] for k in range(5)), strict=True)
+            DueWebhook(id, int(tries), owner, host, incarnation, lives == "1")
+            for id, tries, owner, host, incarnation, lives in zip(*(flat[k::6] for k in range(6)), strict=True)
         ]
 
     def settle(self, due: DueWebhook) -> None:
         """Record that it was delivered, or given up."""
-        self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms, due.incarnation)
+        self._settle(due.id, due.owner, due.host, "", 0, self._retention_ms, due.incarnation, int(due.live))
 
     def again(self, due: DueWebhook, after_s: float, *, failed: bool = True) -> None:
         """Requeue one that could not be delivered. Without `failed`, no attempt is counted."""
         after_ms = milliseconds(after_s)
-        self._settle(due.id, due.owner, due.host, after_ms, int(failed), self._retention_ms, due.incarnation)
+        self._settle(
+            due.id, due.owner, due.host, after_ms, int(failed), self._retention_ms, due.incarnation, int(due.live)
+        )

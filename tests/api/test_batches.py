@@ -273,8 +273,11 @@ def test_what_is_refused(world: tuple[Api, Worker, openai.OpenAI], monkeypatch: 
     multipart = {"content-type": "multipart/form-data; boundary=x"}
     check_error(post("/v1/files", content=b"--y", headers=multipart), 400)
     check_error(post("/v1/files", content=iter([b"--y"]), headers=multipart), 400, code="invalid_body")
+    twice = [("file", ("a", b"x")), ("file", ("b", b"y"))]
+    check_error(post("/v1/files", files=twice, data={"purpose": "batch"}), 400, "file", "repeated_field")
     monkeypatch.setattr(files, "MAX_BYTES", -files._ENVELOPE)
-    check_error(post("/v1/files", content=b"--x", headers=multipart), 413, code="body_too_large")
+    for content in (b"--x", iter([b"--x"])):
+        check_error(post("/v1/files", content=content, headers=multipart), 413, code="body_too_large")
     for path in ("/v1/files/x", "/v1/files/x/content", "/v1/batches/x", "/v1/batches/batch_é"):
         check_error(api.client.get(path), 404)
 

@@ -25,6 +25,7 @@ from core.jobs.record import Claim
 from core.pictures import fitted
 from tests.api.easel import Easel
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually
+from tests.faults.payloads import form_body
 
 EDITS = "/v1/images/edits"
 
@@ -424,6 +425,16 @@ def test_an_exact_source_must_have_the_size(shared: Api, easel: Easel) -> None:
         answer = shared.client.post(EDITS, data=data, files={"image": PNG})
         assert answer.status_code == status, answer.text
     check_error(answer, 400, "image", "mismatched_size")
+
+
+def test_a_form_whose_length_is_not_declared(shared: Api, easel: Easel, worker: Worker) -> None:
+    """As openai-node sends a file that it streams."""
+    array = pixels()
+    parts = form_body({"prompt": b"a hat"}, {"image": as_file(array)})
+    headers = {"content-type": "multipart/form-data; boundary=edge"}
+    answer = shared.client.post(EDITS, content=iter([parts[:5000], parts[5000:]]), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert np.array_equal(handed_on(worker, easel.seen[-1])[0], array)
 
 
 def test_what_is_no_form_is_refused(shared: Api) -> None:

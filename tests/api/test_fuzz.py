@@ -170,7 +170,10 @@ def test_any_path(client: httpx2.Client, raw: bytes) -> None:
         f"/v1/jobs/{known(client)}/images/{quoted}",
     ):
         answer = client.get(path)
-        assert answer.status_code == 200 or check_error(answer, answer.status_code)
+        if answer.status_code == 404 and "title" in answer.json():  # an owner's model, of which Replicate's clients ask
+            assert answer.json().keys() == {"title", "detail", "status", "error"}
+        else:
+            assert answer.status_code == 200 or check_error(answer, answer.status_code)
         assert answer.status_code < 500 or raw.decode("latin-1") in ("readyz", "v2/health/ready")
 
 

@@ -109,6 +109,20 @@ def test_margins_repeat_the_outermost_pixels_and_are_masked(
     assert np.array_equal(hole, np.pad(inside, pads, constant_values=255))
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1"])
+def test_a_mask_by_luminance_is_white_where_it_is_repainted(mode: str) -> None:
+    """In every mode; transparency counts as white, as in other pictures."""
+    levels = np.array([[0, 255], [100, 200]], np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(levels).convert(mode, dither=Image.Dither.NONE).save(stream, "PNG")
+    expected = np.array([[0, 255], [0, 255]])
+    assert np.array_equal(hole_of(stream.getvalue(), (2, 2), luminance=True), expected)
+    if mode != "1":
+        assert np.array_equal(hole_of(stream.getvalue(), (2, 2), luminance=True, soft=True), levels)
+    with pytest.raises(InvalidPicture, match="has no white pixel"):
+        hole_of(as_file(np.zeros((2, 2, 3), np.uint8)), (2, 2), luminance=True)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 255), min_size=4, max_size=4))
 def test_a_soft_mask_keeps_its_transparency(values: list[int]) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.jobs.record import JobDraft, new_id
+from core.jobs.record import Claim, JobDraft, ProgressReport, new_id
 from core.jobs.store import JobStore
 from core.jobs.webhooks import DueWebhook, WebhookQueue
 
@@ -81,6 +82,92 @@ def test_the_record_goes_when_it_was_told(jobs: JobStore, webhooks: WebhookQueue
 def test_one_that_was_erased_is_forgotten(jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis) -> None:
     jobs.erase(ended(jobs, "ann", "a"))
     assert not webhooks.due(60) and not list(client.scan_iter("diptych:webhook*"))
+
+
+# -- events of jobs that run -------------------------------------------------------------------------------------------
+
+EVENTS = ("start", "logs", "output", "completed")
+SETS = [frozenset(events) for n in range(5) for events in combinations(EVENTS, n)]
+
+
+def with_events(jobs: JobStore, events: Collection[str], id: str = "") -> Claim:
+    """A running job whose webhook names these events, claimed for the first time."""
+    webhook = {"url": "http://a/hook", "base": "http://x/", "events": [*events]}
+    draft = JobDraft(id or new_id(), "image", "m", {}, webhook=webhook)
+    jobs.create(draft)
+    claim = jobs.leases.claim(draft.id, "worker")
+    assert claim is not None
+    return claim
+
+
+def report(jobs: JobStore, claim: Claim) -> None:
+    assert not jobs.leases.report([ProgressReport(claim.id, claim.fence, {"steps_done": 1, "steps": 2})]).stale
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_webhook_is_due_at_the_events_that_it_names(
+    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, succeeds: bool
+) -> None:
+    claims = [(with_events(jobs, events), events) for events in SETS]
+
+    def due(*names: str) -> None:
+        """At just the jobs that name one of these."""
+        expected = {claim.id for claim, events in claims if events & set(names)}
+        taken = webhooks.due(60, limit=100)
+        assert {item.id for item in taken} == expected and len(taken) == len(expected)
+        assert all(item.live is (client.hget(f"diptych:job:{item.id}", "state") == "running") for item in taken)
+        for item in taken:
+            webhooks.settle(item)
+
+    due("start")
+    for claim, _ in claims:
+        report(jobs, claim)
+        report(jobs, claim)
+    for id, _ in client.zscan_iter("diptych:webhooks"):
+        client.zadd("diptych:webhooks", {id: 0})  # half a second passes
+    due("logs")
+    for claim, _ in claims:
+        if succeeds:
+            assert jobs.leases.succeed(claim.id, claim.fence, {})
+        else:
+            assert jobs.leases.fail(claim.id, claim.fence, "a", "b")
+    due("completed", *(["output"] if succeeds else []))
+    assert not webhooks.due(60) and not client.keys("diptych:webhook*")
+
+
+@pytest.mark.parametrize("retried", [True, False])
+def test_an_outcome_that_comes_after_the_end_leaves_the_end_due(
+    jobs: JobStore, webhooks: WebhookQueue, retried: bool
+) -> None:
+    """Whether the end's webhook was taken meanwhile or not."""
+    claim = with_events(jobs, ["start", "completed"])
+    (start,) = webhooks.due(60)
+    jobs.leases.succeed(claim.id, claim.fence, {})
+    (end,) = webhooks.due(0) if retried else (None,)
+    webhooks.settle(start)
+    (again,) = webhooks.due(60)
+    assert start.live and not again.live and end in (None, again)
+    webhooks.settle(again)
+    assert not webhooks.due(60)
+
+
+def test_a_second_attempt_is_no_second_start(jobs: JobStore, webhooks: WebhookQueue) -> None:
+    claim = with_events(jobs, ["start"])
+    webhooks.settle(*webhooks.due(60))
+    assert jobs.leases.hand_back(claim.id, claim.fence) is not None
+    assert jobs.leases.claim(claim.id, "another") is not None
+    assert not webhooks.due(60)
+
+
+def test_an_id_that_is_used_again_is_told_of_nothing_of_its_predecessor(jobs: JobStore, webhooks: WebhookQueue) -> None:
+    with_events(jobs, EVENTS, "x")
+    (start,) = webhooks.due(0)
+    jobs.erase("x")
+    with_events(jobs, ["completed"], "x")
+    webhooks.settle(start)
+    assert not webhooks.due(60)
+    assert jobs.cancel("x") is not None
+    assert [item.live for item in webhooks.due(60)] == [False]
 
 
 # -- ids that are used again -------------------------------------------------------------------------------------------

@@ -109,6 +109,21 @@ local function holds(job, fence)
   return job.attempt == attempt and (incarnation == '' or incarnation == job.incarnation)
 end
 
+-- Whether a webhook asks to be told of an event: start, logs, output, completed.
+local function asks(webhook, event)
+  for _, name in ipairs(webhook and cjson.decode(webhook).events or {}) do
+    if name == event then return true end
+  end
+  return false
+end
+
+-- Whether a webhook is told of a job in this state: of every end, unless it names events.
+local function tells(webhook, state)
+  if state == 'queued' then return false end
+  if state == 'running' then return asks(webhook, 'start') or asks(webhook, 'logs') end
+  return not cjson.decode(webhook).events or asks(webhook, 'completed') or state == 'succeeded' and asks(webhook, 'output')
+end
+
 -- Returns how long an ended job is kept: at least as long as it was created with, and at least until its webhook is
 -- delivered or given up.
 local function kept_ms(job, retention_ms)
@@ -243,7 +258,7 @@ local function finish(job, state, by, at, retention_ms, field, value)
   emit(job, state, field == 'error' and value or '{}')
   redis.call('PEXPIRE', job.key, retention_ms)
   redis.call('ZADD', P .. 'ended', at + retention_ms, job.owner .. '|' .. job.id)
-  if job.webhook then redis.call('ZADD', P .. 'webhooks', at, job.id) end
+  if job.webhook and tells(job.webhook, state) then redis.call('ZADD', P .. 'webhooks', at, job.id) end
   for artifact in string.gmatch(job.inputs, '%S+') do  -- inputs are retained like outputs from now on
     if redis.call('HINCRBY', P .. 'needed', artifact, -1) <= 0 then redis.call('HDEL', P .. 'needed', artifact) end
     redis.call('ZADD', P .. 'kept', 'GT', at + retention_ms + 3600000, artifact)

@@ -1,0 +1,1 @@
+"""Cog's HTTP API and Replicate's API: predictions over the same jobs as all other endpoints."""

@@ -1,0 +1,425 @@
+"""/predictions and /health-check as Cog has them, /v1/predictions and models as Replicate has them.
+
+A prediction is an image job: it is made by `submission.submit`, and its id is the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from fastapi.sse import format_sse_event
+from pydantic import BaseModel, ConfigDict, Field
+
+from api import admission, body, health, images, jobs, models, schemas, submission
+from api.access import By, Caller
+from api.errors import ApiError, invalid_field, store_error
+from api.events import EventStream
+from api.inline_images import InlineDocument
+from api.paging import missing, query
+from api.predictions import inputs, objects
+from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
+from api.rate_limits import charge_refusals
+from api.service import Given, Service
+from contract.card import ImageCard
+from contract.strict import MAX_NAME, StrictModel
+from core.artifacts import ArtifactError
+from core.jobs.broker import JOB_ID
+from core.jobs.connection import StoreError
+from core.jobs.keyring import webhook_secret
+from core.jobs.record import Job
+
+EVENTS = ("start", "output", "logs", "completed")
+
+_LONGEST_WAIT_S = 60
+_ANSWER_S = 0.25  # before `Prefer: wait=n` has passed the answer begins: clients give up half a second after it
+_WAIT = re.compile(r"wait(?:=([0-9]{1,4}))?")
+_PAGE = 100
+_MOST_INPUTS = 100
+_MAX_URL = 2048  # characters
+_FRESH = {"Cache-Control": "no-store"}
+
+
+class PredictionBody(StrictModel):
+    """The body of a prediction."""
+
+    model_config = ConfigDict(title="PredictionRequest")
+
+    input: dict[str, Any] = Field(
+        max_length=_MOST_INPUTS,
+        description="prompt, negative_prompt, width and height or aspect_ratio, num_outputs, num_inference_steps, "
+        "guidance_scale, scheduler, seed, image, mask, prompt_strength, output_format, output_quality; and other "
+        "fields of /v1/images/generations and /v1/images/edits",
+    )
+    version: str | None = Field(
+        default=None, max_length=MAX_NAME, description="a model's name, also as owner/name or owner/name:name"
+    )
+    id: str | None = Field(default=None, description="the id in the address, again")
+    webhook: str | None = Field(default=None, max_length=_MAX_URL, description="an address that is told, signed")
+    webhook_events_filter: list[Literal["start", "output", "logs", "completed"]] | None = Field(
+        default=None, max_length=16, description="of what the webhook is told; default: all of them"
+    )
+    webhook_completed: str | None = Field(
+        default=None, max_length=_MAX_URL, description="an address that is told of the end, in place of webhook"
+    )
+    stream: bool | None = Field(default=None, description="accepted and ignored: urls.stream is always there")
+    created_at: str | None = Field(default=None, max_length=100, description="accepted and ignored")
+    context: dict[str, Any] | None = Field(
+        default=None, max_length=_MOST_INPUTS, description="accepted and ignored"
+    )  # fmt: skip
+
+
+class Problem(BaseModel):
+    """An error as Replicate's clients show it (RFC 9457), and in this service's own form."""
+
+    title: str
+    detail: str
+    status: int
+    error: schemas.ErrorDetail
+
+
+class Prediction(BaseModel):
+    id: str
+    model: str
+    version: str
+    status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
+    input: dict[str, Any]
+    output: list[str] | None = Field(description="the pictures' URLs")
+    error: str | None
+    logs: str
+    metrics: dict[str, float]
+    created_at: str
+    started_at: str | None
+    completed_at: str | None
+    source: Literal["api"]
+    data_removed: bool
+    urls: dict[str, str]
+
+
+class PredictionPage(BaseModel):
+    previous: str | None
+    next: str | None = Field(description="the address of the next page")
+    results: list[Prediction]
+
+
+class ProblemRoute(APIRoute):
+    """A route whose errors are `Problem`s; an invalid field is a 422, as Cog and Replicate answer it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return _problem(error)
+            except (StoreError, ArtifactError) as error:
+                return _problem(store_error(error))
+
+        return answer
+
+
+router = APIRouter(
+    tags=["predictions"],
+    route_class=ProblemRoute,
+    responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}},
+)
+
+_PREFER = {
+    "name": "Prefer",
+    "in": "header",
+    "required": False,
+    "description": "respond-async: answer at once; wait or wait=n: after so many seconds at most (1 to 60)",
+    "schema": {"type": "string"},
+}
+_CREATE: dict[str, Any] = {
+    "response_model": Prediction,
+    "openapi_extra": {**schemas.document(PredictionBody), "parameters": [schemas.IDEMPOTENCY_KEY, _PREFER]},
+}
+_UNFINISHED: dict[int | str, dict[str, Any]] = {202: {"model": Prediction, "description": "It has not ended yet."}}
+
+
+@router.post("/predictions", summary="Make a prediction, as Cog does", responses=_UNFINISHED, **_CREATE)
+async def predict(request: Request, service: Given, caller: By) -> Response:
+    """Answer when the prediction has ended, with its pictures as data URLs; with `Prefer: respond-async` at once.
+
+    A client that disconnects before the end cancels it, unless it sent an `Idempotency-Key` or `Prefer: respond-async`.
+    """
+    return await _create(request, service, caller, COG, submission.idempotency_id(request, caller))
+
+
+@router.put("/predictions/{id}", summary="Make a prediction of a chosen id", responses=_UNFINISHED, **_CREATE)
+async def put(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Make a prediction as POST does; may be repeated, and makes one. 422 if the id is that of another request."""
+    if JOB_ID.fullmatch(id) is None:
+        raise invalid_field("id", "must be 1 to 64 letters, digits, - or _")
+    return await _create(request, service, caller, COG, id)
+
+
+@router.get("/predictions/{id}", summary="Look at a prediction", response_model=Prediction)
+async def look(id: str, request: Request, service: Given, caller: By) -> Response:
+    """The prediction, with its pictures as data URLs."""
+    return await _answer(service, request, await _find(service, id, caller), COG)
+
+
+@router.post("/predictions/{id}/cancel", summary="Cancel a prediction", response_model=Prediction)
+async def cancel(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Cancel a prediction that has not ended, and answer with it."""
+    return await _cancel(id, request, service, caller, COG)
+
+
+@router.get("/health-check", summary="Can predictions be made? As Cog says")
+async def health_check(service: Given) -> Response:
+    """Always 200: `status` is READY, STARTING while no worker is ready, or UNHEALTHY without Redis."""
+    if not service.cards.redis_answers:
+        state = "UNHEALTHY"
+    else:
+        state = "STARTING" if health.unready_reason(service) else "READY"
+    setup = "succeeded" if state == "READY" else "starting"
+    return JSONResponse({"status": state, "setup": {"status": setup, "logs": ""}}, headers=_FRESH)
+
+
+@router.post("/v1/predictions", status_code=201, summary="Make a prediction, as Replicate does", **_CREATE)
+async def create(request: Request, service: Given, caller: By) -> Response:
+    """Make a prediction of the model that `version` names, and answer at once; with `Prefer: wait`, when it has ended,
+    or after a minute at most.
+    """
+    return await _create(request, service, caller, REPLICATE, submission.idempotency_id(request, caller))
+
+
+@router.post(
+    "/v1/models/{owner}/{name}/predictions", status_code=201, summary="Make a prediction of a model", **_CREATE
+)
+async def create_of_model(owner: str, name: str, request: Request, service: Given, caller: By) -> Response:
+    """Make a prediction as POST /v1/predictions does. The model is that of this name, or of the name owner/name."""
+    id, model = submission.idempotency_id(request, caller), _name(service, owner, name)
+    return await _create(request, service, caller, REPLICATE, id, model)
+
+
+@router.get(
+    "/v1/predictions",
+    summary="List predictions",
+    response_model=PredictionPage,
+    openapi_extra=query(cursor=({"type": "string", "pattern": f"^{JOB_ID.pattern}$"}, "where the page begins")),
+)
+async def list_predictions(request: Request, service: Given, caller: By) -> Response:
+    """The caller's predictions and other image jobs, newest first. A page may be short although others follow."""
+    after = request.query_params.get("cursor", "")
+    if after and JOB_ID.fullmatch(after) is None:
+        raise invalid_field("cursor", "must be the id of a prediction")
+    owner = None if caller.may("admin") else caller.id
+    listed = await service.call(service.store.page, owner, after=after, limit=_PAGE)
+    if listed is None:
+        raise missing()
+    links = service.links(request)
+    following = f"{links.base}{REPLICATE.path}?cursor={listed.after}" if listed.more else None
+    results = [prediction(job, links) for job in listed.jobs if job.modality == "image"]
+    return JSONResponse({"previous": None, "next": following, "results": results}, headers=_FRESH)
+
+
+@router.get("/v1/predictions/{id}", summary="Look at a prediction, as Replicate does", response_model=Prediction)
+async def retrieve(id: str, request: Request, service: Given, caller: By) -> Response:
+    """The prediction, with its pictures as links; as data URLs where links do not begin with https."""
+    return await _answer(service, request, await _find(service, id, caller), REPLICATE)
+
+
+@router.post("/v1/predictions/{id}/cancel", summary="Cancel a prediction, as Replicate does", response_model=Prediction)
+async def cancel_as_replicate(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Cancel a prediction that has not ended, and answer with it."""
+    return await _cancel(id, request, service, caller, REPLICATE)
+
+
+@router.get(
+    "/v1/predictions/{id}/stream",
+    summary="Stream a prediction",
+    response_class=Response,
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
+async def stream(id: str, request: Request, service: Given, caller: By) -> Response:
+    """Stream Replicate's events: `logs`, a line of progress; `output`, the link of a picture; `error`; `done`."""
+    job = await _find(service, id, caller)
+    return EventStream(_stream(service, request, job))
+
+
+@router.get("/v1/models/{owner}/{name}", summary="Look at a model, as Replicate does")
+async def model(owner: str, name: str, request: Request, service: Given, caller: By) -> Response:
+    """OpenAI's object of the model, with the fields of Replicate's, whose `latest_version` is the only one."""
+    card = _card(service, owner, name)
+    fields = objects.model_fields(card, owner, name, service.links(request).base, models.started(card, service))
+    return JSONResponse({**models.model_object(card, service, card.name), **fields}, headers=_FRESH)
+
+
+@router.get("/v1/models/{owner}/{name}/versions", summary="List a model's versions")
+async def versions(owner: str, name: str, service: Given, caller: By) -> Response:
+    """A page with the one version that there is."""
+    card = _card(service, owner, name)
+    page = {"previous": None, "next": None, "results": [objects.version(card, models.started(card, service))]}
+    return JSONResponse(page, headers=_FRESH)
+
+
+@router.get("/v1/models/{owner}/{name}/versions/{id}", summary="Look at a model's version")
+async def model_version(owner: str, name: str, id: str, service: Given, caller: By) -> Response:
+    """The version, whose id is the model's name, with its schemas of input and output."""
+    card = _card(service, owner, name)
+    if id != card.name:
+        raise ApiError(404, "id: the only version of a model is its name", param="id", code="version_not_found")
+    return JSONResponse(objects.version(card, models.started(card, service)), headers=_FRESH)
+
+
+@router.get("/v1/account", summary="Who calls, as Replicate says")
+async def account(caller: By) -> Response:
+    """An account with the name of the caller's key; clients check their token with it."""
+    fields = {"type": "organization", "username": caller.id or OWNER, "name": caller.id or OWNER, "github_url": None}
+    return JSONResponse(fields, headers=_FRESH)
+
+
+@router.get("/v1/webhooks/default/secret", summary="The secret that the caller's webhooks are signed with")
+async def secret(service: Given, caller: By) -> Response:
+    """The secret of `replicate.webhooks.validate`, of this caller's webhooks alone."""
+    return JSONResponse({"key": webhook_secret(service.cards.now.secret, caller.id)}, headers=_FRESH)
+
+
+async def _create(
+    request: Request, service: Service, caller: Caller, dialect: Dialect, id: str | None, model: str | None = None
+) -> Response:
+    """Make the prediction and answer as the request prefers. Raises `ApiError`, `StoreError` and `ArtifactError`."""
+    caller.check("images")
+    wait_s = _wait_s(request, dialect)
+    stays = id is not None or wait_s is not None
+    async with charge_refusals(request, service, caller):
+        given = schemas.read(PredictionBody, await body.read(request, caller.id))
+        model = model or _version(service, given.version)
+        base = service.links(request).base
+        card = service.cards.now.model(model, ImageCard)
+        fields, names = inputs.job_fields(given.input, base, card)
+        url, events = _webhook(given)
+        with inputs.errors_as_given(names):
+            job_request = inputs.read_request({**fields, "model": model, "webhook_url": url})
+    with inputs.errors_as_given(names):
+        job, _ = await submission.submit(service, request, caller, job_request, id, webhook_events=events)
+    if wait_s == 0 or job.state.final:
+        return await _answer(service, request, job, dialect, created=True)
+
+    async def end() -> Job | None:
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(service.follower.end(job), wait_s)
+        return await service.follower.record(job)
+
+    ended = await images.wait(service, job, request, end(), stays=stays)
+    if ended is None:
+        raise images.left()
+    return await _answer(service, request, ended, dialect, created=True)
+
+
+async def _answer(service: Service, request: Request, job: Job, dialect: Dialect, *, created: bool = False) -> Response:
+    """The prediction. One that was just made has not left `starting` unless it has ended: Replicate's clients take
+    anything else for the end.
+    """
+    links = service.links(request)
+    status = 200
+    if created:
+        job = job if job.state.final else replace(job, progress=None)
+        status = 201 if dialect is REPLICATE else 200 if job.state.final else 202
+    document = InlineDocument(service, prediction(job, links, dialect, inline=dialect.inlines(links)))
+    headers = {**_FRESH, "Content-Length": str(await document.verify())}
+    return StreamingResponse(document.stream(), status, headers, media_type="application/json")
+
+
+async def _cancel(id: str, request: Request, service: Service, caller: Caller, dialect: Dialect) -> Response:
+    record = await _find(service, id, caller)
+    job = await service.call(service.store.cancel, id, record.incarnation)
+    if job is None:
+        raise jobs.no_job()
+    return await _answer(service, request, job, dialect)
+
+
+async def _find(service: Service, id: str, caller: Caller) -> Job:
+    """The image job of this id. Raises `ApiError` (404) as `jobs.find`, and for a text's."""
+    job = await jobs.find(service, id, caller)
+    if job.modality != "image":
+        raise jobs.no_job()
+    return job
+
+
+async def _stream(service: Service, request: Request, job: Job) -> AsyncGenerator[bytes]:
+    """The prediction's events, until its end; of one that has ended only what follows its progress."""
+    count, last = 0, ""
+
+    def event(kind: str, data: str) -> bytes:
+        nonlocal count
+        count += 1
+        return format_sse_event(id=str(count), event=kind, data_str=data)
+
+    if not job.state.final:
+        async with aclosing(service.follower.until_end(job)) as events:
+            async for progress in events:
+                done, steps = (progress.data.get(name, 0) for name in ("steps_done", "steps"))
+                if steps and (line := objects.bar(done, steps)) != last:
+                    last = line
+                    yield event("logs", line + "\n")
+    ended = await service.follower.final_record(job)
+    if ended is None:
+        yield event("error", json.dumps({"detail": "The server is stopping, or the prediction is gone."}))
+        return
+    outcome = prediction(ended, service.links(request))
+    for url in outcome["output"] or ():
+        yield event("output", url)
+    if outcome["error"] is not None:
+        yield event("error", json.dumps({"detail": outcome["error"]}))
+    yield event("done", json.dumps({"reason": "canceled"} if outcome["status"] == "canceled" else {}))
+
+
+def _wait_s(request: Request, dialect: Dialect) -> float | None:
+    """How long the answer may wait for the end, by the `Prefer` header (RFC 7240); None: as long as it takes."""
+    preferences = [word.strip() for header in request.headers.getlist("prefer") for word in header.lower().split(",")]
+    if "respond-async" in preferences:
+        return 0
+    for match in filter(None, map(_WAIT.fullmatch, preferences)):
+        return min(_LONGEST_WAIT_S, max(1, int(match[1] or _LONGEST_WAIT_S))) - _ANSWER_S
+    return None if dialect is COG else 0
+
+
+def _webhook(given: PredictionBody) -> tuple[str | None, tuple[str, ...]]:
+    """The receiver, and the events that it is told of."""
+    if given.webhook is None and given.webhook_completed is not None:
+        return given.webhook_completed, ("completed",)
+    return given.webhook, EVENTS if given.webhook_events_filter is None else tuple(given.webhook_events_filter)
+
+
+def _version(service: Service, version: str | None) -> str | None:
+    """The model that a version names: by its name, or in the form owner/name or owner/name:version."""
+    if version is None or service.cards.now.model(version, ImageCard) is not None:
+        return version
+    path, _, id = version.partition(":")
+    owner, slash, name = path.partition("/")
+    return id or (_name(service, owner, name) if slash else path)
+
+
+def _name(service: Service, owner: str, name: str) -> str:
+    """The name of the model that is addressed by owner and name: both, if there is a model of that name."""
+    both = f"{owner}/{name}"
+    return name if service.cards.now.model(both, ImageCard) is None else both
+
+
+def _card(service: Service, owner: str, name: str) -> ImageCard:
+    card = service.cards.now.model(_name(service, owner, name), ImageCard)
+    if card is None:
+        raise admission.unknown_model()
+    return card
+
+
+def _problem(error: ApiError) -> JSONResponse:
+    status = 422 if error.status == 400 else error.status
+    titles: Mapping[int, str] = {401: "Unauthenticated", 404: "Not found", 422: "Input validation failed"}
+    title = titles.get(status, "Too many requests" if status == 429 else "The request failed")
+    content = {"title": title, "detail": str(error), "status": status, **error.content}
+    return JSONResponse(content, status, dict(error.headers or {}))

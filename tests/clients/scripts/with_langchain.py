@@ -1,0 +1,27 @@
+"""langchain-openai."""
+
+from harness import KEY, TEXT, URL, run
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+model = ChatOpenAI(base_url=f"{URL}/v1", api_key=KEY, model=TEXT, max_tokens=20)
+
+
+class Emoji(BaseModel):
+    """What an emoji shows."""
+
+    happy: bool
+
+
+def call_tool() -> list[str]:
+    answer = model.bind_tools([Emoji], tool_choice="Emoji").invoke("a cat")
+    return [call["name"] for call in answer.tool_calls]
+
+
+run({
+    "chat": lambda: model.invoke("a cat").content,
+    "stream": lambda: "".join(chunk.content for chunk in model.stream("a cat")),
+    "batch": lambda: len(model.batch(["a cat", "a dog"])),
+    "parse": lambda: model.with_structured_output(Emoji, method="json_schema").invoke("a cat").happy,
+    "tools": call_tool,
+})  # fmt: skip

@@ -1,0 +1,28 @@
+// openai-node.
+import { createReadStream } from "node:fs";
+import OpenAI from "openai";
+import { zodResponseFormat } from "openai/helpers/zod";
+import { z } from "zod";
+
+const { DIPTYCH_URL: url, IMAGE_MODEL: image, TEXT_MODEL: text, PICTURE: picture } = process.env;
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
+const chat = { model: text, messages: [{ role: "user", content: "a cat" }], max_tokens: 20 };
+const size = (answer) => pngSize(Buffer.from(answer.data[0].b64_json, "base64"));
+
+const calls = {
+  generate: async () => size(await client.images.generate({ prompt: "a cat", model: image })),
+  edit: async () => size(await client.images.edit({ image: createReadStream(picture), prompt: "a hat", model: image })),
+  chat: async () => (await client.chat.completions.create(chat)).choices[0].message.content,
+  stream: async () => {
+    let content = "";
+    for await (const chunk of await client.chat.completions.create({ ...chat, stream: true })) {
+      content += chunk.choices[0]?.delta?.content ?? "";
+    }
+    return content;
+  },
+  parse: async () => {
+    const response_format = zodResponseFormat(z.object({ happy: z.boolean() }), "emoji");
+    return (await client.chat.completions.parse({ ...chat, response_format })).choices[0].message.parsed.happy;
+  },
+  gpt_image: async () => size(await client.images.generate({ prompt: "a cat", model: "gpt-image-1" })),
+};

@@ -1,0 +1,58 @@
+"""openai-python."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from harness import IMAGE, KEY, PICTURE, TEXT, URL, png_size, run
+from openai import OpenAI
+from pydantic import BaseModel
+
+client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
+MESSAGES: list[Any] = [{"role": "user", "content": "a cat"}]
+
+
+class Emoji(BaseModel):
+    happy: bool
+
+
+def picture(answer: Any) -> list[int]:
+    return png_size(base64.b64decode(answer.data[0].b64_json))
+
+
+def stream_image() -> list[int]:
+    events = client.images.generate(prompt="a cat", model=IMAGE, stream=True, partial_images=1)
+    return png_size(base64.b64decode([event.b64_json for event in events][-1]))
+
+
+def chat() -> str | None:
+    answer = client.chat.completions.create(model=TEXT, messages=MESSAGES, max_tokens=8)
+    return answer.choices[0].message.content
+
+
+def stream() -> str:
+    chunks = client.chat.completions.create(model=TEXT, messages=MESSAGES, max_tokens=8, stream=True)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def parse() -> bool:
+    answer = client.chat.completions.parse(model=TEXT, messages=MESSAGES, max_tokens=20, response_format=Emoji)
+    parsed = answer.choices[0].message.parsed
+    assert parsed is not None
+    return parsed.happy
+
+
+def openai_model(name: str) -> list[int]:
+    return picture(client.images.generate(prompt="a cat", model=name))
+
+
+run({
+    "generate": lambda: picture(client.images.generate(prompt="a cat", model=IMAGE)),
+    "edit": lambda: picture(client.images.edit(image=Path(PICTURE), prompt="a hat", model=IMAGE)),
+    "stream_image": stream_image,
+    "chat": chat,
+    "stream": stream,
+    "parse": parse,
+    "models": lambda: len(client.models.list().data),
+    "gpt_image": lambda: openai_model("gpt-image-1"),
+})  # fmt: skip

@@ -1,0 +1,27 @@
+// Vercel's AI SDK, with @ai-sdk/openai-compatible, @ai-sdk/openai and @ai-sdk/replicate.
+import { readFileSync } from "node:fs";
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { createReplicate } from "@ai-sdk/replicate";
+import { generateImage, generateText, Output, streamText } from "ai";
+import { z } from "zod";
+
+const { DIPTYCH_URL: url, IMAGE_MODEL: image, TEXT_MODEL: text, PICTURE: picture } = process.env;
+const service = { baseURL: `${url}/v1`, apiKey: "none" };
+const compatible = createOpenAICompatible({ name: "diptych", supportsStructuredOutputs: true, ...service });
+const openai = createOpenAI(service);
+const replicate = createReplicate({ baseURL: `${url}/v1`, apiToken: "none" });
+const chat = { prompt: "a cat", maxOutputTokens: 20, maxRetries: 0 };
+const schema = z.object({ happy: z.boolean() });
+const draw = async (model, prompt = "a cat") => pngSize((await generateImage({ model, prompt, maxRetries: 0 })).image.uint8Array);
+
+const calls = {
+  generate: () => draw(compatible.imageModel(image)),
+  edit: () => draw(compatible.imageModel(image), { text: "a hat", images: [readFileSync(picture)] }),
+  generate_by_openai: () => draw(openai.image(image)),
+  generate_by_replicate: () => draw(replicate.image(`diptych/${image}`)),
+  chat: async () => (await generateText({ ...chat, model: compatible(text) })).text,
+  stream: async () => await streamText({ ...chat, model: compatible(text) }).text,
+  parse: async () => (await generateText({ ...chat, model: compatible(text), output: Output.object({ schema }) })).output.happy,
+  chat_by_openai: async () => (await generateText({ ...chat, model: openai.chat(text) })).text,
+};

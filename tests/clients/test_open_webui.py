@@ -1,0 +1,88 @@
+"""Open WebUI as PyPI has it, against a real service: OPEN_WEBUI names its command, which nothing here installs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import subprocess
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from PIL import Image
+
+from deployment.redis import free_port
+from tests.deployment.served import READY_S, Served, wait_until
+
+COMMAND = os.environ.get("OPEN_WEBUI", "")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not COMMAND, reason="OPEN_WEBUI is not set: `pip install open-webui`, then its bin/open-webui"),
+]
+
+
+@pytest.fixture(scope="module")
+def client(service: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """A signed-in client of an Open WebUI whose chat and images are the service's."""
+    folder, port = tmp_path_factory.mktemp("webui"), free_port()
+    openai = {"OPENAI_API_BASE_URL": f"{service.url}/v1", "OPENAI_API_KEY": "none", "ENABLE_OLLAMA_API": "false"}
+    images = {
+        "ENABLE_IMAGE_GENERATION": "true", "IMAGE_GENERATION_ENGINE": "openai", "IMAGE_GENERATION_MODEL": "tiny",
+        "IMAGE_SIZE": "32x32", "IMAGES_OPENAI_API_BASE_URL": f"{service.url}/v1",
+        "ENABLE_IMAGE_EDIT": "true", "IMAGE_EDIT_ENGINE": "openai", "IMAGE_EDIT_MODEL": "tiny",
+        "IMAGES_EDIT_OPENAI_API_BASE_URL": f"{service.url}/v1",
+    }  # fmt: skip
+    offline = {"WEBUI_AUTH": "false", "OFFLINE_MODE": "true", "HF_HUB_OFFLINE": "1", "RAG_EMBEDDING_ENGINE": "openai"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port)],
+            cwd=folder, env=inherited | openai | images | offline | {"DATA_DIR": str(folder)}, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_S, verify=False) as client:
+            wait_until(lambda: process.poll() is not None or healthy(client), "Open WebUI")
+            assert process.poll() is None, (folder / "log").read_text("utf-8", "replace")[-2000:]
+            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+            client.headers["Authorization"] = f"Bearer {token}"
+            yield client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def healthy(client: httpx2.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def picture(client: httpx2.Client, answer: httpx2.Response) -> Image.Image:
+    """The only one that an answer names."""
+    assert answer.status_code == 200, answer.text
+    (named,) = answer.json()
+    return Image.open(io.BytesIO(client.get(named["url"]).content))
+
+
+def test_it_draws(client: httpx2.Client) -> None:
+    answer = client.post("/api/v1/images/generations", json={"prompt": "a cat", "n": 1})
+    assert picture(client, answer).size == (32, 32)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_it_edits(client: httpx2.Client, several: bool) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (32, 32), "red").save(stream, "PNG")
+    image = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    answer = client.post("/api/v1/images/edit", json={"prompt": "a hat", "image": [image] if several else image})
+    assert picture(client, answer).size == (32, 32)
+
+
+def test_it_chats(client: httpx2.Client) -> None:
+    assert {"emoji-lm", "tiny"} <= {model["id"] for model in client.get("/api/models").json()["data"]}
+    body = {"model": "emoji-lm", "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 8}
+    answer = client.post("/api/chat/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"], answer.text
