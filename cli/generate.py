@@ -27,12 +27,14 @@ from cli.arguments import (
 from cli.request import (
     FLAGS,
     add_inputs,
+    add_pipeline_options,
     add_refining,
     add_request,
     add_upscaling,
     complete,
     opened,
     read_inputs,
+    read_pipeline_options,
     read_refining,
     read_request,
     read_upscaling,
@@ -88,6 +90,7 @@ def add(commands: Commands) -> None:
     add_inputs(generate, ImagePrompt)
     add_upscaling(generate)
     add_refining(generate)
+    add_pipeline_options(generate)
     add_settings(
         generate, "lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir"
     )
@@ -108,6 +111,7 @@ def _generate(options: argparse.Namespace) -> int:
     size_of(options)
     check_range(options, "count", 1, 10_000)
     values = read_request(options) | read_upscaling(options) | read_refining(options)
+    values |= read_pipeline_options(options)
     values |= {"image_prompts": read_image_prompts(options), "control": read_inputs(options, Control)}
     values.setdefault("seed", secrets.randbelow(2**32))
     # Compiling takes longer than most commands, so it is on only if requested.
@@ -116,8 +120,8 @@ def _generate(options: argparse.Namespace) -> int:
         _complete(options, settings, values, prompt)
     create_cache_folder(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as runtime:
-        if runtime.images.refiner is not None:
-            values |= read_refining(options, runtime.images.refiner.model.name)
+        if runtime.image_runner.refiner is not None:
+            values |= read_refining(options, runtime.image_runner.refiner.model.name)
         draft = _complete(options, settings, values, prompts[0], runtime)
         jobs = (
             (replace(draft, prompt=prompt.text, seed=next_seed(draft.seed, k)), prompt)
@@ -141,6 +145,7 @@ def _complete(
     from contract import tuned
     from contract.card import VAES, ImageOffer
     from contract.errors import Invalid
+    from contract.plan import OFF
     from core.batching.request import Request
 
     flags = {}
@@ -151,24 +156,31 @@ def _complete(
     if runtime is None:
         offer = ImageOffer([size_of(options)], _samplers(options), size_of(options), vaes=VAES)
         return complete(values, offer, prompt.text, settings.deepcache, flags)
-    model = runtime.images.model
+    from pipeline.families.diffusers.runner import DiffusersRunner
+
+    runner = runtime.image_runner
+    model = runner.model
+    own = runner.model.offer if isinstance(runner, DiffusersRunner) else None
     if settings.plan:
         tuned.named(settings.plan, model.plans)  # a default plan that there is not is an error here
     plan_fields = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     size = size_of(options, model.native)
     offer = ImageOffer(
         [size],
-        runtime.images.schedulers,
+        runner.schedulers,
         size,
         vaes=VAES,
         defaults=model.defaults,
         plans=model.plans,
         plan=settings.plan,
+        fields=None if own is None else own.fields,
+        options=None if own is None else own.options,
     )
-    completed = complete({**values, **plan_fields}, offer, prompt.text, settings.deepcache, flags)
+    deepcache = settings.deepcache if runner.shallow_steps else OFF
+    completed = complete({**values, **plan_fields}, offer, prompt.text, deepcache, flags)
     completed = replace(completed, control=read_controls(options, completed.control, size, runtime.depth))
     try:
-        runtime.images.check(Request("check", "image", completed))
+        runner.check(Request("check", "image", completed))
     except Invalid as error:
         raise wrong_option(error, {**FLAGS, **flags}) from error
     return completed

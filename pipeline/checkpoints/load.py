@@ -76,7 +76,7 @@ def load(
     family.check(name, parts)
     _check_sampler(name, family, parts["scheduler"])
     if loras:
-        with _quiet():
+        with quiet():
             lora.fuse_(parts, family.adapters, loras)
     if is_quantized(precision):
         from pipeline.quantization import quantized_parts
@@ -113,7 +113,7 @@ class _Source(NamedTuple):
 
 
 def _build(name: str, family: Family, seeded: Seeded, device: torch.device) -> _Source:
-    with _quiet():
+    with quiet():
         parts = seeded.build(device)
     scheduler = parts["scheduler"]
     parts["scheduler"] = {**scheduler.config, "_class_name": type(scheduler).__name__}
@@ -171,7 +171,7 @@ def _place(parts: Mapping[str, Any], family: Family, device: torch.device, dtype
     import torch
 
     upcast = dtype is torch.float16 and bool(parts["vae"].config.force_upcast)  # such decoders overflow in fp16
-    with _quiet():
+    with quiet():
         for name, part in family.parts.items():
             if part.stem:
                 part_dtype = torch.float32 if name == "vae" and upcast else dtype
@@ -257,7 +257,7 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
     if part.kind == "scheduler":
         return folders.read_json(folder / name / "scheduler_config.json")
     try:
-        with _quiet():
+        with quiet():
             cls = getattr(importlib.import_module(part.module), part.classes[0])
             if part.kind == "tokenizer":
                 return cls.from_pretrained(str(folder / name), local_files_only=True)
@@ -295,7 +295,7 @@ def _check_sampler(name: str, family: Family, scheduler: Mapping[str, Any]) -> N
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the libraries' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 
