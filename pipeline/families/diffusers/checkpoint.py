@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,7 @@ REFERENCE = "reference"
 """The name by which image prompts are offered: further pictures of an edit."""
 
 _DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
+_GRID = 16  # pixels
 _NATIVE = 1024  # pixels, where neither the class nor the weights tell
 _PACKAGES = {"int8": "torchao", "int8-dynamic": "torchao", "fp8": "torchao", "nf4": "bitsandbytes", "gguf": "gguf"}
 """The package that a precision needs, where it is one."""
@@ -88,8 +90,10 @@ class DiffusersModel:
 
     @cached_property
     def multiple(self) -> int:
-        """Return the pixels that every side is a multiple of: two latents, which most networks read as one token."""
-        return 2 * int(getattr(self.base, "vae_scale_factor", 8))
+        """Return the pixels that every side is a multiple of: two latents, which most networks read as one token, and
+        16, which some pipelines ask for whatever their latents are.
+        """
+        return math.lcm(_GRID, 2 * int(getattr(self.base, "vae_scale_factor", 8)))
 
     @cached_property
     def native(self) -> int:
@@ -182,8 +186,7 @@ def load(
     if weights:
         digest = f"{digest} {digest_of(Path(weights).parent, [Path(weights)])}"
     model = DiffusersModel(short_name(name), digest, quantized or plain, where, pipelines, offload)
-    for module in model.modules.values():
-        module.eval().requires_grad_(False)
+    # `requires_grad` stays as the library has it: without gradients torch takes other kernels, with other last bits.
     if offload != "off":
         _offload(model)
     elif compiled and where.type == "cuda":

@@ -50,6 +50,11 @@ class PipelineLoop:
         self._cancelled = False
         self._thread: Thread | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Return whether the call has raised an error."""
+        return self._error is not None
+
     def advance(self) -> Position:
         """Let the call go on to its next stop; raises what it raises. Not to be called after its end."""
         if self._thread is None:

@@ -42,7 +42,7 @@ _WARM_STEPS = 2
 
 @dataclass(slots=True, eq=False)
 class PipelineState:
-    """The state of one admitted request. `loop` is None before its first iteration, and after one that failed."""
+    """The state of one admitted request. `loop` is None before its first iteration."""
 
     slot: list[int]
     size_bytes: int
@@ -200,7 +200,7 @@ class DiffusersRunner:
         (request,) = requests
         state: PipelineState = request.work
         group, parameters = self.group(request), request.parameters
-        if state.loop is None:
+        if state.loop is None or state.loop.failed:  # one that failed begins anew, with the same noise
             state.loop, state.position = self._loop(parameters), Position(0, 0)
         loop = state.loop
 

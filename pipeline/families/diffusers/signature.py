@@ -79,6 +79,7 @@ class CallSignature:
         if parameters.edit is not None:
             said["strength"] = parameters.edit.strength
         named = {"prompt": parameters.prompt, "width": parameters.width, "height": parameters.height}
+        named |= {"max_area": parameters.width * parameters.height}  # FLUX Kontext scales other sizes to this area
         named |= {ARGUMENTS[field]: value for field, value in said.items()}
         named = {name: value for name, value in named.items() if value is not None and name in self}
         return named | {name: value for name, value in (parameters.pipeline_options or {}).items() if name in self}

@@ -40,16 +40,21 @@ def tokenizer(length: int = 512) -> Any:
 def clip(kind: type, width: int = 32) -> Any:
     return kind(
         transformers.CLIPTextConfig(
-            hidden_size=width, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, projection_dim=width,
-            vocab_size=_VOCABULARY, bos_token_id=3, eos_token_id=1, pad_token_id=0,
+            hidden_size=width,
+            intermediate_size=37,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            projection_dim=width,
+            vocab_size=_VOCABULARY,
+            bos_token_id=3,
+            eos_token_id=1,
+            pad_token_id=0,
         )  # fmt: skip
     )
 
 
 def t5(kind: type = transformers.T5EncoderModel, config: type = transformers.T5Config) -> Any:
-    return kind(
-        config(d_model=32, d_ff=37, d_kv=8, num_heads=4, num_layers=2, vocab_size=_VOCABULARY, pad_token_id=0)
-    )
+    return kind(config(d_model=32, d_ff=37, d_kv=8, num_heads=4, num_layers=2, vocab_size=_VOCABULARY, pad_token_id=0))
 
 
 def gemma(width: int = 8) -> Any:
@@ -94,8 +99,14 @@ def flux2_klein() -> Any:
     )  # fmt: skip
     encoder = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            intermediate_size=8, hidden_size=8, num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=4, vocab_size=_VOCABULARY, max_position_embeddings=512,
+            intermediate_size=8,
+            hidden_size=8,
+            num_hidden_layers=28,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=4,
+            vocab_size=_VOCABULARY,
+            max_position_embeddings=512,
         )  # fmt: skip
     )
     decoder = diffusers.AutoencoderKLFlux2(
@@ -186,7 +197,7 @@ def lumina2() -> Any:
         num_kv_heads=1, multiple_of=16, norm_eps=1e-5, axes_dim_rope=(4, 2, 2), cap_feat_dim=8,
     )  # fmt: skip
     return diffusers.Lumina2Pipeline(
-        scheduler=flow(), vae=vae(), text_encoder=gemma(), tokenizer=tokenizer(), transformer=transformer
+        scheduler=flow(), vae=vae(4, (8, 8, 8, 8)), text_encoder=gemma(), tokenizer=tokenizer(), transformer=transformer
     )
 
 
@@ -211,17 +222,23 @@ def hunyuan_dit() -> Any:
 def cogview4() -> Any:
     transformer = diffusers.CogView4Transformer2DModel(
         patch_size=2, in_channels=4, num_layers=2, attention_head_dim=4, num_attention_heads=4, out_channels=4,
-        text_embed_dim=32, time_embed_dim=8, condition_dim=4, sample_size=16,
+        text_embed_dim=32, time_embed_dim=8, condition_dim=4, sample_size=8,
     )  # fmt: skip
     encoder = transformers.GlmModel(
         transformers.GlmConfig(
-            hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-            num_key_value_heads=2, vocab_size=_VOCABULARY, pad_token_id=0,
+            hidden_size=32,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            head_dim=8,
+            num_key_value_heads=2,
+            vocab_size=_VOCABULARY,
+            pad_token_id=0,
         )  # fmt: skip
     )
     dynamic = {"base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256, "use_dynamic_shifting": True}
     return diffusers.CogView4Pipeline(
-        scheduler=flow(**dynamic, time_shift_type="linear"), vae=vae(4, (8, 8)), text_encoder=encoder,
+        scheduler=flow(**dynamic, time_shift_type="linear"), vae=vae(4, (8, 8, 8, 8)), text_encoder=encoder,
         tokenizer=tokenizer(1024), transformer=transformer,
     )  # fmt: skip
 
@@ -230,10 +247,10 @@ def aura_flow() -> Any:
     transformer = diffusers.AuraFlowTransformer2DModel(
         sample_size=32, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
         attention_head_dim=8, num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32,
-        out_channels=4, pos_embed_max_size=256,
+        out_channels=4, pos_embed_max_size=4096,
     )  # fmt: skip
     return diffusers.AuraFlowPipeline(
-        scheduler=flow(), vae=vae(4, (8, 8)), tokenizer=tokenizer(), transformer=transformer,
+        scheduler=flow(), vae=vae(4, (8, 8, 8, 8)), tokenizer=tokenizer(), transformer=transformer,
         text_encoder=t5(transformers.UMT5EncoderModel, transformers.UMT5Config),
     )  # fmt: skip
 
@@ -252,8 +269,18 @@ def chroma() -> Any:
 BUILDERS: dict[str, Callable[[], Any]] = {
     builder.__name__: builder
     for builder in (
-        flux, flux_kontext, flux2_klein, qwen_image, stable_diffusion_3, pixart_sigma, sana, lumina2, hunyuan_dit,
-        cogview4, aura_flow, chroma,
+        flux,
+        flux_kontext,
+        flux2_klein,
+        qwen_image,
+        stable_diffusion_3,
+        pixart_sigma,
+        sana,
+        lumina2,
+        hunyuan_dit,
+        cogview4,
+        aura_flow,
+        chroma,
     )  # fmt: skip
 }
 
