@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictStr, WithJsonSchema
 
 from contract.bounds import check_text
 from contract.errors import Invalid
@@ -28,14 +28,21 @@ FIELDS = (
 )  # fmt: skip
 """Fields that a model may not read and that no other part of its offer names."""
 
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError("must be a number, a text or a flag")
+    return value
+
+
+_VALUE = {"type": ["boolean", "integer", "number", "string"]}
 Options = Annotated[
     dict[
         Annotated[StrictStr, Field(max_length=_MAX_NAME)],
-        StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)]
-        | Annotated[StrictStr, Field(max_length=_MAX_TEXT)],
+        Annotated[Any, AfterValidator(_scalar), WithJsonSchema(_VALUE)],
     ],
     Field(max_length=MAX_OPTIONS),
-]  # fmt: skip
+]
 """Options in a body, by the names of the pipeline's arguments."""
 
 _KINDS: dict[str, tuple[type, ...]] = {"boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,)}

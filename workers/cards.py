@@ -13,7 +13,7 @@ from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.extensions.costs import WIDTHS
-from pipeline.families.diffusers import LOOP, NOTICE
+from pipeline.families.diffusers import LOOP
 from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.model_pool import Pooled
 from pipeline.runner import ImageRunner
@@ -107,7 +107,7 @@ def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
         ),
         capacity_per_s=1 / (encode_s + offer.defaults.steps * step_s + decode_s),
         kernels="torch",
-        kernels_reason=NOTICE,
+        kernels_reason="by diffusers' own loop",
         options={name: dict(option) for name, option in (offer.options or {}).items()},
         loop=LOOP,
         **offered,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class DiffusersRunner:
         memory_bytes: int | None = None,
         capacity: RequestCapacity | None = None,
     ) -> None:
-        """As of `ImageRunner`."""
+        """Arguments are those of `ImageRunner`."""
         self.model = model
         self.patience_s = patience_s
         self.sizes = model.sizes
@@ -105,7 +105,7 @@ class DiffusersRunner:
             try:
                 pipeline.check_inputs(**completed)
             except ValueError as error:
-                raise Invalid(_field(str(error)), str(error)) from error
+                raise Invalid(_field(str(error), signature.options), str(error)) from error
         if self._size_bytes(parameters) > self.capacity.memory.capacity:
             raise Invalid("size", f"needs more memory than requests have, {self.capacity.memory.capacity} bytes")
 
@@ -373,8 +373,9 @@ def _mask(parameters: ImageParameters) -> Image:
     return frombytes("L", parameters.size, parameters.edit.mask)
 
 
-def _field(message: str) -> str:
+def _field(message: str, options: Iterable[str]) -> str:
     """Return the request's field that a message of a pipeline names in backquotes: the prompt, if it names none."""
     fields = {argument: field for field, argument in ARGUMENTS.items()} | {"height": "size", "width": "size"}
+    fields |= {name: f"{FIELD}.{name}" for name in options}
     names = re.findall(r"`(\w+)", message)
     return next((fields[name] for name in names if name in fields), "prompt")

@@ -49,7 +49,7 @@ def clip(kind: type, width: int = 32) -> Any:
             bos_token_id=3,
             eos_token_id=1,
             pad_token_id=0,
-        )  # fmt: skip
+        )
     )
 
 
@@ -94,9 +94,16 @@ def flux_kontext() -> Any:
 
 def flux2_klein() -> Any:
     transformer = diffusers.Flux2Transformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
-    )  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
     encoder = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             intermediate_size=8,
@@ -107,7 +114,7 @@ def flux2_klein() -> Any:
             head_dim=4,
             vocab_size=_VOCABULARY,
             max_position_embeddings=512,
-        )  # fmt: skip
+        )
     )
     decoder = diffusers.AutoencoderKLFlux2(
         sample_size=32, down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
@@ -234,7 +241,7 @@ def cogview4() -> Any:
             num_key_value_heads=2,
             vocab_size=_VOCABULARY,
             pad_token_id=0,
-        )  # fmt: skip
+        )
     )
     dynamic = {"base_shift": 0.25, "max_shift": 0.75, "base_image_seq_len": 256, "use_dynamic_shifting": True}
     return diffusers.CogView4Pipeline(
@@ -281,7 +288,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         cogview4,
         aura_flow,
         chroma,
-    )  # fmt: skip
+    )
 }
 
 
