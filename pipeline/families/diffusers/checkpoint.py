@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -84,8 +84,9 @@ class DiffusersModel:
     @property
     def weight_bytes(self) -> int:
         """Return the memory that its weights take, in whichever memory they are."""
-        tensors = [t for module in self.modules.values() for t in (*module.parameters(), *module.buffers())]
-        storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+        held = [t for module in self.modules.values() for t in (*module.parameters(), *module.buffers())]
+        tensors = (plain for tensor in held if not tensor.is_meta for plain in _plain(tensor))
+        storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @cached_property
@@ -134,6 +135,15 @@ class DiffusersModel:
             fields=tuple(name for name in pipeline_call.FIELDS if name in fields), sources=tuple(self.pipelines),
             options={name: option for signature in signatures for name, option in signature.options.items()},
         )  # fmt: skip
+
+
+def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a quantized one is made of, or else itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def load(

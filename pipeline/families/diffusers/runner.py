@@ -193,8 +193,8 @@ class DiffusersRunner:
         if not measured:
             return curve(1)
         size = min(measured, key=lambda size: abs(math.log(math.prod(size) / math.prod(group.size))))
-        known_s = self.costs.curve(group.phase, size, False)(1)
-        return known_s * (math.prod(group.size) / math.prod(size))
+        area: float = math.prod(group.size) / math.prod(size)
+        return area * self.costs.curve(group.phase, size, False)(1)
 
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         (request,) = requests
