@@ -166,6 +166,12 @@ def load(
     folder = find(name)
     if folder is None:
         raise ModelError(f"{name}: is no pipeline of diffusers without a native family")
+    index = folders.read_json(folder / "model_index.json")
+    if not CallSignature(getattr(diffusers, index["_class_name"])).draws:
+        raise ModelError(
+            f"{folder}/model_index.json: is a {index['_class_name']}, which does not draw from a prompt, an image and "
+            "a mask alone"
+        )
     where = torch.device(device)
     quantized = "gguf" if weights else precision if precision in _PACKAGES else ""
     plain = unquantized(where.type) if quantized or precision == "auto" else precision
@@ -176,9 +182,9 @@ def load(
     try:
         with quiet():
             if weights:
-                options |= _gguf(folder, Path(weights), dtype)
+                options |= _gguf(folder, index, Path(weights), dtype)
             elif quantized:
-                options["quantization_config"] = _quantization(folder, quantized, dtype)
+                options["quantization_config"] = _quantization(index, quantized, dtype)
             base = diffusers.DiffusionPipeline.from_pretrained(
                 str(folder) if local else name, local_files_only=local, **options
             )
@@ -189,8 +195,6 @@ def load(
         raise
     except Exception as error:  # many libraries, many exceptions
         raise ModelError(f"{name}: does not load ({type(error).__name__}: {first_line(error)})") from error
-    if not pipelines:
-        raise ModelError(f"{name}: a {type(base).__name__} draws neither from a prompt nor from an image")
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".json", ".txt", ".safetensors", ".model")]
     digest = digest_of(folder, files)
     if weights:
@@ -218,7 +222,7 @@ def _tasks(base: Any) -> dict[str, Any]:
     """Return the pipelines of requests without a picture, with one, and with a mask, as far as there are any."""
     import diffusers
 
-    own, tasks = CallSignature(type(base)), {}
+    own, tasks = CallSignature(type(base)), dict[str, Any]()
     for kind, automatic in (
         (pipeline_call.TEXT, diffusers.AutoPipelineForText2Image),
         (pipeline_call.IMAGE, diffusers.AutoPipelineForImage2Image),
@@ -229,7 +233,8 @@ def _tasks(base: Any) -> dict[str, Any]:
         except (ValueError, AttributeError):  # the class has no counterpart of this kind, or lacks a part for it
             if kind == _kind(own):
                 tasks[kind] = base
-    return {kind: base if type(task) is type(base) else task for kind, task in tasks.items()}
+    drawing = {kind: task for kind, task in tasks.items() if CallSignature(type(task)).draws}
+    return {kind: base if type(task) is type(base) else task for kind, task in drawing.items()}
 
 
 def _kind(own: CallSignature) -> str:
@@ -239,10 +244,9 @@ def _kind(own: CallSignature) -> str:
     return pipeline_call.IMAGE if "image" in own else pipeline_call.TEXT
 
 
-def _quantization(folder: Path, precision: str, dtype: torch.dtype) -> Any:
+def _quantization(index: Mapping[str, Any], precision: str, dtype: torch.dtype) -> Any:
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
-    index = folders.read_json(folder / "model_index.json")
     denoisers = [name for name in _DENOISERS if name in index]
     config: Any
     if precision == "nf4":
@@ -257,11 +261,10 @@ def _quantization(folder: Path, precision: str, dtype: torch.dtype) -> Any:
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(denoisers, config))
 
 
-def _gguf(folder: Path, weights: Path, dtype: torch.dtype) -> dict[str, Any]:
+def _gguf(folder: Path, index: Mapping[str, Any], weights: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Return the denoiser of a file in GGUF, by the name of its part."""
     import diffusers
 
-    index = folders.read_json(folder / "model_index.json")
     name = next((name for name in _DENOISERS if name in index), "")
     if weights.suffix != ".gguf" or not weights.is_file() or not name:
         raise ModelError(f"{weights}: of a pipeline that runs by diffusers' own loop this must be a file in GGUF")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
 
 from contract.card import ImageDefaults
 from contract.image import ImageParameters
@@ -32,7 +33,8 @@ class CallSignature:
 
     def __init__(self, pipeline: type) -> None:
         call: Any = pipeline.__call__
-        self._parameters = inspect.signature(call).parameters
+        signature = inspect.signature(call)
+        self._parameters, self._returned = signature.parameters, signature.return_annotation
         self._name = pipeline.__name__
         self.fields = tuple(field for field, name in ARGUMENTS.items() if name in self)
         self.options: dict[str, dict[str, Any]] = {}
@@ -45,6 +47,15 @@ class CallSignature:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
+
+    @property
+    def draws(self) -> bool:
+        """Return whether a call needs nothing but a prompt and pictures, and returns pictures, as far as it says."""
+        required = (p for p in self._parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)
+        needed = {parameter.name for parameter in required}
+        outputs = [kind for kind in get_args(self._returned) or (self._returned,) if is_dataclass(kind)]
+        pictures = not outputs or any(item.name == "images" for kind in outputs for item in fields(kind))
+        return pictures and "prompt" in self and needed <= {"self", "prompt", "image", "mask_image"}
 
     @property
     def takes_several(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from contract.card import read_card, to_data
 from contract.errors import Invalid
@@ -20,7 +21,13 @@ from workers.cards import image_card
 def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_path: Path) -> None:
     flux = str(folders("flux"))
     settings = Settings(
-        models=f"{flux},random:tiny", device="cpu", compile=False, kernels=False, text_model="off", cache_dir=tmp_path
+        models=f"{flux},random:tiny",
+        device="cpu",
+        compile=False,
+        kernels=False,
+        text_model="off",
+        cache_dir=tmp_path,
+        threads=torch.get_num_threads(),
     )
     with build(settings) as runtime:
         assert runtime.pool is not None
@@ -48,7 +55,8 @@ def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_pa
 
 
 def test_settings_of_native_families_are_refused(folders: Folders, tmp_path: Path) -> None:
-    base = {"device": "cpu", "text_model": "off", "cache_dir": tmp_path}
+    threads = torch.get_num_threads()
+    base = {"device": "cpu", "text_model": "off", "cache_dir": tmp_path, "threads": threads}
     for model, fields in (
         (str(folders("flux")), {"lora": "a"}),
         (str(folders("flux")), {"backend": "programs"}),

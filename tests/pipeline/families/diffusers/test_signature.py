@@ -30,6 +30,18 @@ def test_single_values_are_options_and_all_else_is_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "draws"),
+    [
+        ("StableDiffusion3Pipeline", True), ("KandinskyV22CombinedPipeline", True), ("FluxFillPipeline", True),
+        ("KandinskyV22Pipeline", False), ("WanPipeline", False), ("StableAudioPipeline", False),
+        ("MarigoldDepthPipeline", False), ("DDPMPipeline", False),
+    ],
+)  # fmt: skip
+def test_classes_that_need_more_or_return_something_else_do_not_draw(name: str, draws: bool) -> None:
+    assert CallSignature(getattr(diffusers, name)).draws is draws
+
+
+@pytest.mark.parametrize(
     ("name", "several"),
     [
         ("Flux2KleinPipeline", True), ("Flux2Pipeline", True), ("QwenImageEditPlusPipeline", True),
