@@ -172,7 +172,7 @@ def _complete(
         vaes=VAES,
         defaults=model.defaults,
         plans=model.plans,
-        plan=settings.plan,
+        plan=settings.plan if runner.shallow_steps else "",
         fields=None if own is None else own.fields,
         options=None if own is None else own.options,
     )

@@ -24,7 +24,7 @@ TEXT, IMAGE, MASK = "text", "image", "mask"
 
 FIELDS = (
     "steps", "guidance_scale", "negative_prompt", "strength", "soft_mask", "deepcache", "guidance_interval",
-    "guided_steps", "schedule_type", "timesteps", "sigmas", "eta", "cascade",
+    "guided_steps", "schedule_type", "timesteps", "sigmas", "eta", "plan",
 )  # fmt: skip
 """Fields that a model may not read and that no other part of its offer names."""
 
@@ -54,7 +54,7 @@ def check_fields(request: Mapping[str, Any], fields: Collection[str] | None) -> 
         return
     for name in FIELDS:
         if name in request and name not in fields and request[name] not in (None, False, "off", ()):
-            raise Invalid(name, "is not supported by this model: its pipeline has no such argument")
+            raise Invalid(name, "is not supported by this model, which runs by diffusers' own loop")
 
 
 def check_options(options: Mapping[str, Any] | None, offered: Mapping[str, Mapping[str, Any]] | None) -> None:

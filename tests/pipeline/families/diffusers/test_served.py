@@ -47,7 +47,7 @@ def test_a_pipeline_and_a_native_family_share_an_engine(folders: Folders, tmp_pa
         ]  # fmt: skip
         pictures = [future.result(60) for future in futures]
         assert [picture.fingerprint.get("loop") for picture in pictures] == ["diffusers", None] * 2
-        for fields in ({"lora": "a"}, {"deepcache": "auto"}, {"guided_steps": [0]}, {"pipeline_options": {"cfg": 1}}):
+        for fields in ({"lora": "a"}, {"deepcache": "auto"}, {"plan": "auto"}, {"pipeline_options": {"cfg": 1}}):
             with pytest.raises(Invalid):
                 ImageRequest(prompt="a", **fields).complete(card.offer)
         with pytest.raises(Invalid, match="it has none"):
