@@ -121,7 +121,10 @@ def _numbers(text: str, *, integers: bool) -> list[Any] | None:
 def _has_objects(kinds: Iterable[Any]) -> bool:
     """Return whether a value of one of these types may be, or hold, an object, which is JSON in a form too."""
     return any(
-        (isinstance(kind, type) and issubclass(kind, StrictModel)) or _has_objects(get_args(kind)) for kind in kinds
+        get_origin(kind) is dict
+        or (isinstance(kind, type) and issubclass(kind, StrictModel))
+        or _has_objects(get_args(kind))
+        for kind in kinds
     )
 
 

@@ -37,7 +37,7 @@ from pipeline.checkpoints import sdxl, tiny
 from pipeline.extensions.asset_cache import ReadFile
 from pipeline.families.family import ImageModel
 from pipeline.memory_ledger import RequestCapacity
-from pipeline.model_pool import ModelGroup, ModelPool, weight_bytes
+from pipeline.model_pool import ModelGroup, ModelPool, Pooled, weight_bytes
 from pipeline.runner import ImageRunner
 
 _PLANS = {"full": "int8", "half": "half", "4-steps": "4-steps"}  # rungs of `benchmarks.engine`
@@ -74,7 +74,8 @@ class Catalogue:
         self.pool = ModelPool(self.names, self._load, device_bytes, self._capacity, host_bytes=2**63)
         self._last = ""
         started = time.perf_counter()
-        first = self.pool.start()
+        self.pool.start()
+        first = self._runner(self.names[0])
         first.prepare(measure_s=measure_s)
         first.recording.wait(_RECORD_S)
         record.progress(f"recorded, {_gib()} GiB")
@@ -85,7 +86,7 @@ class Catalogue:
             self.pool.load(name)
             joins.append(time.perf_counter() - started)
             record.progress(f"{name}: {joins[-1]:.2f} s, {_gib()} GiB")
-        other = self.pool.load(self.names[-1])[0].backend
+        other = self._runner(self.names[-1]).backend
         offload_s, onload_s = self._away() if count > 1 else (None, None)
         self.facts = {
             "graphs": first.backend.graphs.counts[0], "recorded_s": round(recorded_s, 1),
@@ -106,7 +107,12 @@ class Catalogue:
         left, back = (round(end - start, 3) for start, end in itertools.pairwise(moments))
         return left, back
 
-    def _load(self, name: str) -> ReadFile[ImageRunner]:
+    def _runner(self, name: str) -> ImageRunner:
+        runner, _ = self.pool.load(name)
+        assert isinstance(runner, ImageRunner)
+        return runner
+
+    def _load(self, name: str) -> ReadFile[Pooled]:
         model = fine_tune(self._model, self._denoiser, self.names.index(name))
         backend = self._shared.backend_of(model, lambda: GraphBackend(model, self._widths))
         runner = ImageRunner(backend, lane=self.lane, capacity=self._capacity)
@@ -132,7 +138,7 @@ class Catalogue:
 
     def window(self, make: Make, in_flight: int, seconds: float) -> dict[str, Any]:
         """Throughput while the engine is kept full, with the changes of model between its iterations."""
-        bench = Bench(self.pool.load(self.names[0])[0], self.engine, self.times)
+        bench = Bench(self._runner(self.names[0]), self.engine, self.times)
         self.swaps = 0
         return {**bench.window(make, in_flight, seconds), "changes": self.swaps}
 

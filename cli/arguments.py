@@ -62,7 +62,9 @@ def add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, *, deepcache: bool = True) -> None:
-    add_settings(parser, "model", "variant", "precision", "backend", "tiny_vae", "unet", "threads", "compile")
+    add_settings(
+        parser, "model", "variant", "precision", "backend", "tiny_vae", "unet", "offload", "threads", "compile"
+    )  # fmt: skip
     if deepcache:
         add_settings(parser, "deepcache")
 

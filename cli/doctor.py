@@ -145,8 +145,13 @@ def _model(settings: Settings) -> Iterator[Finding]:
     elif Path(name).is_dir() or not Path(name).is_absolute():
         is_local = (Path(name) / "model_index.json").is_file()
         yield Finding("well", "model", name if is_local else f"{name}, from the hub when it is first needed")
-        if is_local:
-            yield from _scheduler(Path(name))
+        if is_local and find_spec("torch") is not None:
+            from pipeline.families import diffusers
+
+            if diffusers.find(name) is not None:
+                yield Finding("note", "model", diffusers.NOTICE)
+            else:
+                yield from _scheduler(Path(name))
     else:
         yield Finding("ill", "model", f"DIPTYCH_MODEL: there is no folder {name}")
 

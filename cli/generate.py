@@ -27,12 +27,14 @@ from cli.arguments import (
 from cli.request import (
     FLAGS,
     add_inputs,
+    add_pipeline_options,
     add_refining,
     add_request,
     add_upscaling,
     complete,
     opened,
     read_inputs,
+    read_pipeline_options,
     read_refining,
     read_request,
     read_upscaling,
@@ -91,6 +93,7 @@ def add(commands: Commands) -> None:
     add_inputs(generate, ImagePrompt)
     add_upscaling(generate)
     add_refining(generate)
+    add_pipeline_options(generate)
     add_settings(
         generate, "lora_dir", "embeddings_dir", "control_dir", "depth_model", "ip_adapter_dir", "upscalers_dir"
     )
@@ -111,6 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
     size_of(options)
     check_range(options, "count", 1, 10_000)
     values = read_request(options) | read_upscaling(options) | read_refining(options)
+    values |= read_pipeline_options(options)
     controls = read_controls(options, size_of(options))
     values |= {"image_prompts": read_image_prompts(options), "control": tuple(control for control, _ in controls)}
     values.setdefault("seed", secrets.randbelow(2**32))
@@ -120,8 +124,8 @@ def _generate(options: argparse.Namespace) -> int:
         _complete(options, settings, values, prompt)
     create_cache_folder(settings)
     with model_errors(), folder(options.out), open_runtime(settings, console) as runtime:
-        if runtime.images.refiner is not None:
-            values |= read_refining(options, runtime.images.refiner.model.name)
+        if runtime.image_runner.refiner is not None:
+            values |= read_refining(options, runtime.image_runner.refiner.model.name)
         pictures = [picture for _, picture in controls]
         draft = _complete(options, settings, values, prompts[0], runtime, pictures, alone=len(prompts) == 1)
         jobs = (
@@ -151,6 +155,7 @@ def _complete(
     from contract import tuned
     from contract.card import VAES, ImageOffer
     from contract.errors import Invalid
+    from contract.plan import OFF
     from core.batching.request import Request
 
     flags = {}
@@ -161,24 +166,31 @@ def _complete(
     if runtime is None:
         offer = ImageOffer([size_of(options)], _samplers(options), size_of(options), vaes=VAES)
         return complete(values, offer, prompt.text, settings.deepcache, flags)
-    model = runtime.images.model
+    from pipeline.families.diffusers.runner import DiffusersRunner
+
+    runner = runtime.image_runner
+    model = runner.model
+    own = runner.model.offer if isinstance(runner, DiffusersRunner) else None
     if settings.plan:
         tuned.named(settings.plan, model.plans)  # a default plan that there is not is an error here
     plan_fields = {name: value for name in ("plan", "deepcache") if (value := getattr(options, name)) is not None}
     size = size_of(options, model.native)
     offer = ImageOffer(
         [size],
-        runtime.images.schedulers,
+        runner.schedulers,
         size,
         vaes=VAES,
         defaults=model.defaults,
         plans=model.plans,
-        plan=settings.plan,
+        plan=settings.plan if runner.shallow_steps else "",
+        fields=None if own is None else own.fields,
+        options=None if own is None else own.options,
     )
-    completed = complete({**values, **plan_fields}, offer, prompt.text, settings.deepcache, flags)
+    deepcache = settings.deepcache if runner.shallow_steps else OFF
+    completed = complete({**values, **plan_fields}, offer, prompt.text, deepcache, flags)
     completed = replace(completed, control=prepared(completed.control, control_pictures, size, runtime.depth))
     try:
-        runtime.images.check(Request("check", "image", completed))
+        runner.check(Request("check", "image", completed))
     except Invalid as error:
         if alone or error.field != "prompt":
             raise wrong_option(error, {**FLAGS, **flags}) from error

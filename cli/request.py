@@ -6,6 +6,7 @@ Fields, types and descriptions are those of `contract.image`; here is only what 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
@@ -30,6 +31,7 @@ FLAGS = {
     "guidance_scale": "--guidance", "negative_prompt": "--negative", "negative_prompt_2": "--negative-2",
     "prompt_weighting": "--syntax", "prompt": "PROMPT", "upscale.model": "--upscale", "upscale.scale": "--upscale",
     "refiner.model": "--refiner", "refiner.from": "--refine-from", "image_prompts": "--image-prompt",
+    "pipeline_options": "--pipeline-option",
 }  # fmt: skip
 """Options by the field that they give, where they are not called after it."""
 _KINDS: dict[type[PictureInput], str] = {Control: "--control", ImagePrompt: "--image-prompt"}
@@ -46,7 +48,7 @@ _LISTS = {
 }  # fmt: skip
 """How lists of numbers are written, and an example."""
 _CHECKED_LATER = ("schedule_type",)  # with an error of its own
-_ELSEWHERE = (DEEPCACHE, "upscale", "refiner", "control", "image_prompts", "preview_every")
+_ELSEWHERE = (DEEPCACHE, "upscale", "refiner", "control", "image_prompts", "preview_every", "pipeline_options")
 FIELDS = tuple(name for name in declarations(ImageParameters) if name not in _ELSEWHERE)
 """The fields with a generated option."""
 SHARED = (
@@ -178,6 +180,25 @@ def read_refining(options: argparse.Namespace, name: str = "refiner") -> dict[st
         return {FIELD: Refining.read(FIELD, {"model": name, **start})}
     except Invalid:
         raise UsageError(f"--refine-from: must be more than 0 and less than 1, not {options.refine_from:g}") from None
+
+
+def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+    text = f"{declarations(ImageParameters)['pipeline_options'].text}; once for each"
+    parser.add_argument("--pipeline-option", action="append", default=[], metavar="NAME=VALUE", help=text)
+
+
+def read_pipeline_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The field `pipeline_options`, if it is given. A value is JSON, or else a text. Raises `UsageError`."""
+    values: dict[str, Any] = {}
+    for entry in options.pipeline_option:
+        name, equals, text = entry.partition("=")
+        if not equals or name in values:
+            raise UsageError(f"--pipeline-option: must look like true_cfg_scale=4.0, once for each, not {entry!r}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return {"pipeline_options": values} if values else {}
 
 
 def add_inputs(parser: argparse.ArgumentParser, kind: type[PictureInput]) -> None:

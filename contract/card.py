@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 
-from contract import loras
+from contract import loras, pipeline_call
 from contract.bounds import MAX_SEED
 from contract.control import CANNY
 from contract.errors import Invalid
@@ -95,7 +95,9 @@ class ImageOffer(ImageLimits):
     finished image, `refiners` the models that may take its last steps; None: only the syntax is checked. `controls` are
     the control networks that a request may use, `preprocessors` what makes their pictures of others, `image_prompts`
     the IP-Adapters; None: not checked. `cascades` are the models that may draw first, with the pairs' tuned gates
-    (`contract.cascade`); None: only the syntax is checked.
+    (`contract.cascade`); None: only the syntax is checked. `fields` are those of `contract.pipeline_call.FIELDS` that
+    it reads, and `sources` the kinds of request that it draws, of that module; None: all. `options` are what
+    `pipeline_options` may have: by name the `type`, and the `default` if there is one; None: only the form is checked.
     """
 
     sizes: Collection[Size]
@@ -117,6 +119,9 @@ class ImageOffer(ImageLimits):
     refiners: Collection[str] | None = None
     image_prompts: Collection[str] | None = None
     cascades: Mapping[str, float | None] | None = None
+    fields: Collection[str] | None = None
+    sources: Collection[str] | None = None
+    options: Mapping[str, Mapping[str, Any]] | None = None
 
     def check_source(self, *, edited: bool, masked: bool, soft: bool = False) -> None:
         """Raise `Invalid` for a request without a source image or mask, if the model only inpaints.
@@ -131,6 +136,12 @@ class ImageOffer(ImageLimits):
             raise Invalid("model", "only inpaints: it takes an image and a mask, at /v1/images/edits")
         if self.inpaint_only and not masked:
             raise Invalid("mask", "is missing, and this model only inpaints")
+        kind = pipeline_call.MASK if masked else pipeline_call.IMAGE if edited else pipeline_call.TEXT
+        if self.sources is None or kind in self.sources:
+            return
+        if kind == pipeline_call.TEXT:
+            raise Invalid("model", "only edits: it takes an image, at /v1/images/edits")
+        raise Invalid(kind, "is not supported by this model")
 
     def check_vae(self, name: str) -> None:
         """Raise `Invalid` for a decoder that the model does not have."""
@@ -289,7 +300,8 @@ class ImageCard(_Card):
     `vaes` are the decoders, of `VAES`. `inpaint_only`: every request needs a source image and a mask. `graphs`: the
     numbers of CUDA graphs "recorded" and "wanted"; empty where none are used. `sizes` and `size_range` are as in the
     offer, and so are `upscalers`, `refiners`, `controls`, `preprocessors`,
-    `image_prompts` and `cascades`.
+    `image_prompts`, `cascades`, `fields`, `sources` and `options`. `loop`: "diffusers" for a model that runs by
+    diffusers' own loop, "" for one of a native family.
     """
 
     modality: Literal["image"] = "image"
@@ -317,6 +329,10 @@ class ImageCard(_Card):
     refiners: tuple[StrictStr, ...] = ()
     image_prompts: tuple[StrictStr, ...] = ()
     cascades: dict[StrictStr, StrictFloat | None] = field(default_factory=dict)
+    fields: tuple[StrictStr, ...] | None = None
+    sources: tuple[StrictStr, ...] | None = None
+    options: dict[StrictStr, dict[StrictStr, Any]] = field(default_factory=dict)
+    loop: StrictStr = ""
 
     @property
     def offer(self) -> ImageOffer:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from contract import control, loras, plan, prompts
+from contract import control, loras, pipeline_call, plan, prompts
 from contract.bodies import InBody, body_of, check_bounds, declarations
 from contract.bounds import FLAG, MAX_SEED, OBJECT, WORD, check_number, next_seed
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, MAX_STEPS, ImageOffer, Size
@@ -58,7 +58,7 @@ class ImageParameters:
     `clip_skip` is diffusers': so many more of the encoders' last layers are left out, for the prompt only. `lora` names
     the LoRAs applied to this image only (contract.loras). `vae` is the decoder: the model's VAE, or its tiny one.
     `upscale` enlarges the finished image, `refiner` takes its last steps. `control` are pictures that it follows,
-    `image_prompts` pictures that it is drawn like.
+    `image_prompts` pictures that it is drawn like. `pipeline_options` are as in `contract.pipeline_call`.
     """
 
     prompt: str
@@ -142,6 +142,11 @@ class ImageParameters:
         Field(max_length=MAX_IMAGE_PROMPTS),
         f"pictures that it is drawn like, at most {MAX_IMAGE_PROMPTS}, and the IP-Adapters that read them",
     ] = ()
+    pipeline_options: Annotated[
+        dict[str, Any] | None,
+        InBody(pipeline_call.Options),
+        "further arguments of a pipeline of diffusers, of the model's options, such as true_cfg_scale",
+    ] = None
 
     def __post_init__(self) -> None:
         for name, kind in _OBJECTS.items():
@@ -290,6 +295,7 @@ def check_unread(picture: ImageParameters, offer: ImageOffer) -> None:
     offer.check_vae(picture.vae)
     if picture.upscale is not None:
         picture.upscale.check(offer.upscalers)
+    pipeline_call.check_options(picture.pipeline_options, offer.options)
     offer.check_size(picture.width, picture.height)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from contract import field_names, plan, prompts, students, tuned
+from contract import field_names, pipeline_call, plan, prompts, students, tuned
 from contract.bodies import InBody, check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S, MAX_EXACT
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, ImageOffer, Size
@@ -139,7 +139,7 @@ class ImageRequest(StrictModel):
         offer.check_source(edited=edited is not None, masked=masked, soft=bool(request.get("soft_mask")))
         check_inputs(pictures, offer)
         _check_offered(request, offer)
-        edit = None if edited is None else _edit(request, masked=masked)
+        edit = None if edited is None else _edit(request, offer, masked=masked)
         values = _filled(request, offer, edit)
         values |= pictures
         values["width"], values["height"] = offer.size(self.size, edited or hint)
@@ -225,9 +225,10 @@ def _planned(request: Given, offer: ImageOffer, usual: str, strength: float) -> 
     return values
 
 
-def _edit(request: Given, *, masked: bool) -> Edit:
-    """The edit, whose pictures are not stored yet."""
-    strength = request.get("strength", 1.0 if masked else STRENGTH)
+def _edit(request: Given, offer: ImageOffer, *, masked: bool) -> Edit:
+    """The edit, whose pictures are not stored yet. A model that reads no strength runs all steps."""
+    whole = masked or (offer.fields is not None and "strength" not in offer.fields)
+    strength = request.get("strength", 1.0 if whole else STRENGTH)
     return Edit(strength=float(strength), soft_mask=bool(request.get("soft_mask")))
 
 
@@ -271,6 +272,7 @@ def _warnings(request: Given) -> Iterator[str]:
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:
     """Raise `Invalid` for a refiner or LoRAs that the model does not offer, and for numbers beyond its limits."""
+    pipeline_call.check_fields(request, offer.fields)
     if "refiner" in request:
         request["refiner"].check(offer.refiners, soft=bool(request.get("soft_mask")))
     for name in ("timesteps", "sigmas"):

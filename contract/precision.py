@@ -9,6 +9,8 @@ Scheme = Literal["int8", "fp8", "int8-dynamic"]
 Name = Literal["fp32", "bf16", "fp16", Scheme]
 Choice = Literal["auto", Name]
 """As a setting names one; "auto" is resolved where the device and the model's variants are known."""
+ImageChoice = Literal[Choice, "nf4"]
+"""As the setting for images names one: also those of pipelines that run by diffusers' own loop alone."""
 
 
 @dataclass(frozen=True, slots=True)

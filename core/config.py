@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contract import model_names, plan, urls
-from contract.precision import Choice
+from contract.precision import Choice, ImageChoice
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-xl"
 EMBEDDED_TEXT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji-lm"
@@ -72,14 +72,19 @@ class Settings(BaseSettings):
         description="where `diptych models add` puts models, which are then found by name",
     )
     variant: str | None = Field(default=None, description="of the weight files, such as fp16")
-    precision: Choice = Field(
+    precision: ImageChoice = Field(
         default="auto",
         description="auto: int8 where the model, or the cache, has such a variant and the kernels run, else fp32 or "
-        "bf16; 8 bits of a model without a variant make one, once",
+        "bf16; 8 bits of a model without a variant make one, once; nf4: of a pipeline by diffusers' own loop",
+    )
+    offload: Literal["off", "model", "sequential", "group"] = Field(
+        default="off",
+        description="weights of a pipeline by diffusers' own loop that stay in the host's memory until they are used",
     )
     unet: str = Field(
         default="",
-        description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8, or the cache's",
+        description="a quantized UNet's folder; empty: the model's own unet-int8 or unet-fp8, or the cache's; of a "
+        "pipeline by diffusers' own loop a file of its denoiser in GGUF",
     )
     lora: str = Field(
         default="", description="fused into the model as it is loaded: name, name:scale, or several with commas"

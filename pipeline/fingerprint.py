@@ -12,7 +12,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,18 +20,16 @@ from core.kernels.cpu import library
 from core.kernels.describe import cuda_versions, describe, digest
 from core.kernels.device import TORCH, decisions, summary
 
-if TYPE_CHECKING:
-    from pipeline.families.family import ImageModel
-
 ROOT = Path(__file__).resolve().parent.parent
 # The sources that an image's bits depend on: every module of ours that generation imports and that computes or decides
 # something about it, and the encoders of WebP and JPEG. Paths below ROOT.
 CODE = (
     "contract/a1111.py", "contract/bodies.py", "contract/bounds.py", "contract/card.py", "contract/cascade.py",
     "contract/characters.py", "contract/control.py", "contract/image.py", "contract/image_prompt.py",
-    "contract/loras.py", "contract/markup.py", "contract/offered.py", "contract/picture_input.py", "contract/plan.py",
-    "contract/precision.py", "contract/printable.py", "contract/prompts.py", "contract/refining.py",
-    "contract/schedule.py", "contract/strict.py", "contract/students.py", "contract/tuned.py", "contract/upscale.py",
+    "contract/loras.py", "contract/markup.py", "contract/offered.py", "contract/picture_input.py",
+    "contract/pipeline_call.py", "contract/plan.py", "contract/precision.py", "contract/printable.py",
+    "contract/prompts.py", "contract/refining.py", "contract/schedule.py", "contract/strict.py",
+    "contract/students.py", "contract/tuned.py", "contract/upscale.py",
     "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/kernels", "core/ops",
     "core/quant",
     "core/transfers.py", "llm/encoder.py", "llm/family.py",
@@ -44,6 +42,15 @@ _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
+
+
+class Identified(Protocol):
+    """A loaded model, as far as a fingerprint names it."""
+
+    name: str
+    digest: str
+    precision: str
+    device: torch.device
 
 
 class KernelIdentity(NamedTuple):
@@ -63,7 +70,7 @@ class KernelIdentity(NamedTuple):
         return cls(*library.identity(kernels))
 
     @classmethod
-    def on_gpu(cls, model: ImageModel) -> KernelIdentity:
+    def on_gpu(cls, model: Identified) -> KernelIdentity:
         """Identify the kernels of fused layers; elsewhere than on a GPU they run on torch."""
         if model.device.type != "cuda":
             return cls()
@@ -77,7 +84,7 @@ def code_digest() -> str:
 
 
 def fingerprint(
-    model: ImageModel, *, executable: str, bucket: int | None, kernels: KernelIdentity | None = None
+    model: Identified, *, executable: str, bucket: int | None, kernels: KernelIdentity | None = None
 ) -> dict[str, Any]:
     """Return the fingerprint of an image that this model generates in this process.
 

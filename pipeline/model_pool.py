@@ -23,10 +23,13 @@ from pipeline.backends.backend import BatchGroup
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import Asset, AssetCache, ReadFile
 from pipeline.extensions.registry import KINDS
+from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.memory_ledger import RequestCapacity
 from pipeline.runner import ImageRunner
 
 log = logging.getLogger(__name__)
+
+Pooled = ImageRunner | DiffusersRunner
 
 _STAMP = ""  # models do not change while they are served
 _TAKEN_S = 2.0  # after which a model that was loaded for a request, which did not take it, may be evicted for another
@@ -50,8 +53,8 @@ class ModelGroup(NamedTuple):
 class Lease(NamedTuple):
     """A model that a running request keeps in memory."""
 
-    asset: Asset[ImageRunner]
-    runner: ImageRunner
+    asset: Asset[Pooled]
+    runner: Pooled
 
 
 class Facts(NamedTuple):
@@ -66,7 +69,7 @@ class Facts(NamedTuple):
 class Checked(NamedTuple):
     """What a model's runner found out about a request (`Request.checked`); another load of it has other files."""
 
-    runner: weakref.ref[ImageRunner]
+    runner: weakref.ref[Pooled]
     inputs: Any
 
 
@@ -74,7 +77,7 @@ class Check(NamedTuple):
     """A request that is checked by its model, which that keeps in memory."""
 
     request: Request
-    lease: Asset[ImageRunner]
+    lease: Asset[Pooled]
     result: Future[None]
 
 
@@ -94,7 +97,7 @@ class ModelPool:
     def __init__(
         self,
         names: Sequence[str],
-        load: Callable[[str], ReadFile[ImageRunner]],
+        load: Callable[[str], ReadFile[Pooled]],
         capacity_bytes: int,
         capacity: RequestCapacity,
         *,
@@ -110,13 +113,13 @@ class ModelPool:
         self.names = tuple(names)
         self.patience_s = patience_s
         self._load_model, self._capacity, self._clock, self._idle_s = load, capacity, clock, idle_s
-        self._models: AssetCache[ImageRunner] = AssetCache(
+        self._models: AssetCache[Pooled] = AssetCache(
             "model", capacity_bytes, self._load, free=self._retire, loaded=lambda: self.retry_admission()
         )
         self._host_bytes = host_bytes
-        self._offloaded: OrderedDict[str, ReadFile[ImageRunner]] = OrderedDict()  # least recently used first
+        self._offloaded: OrderedDict[str, ReadFile[Pooled]] = OrderedDict()  # least recently used first
         self._offloading = threading.Lock()
-        self._facts: weakref.WeakKeyDictionary[ImageRunner, Facts] = weakref.WeakKeyDictionary()
+        self._facts: weakref.WeakKeyDictionary[Pooled, Facts] = weakref.WeakKeyDictionary()
         self._leases: dict[str, Lease] = {}  # by request
         self._load_s: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes
@@ -133,7 +136,7 @@ class ModelPool:
     def closed(self) -> bool:
         return self._closed.is_set()
 
-    def start(self) -> ImageRunner:
+    def start(self) -> Pooled:
         """Load the first model, which stays. Raises `ModelError`."""
         runner, _ = self.load(self.names[0])
         self._models.take(self.names[:1], wait=False)
@@ -141,7 +144,7 @@ class ModelPool:
             threading.Thread(target=self._evict_idle, name="idle models", daemon=True).start()
         return runner
 
-    def load(self, name: str) -> tuple[ImageRunner, Any]:
+    def load(self, name: str) -> tuple[Pooled, Any]:
         """Return a model and what is known of it (`ReadFile.facts`), loaded if need be.
 
         Raises `ModelError`, also for one that does not fit beside the first: it is not served.
@@ -160,7 +163,7 @@ class ModelPool:
         """Have models leave the memory that no request uses."""
         self._models.evict(names)
 
-    def resident(self, name: str) -> ImageRunner | None:
+    def resident(self, name: str) -> Pooled | None:
         """Return a model that is in memory."""
         return self._models.resident(name)
 
@@ -168,7 +171,7 @@ class ModelPool:
         """Return how long a model took to load when it last was; 0: it never was."""
         return self._load_s.get(name, 0.0)
 
-    def _load(self, name: str) -> ReadFile[ImageRunner]:
+    def _load(self, name: str) -> ReadFile[Pooled]:
         with self._offloading:
             offloaded = self._offloaded.pop(name, None)
         # While it is loaded it is as large as the largest, parts included that turn out to be another's.
@@ -178,6 +181,7 @@ class ModelPool:
         if offloaded is None:
             read = self._load_model(name)
         else:
+            assert isinstance(offloaded.content, ImageRunner)  # others do not leave for the host's memory
             offloaded.content.backend.offload(back=True)
             read = offloaded
         self._facts[read.content] = Facts(name, read.digest, read.size_bytes, read.facts)
@@ -186,9 +190,9 @@ class ModelPool:
         log.info("%s: %.0f MiB were loaded in %.1f s", name, read.size_bytes / 2**20, self._load_s[name])
         return read
 
-    def _retire(self, runners: list[ImageRunner]) -> None:
+    def _retire(self, runners: list[Pooled]) -> None:
         """Keep evicted models in the host's memory as far as it is for them; close the others. Empties the list."""
-        closed: list[ImageRunner] = []
+        closed: list[Pooled] = []
         while runners:
             runner = runners.pop()
             with self._offloading:
@@ -199,9 +203,14 @@ class ModelPool:
             del runner
         _free(closed)
 
-    def _offload(self, runner: ImageRunner) -> bool:
+    def _offload(self, runner: Pooled) -> bool:
         name, digest, size_bytes, facts = self._facts[runner]
-        if size_bytes > self._host_bytes or name in self._offloaded or self.closed:
+        if (
+            isinstance(runner, DiffusersRunner)
+            or size_bytes > self._host_bytes
+            or name in self._offloaded
+            or self.closed
+        ):
             return False
         if self._models.resident(name) is not None or self._models.loading(name):  # it was asked for meanwhile
             return False
@@ -254,7 +263,7 @@ class ModelPool:
             self._models.give([lease])
             raise error.with_traceback(None) from None  # its frames refer to the model, which may be evicted
 
-    def _admit(self, request: Request, lease: Asset[ImageRunner]) -> NotYet | None:
+    def _admit(self, request: Request, lease: Asset[Pooled]) -> NotYet | None:
         runner, checked = self._models.content(lease), request.checked
         if not isinstance(checked, Checked) or checked.runner() is not runner:
             # Not on this thread: it reads files.
@@ -278,7 +287,7 @@ class ModelPool:
                 del self._checks[id]
                 self._models.give([check.lease])
 
-    def _acquire(self, name: str) -> Asset[ImageRunner] | NotYet:
+    def _acquire(self, name: str) -> Asset[Pooled] | NotYet:
         """Pin a model. While it is loaded only its own requests wait for it, and so they do for room at first."""
         now, waits = self._clock(), NotYet(_resource(name), pending=True)
         if self._next and self._next != name and self._models.resident(name) is None:
@@ -343,10 +352,10 @@ class ModelPool:
     def launch(self, requests: Sequence[Request]) -> LaneTicket:
         return self._of(requests[0]).launch(requests)
 
-    def _of(self, request: Request) -> ImageRunner:
+    def _of(self, request: Request) -> Pooled:
         return self._leases[request.id].runner
 
-    def _in(self, group: Hashable) -> tuple[ImageRunner, BatchGroup]:
+    def _in(self, group: Hashable) -> tuple[Pooled, BatchGroup]:
         assert isinstance(group, ModelGroup)
         runner = self._models.resident(group.model)
         assert runner is not None, "a model with running requests is in memory"
@@ -364,10 +373,12 @@ class ModelPool:
                 runner.close()
 
 
-def weight_bytes(runner: ImageRunner) -> int:
+def weight_bytes(runner: Pooled) -> int:
     """Return the memory that a model's weights take, of modules that no other model has, and of what its backends have
     packed.
     """
+    if isinstance(runner, DiffusersRunner):
+        return runner.weight_bytes
     backends = [runner.backend, *([] if runner.refiner is None else [runner.refiner])]
     parts = [part for own in backends for name, part in own.model.parts.items() if name not in own.shared_parts]
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
@@ -381,7 +392,7 @@ def _resource(model: str, field: str = "") -> str:
     return f"model {model} {field}".rstrip()
 
 
-def _check(runner: ImageRunner, request: Request) -> None:
+def _check(runner: Pooled, request: Request) -> None:
     runner.check(request)
     request.checked = Checked(weakref.ref(runner), request.checked)
 
@@ -393,7 +404,7 @@ def _files(request: Request) -> list[str]:
     return [kind.field for kind in KINDS if getattr(request.parameters, kind.field, None)]
 
 
-def _free(runners: list[ImageRunner]) -> None:
+def _free(runners: list[Pooled]) -> None:
     """Release the memory of evicted models, whose parts refer to one another."""
     if runners:
         for runner in runners:

@@ -41,6 +41,7 @@ class ImageRunner:
     """Generates images with one model on one lane."""
 
     modality = "image"
+    shallow_steps = True  # requests may have a DeepCache schedule
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class ImageRunner:
         offer = ImageOffer(
             self.sizes, self.schedulers, vaes=self.model.vaes, inpaint_only=self.model.inpaints,
             size_range=self.model.size_range,
-            refiners=None if self.refiner is None else (self.refiner.model.name,),
+            refiners=None if self.refiner is None else (self.refiner.model.name,), options={},
         )  # fmt: skip
         edit = parameters.edit
         masked, soft = edit is not None and edit.mask is not None, edit is not None and edit.soft_mask

@@ -76,6 +76,7 @@ LARGE_CLASSES = {
     "core.ops.reference.TorchOps": 18,
     "core.ops.trace.TraceOps": 22,
     "llm.runner.TextRunner": 20,
+    "pipeline.families.diffusers.runner.DiffusersRunner": 19,
     "pipeline.families.family.ImageModel": 14,
     "pipeline.model_pool.ModelPool": 21,
     "pipeline.recording.GraphSet": 15,

@@ -17,7 +17,7 @@ import psutil
 from contract.precision import is_quantized, runs, unquantized
 from core.batching.engine import Engine, Tick
 from core.batching.runner import Lane, Runner
-from core.config import STAND_IN_MODEL, Settings
+from core.config import AUTO, STAND_IN_MODEL, Settings
 from core.kernels.device import KernelChoice, lacks
 from core.transfers import beside
 from llm.pages import PAGE
@@ -32,8 +32,11 @@ from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.depth import DepthEstimator
 from pipeline.extensions.extension import Extension
 from pipeline.extensions.registry import KINDS
+from pipeline.families import diffusers
+from pipeline.families.diffusers import checkpoint
+from pipeline.families.diffusers.runner import DiffusersRunner
 from pipeline.memory_ledger import RequestCapacity
-from pipeline.model_pool import ModelPool, weight_bytes
+from pipeline.model_pool import ModelPool, Pooled, weight_bytes
 from pipeline.pixels import provenance
 from pipeline.pixels.provenance import Provenance
 from pipeline.runner import ImageRunner
@@ -64,7 +67,7 @@ class Runtime:
 
     settings: Settings
     engine: Engine
-    images: ImageRunner
+    image_runner: Pooled
     lane: Lane
     texts: TextRunner | None = None
     text_lane: Lane | None = None  # if separate from the images' lane
@@ -75,11 +78,19 @@ class Runtime:
     pool: ModelPool | None = None  # the images' and those of other models, if there are several
     gate: Gate | None = None  # of cascades, if there are several models and a scorer
 
+    @property
+    def images(self) -> ImageRunner:
+        """Return the runner of a native family. Raises `ModelError` for a pipeline by diffusers' own loop."""
+        if isinstance(self.image_runner, DiffusersRunner):
+            name = self.image_runner.model.name
+            raise ModelError(f"{name}: {diffusers.NOTICE}; this needs a model of a native family")
+        return self.image_runner
+
     def close(self) -> None:
         self.engine.close()
         if self.gate is not None:
             self.gate.close()
-        (self.pool or self.images).close()
+        (self.pool or self.image_runner).close()
         if self.texts is not None:
             self.texts.close()
         for lane in (self.lane, self.text_lane):
@@ -162,6 +173,9 @@ def precision(settings: Settings, device: str) -> str:
     from core.kernels.cpu.library import KernelsUnavailable, library
 
     on_cpu, requested = device == "cpu", settings.precision
+    if requested == "nf4" or settings.offload != "off":
+        name = requested if requested == "nf4" else f"offload {settings.offload}"
+        raise ModelError(f"{name}: is for pipelines that run by diffusers' own loop, and this is a native family's")
     if requested != "auto" and not runs(requested, device):
         raise ModelError(f"{requested} does not run on a CPU; take int8 or fp32")
     if not on_cpu:
@@ -188,7 +202,9 @@ def precision(settings: Settings, device: str) -> str:
     return "int8"
 
 
-def memory_bytes(settings: Settings, model: ImageModel, extensions: Iterable[Extension[Any]] = ()) -> int:
+def memory_bytes(
+    settings: Settings, model: ImageModel | checkpoint.DiffusersModel, extensions: Iterable[Extension[Any]] = ()
+) -> int:
     """Memory limit for images in progress: the setting, else most of the memory that is free now, without that which
     the extensions' files may take.
     """
@@ -355,13 +371,15 @@ def image_runner(
     *,
     capacity: RequestCapacity | None = None,
     shared: SharedBackends | None = None,
-) -> tuple[ImageRunner, tuple[KernelChoice, ...]]:
+) -> tuple[Pooled, tuple[KernelChoice, ...]]:
     """Load the settings' model; returns its runner on the lane, and which kernels run. Raises `ModelError`.
 
     Computes on the calling thread. `capacity` is shared with the runners of other models, and so are backends of
     `shared`.
     """
     say(f"loading {settings.model_name}")
+    if diffusers.find(settings.model_name) is not None:
+        return _pipeline_runner(settings, lane, capacity), ()
     model = load_model(settings, say, count)
     if model.family.refines:
         raise ModelError(f"{model.name}: is a refiner, which draws nothing alone; DIPTYCH_REFINER is for it")
@@ -389,6 +407,27 @@ def image_runner(
     return runner, decisions
 
 
+def _pipeline_runner(settings: Settings, lane: Lane, capacity: RequestCapacity | None) -> DiffusersRunner:
+    """Load a pipeline that runs by diffusers' own loop. Raises `ModelError`."""
+    for name in ("lora", "refiner", "tiny_vae"):
+        if getattr(settings, name):
+            raise ModelError(f"{settings.model_name}: {name}: is not supported by a pipeline by diffusers' own loop")
+    if settings.backend not in (AUTO, backends.TORCH):
+        raise ModelError(f"{settings.model_name}: a pipeline by diffusers' own loop runs on {backends.TORCH} alone")
+    device = device_of(settings)
+    set_threads(settings, device)
+    keep_compiled(settings, device)
+    model = checkpoint.load(
+        settings.model_name, precision=settings.precision, device=device, variant=settings.variant,
+        weights=settings.unet, offload=settings.offload, compiled=settings.compile,
+    )  # fmt: skip
+    log.info("%s, a %s in %s: %s", model.name, type(model.base).__name__, model.precision, diffusers.NOTICE)
+    return DiffusersRunner(
+        model, lane=lane, max_requests=settings.max_requests, patience_s=settings.image_objective_s,
+        memory_bytes=memory_bytes(settings, model), capacity=capacity,
+    )  # fmt: skip
+
+
 def _names(settings: Settings, texts: TextRunner | None) -> list[str]:
     """The names of the settings' image models. Raises `ModelError` for two models of one name."""
     names = [short_name(each.model_name) for each in settings.catalogue]
@@ -398,11 +437,13 @@ def _names(settings: Settings, texts: TextRunner | None) -> list[str]:
     return names
 
 
-def _others_bytes(settings: Settings, first: ImageRunner) -> int:
+def _others_bytes(settings: Settings, first: Pooled) -> int:
     """The memory that the other models than the first may take: the rest of the setting's, or as much for a model as
     the first takes of its files' size.
     """
-    folders = [family_of(each.model_name, each.variant)[1] for each in settings.catalogue]
+    folders = [
+        diffusers.find(each.model_name) or family_of(each.model_name, each.variant)[1] for each in settings.catalogue
+    ]
     files = [sum(path.stat().st_size for path in folder.rglob("*.safetensors")) if folder else 0 for folder in folders]
     own = weight_bytes(first)
     most = int(sum(files[1:]) * min(1.0, own / files[0] if files[0] else 1.0))
@@ -412,7 +453,7 @@ def _others_bytes(settings: Settings, first: ImageRunner) -> int:
 def _pool(
     settings: Settings,
     names: list[str],
-    first: ImageRunner,
+    first: Pooled,
     decisions: tuple[KernelChoice, ...],
     lane: Lane,
     shared: SharedBackends,
@@ -420,9 +461,9 @@ def _pool(
     """Return a pool of the settings' models, of which the first is loaded. Raises `ModelError`."""
     settings_of = dict(zip(names, settings.catalogue, strict=True))
     shared.capacity = first.capacity
-    loaded = {names[0]: (first, decisions)}
+    loaded: dict[str, tuple[Pooled, tuple[KernelChoice, ...]]] = {names[0]: (first, decisions)}
 
-    def load(name: str) -> ReadFile[ImageRunner]:
+    def load(name: str) -> ReadFile[Pooled]:
         if name in loaded:
             runner, kernels = loaded.pop(name)
         else:

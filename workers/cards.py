@@ -11,13 +11,16 @@ from contract.control import CANNY, PREPROCESSORS
 from contract.plan import OFF, DeepCache
 from core.kernels.device import KernelChoice, summary
 from pipeline.backends.backend import BatchGroup
-from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE_ROWS
+from pipeline.backends.phases import DECODES, DEEP, ENCODE, SHALLOW, VAE, VAE_ROWS
 from pipeline.extensions.costs import WIDTHS
+from pipeline.families.diffusers import LOOP
+from pipeline.families.diffusers.runner import DiffusersRunner
+from pipeline.model_pool import Pooled
 from pipeline.runner import ImageRunner
 
 
 def image_card(
-    runner: ImageRunner, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = (), plan: str = "",
+    runner: Pooled, deepcache: DeepCache | None = None, decisions: Sequence[KernelChoice] = (), plan: str = "",
     *, has_depth: bool = False,
 ) -> ImageCard:  # fmt: skip
     """Build the card of the runner's model, with its current cost estimates.
@@ -26,6 +29,8 @@ def image_card(
     `decisions` explain the choice of kernels. May be called while the engine runs; raises KeyError or RuntimeError if a
     cost curve changes during the call: then call again.
     """
+    if isinstance(runner, DiffusersRunner):
+        return _pipeline_card(runner)
     model = runner.model
     recorded, counts = runner.backend.graphs.counts
     native = (model.native, model.native)
@@ -77,6 +82,37 @@ def image_card(
         prompt_fields=tuple(model.family.prompt_fields),
         graphs={"recorded": recorded, "wanted": counts} if counts else {},
     )
+
+
+def _pipeline_card(runner: DiffusersRunner) -> ImageCard:
+    """Build the card of a pipeline that runs by diffusers' own loop, in which a picture is one row."""
+    model, offer = runner.model, runner.model.offer
+    native = (model.native, model.native)
+    encode_s, step_s, decode_s = (runner.cost(BatchGroup(phase, native), 1) for phase in (ENCODE, DEEP, VAE))
+    names = ("loras", "prompt_fields", "upscalers", "controls", "preprocessors", "refiners", "image_prompts")
+    offered: dict[str, Any] = {name: tuple(getattr(offer, name) or ()) for name in (*names, "fields", "sources")}
+    return ImageCard(
+        name=model.name,
+        precision=model.precision,
+        device=str(model.device),
+        native=model.native,
+        sizes=tuple(offer.sizes),
+        size_range=offer.size_range,
+        schedulers=tuple(offer.schedulers),
+        default_scheduler=runner.default_scheduler,
+        defaults=offer.defaults,
+        limits=ImageLimits(),
+        costs=ImageCosts(
+            encode_s=encode_s, vae_s=decode_s, solo_step_s={_named(native): 2 * step_s},
+            row_step_s={_named(native): step_s},
+        ),
+        capacity_per_s=1 / (encode_s + offer.defaults.steps * step_s + decode_s),
+        kernels="torch",
+        kernels_reason="by diffusers' own loop",
+        options={name: dict(option) for name, option in (offer.options or {}).items()},
+        loop=LOOP,
+        **offered,
+    )  # fmt: skip
 
 
 def _known_sizes(runner: ImageRunner, native: tuple[int, int]) -> dict[str, set[tuple[int, int]]]:

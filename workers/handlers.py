@@ -27,9 +27,9 @@ from workers.formats import ImageFormat, encode
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
     from pipeline.extensions.depth import DepthEstimator
+    from pipeline.model_pool import Pooled
     from pipeline.pixels.picture import Picture
     from pipeline.pixels.provenance import Provenance
-    from pipeline.runner import ImageRunner
     from workers.gate import Gate
     from workers.stream_buffer import StreamBuffer
 
@@ -115,7 +115,7 @@ class ImageJobHandler:
 
     def __init__(
         self,
-        runner: ImageRunner,
+        runner: Pooled,
         deepcache: DeepCache | None = None,
         fetch: Callable[[str], bytes] | None = None,
         checker: Checker | None = None,
@@ -125,7 +125,7 @@ class ImageJobHandler:
         depth: DepthEstimator | None = None,
         metadata: bool = True,
         provenance: Provenance | None = None,
-        resident: Callable[[], ImageRunner | None] | None = None,
+        resident: Callable[[], Pooled | None] | None = None,
         load_s: Callable[[], float] = lambda: 0.0,
         cascades: Callable[[], Gates] = dict,
         gate: Gate | None = None,
@@ -141,7 +141,7 @@ class ImageJobHandler:
         self._resident = resident or (lambda: runner)
         self._evictable = resident is not None
         self._load_s = load_s
-        self._deepcache = deepcache
+        self._deepcache = deepcache if runner.shallow_steps else None
         self._fetch = fetch
         self._checker = checker
         self._decisions = decisions
@@ -173,7 +173,7 @@ class ImageJobHandler:
         self._card = self._card_of(runner)
         return self._card
 
-    def _card_of(self, runner: ImageRunner) -> ImageCard:
+    def _card_of(self, runner: Pooled) -> ImageCard:
         from workers.cards import image_card
 
         has_depth = self._depth is not None

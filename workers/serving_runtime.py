@@ -22,9 +22,8 @@ from workers.text_handler import TextJobHandler
 
 if TYPE_CHECKING:
     from core.kernels.device import KernelChoice
-    from pipeline.model_pool import ModelPool
+    from pipeline.model_pool import ModelPool, Pooled
     from pipeline.plans import TunedGate
-    from pipeline.runner import ImageRunner
     from workers.build import Runtime
     from workers.gate import Gate
 
@@ -68,7 +67,7 @@ def build_serving_runtime(runtime: Runtime, say: Callable[[str], None] = log.inf
 
 def handlers_of(runtime: Runtime) -> dict[str, JobHandler]:
     """A handler for each model that is loaded first, by its name."""
-    first, pool = runtime.images, runtime.pool
+    first, pool = runtime.image_runner, runtime.pool
     handlers: dict[str, JobHandler] = {}
     images = _image_handler(runtime, first, runtime.decisions, runtime.settings.plan, handlers, pool)
     handlers[images.name] = images
@@ -96,7 +95,7 @@ def _load_others(
 
 def _image_handler(
     runtime: Runtime,
-    runner: ImageRunner,
+    runner: Pooled,
     decisions: Sequence[KernelChoice],
     plan_name: str,
     handlers: Mapping[str, JobHandler],

@@ -82,7 +82,7 @@ def load(
     if sampling.reason:
         log.warning("%s: %s", name, sampling.reason)
     if loras:
-        with _quiet():
+        with quiet():
             lora.fuse_(parts, family.adapters, loras)
     if is_quantized(precision):
         from pipeline.quantization import quantized_parts
@@ -120,7 +120,7 @@ class _Source(NamedTuple):
 
 
 def _build(name: str, family: Family, seeded: Seeded, device: torch.device) -> _Source:
-    with _quiet():
+    with quiet():
         parts = seeded.build(device)
     scheduler = parts["scheduler"]
     parts["scheduler"] = {**scheduler.config, "_class_name": type(scheduler).__name__}
@@ -178,7 +178,7 @@ def _place(parts: Mapping[str, Any], family: Family, device: torch.device, dtype
     import torch
 
     upcast = dtype is torch.float16 and bool(parts["vae"].config.force_upcast)  # such decoders overflow in fp16
-    with _quiet():
+    with quiet():
         for name, part in family.parts.items():
             if part.stem:
                 part_dtype = torch.float32 if name == "vae" and upcast else dtype
@@ -264,7 +264,7 @@ def load_part(folder: Path, name: str, part: Part, dtype: torch.dtype, variant: 
     if part.kind == "scheduler":
         return folders.read_json(folder / name / "scheduler_config.json")
     try:
-        with _quiet():
+        with quiet():
             cls = getattr(importlib.import_module(part.module), part.classes[0])
             if part.kind == "tokenizer":
                 return cls.from_pretrained(str(folder / name), local_files_only=True)
@@ -305,7 +305,7 @@ def scheduler_of(name: str, family: Family, config: Mapping[str, Any]) -> Neares
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the libraries' progress bars and advice: loading has its own progress display."""
     from transformers.utils import logging as transformers_logging
 

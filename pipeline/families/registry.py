@@ -6,8 +6,10 @@ model_index.json, its object a `Family`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoints.folder import ModelError, first_line, read_json
 from pipeline.families import sd15, sdxl, sdxl_refiner, zimage
@@ -21,9 +23,8 @@ def read(folder: Path) -> Family:
     """Return the family of the model in this folder, by its model_index.json. Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
     class_name = index.get("_class_name")
-    for family in BUILT_IN:
-        if family.reads(index) if family.reads else class_name in family.pipelines:
-            return family
+    if (family := _built_in(index)) is not None:
+        return family
     added = entry_points(group=GROUP)
     if str(class_name) not in added.names:
         supported = ", ".join([family.pipelines[0] for family in BUILT_IN if family.pipelines] + sorted(added.names))
@@ -37,6 +38,19 @@ def read(folder: Path) -> Family:
             f"{folder}/model_index.json: the family {class_name} ({entry.value}) does not load ({reason})"
         ) from error
     return loaded
+
+
+def native(folder: Path) -> bool:
+    """Return whether a family reads the model in this folder. Raises `ModelError` without a model_index.json."""
+    index = read_json(folder / "model_index.json")
+    return _built_in(index) is not None or str(index.get("_class_name")) in entry_points(group=GROUP).names
+
+
+def _built_in(index: Mapping[str, Any]) -> Family | None:
+    for family in BUILT_IN:
+        if family.reads(index) if family.reads else index.get("_class_name") in family.pipelines:
+            return family
+    return None
 
 
 def seeded(name: str) -> tuple[Family, Seeded] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pipeline.families.family import ImageModel
+
+
+class VaeModel(Protocol):
+    """A loaded model, as far as its decoder is concerned."""
+
+    @property
+    def vae(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def unscale(latents: torch.Tensor, config: Any) -> torch.Tensor:
@@ -57,7 +67,7 @@ def encode(
 
 
 @torch.inference_mode()
-def decode(model: ImageModel, latents: torch.Tensor) -> torch.Tensor:
+def decode(model: VaeModel, latents: torch.Tensor) -> torch.Tensor:
     """Decode finished latents: [B, C, h, w] to uint8 [B, H, W, 3].
 
     In the VAE's own precision, which is fp32 for a `force_upcast` one in an fp16 model.
@@ -105,7 +115,7 @@ class LinearPreview:
     _SAMPLES = 8
     _SIDE = 16
 
-    def __init__(self, model: ImageModel, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(self, model: VaeModel, pictures: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """`pictures` decodes latents [B, C, h, w] to uint8 [B, H, W, 3]; default: the model's own VAE, on torch."""
         generator = torch.Generator().manual_seed(0)
         channels = model.vae.config.latent_channels

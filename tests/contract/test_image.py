@@ -164,6 +164,7 @@ CHANGED: dict[str, Any] = {
     "edit": Edit("image", "mask", 0.5, True),
     "control": (Control(model="edges", strength=0.5, start=0.25, end=0.75, preprocessor="canny", image="key"),),
     "image_prompts": (ImagePrompt(model="base", strength=0.5, end=0.75, image="key"),),
+    "pipeline_options": {"true_cfg_scale": 4.0, "max_sequence_length": 64},
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     "n": 3, "deepcache": {"interval": 3}, "expand_prompt": True, "output_format": "jpeg", "output_compression": 7,

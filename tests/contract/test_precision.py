@@ -14,8 +14,8 @@ from core.config import Settings
 def test_types_and_table_name_the_same() -> None:
     assert ("auto", *PRECISIONS) == CHOICES
     assert tuple(p.scheme for p in PRECISIONS.values() if p.scheme) == SCHEMES
-    for field in ("precision", "text_precision"):
-        assert get_args(Settings.model_fields[field].annotation) == get_args(Choice)
+    assert get_args(Settings.model_fields["text_precision"].annotation) == get_args(Choice)
+    assert get_args(Settings.model_fields["precision"].annotation) == (*get_args(Choice), "nf4")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,0 +1,147 @@
+"""Runs one call of a pipeline on a thread of its own, which stops after every step until it is told to go on.
+
+Of the two threads exactly one runs: `advance` passes a baton to the pipeline's thread and waits until it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a call has stopped: after so many steps of so many, 0 where the prompt is encoded.
+
+    `latents` are those after the step, if the pipeline hands them out; `image` is the result after the end.
+    """
+
+    done: int
+    total: int
+    latents: torch.Tensor | None = None
+    image: Any = None
+
+
+class _Cancelled(BaseException):
+    """Unwinds a call that is not to go on; pipelines catch `Exception` in places."""
+
+
+class PipelineLoop:
+    """One call of a pipeline that belongs to this loop alone: a copy whose progress bar the loop replaces.
+
+    The call stops where its progress bar begins, which is after prompts are encoded, and after each step: in
+    `callback_on_step_end` where the class has it, else where the progress bar moves.
+    """
+
+    def __init__(self, pipeline: Any, arguments: dict[str, Any], *, calls_back: bool) -> None:
+        self._pipeline, self._arguments, self._calls_back = pipeline, arguments, calls_back
+        pipeline.progress_bar = self._progress_bar
+        if calls_back:
+            arguments["callback_on_step_end"] = self._after_step
+        self._go, self._stopped = Lock(), Lock()  # held but while the baton is passed
+        self._go.acquire()
+        self._stopped.acquire()
+        self._position = Position(0, 0)
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._thread: Thread | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the call has raised an error."""
+        return self._error is not None
+
+    def advance(self) -> Position:
+        """Let the call go on to its next stop; raises what it raises. Not to be called after its end."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="pipeline", daemon=True)
+            self._thread.start()
+        else:
+            self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._position
+
+    def cancel(self) -> None:
+        """End the call where it has stopped, and wait for its thread; it computes nothing more."""
+        self._cancelled = True
+        if self._thread is not None and self._thread.is_alive():
+            if self._position.image is None and self._error is None:
+                self._go.release()
+            self._thread.join()
+        self._pipeline = self._arguments = None  # type: ignore[assignment]  # what they hold
+
+    def _run(self) -> None:
+        try:
+            device = self._pipeline._execution_device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            output = self._pipeline(**self._arguments)
+            image = (output[0] if isinstance(output, tuple) else output.images)[0]
+            self._position = Position(self._position.done, self._position.total, image=image)
+        except _Cancelled:
+            pass
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+        finally:
+            self._stopped.release()
+
+    def _stop(self, position: Position) -> None:
+        """Give the baton back, and wait for it."""
+        self._position = position
+        self._stopped.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise _Cancelled
+
+    def _after_step(self, pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        done = self._position.done + 1
+        self._stop(Position(done, max(done, self._total(pipeline)), tensors.get("latents")))
+        return tensors
+
+    def _total(self, pipeline: Any) -> int:
+        """Return the steps of the loop: some samplers take several for each that the progress bar has."""
+        count = getattr(pipeline, "num_timesteps", None)
+        return count if isinstance(count, int) else self._position.total
+
+    def _progress_bar(self, iterable: Any = None, total: int | None = None) -> _StepBar:
+        return _StepBar(self, iterable, len(iterable) if total is None else total)
+
+    def _begin(self, total: int) -> None:
+        self._stop(Position(self._position.done, self._position.done + total))
+
+    def _step(self, count: int) -> None:
+        if not self._calls_back:
+            self._stop(Position(self._position.done + count, self._position.total))
+
+
+class _StepBar:
+    """Stands in for tqdm."""
+
+    def __init__(self, loop: PipelineLoop, iterable: Any, total: int) -> None:
+        self._loop, self._iterable = loop, iterable
+        loop._begin(total)
+
+    def __enter__(self) -> _StepBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            yield item
+            self._loop._step(1)
+
+    def update(self, count: int = 1) -> None:
+        self._loop._step(count)
+
+    def set_description(self, *_: object, **__: object) -> None:
+        return None
+
+    set_postfix = set_description

@@ -1,0 +1,72 @@
+"""Which models run by diffusers' own loop, how they load, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoints.folder import ModelError
+from pipeline.families import diffusers
+from pipeline.families.diffusers import checkpoint
+from tests.pipeline.families.diffusers.conftest import Folders
+
+MODELS = Path(__file__).parents[4] / "models"
+
+
+def test_pipelines_without_a_native_family_are_found(folders: Folders, tmp_path: Path) -> None:
+    assert diffusers.find(str(folders("flux"))) == folders("flux")
+    assert diffusers.find("random:tiny") is None
+    for name in ("emoji-xl", "emoji-z"):
+        if (MODELS / name / "model_index.json").is_file():
+            assert diffusers.find(str(MODELS / name)) is None
+    for class_name in ("NoSuchPipeline", "AutoencoderKL", ["pipeline", "Remote"]):
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+        assert diffusers.find(str(tmp_path)) is None
+    with pytest.raises(ModelError, match="no such folder"):
+        diffusers.find("/nowhere")
+
+
+def test_weights_have_the_precision_that_is_asked_for(folders: Folders) -> None:
+    for precision, dtype in (("auto", torch.float32), ("bf16", torch.bfloat16)):
+        model = checkpoint.load(str(folders("lumina2")), precision=precision, device="cpu")
+        assert {parameter.dtype for parameter in model.modules["transformer"].parameters()} == {dtype}
+        assert model.precision == ("fp32" if precision == "auto" else precision)
+    assert model.weight_bytes > sum(p.nbytes for p in model.modules["transformer"].parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "nf4"}, "bitsandbytes|does not run on a CPU"),
+        ({"precision": "fp8"}, "torchao|does not run on a CPU"),
+        ({"offload": "model"}, "offload: model"),
+        ({"weights": "/nowhere/flux.gguf"}, "gguf|GGUF"),
+        ({"device": "cuda:99"}, "does not load|cuda"),
+    ],
+)
+def test_what_does_not_run_here_is_refused_with_its_reason(
+    options: dict[str, str], words: str, folders: Folders
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        checkpoint.load(str(folders("flux")), **{"precision": "auto", "device": "cpu", **options})
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_a_missing_package_is_named(folders: Folders) -> None:
+    with pytest.raises(ModelError, match="pip install torchao"):
+        checkpoint.load(str(folders("flux")), precision="int8", device="cpu")
+
+
+def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Path) -> None:
+    damaged = shutil.copytree(folders("lumina2"), tmp_path / "damaged")
+    (damaged / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no tensors")
+    pickled = shutil.copytree(folders("lumina2"), tmp_path / "pickled")
+    (pickled / "vae" / "diffusion_pytorch_model.safetensors").rename(pickled / "vae" / "diffusion_pytorch_model.bin")
+    for folder in (damaged, pickled):
+        with pytest.raises(ModelError, match="does not load"):
+            checkpoint.load(str(folder), precision="fp32", device="cpu")

@@ -1,0 +1,262 @@
+"""Requests of a pipeline by diffusers' own loop: pictures, turns, ends, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contract.errors import Invalid
+from contract.image import ImageParameters
+from contract.image_prompt import ImagePrompt
+from contract.picture_input import Edit
+from core.batching.engine import Engine
+from core.batching.pending import Aborted
+from core.batching.request import Outcome, Request
+from pipeline.families.diffusers.runner import DiffusersRunner
+from tests.pipeline.families.diffusers.conftest import Folders, Runners
+from tests.pipeline.families.diffusers.pipelines import BUILDERS
+
+STEPS = 3
+_UNBINNED = ("pixart_sigma", "hunyuan_dit", "sana")  # their tables of resolutions have none as small
+
+
+def parameters_of(runner: DiffusersRunner, name: str, seed: int = 7, **fields: Any) -> ImageParameters:
+    side = runner.model.size_range.shortest
+    options = {"use_resolution_binning": False} if name in _UNBINNED else None
+    defaults = {"steps": STEPS, "guidance_scale": runner.model.defaults.guidance_scale, "pipeline_options": options}
+    return ImageParameters("a red fox", seed, side, side, **{**defaults, **fields})
+
+
+def admitted(runner: DiffusersRunner, id: str, parameters: ImageParameters) -> Request:
+    request = Request(id, "image", parameters)
+    runner.check(request)
+    assert runner.admit(request) is None
+    return request
+
+
+def step(runner: DiffusersRunner, request: Request) -> Outcome:
+    return runner.launch([request]).outcome()[request.id]
+
+
+def finish(runner: DiffusersRunner, request: Request) -> Image.Image:
+    try:
+        while not (outcome := step(runner, request)).finished:
+            pass
+        return outcome.result.image
+    finally:
+        runner.release(request)
+
+
+def called(folder: object, parameters: ImageParameters, kind: type | None = None, **more: Any) -> Image.Image:
+    """The picture of the library's own call, on a thread of its own: bits depend on the threads that torch computes
+    with, which it counts for each of Python's threads.
+    """
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder), local_files_only=True)
+    pipeline = pipeline if kind is None else kind(**pipeline.components)
+    pipeline.set_progress_bar_config(disable=True)
+    area = {"max_area": parameters.width * parameters.height} if "Kontext" in type(pipeline).__name__ else {}
+    options = {**(parameters.pipeline_options or {}), **area, **more}
+    generator = torch.Generator("cpu").manual_seed(parameters.seed)
+    size = {"width": parameters.width, "height": parameters.height}
+    call = partial(pipeline, prompt=parameters.prompt, num_inference_steps=parameters.steps, generator=generator)
+    with ThreadPoolExecutor(1) as thread:
+        picture: Image.Image = thread.submit(call, **size, **options).result().images[0]
+    return picture
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_pictures_equal_the_librarys_own_whatever_runs_between_their_steps(
+    name: str, folders: Folders, runners: Runners
+) -> None:
+    runner = runners(name)
+    pair = [parameters_of(runner, name, seed) for seed in (7, 2**40 + 1)]
+    first, second, third = (
+        admitted(runner, str(k), parameters)
+        for k, parameters in enumerate([*pair, parameters_of(runner, name, 3, steps=STEPS + 2)])
+    )
+    pictures: dict[str, Image.Image] = {}
+    progress: dict[str, list[int]] = {first.id: [], second.id: []}
+    turn = 0
+    while len(pictures) < 2:
+        for request in (first, second):
+            if request.id not in pictures:
+                outcome = step(runner, request)
+                assert outcome.progress is not None and outcome.progress[1] == STEPS
+                progress[request.id].append(outcome.progress[0])
+                if outcome.finished:
+                    pictures[request.id] = outcome.result.image
+        turn += 1
+        if turn <= 3:
+            step(runner, third)
+        elif third.work is not None:
+            runner.release(third)  # cancelled between two of its steps
+    for request, parameters in zip((first, second), pair, strict=True):
+        assert progress[request.id] == [*range(STEPS + 1), STEPS], "prompts, each step, the decoder"
+        assert pictures[request.id].tobytes() == called(folders(name), parameters).tobytes()
+        runner.release(request)
+    assert pictures["0"].tobytes() != pictures["1"].tobytes()
+    assert runner.held() == 0 and runner.capacity.slots.taken == 0
+    assert "pipeline" not in {thread.name for thread in threading.enumerate()}
+
+
+def picture(size: tuple[int, int], seed: int) -> Image.Image:
+    levels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    return Image.fromarray(levels)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "strength"),
+    [
+        ("flux", diffusers.FluxImg2ImgPipeline, 0.7),
+        ("stable_diffusion_3", diffusers.StableDiffusion3Img2ImgPipeline, 0.5),
+    ],
+)
+def test_an_edit_runs_the_pipeline_of_its_kind(
+    name: str, kind: type, strength: float, folders: Folders, runners: Runners
+) -> None:
+    runner = runners(name)
+    parameters = parameters_of(runner, name, steps=10)
+    source = picture(parameters.size, 1)
+    parameters = replace(parameters, edit=Edit(source.tobytes(), strength=strength))
+    request = admitted(runner, "edit", parameters)
+    expected = called(
+        folders(name), parameters, kind, image=source, strength=strength, guidance_scale=parameters.guidance_scale
+    )
+    assert finish(runner, request).tobytes() == expected.tobytes()
+
+
+def test_pixels_outside_a_mask_are_kept(folders: Folders, runners: Runners) -> None:
+    runner = runners("flux")
+    parameters = parameters_of(runner, "flux", steps=4)
+    source = picture(parameters.size, 1)
+    mask = Image.new("L", parameters.size, 0)
+    mask.paste(255, (0, 0, parameters.width // 2, parameters.height))
+    edit = Edit(source.tobytes(), mask.tobytes(), 1.0)
+    request = admitted(runner, "mask", replace(parameters, edit=edit))
+    drawn = finish(runner, request)
+    guidance = parameters.guidance_scale
+    expected = called(
+        folders("flux"), parameters, diffusers.FluxInpaintPipeline, image=source, mask_image=mask, strength=1.0,
+        guidance_scale=guidance,
+    )  # fmt: skip
+    assert drawn.tobytes() == Image.composite(expected, source, mask).tobytes()
+
+
+def test_an_edit_may_have_several_pictures(folders: Folders, runners: Runners) -> None:
+    runner = runners("flux2_klein")
+    parameters = replace(parameters_of(runner, "flux2_klein"), width=64, height=64)
+    source, other = picture(parameters.size, 1), picture((80, 64), 2)
+    second = ImagePrompt(model="reference", image=other.tobytes(), width=80, height=64)
+    edited = replace(parameters, edit=Edit(source.tobytes(), strength=1.0), image_prompts=(second,))
+    drawn = finish(runner, admitted(runner, "several", edited))
+    assert drawn.tobytes() == called(folders("flux2_klein"), parameters, image=[source, other]).tobytes()
+
+
+def test_options_are_the_pipelines_own_arguments(folders: Folders, runners: Runners) -> None:
+    runner = runners("qwen_image")
+    plain = parameters_of(runner, "qwen_image", negative_prompt="blurry")
+    changed = replace(plain, pipeline_options={"true_cfg_scale": 1.5, "max_sequence_length": 64})
+    drawn = [finish(runner, admitted(runner, "options", item)) for item in (plain, changed)]
+    assert drawn[1].tobytes() == called(folders("qwen_image"), changed, negative_prompt="blurry").tobytes()
+    assert drawn[0].tobytes() != drawn[1].tobytes()
+
+
+def test_a_step_that_failed_is_repeated_from_the_beginning(
+    folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners("lumina2")
+    parameters = parameters_of(runner, "lumina2")
+    request = admitted(runner, "failing", parameters)
+    step(runner, request)
+    step(runner, request)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(runner, request)
+    assert finish(runner, request).tobytes() == called(folders("lumina2"), parameters).tobytes()
+
+
+def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
+    runner = runners("flux")
+    events: list[str] = []
+
+    def listen(request: Request, outcome: Outcome) -> None:
+        events.append(request.tenant)
+        if request.id == "cancelled" and outcome.progress == (2, 50):
+            engine.abort("cancelled")
+
+    with_engine = [
+        Request(id, "image", parameters_of(runner, "flux", steps=50), listener=listen, tenant=id)
+        for id in ("finished", "cancelled")
+    ]
+    with_engine.append(Request("late", "image", parameters_of(runner, "flux", steps=500), deadline=0.0))
+    engine = Engine([runner])
+    try:
+        finished, cancelled, late = map(engine.submit, with_engine)
+        with pytest.raises(Aborted):
+            cancelled.result(60)
+        assert finished.result(60).parameters.steps == 50
+        assert late.exception(60) is not None
+    finally:
+        engine.close()
+    assert events.count("finished") == 52 and events.index("cancelled") < 51, "both had turns"
+    assert runner.held() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "fields"),
+    [
+        ("flux", "pipeline_options", {"pipeline_options": {"cfg": 1.0}}),
+        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": "much"}}),
+        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": True}}),
+        ("flux", "scheduler", {"scheduler": "euler"}),
+        ("flux", "lora", {"lora": "pencil"}),
+        ("flux", "prompt_weighting", {"prompt_weighting": True}),
+        ("flux", "clip_skip", {"clip_skip": 1}),
+        ("flux", "vae", {"vae": "tiny"}),
+        ("flux", "sigmas", {"sigmas": (1.0, 0.5, 0.2)}),
+        ("flux", "guidance_interval", {"guidance_interval": (0.0, 0.5)}),
+        ("flux", "size", {"width": 1000}),
+        ("flux2_klein", "negative_prompt", {"negative_prompt": "blurry"}),
+        ("sana", "image", {"edit": Edit(b"", strength=1.0)}),
+        ("flux_kontext", "mask", {"edit": Edit(b"", b"", 1.0)}),
+        ("flux", "image_prompts.model", {"image_prompts": (ImagePrompt(model="reference"),)}),
+        ("lumina2", "size", {"width": 40, "height": 40}),
+    ],
+)
+def test_what_the_pipeline_does_not_take_is_refused(
+    name: str, field: str, fields: dict[str, Any], runners: Runners
+) -> None:
+    runner = runners(name)
+    with pytest.raises(Invalid) as error:
+        runner.check(Request("refused", "image", replace(parameters_of(runner, name), **fields)))
+    assert error.value.field == field
+
+
+def test_the_pipelines_own_checks_refuse_early(runners: Runners) -> None:
+    runner = runners("flux")
+    fields = {"pipeline_options": {"max_sequence_length": 10_000}}
+    with pytest.raises(Invalid) as error:
+        runner.check(Request("long", "image", replace(parameters_of(runner, "flux"), **fields)))
+    assert error.value.field == "pipeline_options.max_sequence_length"
+
+
+def test_previews_follow_maps_of_latents(runners: Runners) -> None:
+    for name, expected in (("stable_diffusion_3", 2), ("flux", 0)):
+        runner = runners(name)
+        request = admitted(runner, "previews", parameters_of(runner, name, preview_every=1))
+        outcomes = [step(runner, request)]
+        while not outcomes[-1].finished:
+            outcomes.append(step(runner, request))
+        runner.release(request)
+        previews = [outcome.preview for outcome in outcomes if outcome.preview is not None]
+        assert len(previews) == expected and all(preview.shape[2] == 3 for preview in previews)
