@@ -195,7 +195,7 @@ class _Tenants:
 
     def _body(self) -> dict[str, Any]:
         self._seed += 1
-        fields = PLANS[self._options.plan] if self._options.plan else {"steps": self._options.steps}
+        fields = {"steps": self._options.steps, **PLANS.get(self._options.plan, {})}
         return {"prompt": f"{self._seed}: {_PROMPT}", "seed": self._seed, **fields}
 
     async def _drained(self) -> None:
@@ -226,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("jobs", "pictures", "clients", "steps"):
         if getattr(options, name) < 1:
             raise SystemExit(f"--{name}: must be at least 1")
+    options.steps = PLANS.get(options.plan, {}).get("steps", options.steps)
     if not 0 < options.load <= 1:
         raise SystemExit("--load: must be above 0 and at most 1")
     if options.tiny:

@@ -21,8 +21,8 @@ from contract.bounds import PRIORITY
 from core.batching.request import Request
 from core.batching.runner import PreemptibleRunner, Runner
 
-_BURST_S = 2.0  # several pictures on a GPU, and the longest that others then wait
-_AWAY_S = 60.0  # of virtual time; whoever is away for longer is not expected
+_BURST_S = 2.0  # of the device, of all accounts with credit together: what others then wait for
+_AWAY_S = 60.0  # of the device; whoever is away for longer is not expected
 _BESIDE = 1.1  # an iteration that others make this much slower costs them nothing, and they may always join it
 
 Account = tuple[str, bool]
@@ -39,9 +39,29 @@ class _Device:
         self.running: Counter[Account] = Counter()
         self.charged: dict[Account, float] = {}
         self.virtual = [0.0, 0.0]
+        self.busy_s = 0.0
+        self.left: dict[Account, float] = {}  # `busy_s` when an account was live last
+
+    def clear(self) -> None:
+        """Forget all: nobody has waited for anybody."""
+        self.charged.clear()
+        self.left.clear()
+        self.virtual = [0.0, 0.0]
 
     def lift(self, account: Account) -> None:
-        self.charged[account] = max(self.charged.get(account, 0.0), self.virtual[account[1]] - _BURST_S)
+        """Begin no lower than virtual time less the credit, of which live accounts have `_BURST_S` together."""
+        virtual = self.virtual[account[1]]
+        live = [other for other in self.live if other[1] == account[1] and other != account]
+        credit_s = max(0.0, _BURST_S - sum(max(0.0, virtual - self.charged[other]) for other in live))
+        self.charged[account] = max(self.charged.get(account, 0.0), virtual - credit_s)
+
+    def forget(self) -> None:
+        """Forget accounts that would begin no lower without their entries, where these are many."""
+        if len(self.charged) > 2 * len(self.live) + 16:
+            gone = [a for a, s in self.charged.items() if a not in self.live and s <= self.virtual[a[1]] - _BURST_S]
+            for account in gone:
+                del self.charged[account]
+                self.left.pop(account, None)
 
 
 def account(request: Request) -> Account:
@@ -67,18 +87,18 @@ class Shares:
         """The request is live from now on, and waits."""
         device, key = self._devices[request.modality], account(request)
         if not device.live:
-            device.charged.clear()
-            device.virtual = [0.0, 0.0]
-        if len(device.charged) > 2 * len(device.live) + 16:  # whoever is gone and comes back begins no lower
-            for other in [a for a, s in device.charged.items() if a not in device.live and s <= device.virtual[a[1]]]:
-                del device.charged[other]
+            device.clear()
+        device.forget()
         if key not in device.live:
             device.lift(key)
         device.live[key] += 1
 
     def leave(self, request: Request) -> None:
         """Record that a request has ended, or was taken out; it no longer runs."""
-        _decrement(self._devices[request.modality].live, account(request))
+        device, key = self._devices[request.modality], account(request)
+        _decrement(device.live, key)
+        if key not in device.live:
+            device.left[key] = device.busy_s
 
     def begin(self, request: Request) -> None:
         """Record that a request was admitted."""
@@ -99,6 +119,7 @@ class Shares:
         """
         device, key = self._devices[runner.modality], account(requests[0])
         seconds = runner.cost(group, rows)
+        device.busy_s += seconds
         joined = [(account(r), runner.rows(r)) for r in requests if r.tenant != key[0]]
         total_cost = sum(cost for _, cost in joined)
         alone_s = runner.cost(group, rows - total_cost) if joined else seconds
@@ -118,8 +139,11 @@ class Shares:
         """Return whether another tenant that is owed time of the device has left it a short while ago."""
         device = self._devices[modality]
         return any(
-            0 < device.virtual[other[1]] - charged_s <= _AWAY_S and other[0] != tenant and other not in device.live
-            for other, charged_s in device.charged.items()
+            device.busy_s - left_s <= _AWAY_S
+            and device.charged[other] < device.virtual[other[1]]
+            and other[0] != tenant
+            for other, left_s in device.left.items()
+            if other not in device.live
         )
 
     # -- who goes first --------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import secrets
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +45,6 @@ class Provenance:
         """`certificates` is the signer's, and those up to its root, in PEM; `private_key` is in PEM without a password:
         of P-256. Raises `ModelError`.
         """
-        if importlib.util.find_spec("c2pa") is None:
-            raise ModelError(f"provenance: c2pa-python is not installed ({pip_install('provenance')})")
         self._certificates, self._private_key, self._watermark = certificates, private_key, watermark
         try:
             state, codes = _verified(self.signed(_pixel(), "image/png", GENERATED))
@@ -108,6 +105,8 @@ def of(settings: Settings) -> Provenance | None:
     """Return what marks images by the settings. Raises `ModelError`."""
     if settings.provenance == "off":
         return None
+    if importlib.util.find_spec("c2pa") is None or importlib.util.find_spec("cryptography") is None:
+        raise ModelError(f"provenance: c2pa-python is not installed ({pip_install('provenance')})")
     certificate, key = settings.provenance_certificate, settings.provenance_key
     if (certificate is None) != (key is None):
         raise ModelError("provenance_certificate, provenance_key: give both or neither")
@@ -129,9 +128,14 @@ def _own(path: Path) -> tuple[str, str]:
         partial = path.with_name(f".{secrets.token_hex(8)}.part")
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(private_key + certificates)
-        with suppress(FileExistsError):
+        try:
             os.link(partial, path)
-        partial.unlink()
+        except FileExistsError:
+            pass  # another process's
+        except OSError:  # a file system without links
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     private_key, begin, certificates = path.read_text("utf-8").partition("-----BEGIN CERTIFICATE-----")
     return begin + certificates, private_key
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -264,6 +265,40 @@ def test_no_more_than_a_burst_is_saved_up(away_s: float, limit: int, curve: Cost
         assert drive.forward()
         ahead = (charged["returns", False] - back["returns", False]) - (charged["stays", False] - back["stays", False])
         assert -2 * curve(limit) <= ahead <= _BURST_S + 2 * curve(limit)
+
+
+def test_leaving_and_coming_back_mints_no_credit() -> None:
+    """However many others have gone, of whom some are forgotten."""
+    drive, _ = fake_drive(slots=64, limit=4, costs={"": NEAR_LINEAR})
+    device = drive.scheduler._admission.shares._devices["image"]
+    for k in range(40):
+        drive.add(f"s{k}", dataclasses.replace(LONG, steps=100_000), tenant="stays")
+    drive.run(until=5.0)
+    before, visits = dict(device.charged), 0
+    while drive.clock.now < 35.0:
+        device.charged |= {(f"gone{k}", False): device.virtual[0] + k for k in range(-5, 60)}
+        visits += 1
+        drive.add(f"v{visits}", Ask(steps=60, encode=False, vae=False), tenant="visitor")
+        while drive.asked[f"v{visits}"].state is not State.DONE:
+            drive.fill()
+            assert drive.forward()
+        drive.run(until=drive.clock.now + 0.01)
+    visitor_s = device.charged["visitor", False] - 5.0
+    assert visitor_s <= device.charged["stays", False] - before["stays", False] + _BURST_S + 1.0
+
+
+@pytest.mark.parametrize("comers", [1, 5, 20])
+def test_many_who_come_back_together_cost_others_one_burst(comers: int) -> None:
+    drive, runner = fake_drive(slots=64, limit=16, costs={"": NEAR_LINEAR})
+    for k in range(24):
+        drive.add(f"s{k}", dataclasses.replace(LONG, steps=100_000), tenant="stays")
+    drive.run(until=10.0)
+    for k in range(comers):
+        drive.add(f"c{k}", Ask(steps=300, encode=False, vae=False, size=f"size {k}"), tenant=f"comer {k}")
+    drive.run(until=10.0 + 1.5 * _BURST_S + comers)
+    theirs = [launch.at for launch in runner.log if launch.ids[0].startswith("s")]
+    gap_s = max(after - before for before, after in itertools.pairwise(theirs))
+    assert gap_s <= _BURST_S + (comers + 2) * NEAR_LINEAR(16)
 
 
 def test_batches_are_narrow_only_while_a_tenant_is_expected() -> None:

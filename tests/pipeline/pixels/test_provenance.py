@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +82,23 @@ def test_processes_that_begin_together_share_one_key(tmp_path: Path) -> None:
     assert len(pairs) == 1
     assert path.stat().st_mode & 0o777 == 0o600
     assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_file_system_without_links_holds_a_key_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refused)
+    path = tmp_path / "provenance.pem"
+    assert provenance._own(path) == provenance._own(path)
+    assert [*tmp_path.iterdir()] == [path] and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_the_extra_the_start_says_how_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install .*provenance"):
+        provenance.of(Settings(provenance="c2pa", data_dir=tmp_path))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_settings_key_signs(tmp_path: Path) -> None:
