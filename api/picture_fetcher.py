@@ -120,7 +120,7 @@ class PictureFetcher:
         """The pictures with the bytes of those that had a URL, which count as held as long as the context is open.
         Equal URLs are fetched once.
 
-        Raises `ApiError` naming the field: 400 for one that cannot be fetched, 413 for one that is too large, or for all
+        Raises `ApiError` naming the field: 400 for one that cannot be fetched, 413 for one that is too large, or all
         together, 503 while too many bytes are held.
         """
         sources: dict[str, PictureSource] = {}
@@ -166,8 +166,8 @@ class PictureFetcher:
         return len(data), claim.hold(data)
 
     async def _get(self, tenant: str, url: str, claim: _Claim) -> bytes:
-        """Call `fetch` on a thread, in the tenant's turn. It ends with the wait for it. Raises as it does, and `_Full` if
-        no turn comes.
+        """Call `fetch` on a thread, in the tenant's turn; it ends with the wait for it. Raises as it does, and `_Full`
+        if no turn comes.
         """
         loop, result, bounds = asyncio.get_running_loop(), Future[bytes](), list[Deadline]()
 

@@ -160,7 +160,8 @@ def test_a_picture_is_fetched_through_redirects(site: Site, path: str) -> None:
     [("/gone", "answered 404"), ("/status/500", "answered 500"), ("/status/204", "answered 204"),
      ("/loop", "redirects more than 3 times"), ("/zipped", "compressed"), ("/short", "ended early"),
      ("/crumbs", "too many small parts"), ("/dribble", "too many small parts"), ("/continue", "too many small parts"),
-     ("/trailers", "too many small parts"), ("/nonsense", "is not HTTP"), ("/to/http://127.0.0.1/a.png", "must begin with https"),
+     ("/trailers", "too many small parts"), ("/nonsense", "is not HTTP"),
+     ("/to/http://127.0.0.1/a.png", "must begin with https"),
      ("/to/file:///etc/passwd", "must begin with https"), ("/to/https://127.0.0.1:25/", "must have the port 443"),
      ("/to/https://user@127.0.0.1/", "no user"), ("/to/https://[", "redirects"), ("/to/https://", "redirects")],
 )  # fmt: skip
@@ -266,7 +267,8 @@ def test_what_a_url_leads_to_is_refused_by_field(
     ("url", "param", "said"),
     [("http://a.example/a.png", "images.image_url", "https://"), ("ftp://a.example", "images.image_url", ""),
      ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images.image_url", "port 443"),
-     ("https://user:word@a.example/a.png", "images.image_url", "no user"), ("https://a b.example/", "images.image_url", "spaces"),
+     ("https://user:word@a.example/a.png", "images.image_url", "no user"),
+     ("https://a b.example/", "images.image_url", "spaces"),
      ("https://a.example/" + "x" * 9000, "images.image_url", "8192"), ("a.png", "images.image_url", "data: URL")],
 )  # fmt: skip
 def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, param: str, said: str) -> None:
