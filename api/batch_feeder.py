@@ -19,6 +19,7 @@ from api.batch_line_handler import BatchLineHandler
 from api.batch_output import BatchOutput
 from api.batch_submitter import BatchSubmitter
 from api.batches import WINDOW_S, queue_of
+from api.errors import ApiError
 from api.poller import Poller
 from api.service import Service
 from api.tenant_pool import Deadline, TenantPool
@@ -115,6 +116,8 @@ class BatchFeeder:
                 busy += left - len(look.under_way)
                 begun, status = self._advance(look.batch, left, busy, until)
                 busy += begun
+                if begun:
+                    self._retries.pop(look.batch.id, None)
                 if status:
                     ending.append((look.batch, status))
             except StoreError:
@@ -161,7 +164,7 @@ class BatchFeeder:
         if isinstance(error, NoArtifact):  # the artifact was deleted by hand
             log.warning("batch %s failed: its input file is missing", batch.id)
             self._store.turn(batch, "failed", ended=int(time.time()))
-        elif isinstance(error, ArtifactError):
+        elif isinstance(error, ArtifactError | ApiError):
             log.warning("batch %s is paused: %s", batch.id, error)
         else:
             log.error("batch %s cannot be processed", batch.id, exc_info=error)

@@ -40,7 +40,8 @@ class BatchSubmitter:
     def submit(self, batch: BatchRecord, room: int, go_on: Callable[[], bool]) -> int:
         """Submit the next lines, up to `room`, while `go_on`; returns how many jobs were made.
 
-        Stops early where the queue is full or no worker has announced the model. Raises `StoreError`, `ArtifactError`.
+        Stops early where the queue is full or no worker has announced the model. Raises `StoreError`, `ArtifactError`,
+        and `ApiError` where the next line's pictures cannot be fetched for now.
         """
         queue = queue_of(batch.endpoint)
         if room <= 0 or self._service.store.backlog(queue).queued >= self._service.settings.max_queued:
@@ -51,14 +52,19 @@ class BatchSubmitter:
             if begun >= room or not go_on():
                 break
             raw = next(raws, None)
-            outcome = self._make(batch, number, raw)
+            try:
+                outcome = self._make(batch, number, raw)
+            except ApiError:
+                if begun:
+                    break
+                raise
             if outcome is None or not self._record(batch, number, outcome, raw):
                 break
             begun += isinstance(outcome, Job)
         return begun
 
     def _make(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
-        """The line's job, or the error that its result becomes; None: retry later."""
+        """The line's job, or the error that its result becomes; None: retry soon. Raises `ApiError`: retry later."""
         try:
             return self._create(batch, number, raw)
         except QueueFull:
@@ -70,13 +76,15 @@ class BatchSubmitter:
             return None
 
     def _create(self, batch: BatchRecord, number: int, raw: RawLine | None) -> Job | ApiError | None:
-        """Create the job as `_make` says. Raises `ArtifactError`, `QueueFull`, `StoreError`."""
+        """Create the job as `_make` says. Raises `ApiError`, `ArtifactError`, `QueueFull`, `StoreError`."""
         try:
             if raw is None:
                 return ApiError(500, "This line can no longer be read.", code="artifact_unreadable")
             draft = self._lines.draft(batch, number, batch_lines.read(raw.data, batch.endpoint))
             job = self._service.store.create(draft, self._service.queue.message(draft.envelope))
         except ApiError as error:
+            if error.code == "fetch_overloaded":  # each try fetches the pictures again
+                raise
             return None if error.status >= 500 else error  # 503: no worker has announced the model yet
         except (StoreError, ArtifactError, QueueFull):
             raise

@@ -103,7 +103,8 @@ def _parts(parts: FormData) -> tuple[dict[str, str], GivenPictures]:
             texts[name] = value
     images = several.pop("image")
     if len(images) > schemas.MAX_PICTURES:
-        raise invalid_field("image", f"must be at most {schemas.MAX_PICTURES} files, not {len(images)}")
+        words = f"must be at most {schemas.MAX_PICTURES} files, not {len(images)}"
+        raise invalid_field("image", words, "too_many_images")
     return texts, GivenPictures(images[0] if images else None, files.get("mask"), several, images[1:])
 
 

@@ -19,6 +19,7 @@ from api.errors import invalid_field
 from api.tenant_pool import Deadline, DeadlineExceeded
 from contract import urls
 
+_ADDRESSES = 8  # of a host that are tried, within one bound
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # Global by the registries, yet never a client's public server: metadata and platform services of clouds (192.0.0.192,
 # 168.63.129.16), site-local, NAT64 of one network, IPv4-compatible and IPv4-translated addresses.
@@ -55,23 +56,31 @@ def check(field: str, url: str, *, private: bool, code: str, schemes: tuple[str,
 
 @contextmanager
 def connected(url: str, *, private: bool, bound: Deadline) -> Iterator[socket.socket]:
-    """A connection to the URL's host, with TLS and its certificate verified for https. Raises `Unreachable`, also for
-    what its user meets: errors of the connection and the end of the bound.
+    """A connection to the first address of the URL's host that takes one, with TLS and its certificate verified for
+    https. Raises `Unreachable`, also for what its user meets: errors of the connection and the end of the bound.
     """
     parts = urlsplit(url)
     secure, host = parts.scheme == "https", parts.hostname or ""
     port = parts.port or (443 if secure else 80)
-    address = _resolved(host, port, private=private)
+    addresses = _resolved(host, port, private=private)
     try:
-        with (
-            socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as plain,
-            plain.dup() as cut,  # TLS wraps another socket object
-            bound.closing(lambda: cut.shutdown(socket.SHUT_RDWR)),
-        ):
-            plain.settimeout(bound.left_s())
-            plain.connect((address, port))
-            with _secured(plain, host, bound) if secure else plain as connection:
-                yield connection
+        for left in range(len(addresses), 0, -1):
+            address = addresses[-left]
+            with (
+                socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as plain,
+                plain.dup() as cut,  # TLS wraps another socket object
+                bound.closing(functools.partial(cut.shutdown, socket.SHUT_RDWR)),
+            ):
+                try:
+                    plain.settimeout(bound.left_s() / left)
+                    plain.connect((address, port))
+                except OSError:
+                    if left == 1:
+                        raise
+                    continue
+                with _secured(plain, host, bound) if secure else plain as connection:
+                    yield connection
+                return
     except (OSError, DeadlineExceeded) as error:
         name = "TimeUp" if bound.aborted else type(error).__name__
         raise Unreachable(f"it does not answer ({name})") from error
@@ -106,7 +115,8 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _resolved(host: str, port: int, *, private: bool) -> str:
+def _resolved(host: str, port: int, *, private: bool) -> list[str]:
+    """The host's first addresses, all of which may be called. Raises `Unreachable`."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -115,7 +125,7 @@ def _resolved(host: str, port: int, *, private: bool) -> str:
     # All of them: a name with one private address is rejected.
     if not private and not all(_public(ipaddress.ip_address(address.partition("%")[0])) for address in addresses):
         raise Unreachable("its host name resolves to a private address")
-    return addresses[0]
+    return list(dict.fromkeys(addresses))[:_ADDRESSES]
 
 
 def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -9,13 +9,13 @@ class HeldBytes:
     """Counts bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._count = limit, 0
+        self.limit, self._count = limit, 0
         self._lock = threading.RLock()  # a finalizer that gives may run in the midst of a claim
 
     def claim(self, count: int) -> bool:
         """Claim so many bytes, if there are."""
         with self._lock:
-            if self._count + count > self._limit:
+            if self._count + count > self.limit:
                 return False
             self._count += count
             return True

@@ -36,7 +36,6 @@ _MOST_BYTES = uploads.MAX_BYTES * 4 // 3 + body.MAX_BYTES  # an image in base64,
 _SPOOLED = 64 * 1024  # bytes in memory
 _COPIES = 3  # of a body while it is parsed: as a whole, its image as text and as bytes
 _BEGINNING = 200  # characters of `inputs` that tell a picture from a prompt
-_PIECE = 2**18  # characters of base64, a multiple of 4
 _MOST_PARAMETERS = 100
 _PICTURE = re.compile("iVBORw0KGgo|/9j/|UklGR")  # start of PNG, JPEG and WebP (RIFF) in base64
 _FORMATS = {"image/webp": "webp", "image/jpeg": "jpeg"}
@@ -185,7 +184,8 @@ async def _request(
             fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
         else:  # a prompt, or a small picture: as in other JSON
             fields, length = await body.run_parser(tenant, size, parse)
-        yield fields, None if length is None else PictureSource("inputs", length, read)
+        # The client has no masks: what is transparent in its picture is none.
+        yield fields, None if length is None else PictureSource("inputs", length, read, alpha=False)
 
 
 def _cut(raw: bytes) -> tuple[bytes, bytes]:
@@ -198,7 +198,9 @@ def _cut(raw: bytes) -> tuple[bytes, bytes]:
     end = raw.find(b'"', start)
     if key < 0 or start < 1 or end < 0 or raw[key + 8 : start - 1].strip() != b":":
         raise body.too_large()
-    inputs = raw[start:end].replace(b"\\/", b"/")  # as some encoders write it
+    inputs = raw[start:end]
+    for escape, character in ((b"\\/", b"/"), (b"\\n", b""), (b"\\r", b"")):  # as encoders write base64
+        inputs = inputs.replace(escape, character)
     rest = raw[:start] + inputs[:_BEGINNING] + raw[end:]
     if len(rest) > body.MAX_BYTES or inputs.find(b"\\", 0, _BEGINNING) >= 0:
         raise body.too_large()
@@ -208,10 +210,7 @@ def _cut(raw: bytes) -> tuple[bytes, bytes]:
 def _decode(inputs: bytes, file: IO[bytes]) -> int:
     """Write the bytes of a base64 text, piece by piece; return their number. Raises `ApiError` (400)."""
     message = "must be an image in base64, since there is a parameters.prompt"
-    if 0 <= inputs.find(b"=") < len(inputs) - 2:
-        raise invalid_field("inputs", message)
-    pieces = (inputs[at : at + _PIECE] for at in range(0, len(inputs), _PIECE))
-    return sum(file.write(picture_urls.decoded("inputs", message, piece)) for piece in pieces)
+    return sum(map(file.write, picture_urls.decoded("inputs", message, inputs)))
 
 
 def _split(inference: InferenceBody, request: Request, *, ignore_unknown: bool) -> tuple[dict[str, Any], str | None]:

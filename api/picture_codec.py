@@ -29,21 +29,14 @@ def measure(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[b
     (data,) = blobs
     walk(data)
     try:
-        image = _header(data)
+        image = pictures.opened(header_of(data), _FORMATS)
         alpha = pictures.may_be_transparent(image)
     except pictures.UnreadablePicture:
-        raise InvalidPicture("must be a PNG, JPEG or WebP image") from None
+        raise InvalidPicture("must be a PNG, JPEG or WebP image, with no damaged chunk") from None
     check_size(image.size)
     width, height = image.size[::-1] if pictures.orientation(image) >= 5 else image.size
     media_type = _MEDIA_TYPES.get(image.format or "", "image/jpeg")
     return {"width": width, "height": height, "media_type": media_type, "alpha": alpha}, []
-
-
-def _header(data: bytes) -> Image.Image:
-    try:
-        return pictures.opened(header_of(data), _FORMATS)
-    except pictures.UnreadablePicture:  # what lies behind a PNG's pixels may be damaged, and is then not read
-        return pictures.opened(data, _FORMATS)
 
 
 def find_hole(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[bool, list[bytes]]:

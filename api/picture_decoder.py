@@ -103,7 +103,9 @@ class PictureDecoder:
 
         def with_info(source: PictureSource) -> PictureSource:
             info = infos.get(source.identity)
-            return source if info is None else replace(source, size=info.size, alpha=info.alpha)
+            if info is None:
+                return source
+            return replace(source, size=info.size, alpha=info.alpha if source.alpha is None else source.alpha)
 
         return uploads.map(with_info).check() if infos else uploads
 

@@ -34,6 +34,10 @@ _AT_ONCE, _OF_TENANT, _OF_HOST = 32, 16, 4  # without keys all belong to one ten
 _BYTES, _TENANT_BYTES = 2**28, 2**26  # that are held: of all, and of one tenant's
 _REDIRECTS = 3
 _PIECE = 2**16
+# What a response may have beside its content, with what is read ahead, and of its content the part that its chunks may
+# add: reading each takes the interpreter, which the event loop waits for.
+_OVERHEAD, _CHUNKING = 2**17, 32
+_READS, _READ_BYTES = 1024, 256  # reads of a response at least, and bytes for each further one
 _WELL_KNOWN = 1024  # ports below are other protocols', but for 443
 _HEADERS = {"User-Agent": "diptych", "Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
 
@@ -46,16 +50,23 @@ class _Full(Exception):
     """The memory for fetched pictures is used up, or the request is over."""
 
 
+class _NeverFits(Exception):
+    """The pictures of one request are larger than its memory."""
+
+
 class _Claim:
     """The bytes that one request holds, within each of these limits. Thread-safe."""
 
     def __init__(self, *limits: HeldBytes) -> None:
         self._limits, self._count, self._closed = limits, 0, False
+        self._contents: list[io.BytesIO] = []
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Claim more bytes. Raises `_Full`."""
+        """Claim more bytes. Raises `_Full`, and `_NeverFits` if a limit is less than all that is claimed here."""
         with self._lock:
+            if any(self._count + count > limit.limit for limit in self._limits):
+                raise _NeverFits
             claimed: list[HeldBytes] = []
             for limit in () if self._closed else self._limits:
                 if limit.claim(count):
@@ -66,7 +77,15 @@ class _Claim:
                 raise _Full
             self._count += count
 
+    def hold(self, data: bytes) -> Callable[[], bytes]:
+        """Return what returns the claimed bytes until the claim is closed, which frees them."""
+        content = io.BytesIO(data)
+        self._contents.append(content)
+        return content.getvalue
+
     def close(self) -> None:
+        for content in self._contents:
+            content.close()
         with self._lock:
             self._closed = True
             for limit in self._limits:
@@ -91,9 +110,9 @@ class PictureFetcher:
         for source in pictures.sources:
             if source.url and self._setting == "off":
                 words = "is an address, and this service fetches none: send a data: URL or a file's id"
-                raise invalid_field(source.field, words, "fetch_off")
+                raise invalid_field(f"{source.field}.image_url", words, "fetch_off")
             if source.url:
-                check_url(source.field, source.url, private=self._setting == "private")
+                check_url(f"{source.field}.image_url", source.url, private=self._setting == "private")
         return pictures
 
     @asynccontextmanager
@@ -101,17 +120,20 @@ class PictureFetcher:
         """The pictures with the bytes of those that had a URL, which count as held as long as the context is open.
         Equal URLs are fetched once.
 
-        Raises `ApiError` naming the field: 400 for one that cannot be fetched, 413 for one that is too large, 503 while
-        too many bytes are held.
+        Raises `ApiError` naming the field: 400 for one that cannot be fetched, 413 for one that is too large, or all
+        together, 503 while too many bytes are held.
         """
-        sources = {source.url: source for source in pictures.sources if source.url}
+        sources: dict[str, PictureSource] = {}
+        for source in pictures.sources:
+            if source.url:
+                sources.setdefault(source.url, source)
         if not sources:
             yield pictures
             return
         claim = _Claim(self._of_tenant.setdefault(tenant, HeldBytes(_TENANT_BYTES)), self._held)
+        fetches = [asyncio.ensure_future(self._fetch(tenant, source, claim)) for source in sources.values()]
         try:
-            # Of several that fail the first is told; the others end as they claim more.
-            contents = await asyncio.gather(*(self._fetch(tenant, source, claim) for source in sources.values()))
+            contents = await asyncio.gather(*fetches)  # of several that fail the first is told
             read = dict(zip(sources, contents, strict=True))
 
             def with_bytes(source: PictureSource) -> PictureSource:
@@ -122,6 +144,8 @@ class PictureFetcher:
 
             yield pictures.map(with_bytes).check()
         finally:
+            for fetch in fetches:
+                fetch.cancel()
             claim.close()
 
     async def _fetch(self, tenant: str, source: PictureSource, claim: _Claim) -> tuple[int, Callable[[], bytes]]:
@@ -133,22 +157,29 @@ class PictureFetcher:
         except _TooLarge:
             message = f"{source.field}: is larger than {MAX_BYTES} bytes"
             raise ApiError(413, message, param=source.field, code="body_too_large") from None
+        except _NeverFits:
+            message = f"{source.field}: the pictures of this request are larger than {_TENANT_BYTES} bytes together"
+            raise ApiError(413, message, param=source.field, code="body_too_large") from None
         except _Full:
             message = "Too many pictures are being fetched at the moment; try again later, or send fewer at once."
             raise ApiError(503, message, code="fetch_overloaded", headers={"Retry-After": "5"}) from None
-        return len(data), lambda: data
+        return len(data), claim.hold(data)
 
     async def _get(self, tenant: str, url: str, claim: _Claim) -> bytes:
-        """Call `fetch` on a thread, in the tenant's turn. Raises as it does, and `_Full` if no turn comes."""
-        loop, result = asyncio.get_running_loop(), Future[bytes]()
+        """Call `fetch` on a thread, in the tenant's turn; it ends with the wait for it. Raises as it does, and `_Full`
+        if no turn comes.
+        """
+        loop, result, bounds = asyncio.get_running_loop(), Future[bytes](), list[Deadline]()
 
         def work(bound: Deadline) -> None:
+            bounds.append(bound)
             if result.set_running_or_notify_cancel():
                 loop.call_soon_threadsafe(begin)
                 try:
                     result.set_result(fetch(url, private=self._setting == "private", bound=bound, claim=claim.add))
                 except BaseException as error:
-                    result.set_exception(error)
+                    error.__cause__ = error.__context__ = None  # their tracebacks hold what has been read
+                    result.set_exception(error.with_traceback(None))
 
         def begin() -> None:
             with contextlib.suppress(RuntimeError):  # its caller has left
@@ -163,6 +194,9 @@ class PictureFetcher:
             if result.running():  # its thread hangs, as resolvers do
                 raise Unreachable("it does not answer") from None
             raise _Full from None
+        finally:
+            for bound in bounds:
+                bound.abort()
 
 
 def check_url(field: str, url: str, *, private: bool) -> None:
@@ -184,11 +218,12 @@ def fetch(url: str, *, private: bool, bound: Deadline | None = None, claim: Call
         with connected(url, private=private, bound=bound) as connection:
             send(connection, bound, "GET", url, _HEADERS)
             try:
-                response = HTTPResponse(cast(socket.socket, _Bounded(connection, bound)), method="GET")
+                incoming = _Bounded(connection, bound)
+                response = HTTPResponse(cast(socket.socket, incoming), method="GET")
                 response.begin()
                 target = response.headers.get("Location") if response.status in (301, 302, 303, 307, 308) else None
                 if target is None:
-                    return _content(response, claim)
+                    return _content(response, incoming, claim)
             except (HTTPException, ValueError) as error:
                 raise Unreachable("its response is not HTTP") from error
         url = _redirected(url, target, private=private)
@@ -209,30 +244,44 @@ def _redirected(url: str, target: str, *, private: bool) -> str:
     return url
 
 
-def _content(response: HTTPResponse, claim: Callable[[int], None]) -> bytes:
+def _content(response: HTTPResponse, incoming: _Bounded, claim: Callable[[int], None]) -> bytes:
     if response.status != 200:
         raise Unreachable(f"it answered {response.status}")
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise Unreachable("it answered with a compressed body, which was not asked for")
-    declared, pieces, size = response.length, [], 0
-    if declared is not None and declared > MAX_BYTES:
-        raise _TooLarge
+    declared, content, size = response.length, io.BytesIO(), 0
+    if declared is not None:
+        if declared > MAX_BYTES:
+            raise _TooLarge
+        claim(declared)
+    incoming.allow(0)
     while piece := response.read(_PIECE):
         size += len(piece)
         if size > MAX_BYTES:
             raise _TooLarge
-        claim(len(piece))
-        pieces.append(piece)
+        if declared is None:
+            claim(len(piece))
+        content.write(piece)
+        incoming.allow(size)
     if declared is not None and size < declared:
         raise Unreachable("its response ended early")
-    return b"".join(pieces)
+    return content.getvalue()  # without a copy
 
 
 class _Bounded(io.RawIOBase):
-    """A connection's incoming bytes, for `HTTPResponse`: each wait for more ends with the bound."""
+    """A connection's incoming bytes, for `HTTPResponse`: each wait for more ends with the bound.
+
+    Raises `Unreachable` for more bytes than the content explains, and for bytes that come in too small parts.
+    """
 
     def __init__(self, connection: socket.socket, bound: Deadline) -> None:
         self._connection, self._bound = connection, bound
+        self._bytes, self._reads, self._most = 0, 0, _OVERHEAD
+
+    def allow(self, size: int) -> None:
+        """Allow what comes with the next piece of content, behind `size` bytes of it."""
+        size += _PIECE
+        self._most = _OVERHEAD + size + size // _CHUNKING
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return io.BufferedReader(self, _PIECE)
@@ -241,5 +290,9 @@ class _Bounded(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        if self._bytes > self._most or self._reads > _READS + self._bytes // _READ_BYTES:
+            raise Unreachable("its response comes in too many small parts")
         self._connection.settimeout(self._bound.left_s())
-        return self._connection.recv_into(buffer)
+        count = self._connection.recv_into(buffer)
+        self._bytes, self._reads = self._bytes + count, self._reads + 1
+        return count

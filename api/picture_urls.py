@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Iterator
 from functools import partial
 from urllib.parse import unquote_to_bytes
 
@@ -17,11 +18,13 @@ from api.errors import invalid_field
 from api.uploads import PictureSource
 from contract import urls
 
+NOT_BASE64 = "is not in base64: it must be letters, digits, + and / (or - and _)"
 MAX_URL = 8192  # characters of one that is fetched; signed ones are long
 _DATA = re.compile(r"\s*data:([^,]{0,200}),", re.IGNORECASE)
 _TYPES = re.compile(r"(image/(x-)?png|image/p?jpe?g|image/webp|image/\*|application/octet-stream)?", re.IGNORECASE)
 _ACCEPTED = "an https:// URL or a data: URL of a PNG, JPEG or WebP in base64"
-_SPACE = re.compile(rb"\s+")
+_SPACE = b" \t\n\r\v\f"
+_PART = 2**18  # characters of base64 that are decoded at once; a multiple of 4
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -55,31 +58,31 @@ def picture_of(field: str, text: str, *, param: str = "", bare: bool = False) ->
     return PictureSource(field, 0, bytes, hashlib.sha256(url.encode()).hexdigest(), url=url)
 
 
-def decoded(param: str, message: str, text: str | bytes) -> bytes:
-    """The bytes of a base64 text: of either alphabet, with line ends or not, with its padding or not.
+def decoded(param: str, message: str, text: bytes) -> Iterator[bytes]:
+    """Yield the bytes of a base64 text in parts: of either alphabet, with line ends or not, with its padding or not.
 
-    Raises `ApiError` (400) with this message.
+    Each part is decoded in calls of its own, between which other threads run. Raises `ApiError` (400) with this
+    message.
     """
+    if b"%" in text:
+        text = unquote_to_bytes(text)
+    text = b"".join(text[at : at + _PART].translate(_URL_SAFE, _SPACE) for at in range(0, len(text), _PART))
+    if len(text) % 4:
+        text = text.rstrip(b"=")
+        text += b"=" * (-len(text) % 4)
     try:
-        data = text.encode("ascii") if isinstance(text, str) else text
-        if b"%" in data:
-            data = unquote_to_bytes(data)
-        data = _SPACE.sub(b"", data)
-        if b"-" in data or b"_" in data:
-            data = data.translate(_URL_SAFE)
-        if len(data) % 4:
-            data = data.rstrip(b"=")
-            data += b"=" * (-len(data) % 4)
-        return base64.b64decode(data, validate=True)
+        if 0 <= text.find(b"=") < len(text) - 2:
+            raise ValueError("its padding is not at its end")
+        for at in range(0, len(text), _PART):
+            yield base64.b64decode(text[at : at + _PART], validate=True)
     except (binascii.Error, ValueError):
         raise invalid_field(param, message) from None
 
 
 def _inline(field: str, param: str, text: str, start: int) -> PictureSource:
-    message = "is not in base64: it must be letters, digits, + and / (or - and _)"
-    read = partial(_decode_from, param, message, text, start)
+    read = partial(_decode_from, param, text, start)
     return PictureSource(field, (3 * (len(text) - start) + 3) // 4, read)
 
 
-def _decode_from(param: str, message: str, text: str, start: int) -> bytes:
-    return decoded(param, message, text[start:])
+def _decode_from(param: str, text: str, start: int) -> bytes:
+    return b"".join(decoded(param, NOT_BASE64, text[start:].encode("ascii", "replace")))

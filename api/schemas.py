@@ -16,12 +16,13 @@ from api.errors import ApiError, invalid_field
 from contract.bounds import FLAG, LIST, NOTHING, OBJECT, WORD, range_error
 from contract.characters import too_long
 from contract.errors import UNSUPPORTED
+from contract.image_prompt import MAX_IMAGE_PROMPTS
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import ImageReference as ImageReference
 from contract.strict import FIELD, UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
-MAX_PICTURES = 16  # of an edit, validated one by one
+MAX_PICTURES = 1 + MAX_IMAGE_PROMPTS  # of an edit: its source, and image prompts
 _MAX_UNKNOWN = 32  # fields that are left out of a body
 _KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING)  # of values, in an error's location
 

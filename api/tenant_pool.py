@@ -223,7 +223,9 @@ class TenantPool:
                         self._alive.discard(threading.current_thread())
                         if self._waiting:
                             self._staff()
-            if item.late:
+            late = item.late
+            del item  # what it holds is not kept alive until the next one
+            if late:
                 return
 
     def _awaited(self) -> _Item | None:

@@ -5,8 +5,6 @@ What is left of the body is parsed within the bounds of all bodies.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import re
 from collections.abc import AsyncIterator
@@ -18,6 +16,7 @@ from fastapi import Request
 
 from api import body
 from api.errors import ApiError, invalid_field
+from api.picture_urls import MAX_URL, NOT_BASE64, decoded, picture_of
 from api.uploads import MAX_BYTES, PictureSource
 from contract.card import MAX_PROMPT_CHARACTERS
 
@@ -25,7 +24,6 @@ _LEAST = 16 * 1024  # characters of a picture that is kept apart: more than any 
 assert _LEAST > MAX_PROMPT_CHARACTERS
 _MOST = 10  # pictures of the largest size in a body
 _SPOOLED = 64 * 1024  # bytes of a body's pictures in memory
-_PART = 2**20  # characters that are decoded at once; a multiple of 4
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=\\"  # \ as in \/ and \n
 _ESCAPES = ((b"\\/", b"/"), (b"\\n", b""), (b"\\r", b""))
 _HEAD = re.compile(rb"data:[A-Za-z0-9.+-]{0,20}(?:\\?/[A-Za-z0-9.+-]{1,40})?;base64,")
@@ -67,16 +65,14 @@ class PictureBody:
     def source(self, field: str, value: str | dict[str, Any]) -> PictureSource:
         """The picture of a field: in the file, or in the text. Raises `ApiError` (400) for an address."""
         if isinstance(value, str):
-            head = _HEAD.match(value.encode("utf-8", "replace"))
-            if head is None and value[:5].lower() in ("http:", "https", "data:"):
+            if "://" in value[:MAX_URL]:
                 raise invalid_field(field, "must be a picture in base64, or its data: URL; addresses are not fetched")
-            encoded = value.encode()[0 if head is None else head.end() :]
-            return PictureSource(field, 3 * len(encoded) // 4, lambda: _decoded(field, [encoded]))
+            return picture_of(field, value, bare=True)
         k = value.get(_KEPT)
         if not isinstance(k, int) or not 0 <= k < len(self._places):
             raise invalid_field(field, "must be text")
         start, length = self._places[k]
-        return PictureSource(field, 3 * length // 4, lambda: _decoded(field, self._parts(start, length)))
+        return PictureSource(field, 3 * length // 4, lambda: self._decoded(field, start, length))
 
     def add(self, field: str, data: bytes) -> PictureSource:
         """Keep a picture that was made of one of the body's."""
@@ -89,13 +85,13 @@ class PictureBody:
 
         return PictureSource(field, length, read)
 
-    def _parts(self, start: int, length: int) -> list[bytes]:
+    def _decoded(self, field: str, start: int, length: int) -> bytes:
         self._file.seek(start)
         encoded = self._file.read(length)
         if b"\\" in encoded:
             for escape, character in _ESCAPES:
                 encoded = encoded.replace(escape, character)
-        return [encoded[at : at + _PART] for at in range(0, len(encoded), _PART)]
+        return b"".join(decoded(field, NOT_BASE64, encoded))
 
     def _write_text(self, data: bytes) -> bytes:
         """Take in text up to the beginning of a picture; return the rest."""
@@ -156,11 +152,3 @@ async def read(request: Request, tenant: str) -> AsyncIterator[tuple[dict[str, A
         yield await body.run_parser(tenant, len(text), lambda: body.parse(text)), pictures
     finally:
         pictures.close()
-
-
-def _decoded(field: str, parts: list[bytes]) -> bytes:
-    """The bytes of base64 in parts, each decoded in a call of its own: other threads run between them."""
-    try:
-        return b"".join(base64.b64decode(part, validate=True) for part in parts)
-    except (binascii.Error, ValueError):
-        raise invalid_field(field, "is not in base64") from None

@@ -153,7 +153,7 @@ def test_pictures_that_are_refused_name_the_field(shared: Api, field: str) -> No
         ([{**good, "colour": 1}], ".colour"),
         ([{**good, "image": {}}], ".image"),
         ([{**good, "image": {"image_url": "http://example.com/a.png"}}], ".image.image_url"),
-        ([{**good, "image": {"image_url": "https://127.0.0.1/a.png"}}], ".image"),
+        ([{**good, "image": {"image_url": "https://127.0.0.1/a.png"}}], ".image.image_url"),
         ([{**good, "image": {"image_url": "data:image/png;base64,AAAA"}}], ".image"),
         ([good] * 5, ""),
         (model, ""),
@@ -230,13 +230,20 @@ def test_an_edits_further_images_are_image_prompts(shared: Api, easel: Easel, wo
         assert np.array_equal(Image.open(io.BytesIO(worker.artifacts.get(key))), arrays[0])
 
 
-@pytest.mark.parametrize(("count", "code"), [(6, "too_many_images"), (17, "invalid_value")])
-def test_more_further_images_than_there_is_room_for_are_refused(shared: Api, count: int, code: str) -> None:
+@pytest.mark.parametrize(("count", "own"), [(6, 0), (5, 1)])
+def test_more_further_images_than_there_is_room_for_are_refused(
+    shared: Api, easel: Easel, count: int, own: int
+) -> None:
+    """One fewer is drawn."""
+    image = inline(pixels(8, 8))
+    prompts = [{"model": "plus", "image": image}] * own
     files = [("image[]", as_file(pixels(8, 8)))] * count
-    answer = shared.client.post(EDIT, data={"prompt": "a hat"}, files=files)
-    check_error(answer, 400, "image", code)
-    images = [inline(pixels(8, 8))] * count
-    check_error(shared.client.post(EDIT, json=body(images=images)), 400, "images", None if count > 16 else code)
+    data = {"prompt": "a hat", **({"image_prompts": json.dumps(prompts)} if own else {})}
+    answer = shared.client.post(EDIT, data=data, files=files)
+    check_error(answer, 400, "image", "too_many_images")
+    edit = lambda count: shared.client.post(EDIT, json=body(images=[image] * count, image_prompts=prompts))  # noqa: E731
+    check_error(edit(count), 400, "images")
+    assert edit(count - 1).status_code == 200
 
 
 @pytest.mark.parametrize("field", KINDS)

@@ -119,6 +119,18 @@ def test_the_address_that_was_looked_at_is_the_one_that_is_called(
     assert asked == ["pictures.example"] and server[1] == [f"pictures.example:{server[0].port}"]
 
 
+def test_a_host_is_called_at_the_first_address_that_answers(
+    call: Call, server: tuple[SecureServer, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the same bound."""
+    resolving(monkeypatch, "pictures.example", [["127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.1"]])
+    call(f"https://pictures.example:{server[0].port}/", True)
+    assert server[1] == [f"pictures.example:{server[0].port}"]
+    resolving(monkeypatch, "pictures.example", [["127.0.0.2", "127.0.0.3"]])
+    with pytest.raises(Unreachable, match="ConnectionRefusedError"):
+        call(f"https://pictures.example:{server[0].port}/", True)
+
+
 def test_mixed_names_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     resolving(monkeypatch, "mixed.example", [["93.184.216.34", "127.0.0.1"]])
     with pytest.raises(Unreachable, match="private address"):

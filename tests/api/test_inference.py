@@ -20,7 +20,7 @@ from api.body import MAX_BYTES
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState
 from tests.api.easel import Easel
-from tests.api.test_edits import as_file, handed_on, pixels
+from tests.api.test_edits import as_file, handed_on, hole, pixels
 from tests.api.test_picture_decoder import service_of
 from tests.api.world import PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 
@@ -98,6 +98,13 @@ def test_image_to_image(shared: Api, easel: Easel, named: bool) -> None:
     assert begun.size == (64, 64) and begun.getpixel((5, 5)) == (255, 0, 0)
 
 
+def test_a_picture_with_transparent_pixels_is_changed_as_a_whole(shared: Api, easel: Easel) -> None:
+    client = InferenceClient(base_url=shared.url, timeout=PATIENCE_S)
+    client.image_to_image(as_file(hole()), prompt="a hat", num_inference_steps=2)
+    assert easel.seen[-1].parameters["edit"].keys() == {"image", "strength"}
+    assert easel.seen[-1].parameters["edit"]["strength"] == 0.8
+
+
 def test_a_picture_of_more_than_other_bodies_may_have(shared: Api, easel: Easel) -> None:
     data = picture(900, noisy=True)
     assert len(data) > 2**20
@@ -118,7 +125,15 @@ def test_a_large_body_is_its_picture_and_little_else(shared: Api, easel: Easel) 
     text = json.dumps({"inputs": base64.b64encode(as_file(array)).decode(), "parameters": {"prompt": "x"}})
     assert len(text) > MAX_BYTES
     headers = {"Content-Type": "application/json"}
-    for raw in (text, text.replace("/", "\\/"), text.replace('"inputs": ', '"inputs" :\n')):
+    lines = json.dumps(base64.encodebytes(as_file(array)).decode())[1:-1]
+    folded = text.replace(base64.b64encode(as_file(array)).decode(), lines)
+    for raw in (
+        text,
+        folded,
+        folded.replace("\\n", "\\r\\n"),
+        text.replace("/", "\\/"),
+        text.replace('"inputs": ', '"inputs" :\n'),
+    ):
         answer = shared.client.post("/", content=raw, headers=headers)
         assert answer.status_code == 200, answer.text
         image, _ = handed_on(easel.worker, easel.seen[-1])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from api.schemas import EditJobFields, JobFields
+from contract.image_prompt import ImagePrompt
 from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
 
 
@@ -138,6 +139,10 @@ def test_the_documentation_shows_the_bodies(shared: Api) -> None:
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         bodies = schema.get("oneOf", [schema])
         assert [body["title"] for body in bodies] == titles and "$ref" not in str(schema)
+        if "edits" in path:
+            form = document["paths"][path]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+            images = schema["properties"]["images"], form["properties"]["image"]["oneOf"][1]
+            assert [entry["maxItems"] for entry in images] == 2 * [1 + ImagePrompt.MOST], "as many as one is drawn from"
         assert all({"prompt", "seed", "deadline_s"} <= body["properties"].keys() for body in bodies)
     parameters = document["paths"]["/v1/jobs/{id}/events"]["get"]["parameters"]
     assert {parameter["name"] for parameter in parameters} == {"id", "Last-Event-ID", "last_event_id"}

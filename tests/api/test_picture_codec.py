@@ -64,6 +64,18 @@ def test_a_turned_picture_is_turned_back(orientation: int, turned: bool, form: s
     assert np.array_equal(fitted(data, size), np.rot90(stored, {1: 0, 3: 2, 6: 3, 8: 1}[orientation]))
 
 
+def test_a_pictures_size_is_not_read_beside_a_damaged_chunk() -> None:
+    """It may be turned by the one before: the decoder reads what comes before the damage."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned, plain = as_file(pixels(64, 32), "PNG", exif=exif), as_file(pixels(64, 32))
+    chunk = turned[turned.index(b"eXIf") - 4 :][: 12 + int.from_bytes(turned[turned.index(b"eXIf") - 4 :][:4], "big")]
+    whole = plain[:-12] + chunk + plain[-12:]
+    assert size_of(whole) == (32, 64)
+    with pytest.raises(InvalidPicture, match="damaged chunk"):
+        measure(None, [plain[:-12] + chunk + b"\0\0\0\1tEXta\0\0\0\0" + plain[-12:]])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.binary(max_size=300), seed=st.integers(0, 99), cut=st.integers(0, 3000),

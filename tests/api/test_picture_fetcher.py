@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,18 +17,22 @@ import httpx2
 import numpy as np
 import pytest
 
-from api import guarded_http, picture_fetcher
+from api import batch_feeder, guarded_http, picture_fetcher
+from api.batch_feeder import BatchFeeder
+from api.errors import ApiError
 from api.guarded_http import Unreachable
 from api.held_bytes import HeldBytes
-from api.picture_fetcher import fetch
-from api.uploads import MAX_BYTES
+from api.picture_fetcher import PictureFetcher, fetch
+from api.picture_urls import picture_of
+from api.uploads import MAX_BYTES, PictureUploads, Upload
+from core.jobs.batches import BatchRecord
 from core.jobs.keyring import Keyring
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
 from tests.api.test_edits import PNG, as_file, bomb, handed_on, hole, pixels
 from tests.api.test_guarded_http import resolving
 from tests.api.test_picture_decoder import service_of
-from tests.api.world import CARD, Api, Worker, check_error, eventually, opened, settings_of
+from tests.api.world import CARD, PATIENCE_S, Api, Worker, check_error, eventually, opened, settings_of
 from tests.http_server import Handler
 from tests.https_server import Certificate, SecureServer, make_certificate
 
@@ -48,7 +55,7 @@ class Site(SecureServer):
         class Page(Handler):
             def respond(self) -> None:
                 site.seen[self.path] += 1
-                with contextlib.suppress(ConnectionError):  # a client that has read enough
+                with contextlib.suppress(OSError):  # a client that has read enough
                     self.serve()
 
             def serve(self) -> None:
@@ -64,6 +71,9 @@ class Site(SecureServer):
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
                     for piece in (PICTURES["/a.png"][:1000], PICTURES["/a.png"][1000:], b""):
                         self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                elif self.path == "/short-large":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3000001\r\n\r\n" + bytes(3_000_000))
+                    self.close_connection = True
                 elif self.path == "/short":
                     self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\nabc")
                     self.close_connection = True
@@ -71,6 +81,29 @@ class Site(SecureServer):
                     self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
                     for _ in range(MAX_BYTES // 2**16 + 2):
                         self.wfile.write(bytes(2**16))
+                elif self.path == "/crumbs":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    for _ in range(MAX_BYTES // 2**14):
+                        self.wfile.write(b"1\r\nx\r\n" * 2**14)
+                    self.wfile.write(b"0\r\n\r\n")
+                elif self.path == "/dribble":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50000\r\n\r\n")
+                    for _ in range(50_000):
+                        self.wfile.write(b"x")
+                elif self.path in ("/continue", "/trailers"):
+                    status = 100 if self.path == "/continue" else 200
+                    self.wfile.write(f"HTTP/1.1 {status} x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+                    repeated = b"HTTP/1.1 100 Continue\r\n\r\n" if status == 100 else b"a: b\r\n"
+                    self.wfile.write(b"" if status == 100 else b"0\r\n")
+                    for _ in range(100):
+                        self.wfile.write(repeated * 1000)
+                    self.wfile.write(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n")
+                elif self.path == "/hangs":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\nabc")
+                    site.seen["hangs"] += 1
+                    with contextlib.suppress(OSError):
+                        self.rfile.read(1)
+                    site.seen["left"] += 1
                 elif self.path == "/nonsense":
                     self.wfile.write(b"220 smtp.example ESMTP\r\n")
                 else:
@@ -126,7 +159,9 @@ def test_a_picture_is_fetched_through_redirects(site: Site, path: str) -> None:
     ("path", "reason"),
     [("/gone", "answered 404"), ("/status/500", "answered 500"), ("/status/204", "answered 204"),
      ("/loop", "redirects more than 3 times"), ("/zipped", "compressed"), ("/short", "ended early"),
-     ("/nonsense", "is not HTTP"), ("/to/http://127.0.0.1/a.png", "must begin with https"),
+     ("/crumbs", "too many small parts"), ("/dribble", "too many small parts"), ("/continue", "too many small parts"),
+     ("/trailers", "too many small parts"), ("/nonsense", "is not HTTP"),
+     ("/to/http://127.0.0.1/a.png", "must begin with https"),
      ("/to/file:///etc/passwd", "must begin with https"), ("/to/https://127.0.0.1:25/", "must have the port 443"),
      ("/to/https://user@127.0.0.1/", "no user"), ("/to/https://[", "redirects"), ("/to/https://", "redirects")],
 )  # fmt: skip
@@ -192,12 +227,19 @@ def test_a_job_run_again_and_a_repeated_request_fetch_nothing(shared: Api, worke
     worker.work(again)
 
 
+def batch_of(api: Api, *bodies: dict[str, Any]) -> Any:
+    """A batch of these edits, which is completed."""
+    lines = [{"custom_id": f"{k}", "method": "POST", "url": EDITS, "body": body} for k, body in enumerate(bodies)]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = api.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
+    id = api.post("/v1/batches", input_file_id=file, endpoint=EDITS, completion_window="24h").json()["id"]
+    look = lambda: api.client.get(f"/v1/batches/{id}").json()  # noqa: E731
+    eventually(lambda: look()["status"] == "completed")
+    return look()
+
+
 def test_a_batchs_line_may_name_a_url(shared: Api, easel: Easel, worker: Worker, site: Site) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": EDITS, "body": {"prompt": "x", "images": [by_url(site)]}}
-    data = json.dumps(line).encode()
-    file = shared.client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("b.jsonl", data)}).json()["id"]
-    batch = shared.post("/v1/batches", input_file_id=file, endpoint=EDITS, completion_window="24h").json()["id"]
-    eventually(lambda: shared.client.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+    batch_of(shared, {"prompt": "x", "images": [by_url(site)]})
     assert np.array_equal(handed_on(worker, easel.seen[-1])[0], ARRAY) and site.seen == {"/a.png": 1}
 
 
@@ -224,8 +266,9 @@ def test_what_a_url_leads_to_is_refused_by_field(
 @pytest.mark.parametrize(
     ("url", "param", "said"),
     [("http://a.example/a.png", "images.image_url", "https://"), ("ftp://a.example", "images.image_url", ""),
-     ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images", "port 443"),
-     ("https://user:word@a.example/a.png", "images", "no user"), ("https://a b.example/", "images.image_url", "spaces"),
+     ("https://", "images.image_url", "name a host"), ("https://a.example:22/a.png", "images.image_url", "port 443"),
+     ("https://user:word@a.example/a.png", "images.image_url", "no user"),
+     ("https://a b.example/", "images.image_url", "spaces"),
      ("https://a.example/" + "x" * 9000, "images.image_url", "8192"), ("a.png", "images.image_url", "data: URL")],
 )  # fmt: skip
 def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, param: str, said: str) -> None:
@@ -234,13 +277,114 @@ def test_urls_that_are_never_fetched_are_refused_at_once(shared: Api, url: str, 
     assert said in answer.json()["error"]["message"]
 
 
-def test_memory_that_is_used_up_is_a_503(shared: Api, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_others_hold_is_a_503_and_too_many_pictures_are_a_413(
+    shared: Api, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose length is declared, and whose is not."""
     share = HeldBytes(len(PICTURES["/a.png"]) + 10)
     monkeypatch.setattr(service_of(shared).fetcher, "_of_tenant", {"": share})
-    assert shared.post("/v1/jobs", type="edit", prompt="x", images=[by_url(site)]).status_code == 202
-    answer = shared.post("/v1/jobs", type="edit", prompt="x", images=[by_url(site)], mask=by_url(site, "/hole.png"))
+    fields = {"type": "edit", "prompt": "x", "images": [by_url(site)]}
+    assert shared.post("/v1/jobs", **fields).status_code == 202
+    share.claim(11)
+    answer = shared.post("/v1/jobs", **fields)
     check_error(answer, 503, code="fetch_overloaded")
-    assert answer.headers["retry-after"] and share.count == service_of(shared).fetcher._held.count == 0
+    share.give(11)
+    assert answer.headers["retry-after"]
+    for mask in ("/hole.png", "/chunked"):
+        check_error(shared.post("/v1/jobs", **fields, mask=by_url(site, mask)), 413, code="body_too_large")
+    assert share.count == service_of(shared).fetcher._held.count == 0
+
+
+def test_a_batch_pauses_while_others_hold_the_memory(
+    shared: Api, easel: Easel, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a line that never fits is refused: the next one is drawn."""
+    share = HeldBytes(len(PICTURES["/a.png"]) + 10)
+    monkeypatch.setattr(service_of(shared).fetcher, "_of_tenant", {"": share})
+    pauses = list[float]()
+    monkeypatch.setattr(batch_feeder, "_PAUSES_S", (0.01,))
+    failed = BatchFeeder._failed
+
+    def paused(feeder: BatchFeeder, batch: BatchRecord, error: Exception) -> None:
+        failed(feeder, batch, error)
+        pauses.append(feeder._retries[batch.id][1])
+        if len(pauses) == 2:
+            share.give(11)
+
+    monkeypatch.setattr(BatchFeeder, "_failed", paused)
+    share.claim(11)
+    small = {"prompt": "x", "images": [by_url(site)]}
+    batch = batch_of(shared, small, {**small, "mask": by_url(site, "/chunked")}, small)
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1} and len(pauses) == 2
+
+
+def test_of_equal_urls_the_first_field_is_named(shared: Api, site: Site) -> None:
+    answer = shared.post(EDITS, prompt="x", images=[by_url(site, "/gone")], mask=by_url(site, "/gone"))
+    check_error(answer, 400, "images", "fetch_failed")
+
+
+def upload_of(site: Site, path: str) -> Upload:
+    return Upload(picture_of("images", site.url + path))
+
+
+def test_a_fetch_ends_with_its_request_and_with_one_that_fails(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at its limit: the server sees it leave, and its place is free."""
+    monkeypatch.setattr(picture_fetcher, "ITEM_S", 1000.0)
+
+    async def go() -> None:
+        fetcher = PictureFetcher("private")
+        try:
+            hanging = PictureUploads(upload_of(site, "/hangs"))
+            for _ in range(2):
+                request = asyncio.ensure_future(fetcher.fetched("a", hanging).__aenter__())
+                while not site.seen["hangs"]:
+                    await asyncio.sleep(0.01)
+                request.cancel()
+                await asyncio.wait([request])
+                while not site.seen["left"]:
+                    await asyncio.sleep(0.01)
+                site.seen.clear()
+            failing = PictureUploads(hanging.source, {}, (upload_of(site, "/gone"),))
+            with pytest.raises(ApiError, match="answered 404"):
+                async with fetcher.fetched("a", failing):
+                    pass
+            while fetcher._pool.room < 32:
+                await asyncio.sleep(0.01)
+        finally:
+            fetcher.stop()
+
+    asyncio.run(asyncio.wait_for(go(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("end", ["", "fails", "/short-large"])
+def test_fetched_bytes_are_freed_with_the_context(site: Site, end: str) -> None:
+    """Whether the request succeeds, fails, or one of its fetches does; nothing waits for garbage to be collected."""
+    PICTURES["/0"] = PICTURES["/1"] = bytes(3_000_000)
+
+    async def go() -> None:
+        fetcher, before = PictureFetcher("private"), tracemalloc.get_traced_memory()[0]
+        further = upload_of(site, end if end.startswith("/") else "/1")
+        errors = list[ApiError]()  # as their traceback may be kept
+        try:
+            async with fetcher.fetched("a", PictureUploads(upload_of(site, "/0"), {}, (further,))) as local:
+                assert local.source is not None and local.source.image.read() == PICTURES["/0"]
+                assert tracemalloc.get_traced_memory()[0] - before > 6_000_000
+                if end:
+                    raise ApiError(400, "No.")
+        except ApiError as error:
+            errors.append(error)
+        while fetcher._pool._idle < len(fetcher._pool._alive) or fetcher._pool.room < 32:
+            await asyncio.sleep(0.01)
+        assert tracemalloc.get_traced_memory()[0] - before < 2_000_000 and len(errors) == bool(end)
+        fetcher.stop()
+
+    gc.disable()
+    tracemalloc.start()
+    try:
+        asyncio.run(asyncio.wait_for(go(), PATIENCE_S))
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def test_rate_and_quota_come_before_a_fetch(redis_url: str, folder: Path, site: Site) -> None:
@@ -268,6 +412,6 @@ def test_the_setting_says_what_is_fetched(redis_url: str, folder: Path, site: Si
     with opened(settings_of(redis_url, folder, fetch_images=setting)) as (api, worker):
         worker.announce()
         eventually(lambda: api.client.get("/readyz").status_code == 200)
-        check_error(api.post(EDITS, prompt="x", images=[by_url(site)]), 400, "images", code)
-        check_error(api.post(EDITS, prompt="x", images=[{"image_url": "https://localhost/x"}]), 400, "images", code)
+        for url in (site.url + "/a.png", "https://localhost/x"):
+            check_error(api.post(EDITS, prompt="x", images=[{"image_url": url}]), 400, "images.image_url", code)
     assert not site.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 from urllib.parse import quote
 
 import pytest
@@ -66,10 +67,24 @@ def test_what_is_no_base64_is_refused_when_it_is_read(text: str) -> None:
             source.read()
 
 
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("width", [60, 64, 76, 2**18 - 1])
+def test_a_long_text_is_the_same_bytes_with_line_ends(end: str, width: int) -> None:
+    """Whatever its parts begin with; padding within it ends no part."""
+    data = random.Random(width).randbytes(500_001)
+    text = base64.b64encode(data).decode()
+    lines = end.join(text[at : at + width] for at in range(0, len(text), width)) + end
+    for written in (lines, quote(lines)):
+        assert b"".join(decoded("image", "is wrong", written.encode())) == data
+    for padding in (2**18 - 1, 2**18):
+        with pytest.raises(ApiError):
+            b"".join(decoded("image", "is wrong", (text[:padding] + "=" + text[padding + 1 :]).encode()))
+
+
 @given(st.binary(max_size=100))
 def test_anything_is_decoded_or_refused(data: bytes) -> None:
     try:
-        assert isinstance(decoded("image", "is wrong", data), bytes)
+        assert isinstance(b"".join(decoded("image", "is wrong", data)), bytes)
     except ApiError as error:
         assert str(error) == "image: is wrong"
 

@@ -23,7 +23,7 @@ LEAST = picture_body._LEAST
 sizes = st.integers(0, 3 * LEAST)
 texts = st.text(st.sampled_from('a/\\"b\n:,{}[]é'), max_size=20)
 heads = st.sampled_from(
-    ["", "data:image/png;base64,", "data:image/x+y;base64,", "data:application/octet-stream;base64,"]
+    ["", "data:image/png;base64,", "data:image/webp;base64,", "data:application/octet-stream;base64,"]
 )
 
 
@@ -103,9 +103,13 @@ def test_a_picture_that_was_not_sent_is_none() -> None:
         for value in ({"picture": 1}, {"picture": -1}, {"picture": "0"}, {}, {"image": "x"}):
             with pytest.raises(ApiError):
                 pictures.source("mask", value)
-        for address in ("https://example.com/a.png", "http://127.0.0.1/", "data:text/plain,a"):
+        for address in ("https://example.com/a.png", "http://127.0.0.1/", " ftp://example.com/"):
             with pytest.raises(ApiError, match="not fetched"):
                 pictures.source("mask", address)
+        with pytest.raises(ApiError, match="another media type"):
+            pictures.source("mask", "data:text/plain,a")
+        lines = pictures.source("mask", "data:image/png;charset=utf-8;base64,-_8\nA")
+        assert lines.read() == b"\xfb\xff\0", "as in other bodies"
         for source in (pictures.source("mask", text) for text in ("a", "aaaaa", "!!!!", "é")):
             with pytest.raises(ApiError, match="base64"):
                 source.read()
