@@ -63,7 +63,7 @@ class PredictionBody(StrictModel):
     version: str | None = Field(
         default=None, max_length=MAX_NAME, description="a model's name, also as owner/name or owner/name:name"
     )
-    id: str | None = Field(default=None, description="the id in the address, again")
+    id: str | None = Field(default=None, max_length=MAX_NAME, description="the id in the address, again")
     webhook: str | None = Field(default=None, max_length=_MAX_URL, description="an address that is told, signed")
     webhook_events_filter: list[Literal["start", "output", "logs", "completed"]] | None = Field(
         default=None, max_length=16, description="of what the webhook is told; default: all of them"

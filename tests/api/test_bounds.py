@@ -16,12 +16,13 @@ from api.app import create_app
 from api.batches import BatchFields
 from api.errors import ApiError
 from api.inference import InferenceBody
+from api.predictions.routes import PredictionBody
 from contract.text import ChatFields, CompletionFields
 from tests.api.world import Api, check_error, settings_of
 
 MODELS: list[type[BaseModel]] = [
-    schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields, ChatFields,
-    CompletionFields, InferenceBody, BatchFields,
+    schemas.ImageRequest, schemas.EditRequest, schemas.EditBody, schemas.JobFields, schemas.EditJobFields,
+    PredictionBody, ChatFields, CompletionFields, InferenceBody, BatchFields,
 ]  # fmt: skip
 WHOLE: list[type[BaseModel]] = [schemas.EditJobFields, *MODELS[-4:]]  # all parts
 MAX_ERRORS = 100  # pydantic builds, for any body
@@ -31,7 +32,7 @@ FREE = {
     "ChatRequest.prediction", "ChatRequest.prompt_cache_options", "Message.annotations", "Message.reasoning",
     "Message.reasoning_content", "Message.reasoning_details", "Message.thinking_blocks",
     "Message.provider_specific_fields", "TextPart.annotations", "TextPart.prompt_cache_breakpoint",
-    "TextPart.cache_control",
+    "TextPart.cache_control", "PredictionRequest.input.*", "PredictionRequest.context.*",
 }  # fmt: skip
 
 
