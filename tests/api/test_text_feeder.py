@@ -261,7 +261,7 @@ def test_every_line_is_told_once_in_order(
     with Scribe(settings) as scribe:
         scribe.redis.flushall()
         desk = Desk(settings)
-        more: list[dict[str, Any]] = [{"tools": []} if way == "refused" else {} for way in ways]
+        more: list[dict[str, Any]] = [{"tool": []} if way == "refused" else {} for way in ways]
         batch = desk.batch(*({**ask(str(k))[0], **more[k]} for k in range(len(ways))))
         both = itertools.cycle(
             [BatchFeeder(desk.service), BatchFeeder(desk.service)]
