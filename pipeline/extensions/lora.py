@@ -61,9 +61,15 @@ def digest(model: str, loras: Sequence[Lora]) -> str:
 def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -> None:
     """Merge them into the weights of the parts that the family adapts, in place, one after another, in fp32.
 
+    What DoRA adds depends on the weights: it is computed of those before any is merged, as in a request. So that it can
+    be, a copy of each changed weight is kept meanwhile where one but the first is DoRA.
+
     Raises `ModelError`, naming the LoRA, for one that does not fit this model.
     """
     from pipeline.extensions import lora_file
 
+    originals: lora_file.Originals | None = (
+        {} if any(lora_file.is_decomposed(lora.path) for lora in loras[1:]) else None
+    )
     for lora in loras:
-        lora_file.fuse_(lora.name, lora.data(), parts, adapters, lora.scale)
+        lora_file.fuse_(lora.name, lora.data(), parts, adapters, lora.scale, originals)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,18 +34,20 @@ def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> 
         return []
     names = {path.name: path for path in entries if also(path)}
     names |= {path.name.removesuffix(SUFFIX): path for path in entries if path.name.endswith(SUFFIX)}
+    named = {path: name for name, path in names.items()}
     for path in set(entries) - _reported:
-        if reason := _not_offered_reason(path, names):
+        if reason := _not_offered_reason(path, named.get(path)):
             _reported.add(path)
             log.warning("%s is not offered: %s", printable(str(path)), reason)
     return sorted(filter(is_name, names))
 
 
-def _not_offered_reason(path: Path, names: Mapping[str, Path]) -> str:
-    """Return why requests cannot use an entry of a folder that looks as if it held weights, or ""."""
+def _not_offered_reason(path: Path, name: str | None) -> str:
+    """Return why requests cannot use an entry of a folder that looks as if it held weights, or "". `name` is what they
+    would call it; None if it has no form that is offered.
+    """
     if path.name.startswith("."):  # hidden on purpose
         return ""
-    name = next((name for name, entry in names.items() if entry == path), None)
     if name is not None:
         reason = name_error(name)
         return f"its name {reason}" if reason else ""
