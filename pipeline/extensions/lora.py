@@ -13,7 +13,7 @@ from typing import Any
 
 from contract import loras as names
 from pipeline.checkpoints.folder import ModelError
-from pipeline.extensions.weight_files import SUFFIX
+from pipeline.extensions.weight_files import path_of
 from pipeline.families.family import Adapters
 
 
@@ -43,7 +43,7 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
     for name, scale in named:
         if not folder:
             raise ModelError(f"{name}: no folder is named to look in", kind="lora")
-        path = Path(folder).expanduser() / f"{name}{SUFFIX}"
+        path = path_of(Path(folder).expanduser(), name)
         if not path.is_file():
             raise ModelError(f"{name}: there is no {path}", kind="lora")
         loras.append(Lora(name, path, scale))
