@@ -156,7 +156,8 @@ def _errors(name: str) -> Iterator[None]:
 def _pair(difference: Difference, module: nn.Module, most: int) -> LowRank:
     """Return the difference of a whole weight as a pair of matrices, one of them the identity."""
     if difference.parameter != "weight" or not isinstance(module, nn.Linear | ScaledLinear | nn.Conv2d | ScaledConv2d):
-        raise ValueError(f"{difference.key} changes a norm or a bias, which all rows of a batch share; {_MERGED}")
+        what = "embeddings" if isinstance(module, nn.Embedding) else "a norm or a bias"
+        raise ValueError(f"{difference.key} changes {what}, which all rows of a batch share; {_MERGED}")
     value = difference.value
     if (value.shape[0] + value[0].numel()) * min(value.shape[0], value[0].numel()) > most:
         raise ValueError(f"{difference.key} changes a whole weight, and LoRAs have no room for it; {_MERGED}")

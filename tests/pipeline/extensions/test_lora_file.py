@@ -296,6 +296,16 @@ def test_a_layer_in_two_spellings_is_refused(part: str, kind: str, model: ImageM
             lora_file.read("x", data, parts, model.family.adapters)
 
 
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("kind", ["token", "position"])
+def test_whole_embeddings_are_for_the_start(part: int, kind: str, model: ImageModel) -> None:
+    name = f"text_model.embeddings.{kind}_embedding"
+    weight = loras.layer(model, "text_encoder" + ("_2" if part == 2 else ""), name).weight
+    data = save({f"lora_te{part}_{name.replace('.', '_')}.diff": torch.zeros(weight.shape)})
+    with pytest.raises(ModelError, match=r"changes embeddings, which all .*DIPTYCH_LORA"):
+        lora_file.read("x", data, model.parts, model.family.adapters)
+
+
 def test_norms_biases_and_whole_weights_are_merged_at_start(model: ImageModel) -> None:
     """As LyCORIS adds them: parameter + scale · difference."""
     generator = torch.Generator().manual_seed(3)
