@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from cli.scoring import scoring_errors
 from contract.card import FULL
 from contract.errors import Invalid
 from contract.plan import GUIDANCE_FIELDS, to_field
+from contract.printable import printable_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,18 +117,22 @@ def open_source(
     options: argparse.Namespace,
     settings: Settings,
     draft: ImageParameters,
+    captions: Sequence[Caption],
     latent: Tensor | None,
     stack: contextlib.ExitStack,
     console: Console,
 ) -> tuple[ImageSource, ImageParameters]:
-    """The engine or the service that generates, open as long as the stack is, and the request with its size."""
+    """The engine or the service that generates, open as long as the stack is, and the request with its size.
+
+    The engine checks all captions that are to be drawn: a run with one that cannot be would have no scores. Raises
+    `UsageError` for those, each of which is printed, and for options.
+    """
     if options.server:
         from evaluation.sources import RemoteService
 
         remote = stack.enter_context(contextlib.closing(RemoteService(options.server, options.model)))
         width, height = (int(side) for side in remote.card["native_size"].split("x"))
         return remote, draft if draft.width else replace(draft, width=width, height=height)
-    from core.batching.request import Request
     from evaluation.sources import LocalEngine
 
     create_cache_folder(settings)
@@ -136,12 +142,25 @@ def open_source(
     draft = draft if draft.width else replace(draft, width=native, height=native)
     if latent is not None:
         _fix_noise(runtime, latent, draft, options)
-    try:
-        runtime.images.check(Request("check", "image", draft))
-    except Invalid as error:
-        if error.field != "prompt":  # the first caption's, which fails by itself
-            raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
+    _check_captions(runtime, draft, captions, console)
     return LocalEngine(runtime), draft
+
+
+def _check_captions(runtime: Runtime, draft: ImageParameters, captions: Sequence[Caption], console: Console) -> None:
+    from core.batching.request import Request
+
+    refused = 0
+    for caption in captions:
+        try:
+            runtime.images.check(Request("check", "image", replace(draft, prompt=caption.text)))
+        except Invalid as error:
+            if error.field != "prompt":
+                raise wrong_option(error, {**FLAGS, **_FLAGS}) from error
+            refused += 1
+            line = printable_message(f"caption {caption.index + 1} ({caption.id}): {error.message}")
+            console.print(line, style="red", markup=False, emoji=False, highlight=False, soft_wrap=True)
+    if refused:
+        raise UsageError(f"--prompts: {refused} of {len(captions)} captions cannot be drawn, so that none is")
 
 
 def follow_mlperf(options: argparse.Namespace) -> None:

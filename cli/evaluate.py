@@ -207,7 +207,7 @@ def _draw(
         console.print(f"{len(run.records)} of {len(run.captions)} pictures are there", highlight=False)
     try:
         with contextlib.ExitStack() as stack:
-            source, draft = drawing.open_source(options, settings, draft, latent, stack, console)
+            source, draft = drawing.open_source(options, settings, draft, run.missing, latent, stack, console)
             progress = stack.enter_context(generate.bars(console))
             failed, notes = generate.draw(writer, source, draft, options.seed_offset, progress)
     except KeyboardInterrupt:

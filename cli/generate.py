@@ -189,11 +189,14 @@ def _complete(
     deepcache = settings.deepcache if runner.shallow_steps else OFF
     completed = complete({**values, **plan_fields}, offer, prompt.text, deepcache, flags)
     completed = replace(completed, control=prepared(completed.control, control_pictures, size, runtime.depth))
-    try:
-        runner.check(Request("check", "image", completed))
-    except Invalid as error:
-        if alone or error.field != "prompt":
-            raise wrong_option(error, {**FLAGS, **flags}) from error
+    # The second check is of the options, which a prompt that fails by itself would hide; no prompt may be empty.
+    for checked in (completed, replace(completed, prompt=".")):
+        try:
+            runner.check(Request("check", "image", checked))
+            break
+        except Invalid as error:
+            if alone or error.field != "prompt":
+                raise wrong_option(error, {**FLAGS, **flags}) from error
     return completed
 
 

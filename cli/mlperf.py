@@ -141,7 +141,7 @@ def _driven(
     from evaluation.loadgen_tasks import ImageTask
 
     latent, _ = drawing.open_latent(options)
-    source, draft = drawing.open_source(options, settings, draft, latent, stack, console)
+    source, draft = drawing.open_source(options, settings, draft, rows, latent, stack, console)
     drafts = [
         replace(draft, prompt=caption.text, seed=generate.seed_of(caption, options.seed_offset)) for caption in rows
     ]

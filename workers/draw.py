@@ -120,8 +120,8 @@ def _write(
         written.append(path)
         notes, style = picture.warnings, "yellow"
     else:
-        at = f"row {row.row}: " if row.name else ""  # of a file
-        notes, style = (f"{at}{type(failure).__name__}: {failure}",), "red"
+        at = f"{'row' if row.name else 'PROMPT'} {row.row}"  # of a file, or an argument
+        notes, style = (f"{at}: {type(failure).__name__}: {failure}",), "red"
     for note in notes:  # may quote the prompt: no markup, and possibly long
         line = f"{path.name}: {note if len(note) <= 300 else note[:300] + '…'}"
         console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -105,10 +105,8 @@ def _without_networks(text: str, warnings: list[str]) -> tuple[str, dict[str, st
 
     def take(match: re.Match[str]) -> str:
         name, arguments = match[2].strip(), [part.strip() for part in match[3].split(":")[1:]]
-        if not loras.is_name(name):
-            raise invalid_field(
-                "lora", "a LoRA's name is letters, digits, _, . and -, and begins with one of the first two"
-            )
+        if (reason := loras.name_error(name)) is not None:
+            raise invalid_field("lora", f"a name {reason}")
         scales = [part.partition("=")[2] if part.startswith(("te=", "unet=")) else part for part in arguments]
         if len({*scales}) > 1:
             warnings.append(f"prompt: {name} has one weight here, of text encoder and UNet: the first")

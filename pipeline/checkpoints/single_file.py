@@ -43,11 +43,13 @@ _PLAYGROUND_SCALE = 0.5
 _DECLARED_TYPES = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon"}
 _PREFIXES = {"unet": UNET, "vae": VAE, "text_encoder": TEXT, "text_encoder_2": TEXT_2}
 # Keys that no picture depends on: averages and states of training, the noise schedule and counts as buffers, losses,
-# CLIP's image tower, and signs of what the model predicts, which are read by `_write_scheduler`.
+# CLIP's image tower, the projection of the first encoder, whose output is not read, textual inversions under training,
+# and signs of what the model predicts, which are read by `_write_scheduler`. No part of the UNet is among them.
 _UNREAD = re.compile(
-    r"(^|\.)(model_ema|ema|optimizer|optimizer_states|lr_schedulers|loss|perceptual_loss|discriminator|logvar)(\.|$)"
-    r"|(^|\.)(position_ids|logit_scale|attn_mask|num_batches_tracked|global_step|epoch|step|iteration|decay|num_updates)$"
+    r"^(?!model\.diffusion_model\.)(.*\.)?(model_ema|ema|optimizer|optimizer_states|lr_schedulers|loss|perceptual_loss|discriminator|logvar)(\.|$)"
+    r"|^(?!model\.diffusion_model\.)(.*\.)?(position_ids|logit_scale|attn_mask|num_batches_tracked|global_step|epoch|step|iteration|decay|num_updates)$"
     r"|^(betas|alphas_cumprod(_prev)?|sqrt_\w*alphas\w*|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|scale_factor)$"
+    r"|^(log_)?sigmas$|^embedding_manager\.|^conditioner\.embedders\.0\.(transformer\.)?text_projection(\.weight)?$"
     r"|^denoiser\.|\.visual\.|^(v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.\w+|state_dict_version)$"
 )
 _PLAIN, _INPAINTING = "StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"
@@ -226,7 +228,7 @@ def _renamed(part: str, weights: Mapping[str, Any], config: Mapping[str, Any], n
             return dict(weights)  # a VAE's file by diffusers' own names
         return dict(tables.convert_ldm_vae_checkpoint(dict(weights), config))
     if part == "text_encoder":
-        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items()}
+        state_dict = {key.removeprefix(TEXT): value for key, value in weights.items() if not _UNREAD.search(key)}
     else:
         state_dict = dict(tables.convert_open_clip_checkpoint(network, dict(weights), prefix=TEXT_2))
     return {key: value for key, value in state_dict.items() if not key.endswith(("position_ids", "logit_scale"))}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import weight_files
 from pipeline.extensions.asset_cache import Asset, AssetCache, ReadFile
-from pipeline.extensions.weight_files import PICKLE, PICKLES, SUFFIX
+from pipeline.extensions.weight_files import PICKLE, PICKLES
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class AssetFolder(ABC, Generic[T]):
         return self._error(name, f"needs {needed} bytes{beside}, and {room}")
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{name}{SUFFIX}"
+        return weight_files.path_of(self.folder, name)
 
     def _stamp(self, name: str) -> Hashable:
         """Return what changes with the file. Raises `ModelError` for what cannot be read as one."""

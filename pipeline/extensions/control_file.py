@@ -61,9 +61,10 @@ def offered(folder: Path) -> list[str]:
 
 def find(folder: Path, name: str) -> Path:
     """The folder or file of this name. Raises `ModelError`."""
-    if is_file(folder / name / "config.json"):
-        return folder / name
-    file = folder / f"{name}{SUFFIX}"
+    own = weight_files.path_of(folder, name, "")
+    if is_file(own / "config.json"):
+        return own
+    file = weight_files.path_of(folder, name)
     if is_file(file):
         return file
     if any((folder / f"{name}{ending}").exists() for ending in PICKLES):

@@ -70,10 +70,10 @@ def offered(folder: Path) -> list[str]:
 
 def find(folder: Path, name: str) -> Path:
     """The file of this name. Raises `ModelError`."""
-    file = folder / f"{name}{SUFFIX}"
+    file = weight_files.path_of(folder, name)
     if is_file(file):
         return file
-    own = _weights(folder / name)
+    own = _weights(weight_files.path_of(folder, name, ""))
     if len(own) > 1:
         raise _error(name, f"its folder holds several: {', '.join(path.name for path in own)[:200]}")
     if own:

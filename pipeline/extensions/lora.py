@@ -13,7 +13,7 @@ from typing import Any
 
 from contract import loras as names
 from pipeline.checkpoints.folder import ModelError
-from pipeline.extensions.weight_files import SUFFIX
+from pipeline.extensions.weight_files import path_of
 from pipeline.families.family import Adapters
 
 
@@ -43,7 +43,7 @@ def find(text: str, folder: str) -> tuple[Lora, ...]:
     for name, scale in named:
         if not folder:
             raise ModelError(f"{name}: no folder is named to look in", kind="lora")
-        path = Path(folder).expanduser() / f"{name}{SUFFIX}"
+        path = path_of(Path(folder).expanduser(), name)
         if not path.is_file():
             raise ModelError(f"{name}: there is no {path}", kind="lora")
         loras.append(Lora(name, path, scale))
@@ -61,9 +61,15 @@ def digest(model: str, loras: Sequence[Lora]) -> str:
 def fuse_(parts: Mapping[str, Any], adapters: Adapters, loras: Sequence[Lora]) -> None:
     """Merge them into the weights of the parts that the family adapts, in place, one after another, in fp32.
 
+    What DoRA adds depends on the weights: it is computed of those before any is merged, as in a request. So that it can
+    be, a copy of each changed weight is kept meanwhile where one but the first is DoRA.
+
     Raises `ModelError`, naming the LoRA, for one that does not fit this model.
     """
     from pipeline.extensions import lora_file
 
+    originals: lora_file.Originals | None = (
+        {} if any(lora_file.is_decomposed(lora.path) for lora in loras[1:]) else None
+    )
     for lora in loras:
-        lora_file.fuse_(lora.name, lora.data(), parts, adapters, lora.scale)
+        lora_file.fuse_(lora.name, lora.data(), parts, adapters, lora.scale, originals)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from core import transfers
 from core.failures import translate_device_errors
 from core.ops.branches import LowRank
 from core.quant.linear import ScaledConv2d, ScaledLinear
+from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions import lycoris, weight_files
 from pipeline.extensions.lora_names import DIRECT
@@ -27,6 +29,7 @@ from pipeline.families.family import Adapters
 
 _KEY = re.compile(rf"(.+)\.(lora_[AB]\.weight|{'|'.join(DIRECT)})")
 _MAGNITUDES = ("lora_magnitude_vector", "dora_scale")  # of DoRA: peft's, and kohya's and LyCORIS's
+_MAGNITUDE_ENDINGS = (*_MAGNITUDES, f"{_MAGNITUDES[0]}.weight")
 _DOWN, _UP = "lora_A.weight", "lora_B.weight"
 _MERGED = "such a file is merged into the weights at start (DIPTYCH_LORA)"
 # Parts of keys, to which a dot is added, of adapters that are no product of two matrices beside a layer's weight.
@@ -45,6 +48,10 @@ _UNKNOWN = {
 
 Factors = Mapping[tuple[str, str], LowRank]
 """By part and by the layer's name in it."""
+
+
+Originals = dict[tuple[str, str], Tensor]
+"""Weights before LoRAs were merged into them, by part and by the layer's name in it."""
 
 
 class Difference(NamedTuple):
@@ -67,7 +74,7 @@ def read(
 
     def factors_of_file() -> dict[tuple[str, str], LowRank]:
         factors, left = dict[tuple[str, str], LowRank](), most
-        for at, factor in _parsed(data, parts, adapters, most):
+        for at, factor in _parsed(data, parts, adapters, most, {}):
             if isinstance(factor, Difference):
                 factor = _pair(factor, parts[at[0]].get_submodule(at[1]), left)
                 left -= factor.down.numel() + factor.up.numel()
@@ -78,15 +85,34 @@ def read(
         return translate_device_errors(factors_of_file)
 
 
+def is_decomposed(path: Path) -> bool:
+    """Return whether a file has DoRA's magnitudes; False for one that cannot be read."""
+    try:
+        return any(key.endswith(_MAGNITUDE_ENDINGS) for key in safetensors_header.read(path).tensors)
+    except (OSError, ValueError):
+        return False
+
+
 @torch.no_grad()
-def fuse_(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, scale: float) -> None:
+def fuse_(
+    name: str,
+    data: bytes,
+    parts: Mapping[str, Any],
+    adapters: Adapters,
+    scale: float,
+    originals: Originals | None = None,
+) -> None:
     """Add the LoRA `name`, scaled, to the weights of these parts, in place: computed in fp32, and rounded once.
+
+    `originals` gets a copy of each weight before it is changed, and DoRA is computed of those in it.
 
     Raises `ModelError`, as `read`.
     """
     with _errors(name):
-        for (part, layer), factor in _parsed(data, parts, adapters, 2**40):
+        for (part, layer), factor in _parsed(data, parts, adapters, 2**40, {} if originals is None else originals):
             module = parts[part].get_submodule(layer)
+            if originals is not None and (part, layer) not in originals:
+                originals[part, layer] = module.weight.detach().clone()
             if isinstance(factor, LowRank):
                 check_finite(name, {(part, layer): factor})
                 add_(parts, {(part, layer): factor}, scale)
@@ -97,16 +123,22 @@ def fuse_(name: str, data: bytes, parts: Mapping[str, Any], adapters: Adapters, 
 
 
 def _parsed(
-    data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int
+    data: bytes, parts: Mapping[str, Any], adapters: Adapters, most: int, originals: Mapping[tuple[str, str], Tensor]
 ) -> Iterator[tuple[tuple[str, str], LowRank | Difference]]:
-    """Yield what a file has for each layer, one after another. Raises ValueError for one with nothing."""
+    """Yield what a file has for each layer, one after another. Raises ValueError for one with nothing, and for a layer
+    that it has twice, in two spellings.
+    """
     state, config = _read(data)
     state, alphas = adapters.to_diffusers(lycoris.as_pairs(state, most), parts)
-    factors = _factors(state, alphas, config, parts, adapters)
-    if (first := next(factors, None)) is None:
+    seen: set[tuple[str, str, str]] = set()
+    for (part, layer), factor in _factors(state, alphas, config, parts, adapters, originals):
+        parameter = factor.parameter if isinstance(factor, Difference) else "weight"
+        if (part, layer, parameter) in seen:
+            raise ValueError(f"it has the {parameter} of {layer} in the {part} twice")
+        seen.add((part, layer, parameter))
+        yield (part, layer), factor
+    if not seen:
         raise ValueError(f"nothing in it is for {adapters.models}")
-    yield first
-    yield from factors
 
 
 @contextmanager
@@ -124,7 +156,8 @@ def _errors(name: str) -> Iterator[None]:
 def _pair(difference: Difference, module: nn.Module, most: int) -> LowRank:
     """Return the difference of a whole weight as a pair of matrices, one of them the identity."""
     if difference.parameter != "weight" or not isinstance(module, nn.Linear | ScaledLinear | nn.Conv2d | ScaledConv2d):
-        raise ValueError(f"{difference.key} changes a norm or a bias, which all rows of a batch share; {_MERGED}")
+        what = "embeddings" if isinstance(module, nn.Embedding) else "a norm or a bias"
+        raise ValueError(f"{difference.key} changes {what}, which all rows of a batch share; {_MERGED}")
     value = difference.value
     if (value.shape[0] + value[0].numel()) * min(value.shape[0], value[0].numel()) > most:
         raise ValueError(f"{difference.key} changes a whole weight, and LoRAs have no room for it; {_MERGED}")
@@ -196,6 +229,7 @@ def _factors(
     config: Mapping[str, Any],
     parts: Mapping[str, Any],
     adapters: Adapters,
+    originals: Mapping[tuple[str, str], Tensor],
 ) -> Iterator[tuple[tuple[str, str], LowRank | Difference]]:
     left = set(state)
     for part in adapters.parts:
@@ -225,7 +259,8 @@ def _factors(
             pair = LowRank(down, up, scale)
             magnitude = next((keys[kind] for kind in _MAGNITUDES if kind in keys), None)
             if magnitude is not None:
-                yield (part, known), _decomposed(magnitude, module, pair, state[magnitude])
+                weight = originals.get((part, known), module.weight)
+                yield (part, known), _decomposed(magnitude, weight, pair, state[magnitude])
             elif own_config.get("use_dora"):
                 raise ValueError(f"{_shown(layer)} in the {part} is DoRA without a lora_magnitude_vector")
             else:
@@ -260,12 +295,11 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
     return tuple(weight.shape) if isinstance(weight, Tensor) else None
 
 
-def _decomposed(key: str, module: nn.Module, pair: LowRank, magnitude: Tensor) -> Difference:
+def _decomposed(key: str, weight: object, pair: LowRank, magnitude: Tensor) -> Difference:
     """Return what DoRA (Liu et al., 2024) adds to a weight W: m · V / |V| - W, where V is W + scale · up · down.
 
     Norms and magnitudes m are of each output; those of LyCORIS's default, [1, in, …], are of each input.
     """
-    weight = module.weight
     if not isinstance(weight, Tensor) or not weight.numel() or weight.itemsize == 1:
         raise ValueError(
             f"{_shown(key)} is DoRA, which needs the layer's own weights, and they are in 8 bits or packed; {_MERGED}"

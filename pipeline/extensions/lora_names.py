@@ -92,9 +92,10 @@ def to_peft(
             shares = _shares(key, ENDINGS[ending], tensor, layers.paths, parts)
             for path, share in zip(layers.paths, shares, strict=True):
                 own[0][f"{path}.{ENDINGS[ending]}"] = share
+        elif len(layers.paths) > 1:
+            raise ValueError(f"{_sanitized(key)} cannot be divided among {len(layers.paths)} layers")
         else:
-            (path,) = layers.paths
-            tensors[path + ending] = tensor
+            tensors[layers.paths[0] + ending] = tensor
     return {**fallback[0], **tensors}, {**fallback[1], **alphas}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contract.loras import is_name, name_error
+from contract.loras import is_name, name_error, normal
 from contract.printable import printable
 from pipeline.checkpoints import safetensors_header
 from pipeline.checkpoints.folder import ModelError, first_line
@@ -27,25 +28,38 @@ PICKLE = "is a pickle, which could run code; convert it to safetensors"
 
 
 def offered(folder: Path, also: Callable[[Path], bool] = lambda path: False) -> list[str]:
-    """The names of the folder's files, and of folders in it that `also` takes, sorted; none if it cannot be read."""
+    """The `normal` names of the folder's files, and of folders in it that `also` takes, sorted; none if it cannot be
+    read.
+    """
     try:
         entries = [*folder.iterdir()]
     except OSError:
         return []
-    names = {path.name: path for path in entries if also(path)}
-    names |= {path.name.removesuffix(SUFFIX): path for path in entries if path.name.endswith(SUFFIX)}
+    names = {path: normal(path.name) for path in entries if also(path)}
+    names |= {path: normal(path.name.removesuffix(SUFFIX)) for path in entries if path.name.endswith(SUFFIX)}
     for path in set(entries) - _reported:
-        if reason := _not_offered_reason(path, names):
+        if reason := _not_offered_reason(path, names.get(path)):
             _reported.add(path)
             log.warning("%s is not offered: %s", printable(str(path)), reason)
-    return sorted(filter(is_name, names))
+    return sorted({*filter(is_name, names.values())})
 
 
-def _not_offered_reason(path: Path, names: Mapping[str, Path]) -> str:
-    """Return why requests cannot use an entry of a folder that looks as if it held weights, or ""."""
+def path_of(folder: Path, name: str, suffix: str = SUFFIX) -> Path:
+    """Return the path of the entry that `offered` lists by this name, whose own may have another form."""
+    path = folder / f"{name}{suffix}"
+    if path.name.isascii() or os.path.lexists(path):
+        return path
+    with suppress(OSError):
+        return next((entry for entry in folder.iterdir() if normal(entry.name) == normal(path.name)), path)
+    return path
+
+
+def _not_offered_reason(path: Path, name: str | None) -> str:
+    """Return why requests cannot use an entry of a folder that looks as if it held weights, or "". `name` is what they
+    would call it; None if it has no form that is offered.
+    """
     if path.name.startswith("."):  # hidden on purpose
         return ""
-    name = next((name for name, entry in names.items() if entry == path), None)
     if name is not None:
         reason = name_error(name)
         return f"its name {reason}" if reason else ""

@@ -35,6 +35,8 @@ _SOLVER: Mapping[str, Mapping[Any, Any]] = {  # settings without a table, and th
         "data_prediction": "dpmsolver++", "noise_prediction": "dpmsolver++",  # SA-Solver's
     },
     "solver_order": {3: 2},
+    # Of DDPM's own noise.
+    "variance_type": dict.fromkeys(("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log")),
 }  # fmt: skip
 _DROPPED = ("clip_sample", "thresholding")  # a clamp of x0: not affine, and of pixels, not of latents
 _CURVES = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
@@ -43,6 +45,13 @@ _SCHEDULE = (  # what a class's defaults say of the noise schedule
     "timestep_spacing", "steps_offset", "rescale_betas_zero_snr", *_CURVES, "sigma_min", "sigma_max", "sigma_data",
     "sigma_schedule", "rho", "final_sigmas_type", "shift",
 )  # fmt: skip
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # of a class that diffusers has only beside torchsde
+    "DPMSolverSDEScheduler": {
+        "num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "linear",
+        "trained_betas": None, "prediction_type": "epsilon", "timestep_spacing": "linspace", "steps_offset": 0,
+        **dict.fromkeys(_CURVES, False),
+    },
+}  # fmt: skip
 
 
 class NearestScheduler(NamedTuple):
@@ -59,12 +68,14 @@ def nearest(config: Mapping[str, Any], offered: Sequence[str]) -> NearestSchedul
     a model that predicts noise, the reverse, and classes for other data.
     """
     class_name = config.get("_class_name")
-    flow = bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
+    flow = class_name in _solvers() and (
+        bool(config.get("use_flow_sigmas")) or config.get("prediction_type") == "flow_prediction"
+    )
     allowed = {*offered, *(EDM_SCHEDULERS if "euler" in offered else ())}
     own = [name for name in allowed if SAMPLERS[name].class_name == class_name]
     if own and not flow:
         return _supported_solver(config)
-    name = FLOW_SCHEDULERS[0] if flow and class_name in _solvers() else _NEAREST.get(str(class_name), "")
+    name = FLOW_SCHEDULERS[0] if flow else _NEAREST.get(str(class_name), "")
     if name not in allowed:
         supported = [SAMPLERS[sampler].class_name for sampler in SAMPLERS if sampler in allowed]
         kind = " for flow matching" if flow else ""
@@ -85,18 +96,24 @@ def nearest(config: Mapping[str, Any], offered: Sequence[str]) -> NearestSchedul
     if accepted and result.get("beta_schedule", accepted[0]) not in accepted and not result.get("trained_betas"):
         result["trained_betas"] = _betas(str(class_name), config)
         result["beta_schedule"] = accepted[0]
-    how = "which takes the same steps" if class_name in _EXACT else "the nearest sampler"
+    same = class_name in _EXACT and result["timestep_spacing"] == "leading"  # else Euler reads fractions of timesteps
+    how = "which takes the same steps" if same else "the nearest sampler"
     without = f", without {' and '.join(dropped)}" if dropped else ""
     return NearestScheduler(result, f"{class_name} is drawn by {name}, {how}{without}")
 
 
 def _supported_solver(config: Mapping[str, Any]) -> NearestScheduler:
-    """Return the config of a supported class, with the nearest settings of a solver where it has none of these."""
-    replaced = _replaced(config) if config.get("_class_name") == SAMPLERS["dpm++2m"].class_name else {}
-    if not replaced:
-        return NearestScheduler(dict(config))
-    pairs = ", ".join(f"{key}={config[key]!r} by {value!r}" for key, value in replaced.items())
-    return NearestScheduler(dict(config) | replaced, f"{config['_class_name']}: {pairs}, the nearest setting")
+    """Return the config of a supported class, with the nearest settings of a solver where it has none of these.
+
+    Another class's settings of a solver are for requests that choose the solver, and no reason.
+    """
+    replaced = _replaced(config)
+    result = dict(config) | replaced
+    read = {key: value for key, value in replaced.items() if value is not None}
+    if not read or config["_class_name"] != SAMPLERS["dpm++2m"].class_name:
+        return NearestScheduler(result)
+    pairs = ", ".join(f"{key}={config[key]!r} by {value!r}" for key, value in read.items())
+    return NearestScheduler(result, f"{config['_class_name']}: {pairs}, the nearest setting")
 
 
 def _replaced(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,10 +140,13 @@ def _class(name: str) -> Any:
 
 def _read(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the class reads of a config, with its own defaults of the noise schedule."""
-    parameters = inspect.signature(_class(name)).parameters
-    unread = {*_SCHEDULE} - parameters.keys() if "kwargs" not in parameters else set()  # diffusers' stand-in
+    defaults, unread = dict(_DEFAULTS.get(name, {})), set[str]()
+    if not defaults:
+        parameters = inspect.signature(_class(name)).parameters
+        defaults = {key: parameters[key].default for key in _SCHEDULE if key in parameters}
+    if defaults:  # else it is diffusers' stand-in for a class that lacks a library
+        unread = {*_SCHEDULE} - defaults.keys()
     unread |= {"_use_default_values", *config.get("_use_default_values", ())}  # a live config's: never given
-    defaults = {key: parameters[key].default for key in _SCHEDULE if key in parameters}
     values = {**defaults, **{key: value for key, value in config.items() if key not in unread}}
     return {key: value for key, value in values.items() if value is not None}
 

@@ -136,9 +136,23 @@ def offered(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
     """Return the samplers of a model whose scheduler_config.json is `config`, by those that its family offers.
 
     A model trained as EDM says (Karras et al., 2022, table 1) reads other timesteps, and takes none of the others.
+    Those of the config's own class are returned even where they do not support one of its settings.
     """
-    is_edm = config.get("_class_name") in [SAMPLERS[name].class_name for name in EDM_SCHEDULERS]
-    return EDM_SCHEDULERS if is_edm and "euler" in names else tuple(names)
+    class_name = config.get("_class_name")
+    is_edm = class_name in [SAMPLERS[name].class_name for name in EDM_SCHEDULERS]
+    if is_edm and "euler" in names:
+        return EDM_SCHEDULERS
+    return tuple(name for name in names if SAMPLERS[name].class_name == class_name or not unsupported(config, name))
+
+
+def unsupported(config: Mapping[str, Any], name: str) -> str:
+    """Return which setting of a scheduler_config.json the sampler does not support, and those that it does, or ""."""
+    unused = config.get("_use_default_values", ())  # a live config lists what it never was given
+    for setting, accepted in SAMPLERS[name].accepted.items():
+        if setting in config and setting not in unused and config[setting] not in accepted:
+            options = ", ".join(map(repr, accepted))
+            return f"{setting}={config[setting]!r} is not supported by {name}; supported: {options}"
+    return ""
 
 
 def default_name(config: Mapping[str, Any], offered: Sequence[str] = SCHEDULERS) -> str:

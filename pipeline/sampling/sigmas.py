@@ -22,7 +22,7 @@ import torch
 
 from contract.errors import Invalid
 from contract.schedule import CURVES, OWN, SPACINGS, NoiseSchedule
-from pipeline.sampling.samplers import FLOW_SCHEDULERS, SAMPLERS
+from pipeline.sampling.samplers import FLOW_SCHEDULERS, SAMPLERS, unsupported
 
 _QUIET = threading.Lock()  # loggers are the process's
 
@@ -174,11 +174,8 @@ def _check(config: Mapping[str, Any], name: str, schedule: NoiseSchedule) -> Non
     for field in ("timesteps", "sigmas", "eta"):
         if getattr(schedule, field) is not None and field not in sampler.takes:
             raise Invalid(field, f"is not supported by {name}")
-    unused = config.get("_use_default_values", ())  # a live config lists what it never was given
-    for field, accepted in sampler.accepted.items():
-        if field in config and field not in unused and config[field] not in accepted:
-            options = ", ".join(map(repr, accepted))
-            raise ValueError(f"{field}={config[field]!r} is not supported by {name}; supported: {options}")
+    if reason := unsupported(config, name):
+        raise ValueError(reason)
 
 
 def _spacing(schedule: NoiseSchedule) -> dict[str, Any]:

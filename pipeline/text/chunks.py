@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from contract.loras import normal
 from contract.markup import WeightedPrompt
 from pipeline.text.textual_inversion import TextualInversion, words
 
@@ -113,7 +114,7 @@ def _pieces(
     pattern = words(by_name)
     for match in pattern.finditer(text) if pattern else ():
         yield tokens(text[end : match.start()]), None
-        vectors = by_name[match[1]]
+        vectors = by_name[normal(match[1])]
         yield [_PLACE] * len(vectors), vectors
         end = match.end()
     yield tokens(text[end:]), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import Invalid
-from contract.loras import is_name
+from contract.loras import is_name, normal
 from pipeline.checkpoints.folder import ModelError
 from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.asset_folder import AssetFolder
@@ -60,7 +61,7 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
             pattern = self._pattern()
             spellings = (text, _ESCAPED.sub(r"\1", text))  # of names with brackets in prompts with weights
             matches = (match for spelling in spellings for match in pattern.finditer(spelling)) if pattern else ()
-            for word in {match[1] for match in matches}:
+            for word in {normal(match[1]) for match in matches}:
                 try:
                     embeddings[word] = self.get(word)
                 except ModelError as error:
@@ -74,7 +75,7 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
             with self._listing:
                 if self._listed[0] != stamp:
                     files = (path for path in self.folder.iterdir() if path.suffix in (SUFFIX, *PICKLES))
-                    self._listed = stamp, words({path.stem for path in files if is_name(path.stem)})
+                    self._listed = stamp, words({normal(path.stem) for path in files if is_name(normal(path.stem))})
         except OSError:
             return None
         return self._listed[1]
@@ -115,7 +116,8 @@ class EmbeddingFolder(AssetFolder[TextualInversion]):
 
 def words(names: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern of these names as words, as group 1, with or without `embedding:` before; None for no names."""
-    longest_first = sorted(names, key=len, reverse=True)
+    spellings = {unicodedata.normalize(form, name) for name in names for form in ("NFC", "NFD")}  # texts have either
+    longest_first = sorted(spellings, key=len, reverse=True)
     if not longest_first:
         return None
     return re.compile(rf"(?<![\w-])(?:embedding:)?({'|'.join(map(re.escape, longest_first))})(?![\w-]|\.\w)")

@@ -222,7 +222,7 @@ def test_a_picture_that_fails_is_named_and_the_others_are_drawn(shell: Shell, mo
     monkeypatch.setattr(IterationBuilder, "decode_latents", failing)
     said = shell.generate("a fox", "-n", "3", "--seed", "0")
     assert said.code == 1 and said.out.startswith("2 pictures in out")
-    assert "a-fox-1.png: RuntimeError: [/no] markup" in said.err
+    assert "a-fox-1.png: PROMPT 1: RuntimeError: [/no] markup" in said.err
     assert len(shell.pictures()) == 2
 
 
@@ -248,6 +248,32 @@ def test_a_row_that_the_model_refuses_is_named_and_the_others_are_drawn(shell: S
     assert said.code == 1 and said.out.startswith("2 pictures in out"), said
     assert f".png: row {place + 1}: Invalid: prompt: " in said.err
     assert len(shell.pictures()) == 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_argument_that_the_model_refuses_is_named_by_its_number(shell: Shell, place: int) -> None:
+    prompts = ["a red heart"]
+    prompts.insert(place, LONG)
+    said = shell.generate(*prompts)
+    assert said.code == 1 and f".png: PROMPT {place + 1}: Invalid: prompt: has 2040 tokens" in said.err
+    assert len(shell.pictures()) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scheduler", "lcm", "--steps", "51"], "steps=51"),
+        (["--lora", "none"], "no LoRA folder is configured"),
+        (["--upscale", "none:2"], "--upscale"),
+    ],
+)
+def test_a_prompt_that_the_model_refuses_hides_no_bad_option(
+    shell: Shell, place: int, options: list[str], message: str
+) -> None:
+    prompts = ["a red heart"]
+    prompts.insert(place, LONG)
+    assert message in shell.refused(*prompts, *options)
 
 
 def test_a_prompt_alone_that_the_model_refuses_is_unusable_input(shell: Shell) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.loras import MAX_LORAS, MAX_SCALE, LoraReference, is_name, read
+from contract.loras import MAX_LORAS, MAX_SCALE, LoraReference, is_name, name_error, normal, read
 
-NAME = st.text(min_size=1, max_size=40).filter(is_name) | st.from_regex(
-    r"[A-Za-z0-9_(\[+][\w .()\[\]{}'!&-]{0,40}", fullmatch=True
-).filter(is_name)
+NAME = (
+    st.one_of(
+        st.text(min_size=1, max_size=40), st.from_regex(r"[A-Za-z0-9_(\[+][\w .()\[\]{}'!&-]{0,40}", fullmatch=True)
+    )
+    .map(normal)
+    .filter(is_name)
+)
 PUBLISHED = (  # as model sites have them
     "Detail Tweaker XL (v2)",
     "[SDXL] Ink & Wash",
@@ -54,6 +59,28 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         folder = Path("/loras")
         assert all((folder / f"{lora.name}.safetensors").parent == folder for lora in found)
         assert all(is_name(lora.name) and abs(lora.scale) <= MAX_SCALE for lora in found)
+
+
+@pytest.mark.parametrize("name", ["é", "Café–Noir", "ガ", "각 Ink"])
+def test_a_name_in_nfd_is_that_in_nfc(name: str) -> None:
+    decomposed = unicodedata.normalize("NFD", name)
+    assert decomposed != name and read(f"{decomposed}:2") == (LoraReference(name, 2.0),)
+    with pytest.raises(ValueError, match="is named twice"):
+        read(f"{decomposed},{name}")
+
+
+@pytest.mark.parametrize(("character", "most"), [("a", 128), ("é", 121), ("字", 81), ("𝐀", 60)])
+def test_a_file_of_any_name_can_be(character: str, most: int, tmp_path: Path) -> None:
+    name = character * most
+    assert is_name(name)
+    (tmp_path / f"{name}.safetensors").touch()
+    assert name_error(name + character) is not None
+
+
+@pytest.mark.parametrize("code", [0xAD, 0x34F, 0x115F, 0x1160, 0x17B4, 0x180B, 0x200B, 0x3164, 0xFE0F, 0xFFA0, 0xE0100])
+def test_what_nobody_sees_is_in_no_name(code: int) -> None:
+    for name in (chr(code), f"a{chr(code)}", f"{chr(code)}a", f"a{chr(code)}b"):
+        assert not is_name(name)
 
 
 @pytest.mark.parametrize(

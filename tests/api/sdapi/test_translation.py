@@ -83,6 +83,13 @@ def test_a_lora_that_is_named_otherwise_is_told() -> None:
     assert refused(prompt="a <lora:../x:1>")[0] == refused(prompt="<lora:sepia:1> <lora:sepia:1>")[0] == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("../x", "begins with none of"), ("a|b", "has '|'"), ("a\u3164", "visible")]
+)
+def test_what_is_no_loras_name_is_told_why(name: str, reason: str) -> None:
+    assert reason in refused(prompt=f"a <lora:{name}:1>")[1]
+
+
 @given(st.text(st.sampled_from("<lora:ab>0.5 ()"), max_size=30))
 def test_a_prompt_without_a_whole_name_is_as_it_was(prompt: str) -> None:
     try:

@@ -296,7 +296,7 @@ def test_scaled_weights_of_8_bits_are_the_weights_that_they_stand_for(
     ("key", "value", "told"),
     [
         ("model.diffusion_model.time_embed.7.scale_weight", torch.ones(()), r"time_embed\.7\.weight, which is not"),
-        ("model.diffusion_model.label_emb.0.0.scale_weight", torch.ones(()), "and not in 8 bits"),
+        ("model.diffusion_model.label_emb.0.0.scale_weight", torch.ones(()), "scale of a weight in torch.float32"),
         ("model.diffusion_model.label_emb.0.0.weight_scale_inv", torch.ones(2, 2), "a scale of blocks"),
         ("model.diffusion_model.label_emb.0.0.comfy_quant", torch.zeros(3, dtype=torch.uint8), "names no format"),
         (
@@ -326,13 +326,28 @@ HARMLESS = (
     "first_stage_model.loss.discriminator.main.0.weight", "optimizer.state.0.exp_avg", "v_pred",
     "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
     "conditioner.embedders.1.model.attn_mask", "conditioner.embedders.1.model.logit_scale",
-    "conditioner.embedders.1.model.visual.proj",
+    "conditioner.embedders.1.model.visual.proj", "sigmas", "log_sigmas", "embedding_manager.string_to_param.a",
+    *(f"conditioner.embedders.0.{key}" for key in ("text_projection", "text_projection.weight", "logit_scale")),
+    "conditioner.embedders.0.transformer.text_projection.weight",
 )  # fmt: skip
 
 
 def test_what_no_picture_depends_on_may_be_there(written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
     file = written(lambda found: found | {key: torch.zeros(2) for key in HARMLESS})
     load(str(convert(file, tmp_path / "mine", CheckpointOptions(str(base)))))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"model.diffusion_model.{name}" for name in ("ema.weight", "step", "input_blocks.0.loss.weight", "a.decay")),
+        "conditioner.embedders.1.model.text_projection.weight", "sigmas.0", "a.log_sigmas", "my_embedding_manager.x",
+    ],
+)  # fmt: skip
+def test_words_of_training_excuse_no_weight(key: str, written: Callable[..., Path], base: Path, tmp_path: Path) -> None:
+    file = written(lambda found: found | {key: torch.zeros(2)})
+    with pytest.raises(ModelError, match=f"has weights that an SDXL has no use for: {key}"):
+        convert(file, tmp_path / "mine", CheckpointOptions(str(base)))
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save
 
+from contract.offered import check_offered
 from pipeline.checkpoints.folder import ModelError
+from pipeline.extensions import weight_files
 from pipeline.extensions.asset_cache import ReadFile
 from pipeline.extensions.asset_folder import AssetFolder, stamp_of
 from pipeline.extensions.weight_files import PICKLE
+from pipeline.text.textual_inversion import words
 
 
 class Files(AssetFolder[bytes]):
@@ -57,6 +62,39 @@ def test_what_cannot_be_offered_is_logged_once_with_the_reason(
     assert "ends in .SAFETENSORS" in reasons[str(tmp_path / "loud.SAFETENSORS")]
     assert reasons[str(tmp_path / "styles")] == "only files right in the folder are"
     assert files.find("Detail Tweaker XL (v2)").name == "Detail Tweaker XL (v2)"
+
+
+@pytest.mark.parametrize("name", ["café", "ガラス", "각", "Å (v2)"])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_are_listed_and_found_in_their_normal_form(name: str, form: Any, tmp_path: Path) -> None:
+    """Whatever form the file system has: some write NFD."""
+    spelling = unicodedata.normalize(form, name)
+    data = write(tmp_path, spelling)
+    files = Files(tmp_path)
+    assert files.asset_names() == [unicodedata.normalize("NFC", name)]
+    for asked in (name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)):
+        check_offered("file", asked, files.asset_names())
+        assert files.get(asked) == data
+    assert [path.stem for path in tmp_path.iterdir()] == [spelling]
+    assert words(files.asset_names()).search(f"a {spelling} at night")  # type: ignore[union-attr]
+
+
+def test_a_listing_compares_each_entry_a_few_times(tmp_path: Path) -> None:
+    """Not each with each: workers list their folders again and again beside drawing."""
+    comparisons = 0
+
+    class Counted(type(tmp_path)):  # type: ignore[misc]
+        def __eq__(self, other: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return bool(super().__eq__(other))
+
+        __hash__ = type(tmp_path).__hash__
+
+    for number in range(200):
+        (tmp_path / f"{number}.safetensors").touch()
+    assert len(weight_files.offered(Counted(tmp_path))) == 200
+    assert comparisons <= 5 * 200
 
 
 def test_a_file_in_memory_is_found_while_another_is_read(tmp_path: Path) -> None:

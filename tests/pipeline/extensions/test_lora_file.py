@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from pipeline.checkpoints import tiny
 from pipeline.checkpoints.folder import ModelError
 from pipeline.checkpoints.load import ImageModel, load
-from pipeline.extensions import lora_file
+from pipeline.extensions import lora, lora_file
 from tests.pipeline import loras
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
@@ -242,6 +242,68 @@ def test_many_alphas_cost_no_more_than_they_are(model: ImageModel, tmp_path: Pat
     path = loras.write(model, tmp_path, "x", rank=2, metadata=config)
     with pytest.raises(ModelError, match="its metadata's lora_adapter_metadata has"):
         read(model, path)
+
+
+@pytest.mark.parametrize("path", [loras.UNET[0], loras.CONVOLUTIONS[1], loras.CONVOLUTIONS[2]])
+@pytest.mark.parametrize("kinds", [("dora", "dora"), ("dora", "plain"), ("dora", "diff"), ("dora", "dora", "plain")])
+def test_dora_merged_at_start_is_that_of_requests_in_any_order(
+    path: str, kinds: tuple[str, ...], model: ImageModel, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    weight = loras.layer(model, "unet", path).weight.detach()
+    files = []
+    for number, kind in enumerate(kinds):
+        state = {
+            f"unet.{path}.lora_down.weight": torch.randn(2, *weight.shape[1:]) * 0.1,
+            f"unet.{path}.lora_up.weight": torch.randn(weight.shape[0], 2, *[1] * (weight.dim() - 2)) * 0.1,
+        }
+        if kind == "dora":
+            magnitude = weight.flatten(1).norm(dim=1) * (1 + 0.3 * torch.rand(weight.shape[0]))
+            state[f"unet.{path}.dora_scale"] = magnitude.view(-1, *[1] * (weight.dim() - 1))
+        elif kind == "diff":
+            state = {f"unet.{path}.diff": 0.1 * torch.randn(weight.shape)}
+        file = tmp_path / f"{number}.safetensors"
+        file.write_bytes(save(state))
+        files.append(lora.Lora(str(number), file, 0.8))
+    expected = weight + sum(0.8 * summed(model, read(model, one.path))["unet", path] for one in files)
+    for order in (files, files[::-1]):
+        parts = {part: copy.deepcopy(model.parts[part]) for part in PARTS}
+        lora.fuse_(parts, model.family.adapters, order)
+        torch.testing.assert_close(parts["unet"].get_submodule(path).weight, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("kind", ["pair", "diff", "diff_b"])
+def test_a_layer_in_two_spellings_is_refused(part: str, kind: str, model: ImageModel) -> None:
+    """Text encoders have one level less in some versions of transformers."""
+    name = loras.TEXT[0]
+    layer = loras.layer(model, part, name)
+    values = {
+        "pair": {"lora_A.weight": torch.ones(2, layer.in_features), "lora_B.weight": torch.ones(layer.out_features, 2)},
+        "diff": {"diff": torch.ones_like(layer.weight)},
+        "diff_b": {"diff_b": torch.ones_like(layer.bias)},
+    }[kind]
+    spellings = (name, name.removeprefix("text_model."))
+    data = save(
+        {f"{part}.{name}.{end}": tensor.detach().clone() for name in spellings for end, tensor in values.items()}
+    )
+    parts = {one: copy.deepcopy(model.parts[one]) for one in PARTS}
+    reason = rf"it has the (weight|bias) of .*q_proj in the {part} twice"
+    with pytest.raises(ModelError, match=reason):
+        lora_file.fuse_("x", data, parts, model.family.adapters, 1.0)
+    if kind != "diff_b":  # which is refused as a bias
+        with pytest.raises(ModelError, match=reason):
+            lora_file.read("x", data, parts, model.family.adapters)
+
+
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("kind", ["token", "position"])
+def test_whole_embeddings_are_for_the_start(part: int, kind: str, model: ImageModel) -> None:
+    name = f"text_model.embeddings.{kind}_embedding"
+    weight = loras.layer(model, "text_encoder" + ("_2" if part == 2 else ""), name).weight
+    data = save({f"lora_te{part}_{name.replace('.', '_')}.diff": torch.zeros(weight.shape)})
+    with pytest.raises(ModelError, match=r"changes embeddings, which all .*DIPTYCH_LORA"):
+        lora_file.read("x", data, model.parts, model.family.adapters)
 
 
 def test_norms_biases_and_whole_weights_are_merged_at_start(model: ImageModel) -> None:

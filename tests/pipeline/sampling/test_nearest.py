@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import diffusers.schedulers
@@ -154,3 +158,99 @@ def test_a_live_config_leaves_what_it_was_never_given_to_its_class() -> None:
     live = diffusers.schedulers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False)
     _, result, _ = default({**live.config, "_class_name": "DDIMScheduler"})
     assert result["timestep_spacing"] == "leading" and "_use_default_values" not in result
+
+
+def saved(class_name: str, **settings: Any) -> dict[str, Any]:
+    """Return the config that the class saves."""
+    try:
+        live = getattr(diffusers.schedulers, class_name).from_config(settings)
+    except (ImportError, NotImplementedError):  # without torchsde, and for a solver's algorithm_type
+        return {**settings, "_class_name": class_name}
+    config: dict[str, Any] = json.loads(live.to_json_string())
+    return config
+
+
+@pytest.mark.parametrize("class_name", sorted(set(CLASSES) - REFUSED - {"FlowMatchEulerDiscreteScheduler"}))
+@pytest.mark.parametrize(
+    "source", ["", "DDPMScheduler", "DDIMScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"]
+)
+def test_each_offered_sampler_draws_from_each_saved_config(class_name: str, source: str) -> None:
+    """Also where the config was another class's before, whose settings it keeps."""
+    settings = {"solver_order": 3} if source.endswith("MultistepScheduler") else {"clip_sample": False}
+    config = saved(class_name, **(saved(source, **settings) if source and not class_name.startswith("EDM") else {}))
+    names = FLOW_SCHEDULERS if class_name in FLOW else SCHEDULERS
+    result = nearest(config, names).config
+    offered = samplers.offered(result, names)
+    assert offered if class_name in FLOW or class_name.startswith("EDM") else {"euler", "dpm++2m"} <= {*offered}
+    for name in offered:
+        assert sigmas.table(result, name, 20).coefficients.isfinite().all()
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"])
+@pytest.mark.parametrize("class_name", ["DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"])
+def test_the_variance_of_ddpm_is_of_no_other_sampler(class_name: str, variance: str) -> None:
+    _, result, reason = default(BASE | {"_class_name": class_name, "variance_type": variance})
+    assert "variance" not in reason
+    assert "dpm++2m" in samplers.offered(result, SCHEDULERS)
+    sigmas.table(result, "dpm++2m", 20)
+
+
+@pytest.mark.parametrize("class_name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "TCDScheduler"])
+@pytest.mark.parametrize("settings", [{"solver_order": 3}, {"algorithm_type": "dpmsolver"}])
+def test_a_solvers_settings_in_another_classs_config_are_for_the_solver(
+    class_name: str, settings: dict[str, Any]
+) -> None:
+    name, result, reason = default(BASE | {"_class_name": class_name} | settings)
+    assert SAMPLERS[name].class_name == class_name and reason == ""
+    sigmas.table(result, "dpm++2m", 20)
+
+
+@pytest.mark.parametrize("settings", [{"clip_sample": True}, {"thresholding": True}, {"prediction_type": "sample"}])
+def test_samplers_that_do_not_support_a_setting_are_not_offered(settings: dict[str, Any]) -> None:
+    config = nearest(BASE | {"_class_name": "EulerDiscreteScheduler"} | settings, SCHEDULERS).config
+    offered = samplers.offered(config, SCHEDULERS)
+    assert "euler" in offered and {*offered} < {*SCHEDULERS}
+    for name in SCHEDULERS:
+        if name in offered:
+            sigmas.table(config, name, 20)
+        else:
+            with pytest.raises(ValueError, match="is not supported by"):
+                sigmas.table(config, name, 20)
+
+
+@pytest.mark.parametrize("class_name", sorted(FLOW))
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_flow_sigmas": True}, {"prediction_type": "flow_prediction"}, {"flow_shift": 1.0, "use_flow_sigmas": True}],
+)
+def test_flow_classes_keep_their_shift_beside_a_solvers_settings(class_name: str, settings: dict[str, Any]) -> None:
+    """As in a config that was a solver's of flows before."""
+    config = {"_class_name": class_name, "shift": 3.0}
+    plain, mixed = (default(config | more, FLOW_SCHEDULERS)[1] for more in ({}, settings))
+    tables = [sigmas.table(one, "flow-euler", 8).coefficients for one in (plain, mixed)]
+    assert plain["shift"] == mixed["shift"] == 3.0 and torch.equal(*tables)
+
+
+def test_defaults_of_a_class_that_cannot_be_imported_are_its_own() -> None:
+    """Read from its source, which needs no torchsde."""
+    path = Path(inspect.getfile(diffusers.schedulers)).with_name("scheduling_dpmsolver_sde.py")
+    (cls,) = (
+        node
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "DPMSolverSDEScheduler"
+    )
+    (init,) = (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    names = [argument.arg for argument in init.args.args[1:]]
+    defaults = {name: ast.literal_eval(value) for name, value in zip(names, init.args.defaults, strict=True)}
+    result = nearest({"_class_name": "DPMSolverSDEScheduler"}, SCHEDULERS).config
+    for name, value in defaults.items():
+        if value is not None and name != "noise_sampler_seed":
+            assert result[name] == value, name
+
+
+@pytest.mark.parametrize("class_name", ["DDIMScheduler", "DDIMParallelScheduler"])
+@pytest.mark.parametrize("spacing", [None, "leading", "trailing", "linspace"])
+def test_ddim_takes_the_same_steps_at_whole_timesteps(class_name: str, spacing: str | None) -> None:
+    settings = {} if spacing is None else {"timestep_spacing": spacing}
+    _, _, reason = default(BASE | {"_class_name": class_name} | settings)
+    assert ("takes the same steps" in reason) == (spacing in (None, "leading"))

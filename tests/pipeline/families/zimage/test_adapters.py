@@ -123,6 +123,9 @@ def test_a_fused_layer_beside_its_own_three_is_read_once() -> None:
         ("lycoris_layers_9_attention_qkv.lora_up.weight", (4, 2), "names no layer"),
         ("diffusion_model.layers.0.attention.qkv.lora_B.weight", (5, 2), "has 5 outputs, and its layers"),
         ("diffusion_model.layers.0.attention.qkv.w_norm", (5,), "cannot be divided among 3 layers"),
+        ("diffusion_model.layers.0.attention.qkv", (2, 2), "attention.qkv' cannot be divided among 3 layers"),
+        ("lora_unet_layers_0_attention_qkv", (2, 2), "attention_qkv' cannot be divided among 3 layers"),
+        ("lycoris_layers_0_attention_qkv", (2,), "attention_qkv' cannot be divided among 3 layers"),
         ("diffusion_model.layers.0.attention_norm1.w_norm", (32,), "changes a norm or a bias"),
     ],
 )
