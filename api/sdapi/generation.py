@@ -6,8 +6,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import anyio
@@ -105,25 +103,11 @@ async def _submit(
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
     translation = translate(body, options, card, pictures.source)
-    given = GivenPictures(inputs=translation.inputs)
-    if translation.source is not None:
-        given = await _source(service, caller, translation, pictures)
+    given = GivenPictures(translation.source, translation.mask, translation.inputs)
     kind = ImageRequest if translation.source is None else EditRequest
     request_fields = schemas.read(kind, translation.fields)
     job, _ = await submission.submit(service, request, caller, request_fields, None, given, charged=True)
     return job, translation
-
-
-async def _source(service: Service, caller: Caller, translation: Translation, pictures: PictureBody) -> GivenPictures:
-    """The pictures of an edit, with the mask converted to this service's form. Raises `ApiError`."""
-    assert translation.source is not None
-    size = (await service.pictures.measure(caller.id, translation.source)).size
-    image, mask = replace(translation.source, size=size, alpha=False), translation.mask
-    if mask is not None:
-        mask = replace(mask, size=(await service.pictures.measure(caller.id, mask)).size)
-        drawn = await service.pictures.white_mask(caller.id, mask, size, inverted=translation.inverted)
-        mask = replace(await service.stored(partial(pictures.add, "mask", drawn)), size=size)
-    return GivenPictures(image, mask, translation.inputs)
 
 
 @asynccontextmanager

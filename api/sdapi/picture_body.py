@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,17 +76,6 @@ class PictureBody:
             raise invalid_field(field, "must be text")
         start, length = self._places[k]
         return PictureSource(field, 3 * length // 4, lambda: _decoded(field, self._parts(start, length)))
-
-    def add(self, field: str, data: bytes) -> PictureSource:
-        """Keep a picture that was made of one of the body's."""
-        start = self._file.seek(0, os.SEEK_END)
-        length = self._file.write(data)
-
-        def read() -> bytes:
-            self._file.seek(start)
-            return self._file.read(length)
-
-        return PictureSource(field, length, read)
 
     def _parts(self, start: int, length: int) -> list[bytes]:
         self._file.seek(start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -125,6 +126,37 @@ def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask
         expected = np.zeros((128, 128), np.uint8)
         expected[:, 64:] = 255
         assert np.array_equal(drawn, expected if invert else 255 - expected)
+
+
+def test_a_refused_request_decodes_nothing(shared: Api, calls: Counter[str]) -> None:
+    """Neither its source nor its mask, whatever these are."""
+    for fields in ({"steps": 100_000}, {"sampler_name": "Eulerest"}, {"batch_size": 20}):
+        assert inpaint(shared, "aGVsbG8=", **fields).status_code == 422
+    assert not calls
+
+
+@pytest.mark.parametrize(("sides", "mask_sides"), [((32, 24), (1, 1)), ((600, 400), (8, 8)), ((8, 8), (600, 400))])
+def test_a_turn_takes_what_the_larger_of_its_sizes_does(
+    shared: Api, studio: Studio, monkeypatch: pytest.MonkeyPatch, sides: tuple[int, int], mask_sides: tuple[int, int]
+) -> None:
+    """The picture's as it comes, and as it is drawn from; of a mask likewise."""
+    pictures = shared.server._service.pictures
+    turn, costs = pictures._turns.turn, list[int]()
+
+    def counted(tenant: str, cost: int) -> Any:
+        costs.append(cost)
+        return turn(tenant, cost)
+
+    monkeypatch.setattr(pictures._turns, "turn", counted)
+    body = {"prompt": "a", "steps": 4, "width": 256, "height": 256, "init_images": [picture(*sides)]}
+    mask = encoded(Image.new("L", mask_sides, 255))
+    assert shared.post("/sdapi/v1/img2img", **body, mask=mask).status_code == 200
+    source_cost, mask_cost = sorted(costs)[-2:]
+    areas = sorted(max(256 * 256, width * height) for width, height in (sides, mask_sides))
+    assert [source_cost // (12 * 2**10), mask_cost // (12 * 2**10)] >= [area // 2**10 for area in areas]
+    costs.clear()
+    extra = shared.post("/sdapi/v1/extra-single-image", image=picture(*sides), upscaling_resize=0.25)
+    assert extra.status_code == 200 and max(costs) >= 12 * sides[0] * sides[1]
 
 
 def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:

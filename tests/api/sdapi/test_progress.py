@@ -16,8 +16,8 @@ from PIL import Image
 
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState, ProgressReport
-from tests.api.sdapi.studio import CARD
-from tests.api.sdapi.test_generation import info, sdapi_error
+from tests.api.sdapi.studio import CARD, Studio
+from tests.api.sdapi.test_generation import encoded, info, picture, sdapi_error
 from tests.api.world import PATIENCE_S, Api, Worker, eventually, opened, settings_of
 
 IDLE = (0.0, 0)
@@ -150,6 +150,18 @@ def test_scopes_hold(redis_url: str, folder: Path) -> None:
         token = keyring.add("texts", ["text"])[1]
         eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
         headers = {"Authorization": f"Bearer {token}"}
-        for path in ("txt2img", "img2img", "options", "interrupt", "extra-single-image"):
+        for path in ("txt2img", "img2img", "options", "interrupt", "png-info", "extra-single-image"):
             answer = api.client.post(f"/sdapi/v1/{path}", json={"prompt": "a"}, headers=headers)
             sdapi_error(answer, 403, "insufficient_scope")
+
+
+def test_the_quota_comes_before_the_mask(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, sdapi=True)
+    with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, worker), Studio(worker):
+        token = keyring.add("one", ["images"], quota="1/day")[1]
+        eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
+        headers = {"Authorization": f"Bearer {token}"}
+        body = {"prompt": "a cat", "steps": 4, "init_images": [picture()]}
+        assert api.client.post("/sdapi/v1/img2img", json=body, headers=headers).status_code == 200
+        empty = {**body, "mask": encoded(Image.new("L", (128, 128)))}
+        sdapi_error(api.client.post("/sdapi/v1/img2img", json=empty, headers=headers), 429, "quota_exceeded")

@@ -143,8 +143,8 @@ def test_a_refiner_and_scripts() -> None:
 def test_a_source_and_its_mask() -> None:
     fields: dict[str, Any] = {"init_images": ["picture"], "mask": "mask", "mask_blur": 4, "inpainting_fill": 0}
     result = made(Img2Img, **fields, inpainting_mask_invert=1, inpaint_full_res=True, resize_mode=1)
-    assert result.fields["strength"] == 0.75 and result.inverted
-    assert result.source is not None and result.mask is not None
+    assert result.fields["strength"] == 0.75
+    assert result.source is not None and result.mask is not None and result.mask.reading == "a1111-inverted"
     told = [warning.partition(":")[0] for warning in result.warnings]
     assert told == ["resize_mode", "mask_blur", "inpainting_fill", "inpaint_full_res"]
     assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
