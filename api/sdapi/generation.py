@@ -20,11 +20,11 @@ from api.presentation import results
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
 from api.sdapi import infotext, names, picture_body, requests
-from api.sdapi.options import chosen_model
+from api.sdapi.options import chosen_model, find_model
 from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import By, new_router
-from api.sdapi.translation import Translation, options_of, translate
+from api.sdapi.translation import Translation, options_of, stored_options, translate
 from api.service import Given, Service
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import EditRequest, ImageRequest
@@ -99,10 +99,14 @@ async def _submit(
     request: Request, service: Service, caller: Caller, body: Generation, pictures: PictureBody
 ) -> tuple[Job, Translation]:
     """The job of a body, and its translation. Raises as `submission.submit`."""
-    options = options_of(await service.call(service.sdapi.options, caller.id), body)
+    stored, warnings = stored_options(await service.call(service.sdapi.options, caller.id))
+    options = options_of(stored, body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
+    if find_model(service, options.sd_model_checkpoint) is None:
+        warnings.append("sd_model_checkpoint: the model that was set is not there; another one is used")
     translation = translate(body, options, card, pictures.source)
+    translation.warnings += warnings
     given = GivenPictures(translation.source, translation.mask, translation.inputs)
     kind = ImageRequest if translation.source is None else EditRequest
     request_fields = schemas.read(kind, translation.fields)

@@ -49,8 +49,21 @@ class Translation:
     inputs: dict[str, Sequence[PictureSource]] = field(default_factory=dict)
 
 
+def stored_options(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Those of the options that the caller has set that are still valid, each by itself; and warnings of the others."""
+    valid, warnings = {}, []
+    for name, value in stored.items():
+        try:
+            requests.parse(OptionsBody, {name: value})
+        except ApiError:
+            warnings.append(f"{name}: the value that was set is not valid any more, and not used")
+        else:
+            valid[name] = value
+    return valid, warnings
+
+
 def options_of(stored: Mapping[str, Any], body: Generation) -> OptionsBody:
-    """The options of a request: its own, and those that the caller has set. Raises `ApiError`."""
+    """The options of a request: its own, and the valid ones that the caller has set. Raises `ApiError`."""
     own = {name: value for name, value in (body.override_settings or {}).items() if name in OptionsBody.model_fields}
     try:
         return requests.parse(OptionsBody, {**stored, **{k: v for k, v in own.items() if v is not None}})

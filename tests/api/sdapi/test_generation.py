@@ -84,6 +84,26 @@ def test_no_pictures_and_other_formats(shared: Api, studio: Studio) -> None:
     assert studio.seen[-1].parameters["output_format"] == "webp"
 
 
+@pytest.mark.parametrize("name", ["dall-e-3", "gpt-image-1", "models/tgi.safetensors", "dummy"])
+def test_a_name_that_no_model_has_is_refused(shared: Api, studio: Studio, name: str) -> None:
+    """OpenAI's names and placeholders too, which other endpoints take for any model."""
+    answer = draw(shared, override_settings={"sd_model_checkpoint": name})
+    sdapi_error(answer, 422, "override_settings.sd_model_checkpoint")
+
+
+def test_options_that_were_set_and_hold_no_more_are_told(shared: Api, studio: Studio) -> None:
+    store = shared.server._service.sdapi
+    try:
+        store.set_options("", {"sd_model_checkpoint": "gone", "CLIP_stop_at_last_layers": 99})
+        said = info(draw(shared))
+        assert said["sd_model_name"] == "emoji-xl"
+        told = sorted(warning.partition(":")[0] for warning in said["warnings"])
+        assert told == ["CLIP_stop_at_last_layers", "sd_model_checkpoint"]
+    finally:
+        store.set_options("", {"sd_model_checkpoint": "", "CLIP_stop_at_last_layers": 1})
+    assert info(draw(shared))["warnings"] == []
+
+
 def test_secrets_of_a_client_are_not_echoed(shared: Api, studio: Studio) -> None:
     """SillyTavern sends its whole body on, with the password."""
     answer = draw(shared, url="http://127.0.0.1:7860", auth="user:dpt_secret")

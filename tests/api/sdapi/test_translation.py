@@ -117,6 +117,14 @@ def test_options_are_read_from_the_request() -> None:
     assert refused(override_settings={"CLIP_stop_at_last_layers": "x"})[0].endswith("CLIP_stop_at_last_layers")
 
 
+def test_stored_options_are_validated_each_by_itself() -> None:
+    stored = {"CLIP_stop_at_last_layers": 99, "sd_vae": "full", "samples_format": [], "of_another_version": 1}
+    valid, warnings = translation.stored_options(stored)
+    assert valid == {"sd_vae": "full", "of_another_version": 1}
+    assert [warning.partition(":")[0] for warning in warnings] == ["CLIP_stop_at_last_layers", "samples_format"]
+    assert translation.options_of(valid, requests.parse(Txt2Img, {})).sd_vae == "full"
+
+
 def test_the_hires_fix_enlarges() -> None:
     result = made(enable_hr=True, hr_upscaler="nearest4", denoising_strength=0)
     assert result.fields["upscale"] == {"model": "nearest4", "scale": 2.0} and result.warnings == []
@@ -233,4 +241,29 @@ def test_fields_that_are_not_read_are_told_where_they_would_do_something() -> No
     loud = requests.unread(Txt2Img, {"restore_faces": True, "future": 1, "a b": 2, "subseed_strength": 0.5})
     assert loud == ["restore_faces: is not read", "future: is not read", "subseed_strength: is not read",
                     "of the other fields 1 are not read"]  # fmt: skip
+    for kind in (Txt2Img, Img2Img):
+        neutral = {
+            "seed_resize_from_w": -1,
+            "seed_resize_from_h": 0,
+            "latent_mask": None,
+            "firstpass_image": None,
+            "override_settings": {"sd_lora": "None", "eta_noise_seed_delta": 0, "sd_vae": "full", "x": None},
+        }
+        assert requests.unread(kind, neutral) == requests.unread(kind, {"override_settings": None}) == []
+        dropped = {
+            "seed_resize_from_w": 512,
+            "seed_resize_from_h": 512,
+            "latent_mask": "a",
+            "firstpass_image": "b",
+            "sampler_noise_scheduler_override": "c",
+            "override_settings": {"eta_noise_seed_delta": 31337, "face": 1, "a b": 1},
+        }
+        assert requests.unread(kind, dropped) == [
+            f"{name}: is not read"
+            for name in (
+                *list(dropped)[:-1],
+                "override_settings.eta_noise_seed_delta",
+                "override_settings.face",
+            )
+        ] + ["of the other fields 1 are not read"]
     assert len(requests.unread(Txt2Img, {f"f{k}": k for k in range(5000)})) < 12
