@@ -47,6 +47,10 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"steps": 7, "num_inference_steps": 7}, {"steps": 7}),
     ({"size": "32x64", "width": 32, "height": 64}, {"size": "32x64"}),
     ({"size": None, "width": 32, "height": 64}, {"size": "32x64"}),
+    ({"size": "auto", "width": 32, "height": 64}, {"size": "32x64"}),
+    ({"guidance_scale": 7, "cfg_scale": 7.0}, {"guidance_scale": 7}),
+    ({"guidance_scale": 7.0, "cfg_scale": 7}, {"guidance_scale": 7.0}),
+    ({"steps": 7, "num_inference_steps": 7.0}, {"steps": 7}),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -82,6 +83,9 @@ def test_a_key_is_told_and_interrupts_its_own(redis_url: str, folder: Path) -> N
         assert ann.get("/sdapi/v1/progress?skip_current_image=true").json()["current_image"] is None
         told = task(ann, "task(1)")
         assert told["active"] and told["progress"] == 0.25 and told["live_preview"].endswith(look)
+        assert told["id_live_preview"] == 5
+        again = ann.post("/internal/progress", json={"id_task": "task(1)", "id_live_preview": 5}).json()
+        assert (again["live_preview"], again["id_live_preview"], again["progress"]) == (None, 5, 0.25)
         assert bob.post("/sdapi/v1/interrupt").json() == {} and worker.is_(id, JobState.RUNNING)
         assert ann.post("/sdapi/v1/interrupt").json() == {}
         ended = answer.result(PATIENCE_S)
@@ -103,6 +107,34 @@ def test_an_interruption_leaves_other_work_of_the_key(redis_url: str, folder: Pa
         assert ann.post("/sdapi/v1/interrupt").json() == {}, "now the one that waits"
         assert isinstance(second, Future) and second.result(PATIENCE_S).json()["images"] == []
         assert ann.post("/sdapi/v1/interrupt").json() == {}, "nothing is left"
+
+
+def test_open_requests_are_one_read_and_old_ones_are_forgotten(redis_url: str, folder: Path) -> None:
+    with two_keys(redis_url, folder) as (api, worker, (ann, bob)), ThreadPoolExecutor(4) as pool:
+        begun_ones = [begun(pool, worker, ann) for _ in range(4)]
+        eventually(lambda: standing(ann)[1] == 4)
+        (key,) = worker.redis.scan_iter("diptych:sdapi_open:*")
+        owner, store, executed = key.rpartition(":")[2], api.server._service.sdapi, []
+        client = store._client
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                executed.append(name)
+                return getattr(client, name)
+
+        store._client = Counting()
+        try:
+            jobs = store.open_jobs(owner)
+        finally:
+            store._client = client
+        assert [job.id for job in jobs] == [id for _, id in begun_ones] and executed == ["hgetall", "pipeline"]
+        old, gone = begun_ones[0][1], "a" * 20
+        worker.redis.hset(key, mapping={old: int(time.time()) - 86_401, gone: int(time.time())})
+        assert standing(ann)[1] == 3 and standing(bob) == IDLE
+        assert set(worker.redis.hkeys(key)) == {id for _, id in begun_ones[1:]}
+        for answer, id in begun_ones:
+            worker.work(id)
+            answer.result(PATIENCE_S)
 
 
 def test_options_are_a_keys_own(redis_url: str, folder: Path) -> None:
