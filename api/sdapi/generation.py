@@ -16,7 +16,7 @@ from api import images, inline_images, schemas, submission
 from api.access import Caller
 from api.errors import job_error
 from api.inline_images import Inline
-from api.presentation import results
+from api.presentation import results, warnings
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
 from api.sdapi import infotext, names, picture_body, requests
@@ -99,14 +99,14 @@ async def _submit(
     request: Request, service: Service, caller: Caller, body: Generation, pictures: PictureBody
 ) -> tuple[Job, Translation]:
     """The job of a body, and its translation. Raises as `submission.submit`."""
-    stored, warnings = stored_options(await service.call(service.sdapi.options, caller.id))
+    stored, dropped = stored_options(await service.call(service.sdapi.options, caller.id))
     options = options_of(stored, body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
     if find_model(service, options.sd_model_checkpoint) is None:
-        warnings.append("sd_model_checkpoint: the model that was set is not there; another one is used")
+        dropped.append("sd_model_checkpoint: the model that was set is not there; another one is used")
     translation = translate(body, options, card, pictures.source)
-    translation.warnings += warnings
+    translation.warnings += dropped
     given = GivenPictures(translation.source, translation.mask, translation.inputs)
     kind = ImageRequest if translation.source is None else EditRequest
     request_fields = schemas.read(kind, translation.fields)
@@ -141,9 +141,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
     """The web UI's fields of `info`, and ours."""
     request = ImageJob.read(job.parameters)
     picture, drawn = request.picture, results(job)
-    warnings = dict.fromkeys(
-        [*translation.warnings, *(warning for image in drawn for warning in image.get("warnings", []))]
-    )
+    told = dict.fromkeys([*translation.warnings, *(text for image in drawn for text in warnings(job, image))])
     texts = [await _infotext(service, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]
@@ -163,7 +161,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
         "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.gmtime(job.created)),
         "clip_skip": (picture.clip_skip or 0) + 1, "is_using_inpainting_conditioning": False,
         "version": f"Diptych {fingerprint.get('version', '')}".strip(),
-        "warnings": list(warnings), "job_id": job.id,
+        "warnings": list(told), "job_id": job.id,
     }  # fmt: skip
 
 

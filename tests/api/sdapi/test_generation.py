@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from contract import image_request
 from core.jobs.record import JobState
 from tests.api.sdapi.studio import Studio
 from tests.api.world import Api, Worker, check_error, eventually
@@ -102,6 +103,17 @@ def test_options_that_were_set_and_hold_no_more_are_told(shared: Api, studio: St
     finally:
         store.set_options("", {"sd_model_checkpoint": "", "CLIP_stop_at_last_layers": 1})
     assert info(draw(shared))["warnings"] == []
+
+
+def test_what_is_told_of_a_request_is_told_here_too(
+    shared: Api, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in every other answer about the job."""
+    monkeypatch.setattr(image_request, "_warnings", lambda given: ["steps: has no effect"])
+    said = info(draw(shared, batch_size=2))
+    assert said["warnings"] == ["steps: has no effect"]
+    job = shared.client.get(f"/v1/jobs/{said['job_id']}").json()
+    assert job["images"][0]["warnings"] == said["warnings"]
 
 
 def test_secrets_of_a_client_are_not_echoed(shared: Api, studio: Studio) -> None:
