@@ -19,7 +19,7 @@ from api.inline_images import Inline
 from api.presentation import results, warnings
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
-from api.sdapi import infotext, names, picture_body, requests
+from api.sdapi import infotext, picture_body, requests
 from api.sdapi.options import chosen_model, find_model
 from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
@@ -28,6 +28,7 @@ from api.sdapi.translation import Translation, options_of, stored_options, trans
 from api.service import Given, Service
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import EditRequest, ImageRequest
+from contract.sampler_labels import label
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
@@ -151,7 +152,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
         "negative_prompt": negative, "all_negative_prompts": [negative] * len(drawn),
         "seed": picture.seed, "all_seeds": seeds, "subseed": picture.seed, "all_subseeds": seeds, "subseed_strength": 0,
         **_sizes(picture, drawn),
-        "sampler_name": names.label(picture.scheduler or translation.card.default_scheduler),
+        "sampler_name": label(picture.scheduler or translation.card.default_scheduler),
         "cfg_scale": picture.guidance_scale, "steps": picture.steps,
         "batch_size": body.batch_size or 1, "restore_faces": False, "face_restoration_model": None,
         "sd_model_name": job.model, "sd_model_hash": str(fingerprint.get("weights", ""))[:10],

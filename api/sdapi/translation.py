@@ -50,7 +50,7 @@ class Translation:
 
 
 def stored_options(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Those of the options that the caller has set that are still valid, each by itself; and warnings of the others."""
+    """The options that the caller has set and that are valid, each by itself; and warnings of the others."""
     valid, warnings = {}, []
     for name, value in stored.items():
         try:

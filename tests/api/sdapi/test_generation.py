@@ -78,6 +78,12 @@ def test_a_random_seed_survives_javascript(shared: Api, studio: Studio) -> None:
     assert len(seeds) == 3 and max(seeds) < 2**32
 
 
+def test_the_web_uis_name_of_a_sampler_is_taken_at_our_endpoint_too(shared: Api, studio: Studio) -> None:
+    for name in ("sampler_name", "scheduler"):
+        assert shared.post("/v1/images/generations", prompt="a", steps=2, **{name: "Euler a"}).status_code == 200
+        assert studio.seen[-1].parameters["scheduler"] == "euler-ancestral"
+
+
 def test_no_pictures_and_other_formats(shared: Api, studio: Studio) -> None:
     answer = draw(shared, send_images=False, seed=5)
     assert answer.json()["images"] == [] and info(answer)["all_seeds"] == [5]
