@@ -56,8 +56,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _text(kind: bytes, content: bytes, limit: int) -> tuple[int, tuple[str, str] | None]:
-    """The bytes that a chunk's text takes, at most one more than `limit`; and keyword and text, None if it is
-    malformed, or longer than `limit` bytes.
+    """The bytes that reading a chunk takes of `limit`, or one more than that; and keyword and text, None if it is
+    malformed, or longer.
     """
     keyword, separator, rest = content.partition(b"\0")
     if not separator or not 0 < len(keyword) < 80:
@@ -76,11 +76,12 @@ def _text(kind: bytes, content: bytes, limit: int) -> tuple[int, tuple[str, str]
             rest = zlib.decompressobj().decompress(rest, limit + 1)
         except zlib.error:
             return min(limit, _MOST_INFLATED * len(rest)), None
-    size = min(len(rest), limit + 1)
+    if len(rest) > limit:
+        return limit + 1 if compressed else 0, None
     try:
-        return size, None if size > limit else (keyword.decode("latin-1"), rest.decode(encoding))
+        return len(rest), (keyword.decode("latin-1"), rest.decode(encoding))
     except UnicodeDecodeError:
-        return size, None
+        return len(rest), None
 
 
 def parse(infotext: str) -> dict[str, str]:
