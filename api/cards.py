@@ -65,6 +65,7 @@ class RegistrySnapshot:
     secret: bytes = b""
     ahead_s: float = 0.0  # how far Redis's clock is ahead of this machine's
     names: ModelNames = ModelNames()
+    only_live: str = ""  # the model that was the only live image model when there was one last
 
     def clock(self) -> float:
         """Redis's time in seconds since the epoch, which all API processes share."""
@@ -90,6 +91,13 @@ class RegistrySnapshot:
         place = {model.name: at for worker in ready for at, model in enumerate(worker.models)}
         return min(candidates, key=lambda model: (not model.live, place.get(model.name, 0)), default=None)
 
+    def deliberate(self, name: str, kind: type[C]) -> C | None:
+        """The model of this kind that has the name, or that the operator's alias stands for: not one that OpenAI's
+        names or placeholders do.
+        """
+        models = {model.name: model for model in self.models if isinstance(model, kind)}
+        return models.get(name) or models.get(self.names.aliases.get(name, ""))
+
     def named(self, name: str) -> ModelCard | None:
         """The model of any kind that is served under this name."""
         served = self.served_name(name)
@@ -107,9 +115,10 @@ class RegistrySnapshot:
             return None
         if self.names.openai != "off" and is_openai_image(name):
             images = [model for model in self.models if isinstance(model, ImageCard)]
-            live = [model for model in images if model.live] or images
-            first = self.model(None, ImageCard)
-            if first is not None and (len(live) == 1 or self.names.openai == "on"):
+            live = [model for model in images if model.live]
+            known = live or [model for model in images if model.name == self.only_live] or images
+            first = self.model(None, ImageCard) if self.names.openai == "on" else known[0] if len(known) == 1 else None
+            if first is not None:
                 return first.name
         return name
 
@@ -259,6 +268,8 @@ class CardCache:
         secret = self._keyring.secret(self.now.secret)
         ahead_s = self._keyring.clock() - time.time()
         paused = frozenset(self._registry.paused_queues())
+        live = [model.name for model in models if isinstance(model, ImageCard) and model.live]
+        only_live = live[0] if len(live) == 1 else self.now.only_live
         return RegistrySnapshot(
-            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names
+            workers, models, backlogs, by_model, paused, guard.keys, guarded, secret, ahead_s, self._names, only_live
         )

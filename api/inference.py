@@ -112,10 +112,11 @@ async def _answer(request: Request, service: Service, model: str | None) -> Resp
         caller.check("images")
         await enforce_rate_limit(request, service, caller)
         _check_task(request)
-        async with _request(request, service, caller.id) as (form, image):
+        async with _request(request, service, caller.id) as (form, ignored, image):
             edited = image is not None
             kind = EditRequest if edited else ImageRequest
-            fields = schemas.read(kind, {**form, "model": model}, ignore_unknown=service.ignore_unknown)
+            form["model"] = model
+            fields = schemas.read(kind, form, ignore_unknown=service.ignore_unknown, ignored=ignored)
             id = submission.idempotency_id(request, caller)
             pictures = GivenPictures(image)
             job, _ = await submission.submit(service, request, caller, fields, id, pictures, charged=True)
@@ -152,8 +153,9 @@ def _check_task(request: Request) -> None:
 @asynccontextmanager
 async def _request(
     request: Request, service: Service, tenant: str
-) -> AsyncIterator[tuple[dict[str, Any], PictureSource | None]]:
-    """Our fields, and the source image, if there is one, which can be read as long as the context is open.
+) -> AsyncIterator[tuple[dict[str, Any], list[str], PictureSource | None]]:
+    """Our fields, the warnings of unknown ones, and the source image, if there is one, which can be read as long as the
+    context is open.
 
     A body of more than 1 MiB and its image are on disk, and in memory only in the tenant's turn. Raises `ApiError`.
     """
@@ -163,29 +165,29 @@ async def _request(
     with SpooledTemporaryFile(_SPOOLED) as raw, SpooledTemporaryFile(_SPOOLED) as picture:
         size = await body.spool(request, tenant, raw, _MOST_BYTES)
 
-        def parse() -> tuple[dict[str, Any], int | None]:
-            """The fields, and the length of the image."""
+        def parse() -> tuple[dict[str, Any], list[str], int | None]:
+            """The fields, the warnings, and the length of the image."""
             rest, inputs = raw.read(), b""
             if size > body.MAX_BYTES:
                 rest, inputs = _cut(rest)
             inference = schemas.read(InferenceBody, body.parse(rest), ignore_unknown=service.ignore_unknown)
-            fields, image = _split(inference, request, ignore_unknown=service.ignore_unknown)
+            fields, ignored, image = _split(inference, request, ignore_unknown=service.ignore_unknown)
             if image is None and inputs:
                 raise invalid_field("inputs", "is too long")
             if inputs and not inputs.startswith((image or "").encode()):
                 raise body.too_large()
-            return fields, None if image is None else _decode(inputs or image.encode(), picture)
+            return fields, ignored, None if image is None else _decode(inputs or image.encode(), picture)
 
         def read() -> bytes:
             picture.seek(0)
             return picture.read()
 
         if size > body.MAX_BYTES:
-            fields, length = await service.pictures.run(tenant, _COPIES * size, parse)
+            fields, ignored, length = await service.pictures.run(tenant, _COPIES * size, parse)
         else:  # a prompt, or a small picture: as in other JSON
-            fields, length = await body.run_parser(tenant, size, parse)
+            fields, ignored, length = await body.run_parser(tenant, size, parse)
         # The client has no masks: what is transparent in its picture is none.
-        yield fields, None if length is None else PictureSource("inputs", length, read, alpha=False)
+        yield fields, ignored, None if length is None else PictureSource("inputs", length, read, alpha=False)
 
 
 def _cut(raw: bytes) -> tuple[bytes, bytes]:
@@ -213,9 +215,11 @@ def _decode(inputs: bytes, file: IO[bytes]) -> int:
     return sum(map(file.write, picture_urls.decoded("inputs", message, inputs)))
 
 
-def _split(inference: InferenceBody, request: Request, *, ignore_unknown: bool) -> tuple[dict[str, Any], str | None]:
-    """Our fields, and the source image in base64; None: there is none. The format of the `Accept` header is the
-    default. Raises `ApiError` (400).
+def _split(
+    inference: InferenceBody, request: Request, *, ignore_unknown: bool
+) -> tuple[dict[str, Any], list[str], str | None]:
+    """Our fields, the warnings of unknown ones, and the source image in base64; None: there is none. The format of the
+    `Accept` header is the default. Raises `ApiError` (400).
     """
     parameters = {name: value for name, value in (inference.parameters or {}).items() if value is not None}
     accepted = _FORMATS.get(request.headers.get("accept", "").strip().lower())
@@ -223,16 +227,20 @@ def _split(inference: InferenceBody, request: Request, *, ignore_unknown: bool) 
         parameters.setdefault("output_format", accepted)
     size = _size(parameters)
     fields = {name: parameters.pop(name) for name in (*_OTHER_NAMES, *_SHARED) if name in parameters}
-    for name in () if ignore_unknown else parameters:
+    ignored = [*inference.warnings]
+    for name in parameters:
         plain = body.plain(name)
-        raise invalid_field(plain and f"parameters.{plain}", "is not known", "unknown_parameter")
+        field = plain and f"parameters.{plain}"
+        if not ignore_unknown or len(ignored) >= schemas.MAX_UNKNOWN:
+            raise invalid_field(field, "is not known", "unknown_parameter")
+        ignored.append(schemas.is_ignored(field))
     if size is not None:
         fields["size"] = size
     if "prompt" in fields:
-        return fields, inference.inputs
+        return fields, ignored, inference.inputs
     if len(inference.inputs) > 100 and _PICTURE.match(inference.inputs):
         raise _no_prompt()
-    return {**fields, "prompt": inference.inputs}, None
+    return {**fields, "prompt": inference.inputs}, ignored, None
 
 
 def _size(parameters: dict[str, Any]) -> str | None:

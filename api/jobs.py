@@ -78,7 +78,7 @@ async def _make(request: Request, service: Service, caller: Caller, id: str | No
     response_model=schemas.JobList,
     openapi_extra=_PAGES.document(
         status=({"type": "string", "enum": [state.value for state in JobState]}, "only those in this state"),
-        model=({"type": "string"}, "only those of this model"),
+        model=({"type": "string"}, "only those of this model, by its name or another one"),
     ),
 )
 async def list_jobs(request: Request, service: Given, caller: By) -> Response:
@@ -88,9 +88,10 @@ async def list_jobs(request: Request, service: Given, caller: By) -> Response:
     state = query.get("status")
     if state is not None and state not in list(JobState):
         raise invalid_field("status", f"must be one of {', '.join(JobState)}")
+    model = service.cards.now.served_name(query.get("model")) or ""
     listed = await service.call(
         service.store.page, None if caller.may("admin") else caller.id,
-        state=JobState(state) if state else None, model=query.get("model", ""), after=after, limit=limit,
+        state=JobState(state) if state else None, model=model, after=after, limit=limit,
     )  # fmt: skip
     if listed is None:
         raise missing()

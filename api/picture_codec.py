@@ -14,12 +14,17 @@ from PIL import Image, ImageOps
 
 from api.picture_walk import InvalidPicture, check_size, header_of, walk
 from api.process_pool import serve
+from api.sdapi.infotext import png_info
 from core import pictures
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = {"PNG": "image/png", "WEBP": "image/webp"}
-_NO_HOLE = "has no transparent pixel: what is transparent in it is what is drawn anew"
-_ALL_DARK = "has no white pixel: what is white in it is what is drawn anew"
+_NONE_REPAINTED = {
+    "hole": "has no transparent pixel: what is transparent in it is what is drawn anew",
+    "luminance": "has no white pixel: what is white in it is what is drawn anew",
+    "a1111": "leaves nothing to draw: what is white in it is drawn anew",
+    "a1111-inverted": "leaves nothing to draw: what is black in it is drawn anew",
+}
 
 
 def measure(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -55,19 +60,16 @@ def fit_picture(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, li
 def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
     """The mask in L as PNG, 255 where it is repainted: where the picture is transparent, and in the margins.
 
-    With `luminance` it is repainted where the picture is white instead. Of a `soft` mask the values between 0 and 255
-    are kept: its transparency, or luminance. Without a picture (`own_size` is given) only the margins are repainted. It
-    is brought to `size` by `fit`, and kept in what that adds.
+    `reading` says where else: see `MaskReading`. Of a `soft` mask the values between 0 and 255 are kept: its
+    transparency, or luminance. Without a picture (`own_size` is given) only the margins are repainted. It is brought to
+    `size` by `fit`, and kept in what that adds.
     """
-    soft, luminance, margins = bool(arguments["soft"]), bool(arguments.get("luminance")), arguments["margins"]
+    soft, margins = bool(arguments["soft"]), arguments["margins"]
     if blobs:
-        if luminance:
-            hole = _decoded(blobs[0], lambda image: pictures.on_white(image).convert("L"))
-        else:
-            alpha = _decoded(blobs[0], pictures.alpha)
-            hole = ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        reading = arguments.get("reading", "hole")
+        hole = _repainted(blobs[0], reading, soft=soft)
         if not any(hole.histogram()[1 if soft else 128 :]):
-            raise InvalidPicture(_ALL_DARK if luminance else _NO_HOLE)
+            raise InvalidPicture(_NONE_REPAINTED[reading])
     else:
         hole = Image.new("L", tuple(arguments["own_size"]), 0)
     if margins is not None:
@@ -76,20 +78,16 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     return None, [_png(hole if soft else hole.point(128 * [0] + 128 * [255]))]
 
 
-def white_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
-    """A mask for `fit_mask`, of `size` and in LA, that is transparent where the picture is white.
-
-    A picture with transparent parts is a mask by what is opaque in it. `inverted`: where it is not white, or opaque.
-    """
-    drawn = _decoded(blobs[0], pictures.alpha)
-    if not any(drawn.histogram()[:255]):
-        drawn = _decoded(blobs[0], lambda image: pictures.on_white(image).convert("L"))
-    drawn = pictures.fitted(drawn, tuple(arguments["size"]), "stretch").point(129 * [0] + 127 * [255])
-    if arguments["inverted"]:
-        drawn = ImageOps.invert(drawn)
-    if not drawn.getbbox():
-        raise InvalidPicture("leaves nothing to draw: what is white in it is drawn anew")
-    return None, [_png(Image.merge("LA", (drawn, ImageOps.invert(drawn))))]
+def _repainted(data: bytes, reading: str, *, soft: bool) -> Image.Image:
+    """The mask in L, white where this reading repaints it."""
+    if reading != "luminance":
+        alpha = _decoded(data, pictures.alpha)
+        if reading == "hole":
+            return ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
+        if _has_hole(alpha, soft=True):
+            return ImageOps.invert(alpha) if reading == "a1111-inverted" else alpha
+    white = _decoded(data, pictures.luminance)
+    return ImageOps.invert(white) if reading == "a1111-inverted" else white
 
 
 def _has_hole(alpha: Image.Image, *, soft: bool) -> bool:
@@ -112,4 +110,4 @@ def _png(image: Image.Image) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(measure, find_hole, fit_picture, fit_mask, white_mask)
+    serve(measure, find_hole, fit_picture, fit_mask, png_info)

@@ -124,25 +124,27 @@ class PictureDecoder:
         the Lanczos filter.
         """
         arguments = {"margins": _sides(upload.margins), "size": size, "fit": upload.fit}
-        cost = _cost(upload.image, upload.image.size or size)
+        cost = _cost(upload.image, upload.size or size, size)
         return (await self._call(tenant, cost, "fit_picture", arguments, upload.image))[1][0]
 
     async def fit_mask(self, tenant: str, upload: Upload, size: Size, *, soft: bool) -> bytes:
-        """The mask in L as PNG, 255 where it is repainted: where the mask is transparent, or of `luminance`
-        white, and in the margins.
+        """The mask in L as PNG, 255 where it is repainted: where the mask's `reading` says, and in the margins.
 
         Of a `soft` mask the values between 0 and 255 are kept: its transparency.
         """
         own_size = upload.image.size
-        arguments = {"margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft}
-        arguments["luminance"] = upload.mask is not None and upload.mask.luminance
-        cost = _cost(upload.mask, own_size or size)
+        arguments = {
+            "margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft,
+            "reading": "hole" if upload.mask is None else upload.mask.reading,
+        }  # fmt: skip
+        cost = _cost(upload.mask, (upload.mask and upload.mask.size) or size, upload.size or size, size)
         return (await self._call(tenant, cost, "fit_mask", {**arguments, "own_size": own_size}, upload.mask))[1][0]
 
-    async def white_mask(self, tenant: str, mask: PictureSource, size: Size, *, inverted: bool) -> bytes:
-        """A mask of this size in LA as PNG, transparent where `mask` is white, or with `inverted` where it is not."""
-        arguments = {"size": size, "inverted": inverted}
-        return (await self._call(tenant, _cost(mask, mask.size or size), "white_mask", arguments, mask))[1][0]
+    async def png_info(self, tenant: str, source: PictureSource) -> dict[str, Any]:
+        """What a PNG's texts say, as `infotext.png_info` reads them."""
+        source.check_bytes()
+        info: dict[str, Any] = (await self._call(tenant, 2 * source.size_bytes, "png_info", None, source))[0]
+        return info
 
     async def _call(
         self, tenant: str, cost: int, function: str, arguments: Any, source: PictureSource | None
@@ -160,9 +162,9 @@ class PictureDecoder:
                 blobs.clear()  # an error's traceback would hold them until the next full collection of garbage
 
 
-def _cost(source: PictureSource | None, size: Size) -> int:
-    """The bytes that decoding a picture of this size takes."""
-    return (0 if source is None else source.size_bytes) + _PIXEL_BYTES * size[0] * size[1]
+def _cost(source: PictureSource | None, *sizes: Size) -> int:
+    """The bytes that decoding a picture takes that has these sizes one after the other: that of the largest."""
+    return (0 if source is None else source.size_bytes) + _PIXEL_BYTES * max(width * height for width, height in sizes)
 
 
 def _sides(margins: Margins | None) -> tuple[int, int, int, int] | None:

@@ -16,7 +16,7 @@ from api.errors import invalid_field
 from api.picture_urls import picture_of
 from api.schemas import EditBody, ImageReference
 from api.service import Service
-from api.uploads import NO_PICTURES, PictureSource, PictureUploads, Upload
+from api.uploads import NO_PICTURES, MaskReading, PictureSource, PictureUploads, Upload
 from contract.image import PICTURES
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import Fit, PictureInput
@@ -136,9 +136,10 @@ class Resolver:
     def _named(self, field: str, reference: ImageReference) -> PictureSource:
         if (reference.file_id is None) == (reference.image_url is None):
             raise invalid_field(field, "must have either file_id or image_url")
+        reading: MaskReading = "luminance" if reference.LUMINANCE else "hole"
         if reference.image_url is not None:
             source = picture_of(field, reference.image_url, param=f"{field}.image_url")
-            return replace(source, luminance=reference.LUMINANCE)
+            return replace(source, reading=reading)
         id, param = reference.file_id or "", f"{field}.file_id"
         if id not in self._files:
             self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
@@ -146,6 +147,4 @@ class Resolver:
         if file.purpose != "vision":
             raise invalid_field(param, "must be a file with the purpose vision")
         read = partial(files.content_of, self._service, file, param)
-        return PictureSource(
-            field, file.size, read, digest_of(file.key), file.picture_size, luminance=reference.LUMINANCE
-        )
+        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size, reading=reading)

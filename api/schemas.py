@@ -23,7 +23,7 @@ from contract.strict import FIELD, UNKNOWN, StrictModel
 
 _MAX_URL = 2048  # characters
 MAX_PICTURES = 1 + MAX_IMAGE_PROMPTS  # of an edit: its source, and image prompts
-_MAX_UNKNOWN = 32  # fields that are left out of a body
+MAX_UNKNOWN = 32  # fields that are left out of a body
 _KINDS = (WORD, OBJECT, LIST, FLAG, NOTHING)  # of values, in an error's location
 
 
@@ -102,12 +102,20 @@ Rules = Mapping[str, tuple[str | None, str]]
 """What to say of a kind of error that only some requests have: the field, or None for where it is, and the words."""
 
 
-def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None, *, ignore_unknown: bool = False) -> F:
+def read(
+    kind: type[F],
+    fields: dict[str, Any],
+    rules: Rules | None = None,
+    *,
+    ignore_unknown: bool = False,
+    ignored: Sequence[str] = (),
+) -> F:
     """Validate the body as this model. Raises `ApiError` (400) naming the first invalid field, never its text.
 
     With `ignore_unknown` fields that are not known are left out, each with one of the model's `warnings`.
+    `ignored` are the warnings of those that were left out before.
     """
-    warnings: list[str] = []
+    warnings = [*ignored]
     while True:
         try:
             model = kind.model_validate(fields)
@@ -116,11 +124,16 @@ def read(kind: type[F], fields: dict[str, Any], rules: Rules | None = None, *, i
         else:
             return model.with_warnings(tuple(warnings)) if warnings and isinstance(model, StrictModel) else model
         unknown = first["type"] in ("extra_forbidden", UNKNOWN)
-        if not unknown or not ignore_unknown or len(warnings) == _MAX_UNKNOWN:
+        if not unknown or not ignore_unknown or len(warnings) >= MAX_UNKNOWN:
             raise _invalid(kind, first, rules or {})
         path = (*first["loc"], *([first["ctx"]["name"]] if first["type"] == UNKNOWN else []))
-        warnings.append(f"{_field(first) or 'A field whose name is no plain word'}: is not known, and ignored")
+        warnings.append(is_ignored(_field(first)))
         fields = _without(fields, path)
+
+
+def is_ignored(field: str | None) -> str:
+    """The warning of an unknown field that is left out; without a name, of one that is no plain word."""
+    return f"{field or 'A field whose name is no plain word'}: is not known, and ignored"
 
 
 def _without(value: Any, path: Sequence[int | str]) -> Any:

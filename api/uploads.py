@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from api.errors import ApiError, invalid_field
 from api.picture_walk import MAX_PIXELS, MAX_SIDE
@@ -20,6 +20,10 @@ from contract.picture_input import Fit
 
 MAX_BYTES = 16 * 2**20  # per file
 
+MaskReading = Literal["hole", "luminance", "a1111", "a1111-inverted"]
+"""Where a mask is repainted: where it is transparent; white; or, of any size, as AUTOMATIC1111's API reads it: where it
+is opaque if it has transparent pixels, else where it is white; or the other way round.
+"""
 _NO_PART = hashlib.sha256(b"").digest()
 
 
@@ -29,8 +33,7 @@ class PictureSource:
     `ArtifactError`. One with a `url` is to be fetched first: it has no bytes, and its digest is the URL's.
 
     `digest` (SHA-256 of the bytes), `size` (width, height after orientation) and `alpha` (whether its format lets it be
-    transparent) are None while they are unknown. `luminance`: as a mask it is white where it is to be repainted, not
-    transparent.
+    transparent) are None while they are unknown. `reading`: where it is to be repainted, as a mask.
     """
 
     field: str  # that it came in
@@ -40,7 +43,7 @@ class PictureSource:
     size: Size | None = None
     alpha: bool | None = None
     url: str = ""
-    luminance: bool = False
+    reading: MaskReading = "hole"
 
     @property
     def identity(self) -> str | int:
@@ -75,7 +78,8 @@ class Upload:
         for source in self.sources:
             source.check_bytes()
         size, mask = self.image.size, self.mask
-        if size is not None and mask is not None and mask.size is not None and mask.size != size:
+        sized = mask is not None and mask.size is not None and not mask.reading.startswith("a1111")
+        if size is not None and mask is not None and sized and mask.size != size:
             raise invalid_field("mask", "must have the width and height of the image")
         if self.margins is not None:
             if self.margins == Margins():

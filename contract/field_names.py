@@ -34,9 +34,10 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         current = values.get(name)
-        if current is not None and (type(current), current) != (type(value), value):
+        if current is None or (name == "size" and current == "auto"):
+            values[name] = value
+        elif current != value or isinstance(current, bool) != isinstance(value, bool):
             raise field_error(other, f"is another name of {name}; give one of them")
-        values[name] = value
     if type(values.get("seed")) is int and values["seed"] == RANDOM:
         del values["seed"]
     return values

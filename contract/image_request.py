@@ -31,6 +31,7 @@ from contract.image import (
 )
 from contract.picture_input import Edit, Fit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
+from contract.sampler_labels import scheduler_of
 from contract.schedule import schedule_of
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel
 
@@ -130,6 +131,8 @@ class ImageRequest(StrictModel):
         to take after where the request has none. Raises `Invalid` for what the model does not offer.
         """
         request = self.given
+        if "scheduler" in request and request["scheduler"] not in offer.schedulers:
+            _name_scheduler(request, offer)
         warnings = (*self.warnings, *_warnings(request))
         if (scale := request.pop("true_cfg_scale", None)) is not None:
             request.setdefault("guidance_scale", scale)
@@ -268,6 +271,15 @@ def _warnings(request: Given) -> Iterator[str]:
         yield "true_cfg_scale: has no effect beside guidance_scale"
     if request.get("partial_images") and not request.get("stream"):
         yield "partial_images: has no effect without stream"
+
+
+def _name_scheduler(request: dict[str, Any], offer: ImageOffer) -> None:
+    """Put the model's own scheduler, and the curve, in place of AUTOMATIC1111's name for them, if it is one."""
+    named = scheduler_of(request["scheduler"], offer.schedulers)
+    if named is not None:
+        request["scheduler"], curve = named
+        if curve is not None:
+            request.setdefault("schedule_type", curve)
 
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:

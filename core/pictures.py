@@ -101,6 +101,11 @@ def on_white(image: Image.Image) -> Image.Image:
         return canvas
 
 
+def luminance(image: Image.Image) -> Image.Image:
+    """The luminance of a picture of any mode, its transparent parts white."""
+    return on_white(image).convert("L")
+
+
 def alpha(image: Image.Image) -> Image.Image:
     """Return the image's alpha in L, 255 where it is opaque. Raises as `on_white`."""
     with _reading():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import weakref
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from api import schemas
 from api.errors import ApiError, invalid_field
 from api.picture_walk import MAX_PIXELS, MAX_SIDE
 from api.rate_limits import enforce_rate_limit
-from api.sdapi import infotext, picture_body, requests
+from api.sdapi import picture_body, requests
 from api.sdapi.requests import ExtraSingleImage, PngInfoBody
 from api.sdapi.routing import By, new_router
 from api.service import Given
@@ -24,7 +25,8 @@ from contract.card import Size
 router: APIRouter = new_router()
 
 _PLAIN = ("", "none", "lanczos")
-_PIXEL_BYTES = 7  # that a pixel in RGB takes at most: in the PNG, and in base64
+_PART = 3 * 2**16  # bytes of a picture that are sent at once; a multiple of 3, so that their base64 can be joined
+_HEAD, _TAIL = b'{"html_info":"","image":"', b'"}'
 
 
 class PngInfo(BaseModel):
@@ -50,18 +52,11 @@ class ExtraImage(BaseModel):
 )
 async def png_info(request: Request, service: Given, caller: By) -> Response:
     """The infotext that a PNG holds, its other texts, and the infotext's parameters by name. Empty for other files."""
+    caller.check("images")
     await enforce_rate_limit(request, service, caller)
     async with picture_body.read(request, caller.id) as (fields, pictures):
         source = pictures.source("image", requests.parse(PngInfoBody, fields).image)
-        source.check_bytes()
-        content = await service.pictures.run(caller.id, 2 * source.size_bytes, lambda: _texts(source.read()))
-    return JSONResponse(content)
-
-
-def _texts(data: bytes) -> dict[str, Any]:
-    items = infotext.texts(data)
-    info = items.get(infotext.PARAMETERS, "")
-    return {"info": info, "items": items, "parameters": infotext.parse(info) if info else {}}
+        return JSONResponse(await service.pictures.png_info(caller.id, source))
 
 
 @router.post(
@@ -80,20 +75,28 @@ async def extra_single_image(request: Request, service: Given, caller: By) -> Re
             if (getattr(extra, name) or "").lower() not in _PLAIN:
                 raise invalid_field(name, "must be None or Lanczos: networks enlarge only what is drawn, by enable_hr")
         source = pictures.source("image", extra.image)
-        size = _target(extra, (await service.pictures.measure(caller.id, source)).size)
-        held = _PIXEL_BYTES * size[0] * size[1]
-        if not service.inline_bytes.claim(held):
-            message = "Too many pictures are being sent at the moment; try again later."
-            raise ApiError(503, message, code="memory_full", headers={"Retry-After": "2"})
-        try:
-            picture = await service.pictures.fit_picture(caller.id, Upload(source), size)
-            content = b'{"html_info":"","image":"%s"}' % await service.stored(base64.b64encode, picture)
-            response = Response(content, media_type="application/json")
-        except BaseException:
-            service.inline_bytes.give(held)
-            raise
-    weakref.finalize(response, service.inline_bytes.give, held)
-    return response
+        source = replace(source, size=(await service.pictures.measure(caller.id, source)).size)
+        picture = await service.pictures.fit_picture(caller.id, Upload(source), _target(extra, source.size or (1, 1)))
+    if not service.inline_bytes.claim(len(picture)):
+        message = "Too many pictures are being sent at the moment; try again later."
+        raise ApiError(503, message, code="memory_full", headers={"Retry-After": "2"})
+    answer = _Enlarged(picture)
+    weakref.finalize(answer, service.inline_bytes.give, len(picture))
+    length = len(_HEAD) + 4 * ((len(picture) + 2) // 3) + len(_TAIL)
+    return StreamingResponse(answer.stream(), media_type="application/json", headers={"Content-Length": str(length)})
+
+
+class _Enlarged:
+    """An answer whose picture is in memory until its client has read all but the last part."""
+
+    def __init__(self, picture: bytes) -> None:
+        self._picture = picture
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        yield _HEAD
+        for at in range(0, len(self._picture), _PART):
+            yield base64.b64encode(self._picture[at : at + _PART])
+        yield _TAIL
 
 
 def _target(extra: ExtraSingleImage, size: Size) -> Size:

@@ -6,8 +6,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import anyio
@@ -18,18 +16,19 @@ from api import images, inline_images, schemas, submission
 from api.access import Caller
 from api.errors import job_error
 from api.inline_images import Inline
-from api.presentation import results
+from api.presentation import results, warnings
 from api.rate_limits import enforce_rate_limit
 from api.references import GivenPictures
-from api.sdapi import infotext, names, picture_body, requests
-from api.sdapi.options import chosen_model
+from api.sdapi import infotext, picture_body, requests
+from api.sdapi.options import chosen_model, find_model
 from api.sdapi.picture_body import PictureBody
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
 from api.sdapi.routing import By, new_router
-from api.sdapi.translation import Translation, options_of, translate
+from api.sdapi.translation import Translation, options_of, stored_options, translate
 from api.service import Given, Service
 from contract.image import ImageJob, ImageParameters
 from contract.image_request import EditRequest, ImageRequest
+from contract.sampler_labels import label
 from core.jobs.connection import StoreError
 from core.jobs.record import Job, JobState
 
@@ -101,29 +100,19 @@ async def _submit(
     request: Request, service: Service, caller: Caller, body: Generation, pictures: PictureBody
 ) -> tuple[Job, Translation]:
     """The job of a body, and its translation. Raises as `submission.submit`."""
-    options = options_of(await service.call(service.sdapi.options, caller.id), body)
+    stored, dropped = stored_options(await service.call(service.sdapi.options, caller.id))
+    options = options_of(stored, body)
     named = (body.override_settings or {}).get("sd_model_checkpoint")
     card = await chosen_model(service, options.sd_model_checkpoint, required=bool(named))
+    if find_model(service, options.sd_model_checkpoint) is None:
+        dropped.append("sd_model_checkpoint: the model that was set is not there; another one is used")
     translation = translate(body, options, card, pictures.source)
-    given = GivenPictures(inputs=translation.inputs)
-    if translation.source is not None:
-        given = await _source(service, caller, translation, pictures)
+    translation.warnings += dropped
+    given = GivenPictures(translation.source, translation.mask, translation.inputs)
     kind = ImageRequest if translation.source is None else EditRequest
     request_fields = schemas.read(kind, translation.fields)
     job, _ = await submission.submit(service, request, caller, request_fields, None, given, charged=True)
     return job, translation
-
-
-async def _source(service: Service, caller: Caller, translation: Translation, pictures: PictureBody) -> GivenPictures:
-    """The pictures of an edit, with the mask converted to this service's form. Raises `ApiError`."""
-    assert translation.source is not None
-    size = (await service.pictures.measure(caller.id, translation.source)).size
-    image, mask = replace(translation.source, size=size, alpha=False), translation.mask
-    if mask is not None:
-        mask = replace(mask, size=(await service.pictures.measure(caller.id, mask)).size)
-        drawn = await service.pictures.white_mask(caller.id, mask, size, inverted=translation.inverted)
-        mask = replace(await service.stored(partial(pictures.add, "mask", drawn)), size=size)
-    return GivenPictures(image, mask, translation.inputs)
 
 
 @asynccontextmanager
@@ -153,9 +142,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
     """The web UI's fields of `info`, and ours."""
     request = ImageJob.read(job.parameters)
     picture, drawn = request.picture, results(job)
-    warnings = dict.fromkeys(
-        [*translation.warnings, *(warning for image in drawn for warning in image.get("warnings", []))]
-    )
+    told = dict.fromkeys([*translation.warnings, *(text for image in drawn for text in warnings(job, image))])
     texts = [await _infotext(service, image) for image in drawn]
     fingerprint: Mapping[str, Any] = drawn[0].get("fingerprint") or {} if drawn else {}
     seeds = [image["seed"] for image in drawn]
@@ -165,7 +152,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
         "negative_prompt": negative, "all_negative_prompts": [negative] * len(drawn),
         "seed": picture.seed, "all_seeds": seeds, "subseed": picture.seed, "all_subseeds": seeds, "subseed_strength": 0,
         **_sizes(picture, drawn),
-        "sampler_name": names.label(picture.scheduler or translation.card.default_scheduler),
+        "sampler_name": label(picture.scheduler or translation.card.default_scheduler),
         "cfg_scale": picture.guidance_scale, "steps": picture.steps,
         "batch_size": body.batch_size or 1, "restore_faces": False, "face_restoration_model": None,
         "sd_model_name": job.model, "sd_model_hash": str(fingerprint.get("weights", ""))[:10],
@@ -175,7 +162,7 @@ async def _info(service: Service, job: Job, body: Generation, translation: Trans
         "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.gmtime(job.created)),
         "clip_skip": (picture.clip_skip or 0) + 1, "is_using_inpainting_conditioning": False,
         "version": f"Diptych {fingerprint.get('version', '')}".strip(),
-        "warnings": list(warnings), "job_id": job.id,
+        "warnings": list(told), "job_id": job.id,
     }  # fmt: skip
 
 

@@ -6,26 +6,42 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 PARAMETERS = "parameters"
 """The chunk with the infotext."""
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_MOST_CHUNKS = 64  # with text
-_MOST_BYTES = 2**20  # of all texts, decompressed
+_MOST_CHUNKS = 64  # with text, that are looked at
+_MOST_BYTES = 2**20  # of all texts, decompressed; also of those that are left out
+_MOST_INFLATED = 1032  # bytes of one byte, in deflate
 _PAIR = re.compile(r'(\w[\w \-/]{0,99}):\s*+("(?:\\.|[^\\"])*+"|[^,]*+)(?:,|$)')
 _MOST_CHARACTERS = 8192  # of the line of pairs
 _NEGATIVE = "Negative prompt:"
 
 
+def png_info(arguments: None, blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """The infotext of a picture's file, its texts by keyword, and the infotext's parameters by name, in the form that
+    process_pool.py calls.
+    """
+    items = texts(blobs[0])
+    info = items.get(PARAMETERS, "")
+    return {"info": info, "items": items, "parameters": parse(info) if info else {}}, []
+
+
 def texts(data: bytes) -> dict[str, str]:
-    """The texts of a PNG by keyword, in order; {} for another file. Damaged and excessive chunks are left out."""
+    """The texts of a PNG by keyword, in order; {} for another file. Damaged and excessive chunks are left out, and all
+    chunks behind the first ones, or behind those that inflate to more than all texts may.
+    """
     entries: dict[str, str] = {}
     left = _MOST_BYTES
-    for kind, content in _chunks(data):
-        text = _text(kind, content, left)
-        if text is not None and len(entries) < _MOST_CHUNKS:
-            left -= len(text[1])
+    for kind, content in islice(_chunks(data), _MOST_CHUNKS):
+        size, text = _text(kind, content, left)
+        left -= size
+        if text is not None:
             entries.setdefault(*text)
+        if left < 0:
+            break
     return entries
 
 
@@ -39,11 +55,13 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         at += 12 + length
 
 
-def _text(kind: bytes, content: bytes, limit: int) -> tuple[str, str] | None:
-    """Keyword and text of a chunk; None if it is malformed, or longer than `limit` bytes."""
+def _text(kind: bytes, content: bytes, limit: int) -> tuple[int, tuple[str, str] | None]:
+    """The bytes that reading a chunk takes of `limit`, or one more than that; and keyword and text, None if it is
+    malformed, or longer.
+    """
     keyword, separator, rest = content.partition(b"\0")
     if not separator or not 0 < len(keyword) < 80:
-        return None
+        return 0, None
     encoding, compressed = "latin-1", kind == b"zTXt"
     if kind == b"zTXt":
         rest = rest[1:]
@@ -51,17 +69,19 @@ def _text(kind: bytes, content: bytes, limit: int) -> tuple[str, str] | None:
         encoding, compressed = "utf-8", rest[:1] == b"\1"
         parts = rest[2:].split(b"\0", 2)  # language and translated keyword before it
         if len(parts) < 3:
-            return None
+            return 0, None
         rest = parts[2]
+    if compressed:
+        try:
+            rest = zlib.decompressobj().decompress(rest, limit + 1)
+        except zlib.error:
+            return min(limit, _MOST_INFLATED * len(rest)), None
+    if len(rest) > limit:
+        return limit + 1 if compressed else 0, None
     try:
-        if compressed:
-            inflater = zlib.decompressobj()
-            rest = inflater.decompress(rest, limit + 1)
-        if len(rest) > limit:
-            return None
-        return keyword.decode("latin-1"), rest.decode(encoding)
-    except (zlib.error, UnicodeDecodeError):
-        return None
+        return len(rest), (keyword.decode("latin-1"), rest.decode(encoding))
+    except UnicodeDecodeError:
+        return len(rest), None
 
 
 def parse(infotext: str) -> dict[str, str]:

@@ -7,12 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from api.sdapi import controlnet, names
+from api.sdapi import controlnet
 from api.sdapi.options import FRESH, find_model
 from api.sdapi.routing import By, new_router
 from api.service import Given, Service
 from contract.card import ImageCard
 from contract.control import MAX_CONTROLS
+from contract.sampler_labels import SCHEDULES, label
 
 router: APIRouter = new_router()
 
@@ -52,14 +53,14 @@ async def sd_vae(service: Given, caller: By) -> Response:
 async def samplers(service: Given, caller: By) -> Response:
     card = await _model(service, caller.id)
     return _answer([
-        {"name": names.label(name), "aliases": [name], "options": {}} for name in (card.schedulers if card else ())
+        {"name": label(name), "aliases": [name], "options": {}} for name in (card.schedulers if card else ())
     ])  # fmt: skip
 
 
 @router.get("/sdapi/v1/schedulers", summary="List noise schedules")
 async def schedulers(service: Given, caller: By) -> Response:
     fields = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-    return _answer([{"name": name, "label": label, **fields} for name, (label, _) in names.SCHEDULES.items()])
+    return _answer([{"name": name, "label": shown, **fields} for name, (shown, _) in SCHEDULES.items()])
 
 
 @router.get("/sdapi/v1/upscalers", summary="List a model's upscalers")

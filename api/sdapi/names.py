@@ -1,4 +1,4 @@
-"""The names that AUTOMATIC1111's API has for samplers, noise schedules and models, and what they are here."""
+"""What the names that AUTOMATIC1111's API has for samplers, noise schedules and models mean for a model here."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from typing import NamedTuple
 
 from api.errors import invalid_field
 from contract.card import ImageCard
+from contract.sampler_labels import AUTOMATIC, SAMPLERS, SCHEDULES, label, scheduler_of, without_curve
 from contract.schedule import CURVES, SPACINGS, TYPES
 
-AUTOMATIC = "automatic"
-# The web UI's samplers that are offered: the schedulers here, of which a model has one, and the web UI's other names.
-SAMPLERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "Euler": (("euler", "flow-euler", "edm-euler"), ("k_euler",)),
-    "Euler a": (("euler-ancestral",), ("k_euler_a", "k_euler_ancestral", "euler ancestral")),
-    "DPM++ 2M": (("dpm++2m",), ("k_dpmpp_2m",)),
-    "DPM++ 2M SDE": (("dpm++2m-sde",), ("k_dpmpp_2m_sde",)),
-    "LCM": (("lcm",), ("k_lcm",)),
-    "TCD": (("tcd",), ()),
-}
 # Samplers that the model does not have: the first of these schedulers that it has is used, with a warning.
 _SMOOTH, _NOISY = ("dpm++2m", "euler"), ("dpm++2m-sde", "euler-ancestral")
 _NEAREST = {
@@ -32,16 +23,6 @@ _NEAREST = {
          "dpm++ 2m sde heun", "k_dpmpp_2m_sde_heun", "dpm2 a", "k_dpm_2_a", "restart"), _NOISY,
     ),
 }  # fmt: skip
-# A sampler and its curve in one name, as before version 1.9: "DPM++ 2M Karras", "k_dpmpp_2m_ka".
-_SUFFIX = re.compile(r"(?P<sampler>.*\S)[ _](?P<curve>karras|exponential|ka)")
-
-SCHEDULES: dict[str, tuple[str, str | None]] = {
-    AUTOMATIC: ("Automatic", None), "uniform": ("Uniform", "linspace"), "karras": ("Karras", "karras"),
-    "exponential": ("Exponential", "exponential"), "sgm_uniform": ("SGM Uniform", "trailing"),
-    "beta": ("Beta", "beta"), "normal": ("Normal", "linspace"), "ddim": ("DDIM", "leading"),
-    "simple": ("Simple", "trailing"),
-}  # fmt: skip
-"""The web UI's noise schedules by name: the label, and the `schedule_type`."""
 _OTHER_SCHEDULES = ("polyexponential", "kl_optimal", "align_your_steps", "align_your_steps_gits", "turbo")
 TAKEN: dict[str, tuple[str, ...]] = {
     "euler": TYPES, "dpm++2m": TYPES, "dpm++2m-sde": TYPES, "euler-ancestral": SPACINGS, "flow-euler": CURVES,
@@ -72,25 +53,19 @@ def sampling(card: ImageCard, sampler: str | None, schedule: str | None) -> Samp
     return Sampling(name, schedule_type, warnings)
 
 
-def label(scheduler: str) -> str:
-    """The web UI's name of a scheduler; the scheduler's own where there is none."""
-    return next((name for name, (schedulers, _) in SAMPLERS.items() if scheduler in schedulers), scheduler)
-
-
 def _key(name: str) -> str:
     return name.strip().lower()
 
 
 def _sampler(card: ImageCard, name: str, warnings: list[str]) -> tuple[str | None, str | None]:
     """The scheduler, and the curve that the name ends with."""
-    key, curve = _key(name), None
-    if key in card.schedulers:
-        return key, None
-    if (suffix := _SUFFIX.fullmatch(key)) and suffix["sampler"] in _keys():
-        key, curve = suffix["sampler"], {"ka": "karras"}.get(suffix["curve"], suffix["curve"])
-    for sampler, (schedulers, aliases) in SAMPLERS.items():
-        if key in (sampler.lower(), *aliases) and (exact := _first(schedulers, card.schedulers)):
-            return exact, curve
+    if _key(name) in card.schedulers:
+        return _key(name), None
+    if (exact := scheduler_of(name, card.schedulers)) is not None:
+        return exact
+    key, curve = without_curve(name)
+    if key not in _keys():
+        key, curve = _key(name), None
     if key not in _keys():
         known = ", ".join(label(scheduler) for scheduler in card.schedulers)
         raise invalid_field("scheduler", f"is no sampler that is known; this model has {known}")

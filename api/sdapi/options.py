@@ -61,11 +61,11 @@ async def set_options(request: Request, service: Given, caller: By) -> Response:
 
 
 def find_model(service: Service, title: str | None) -> ImageCard | None:
-    """The image model of this title, as sd-models lists it; without a title, the first live one."""
+    """The image model of this title, as sd-models lists it, or of an alias; without a title, the first live one."""
     if not title:
         return service.cards.now.model(None, ImageCard)
     for name in names.model_names(title):
-        if name and (card := service.cards.now.model(name, ImageCard)) is not None:
+        if name and (card := service.cards.now.deliberate(name, ImageCard)) is not None:
             return card
     return None
 

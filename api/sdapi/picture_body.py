@@ -5,7 +5,6 @@ What is left of the body is parsed within the bounds of all bodies.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,17 +72,6 @@ class PictureBody:
             raise invalid_field(field, "must be text")
         start, length = self._places[k]
         return PictureSource(field, 3 * length // 4, lambda: self._decoded(field, start, length))
-
-    def add(self, field: str, data: bytes) -> PictureSource:
-        """Keep a picture that was made of one of the body's."""
-        start = self._file.seek(0, os.SEEK_END)
-        length = self._file.write(data)
-
-        def read() -> bytes:
-            self._file.seek(start)
-            return self._file.read(length)
-
-        return PictureSource(field, length, read)
 
     def _decoded(self, field: str, start: int, length: int) -> bytes:
         self._file.seek(start)

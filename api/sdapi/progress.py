@@ -22,8 +22,6 @@ from core.jobs.unreadable import UnreadableRecord
 
 router: APIRouter = new_router()
 
-_MOST = 100  # open requests that are looked at
-
 
 class Progress(BaseModel):
     """The progress of a request."""
@@ -38,7 +36,7 @@ class Progress(BaseModel):
 @router.get("/sdapi/v1/progress", summary="The progress of this key's requests", response_model=Progress)
 async def progress(service: Given, caller: By, skip_current_image: bool = False) -> Response:
     """The progress of the request that runs, or else waits first; 0 and no jobs if none is open."""
-    jobs = await _open_jobs(service, caller)
+    jobs = await service.call(service.sdapi.open_jobs, caller.id)
     job = next((job for job in jobs if job.state is JobState.RUNNING), jobs[0] if jobs else None)
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
     preview = None if job is None or skip_current_image else await _preview(service, job)
@@ -63,11 +61,16 @@ async def task_progress(request: Request, service: Given, caller: By) -> Respons
         job = None if id is None else await _job(service, caller, id)
     running, queued = (job is not None and job.state is state for state in (JobState.RUNNING, JobState.QUEUED))
     done, eta_s = (0.0, 0.0) if job is None else await _share(service, job)
-    preview = await _preview(service, job) if job is not None and running and fields.live_preview is not False else None
+    preview, preview_id = None, -1
+    if job is not None and running and fields.live_preview is not False:
+        preview_id = _steps_done(job)
+        if preview_id != fields.id_live_preview:  # else the client has it
+            preview = await _preview(service, job)
+            preview_id = -1 if preview is None else preview_id
     content = {
         "active": running, "queued": queued, "completed": job is not None and job.state.final,
         "progress": done, "eta": eta_s, "live_preview": None if preview is None else f"data:image/png;base64,{preview}",
-        "id_live_preview": _steps_done(job) if preview is not None else -1, "textinfo": None,
+        "id_live_preview": preview_id, "textinfo": None,
     }  # fmt: skip
     return JSONResponse(content, headers=FRESH)
 
@@ -88,24 +91,9 @@ async def skip(service: Given, caller: By) -> Response:
 
 async def _interrupt(service: Service, caller: Caller) -> None:
     caller.check("images")
-    jobs = await _open_jobs(service, caller)
+    jobs = await service.call(service.sdapi.open_jobs, caller.id)
     for job in [job for job in jobs if job.state is JobState.RUNNING] or jobs[:1]:
         await service.call(service.store.cancel, job.id, job.incarnation)
-
-
-async def _open_jobs(service: Service, caller: Caller) -> list[Job]:
-    """The live jobs of the caller's open requests, in their order; others are forgotten."""
-    ids = await service.call(service.sdapi.open_jobs, caller.id)
-    jobs, gone = [], []
-    for id in ids[:_MOST]:
-        job = await _job(service, caller, id)
-        if job is None or job.state.final:
-            gone.append(id)
-        else:
-            jobs.append(job)
-    if gone:
-        await service.call(service.sdapi.close_requests, caller.id, *gone)
-    return jobs
 
 
 async def _job(service: Service, caller: Caller, id: str) -> Job | None:

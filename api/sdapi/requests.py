@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -126,11 +126,10 @@ class TaskProgress(SdapiBody):
 # Fields that change nothing in a picture, whatever they say: where files go, what is shown.
 _QUIET = frozenset((
     "save_images", "do_not_save_samples", "do_not_save_grid", "override_settings_restore_afterwards", "script_args",
-    "include_init_images", "image_cfg_scale", "url", "auth", "subseed", "seed_resize_from_h", "seed_resize_from_w",
+    "include_init_images", "image_cfg_scale", "url", "auth", "subseed",
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps", "hr_force", "hr_checkpoint_name",
     "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt", "inpaint_full_res_padding", "mask_blur_x",
-    "mask_blur_y", "sampler_noise_scheduler_override", "latent_mask", "firstpass_image", "upscale_first", "comments",
-    "show_extras_results", "codeformer_weight",
+    "mask_blur_y", "comments", "show_extras_results", "codeformer_weight",
 ))  # fmt: skip
 # Fields that are not offered, and the values with which they do nothing in the web UI either.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -138,21 +137,45 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "s_churn": (0,), "s_tmax": (0,), "s_tmin": (0,), "s_noise": (1,), "s_min_uncond": (0,), "ddim_discretize": (),
     "initial_noise_multiplier": (1,), "firstphase_width": (0,), "firstphase_height": (0,), "enable_hr": (False,),
     "disable_extra_networks": (False,), "gfpgan_visibility": (0,), "codeformer_visibility": (0,),
+    "seed_resize_from_w": (0, -1), "seed_resize_from_h": (0, -1), "upscale_first": (False,),
+}  # fmt: skip
+# Options of the same two kinds.
+_QUIET_OPTIONS = frozenset((
+    "sd_checkpoint_hash", "live_previews_enable", "enable_pnginfo", "control_net_unit_count", "save_images_add_number",
+    "return_grid", "do_not_show_images", "send_seed", "send_size", "sd_checkpoint_cache", "sd_vae_checkpoint_cache",
+    "hires_fix_use_firstpass_conds", "face_restoration_unload", "face_restoration_model", "code_former_weight",
+    "samples_save", "grid_save",
+))  # fmt: skip
+_NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "sd_lora": ("", "None"), "sd_hypernetwork": ("", "None"), "eta_noise_seed_delta": (0,),
+    "img2img_color_correction": (False,), "inpainting_mask_weight": (1,), "initial_noise_multiplier": (1,),
+    "face_restoration": (False,), "tiling": (False,),
 }  # fmt: skip
 
 
 def unread(kind: type[SdapiBody], fields: Mapping[str, Any]) -> list[str]:
-    """Warnings for the fields of a body that are not read, and would have done something."""
-    unknown = [
-        name for name, value in fields.items()
-        if name not in kind.model_fields and name not in _QUIET and value is not None
-        and value not in _NEUTRAL.get(name, ())
-    ]  # fmt: skip
-    named = [name for name in map(plain, unknown[:_MOST_NAMED]) if name is not None]
+    """Warnings for the fields of a body, and its options, that are not read, and would have done something."""
+    options = fields.get("override_settings")
+    unknown = _unread(fields, {*kind.model_fields, *_QUIET}, _NEUTRAL)
+    if isinstance(options, dict):
+        known = {*OptionsBody.model_fields, *_QUIET_OPTIONS}
+        unknown += _unread(options, known, _NEUTRAL_OPTIONS, "override_settings.")
+    named = [name for name in unknown[:_MOST_NAMED] if name is not None]
     warnings = [f"{name}: is not read" for name in named]
     if len(unknown) > len(named):
         warnings.append(f"of the other fields {len(unknown) - len(named)} are not read")
     return warnings
+
+
+def _unread(
+    fields: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], prefix: str = ""
+) -> list[str | None]:
+    """The names of the fields that are not read, and would have done something; None for one that is no plain word."""
+    unknown = [
+        name for name, value in fields.items()
+        if name not in known and value is not None and value not in neutral.get(name, ())
+    ]  # fmt: skip
+    return [None if (word := plain(name)) is None else prefix + word for name in unknown]
 
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:

@@ -10,14 +10,14 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from api.errors import ApiError, invalid_as_api_error, invalid_field
 from api.sdapi import controlnet, names, requests
 from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
-from api.uploads import PictureSource
+from api.uploads import MaskReading, PictureSource
 from contract import loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer, Size
@@ -36,8 +36,7 @@ _NONE = ("", "none", "automatic")
 class Translation:
     """A request of this service, and what else the body says.
 
-    `fields` are an `ImageRequest`'s, or with `source` an `EditRequest`'s. White pixels of `mask` are drawn anew, with
-    `inverted` black ones. `prompt` is as it was given.
+    `fields` are an `ImageRequest`'s, or with `source` an `EditRequest`'s. `prompt` is as it was given.
     """
 
     card: ImageCard
@@ -47,12 +46,24 @@ class Translation:
     warnings: list[str] = field(default_factory=list)
     source: PictureSource | None = None
     mask: PictureSource | None = None
-    inverted: bool = False
     inputs: dict[str, Sequence[PictureSource]] = field(default_factory=dict)
 
 
+def stored_options(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The options that the caller has set and that are valid, each by itself; and warnings of the others."""
+    valid, warnings = {}, []
+    for name, value in stored.items():
+        try:
+            requests.parse(OptionsBody, {name: value})
+        except ApiError:
+            warnings.append(f"{name}: the value that was set is not valid any more, and not used")
+        else:
+            valid[name] = value
+    return valid, warnings
+
+
 def options_of(stored: Mapping[str, Any], body: Generation) -> OptionsBody:
-    """The options of a request: its own, and those that the caller has set. Raises `ApiError`."""
+    """The options of a request: its own, and the valid ones that the caller has set. Raises `ApiError`."""
     own = {name: value for name, value in (body.override_settings or {}).items() if name in OptionsBody.model_fields}
     try:
         return requests.parse(OptionsBody, {**stored, **{k: v for k, v in own.items() if v is not None}})
@@ -214,7 +225,7 @@ def _first_image(body: Generation) -> Any:
 
 
 def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
-    result.source = source("init_images", _first_image(body))
+    result.source = replace(source("init_images", _first_image(body)), alpha=False)  # no mask of its own: on white
     strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
     with invalid_as_api_error():
         check_number("strength", strength, 0, 1)
@@ -226,7 +237,8 @@ def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
         result.warnings.append("resize_mode: is not offered; the picture is resized to width and height")
     if body.mask is None:
         return
-    result.mask, result.inverted = source("mask", body.mask), bool(body.inpainting_mask_invert)
+    reading: MaskReading = "a1111-inverted" if body.inpainting_mask_invert else "a1111"
+    result.mask = replace(source("mask", body.mask), reading=reading)
     if any((body.mask_blur, body.mask_blur_x, body.mask_blur_y)):
         result.warnings.append("mask_blur: is not offered; what the mask leaves out is kept exactly")
     if body.inpainting_fill not in (None, 1) and strength < 1:

@@ -9,18 +9,23 @@ Keys in Redis, all of which expire:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from core.jobs import keys
 from core.jobs.connection import RedisStore
 from core.jobs.keys import PREFIX
+from core.jobs.record import Job
+from core.jobs.unreadable import UnreadableRecord
 
 _OPTIONS_MS = 30 * 86_400_000
 _OPEN_MS = 86_400_000  # as long as a job's record is kept by default
 _TASK_MS = 3_600_000
+_MOST = 100  # open requests that are looked at
 
 
 class SdapiStore(RedisStore):
@@ -51,10 +56,27 @@ class SdapiStore(RedisStore):
         """Note that no request waits for these jobs any more."""
         self._client.hdel(_open(owner), *job_ids)
 
-    def open_jobs(self, owner: str) -> list[str]:
-        """The ids of the jobs for which requests wait, in the order of their requests."""
+    def open_jobs(self, owner: str) -> list[Job]:
+        """The live jobs for which requests wait, in the order of these, at most a hundred. What else there is, and what
+        is too old, is forgotten.
+        """
         reply: Any = self._client.hgetall(_open(owner))
-        return sorted(reply, key=lambda job_id: int(reply[job_id]))
+        oldest = time.time() - _OPEN_MS / 1000
+        ids = sorted((id for id in reply if int(reply[id]) >= oldest), key=lambda id: int(reply[id]))[:_MOST]
+        with self._client.pipeline(transaction=False) as pipe:
+            for id in ids:
+                pipe.hgetall(keys.job(id))
+            records: Any = pipe.execute()
+        jobs: list[Job] = []
+        for id, fields in zip(ids, records, strict=True):
+            with contextlib.suppress(UnreadableRecord):
+                job = Job.of(id, fields) if fields else None
+                if job is not None and job.owner == owner and not job.state.final:
+                    jobs.append(job)
+        live = {job.id for job in jobs}
+        if gone := [id for id in reply if (id in ids and id not in live) or int(reply[id]) < oldest]:
+            self.close_requests(owner, *gone)
+        return jobs
 
     def job_of_task(self, owner: str, task: str) -> str | None:
         """The id of the task's job; None if there was none in the last hour."""

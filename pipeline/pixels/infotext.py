@@ -8,13 +8,8 @@ from typing import Any
 
 from contract import loras
 from contract.image import ImageParameters
+from contract.sampler_labels import CURVE_LABELS, label
 
-# Their names; of what they do not have, the nearest: "Euler" of flow matching is their "Euler" for such models.
-_SAMPLERS = {
-    "euler": "Euler", "euler-ancestral": "Euler a", "dpm++2m": "DPM++ 2M", "dpm++2m-sde": "DPM++ 2M SDE", "lcm": "LCM",
-    "tcd": "TCD", "flow-euler": "Euler", "edm-euler": "Euler",
-}  # fmt: skip
-_SCHEDULES = {"karras": "Karras", "exponential": "Exponential", "beta": "Beta"}
 _HASH_DIGITS = 10
 
 
@@ -38,8 +33,8 @@ def _pairs(parameters: ImageParameters, sampler: str, fingerprint: Mapping[str, 
     weights = fingerprint.get("refiner", {}).get("weights", "")[:_HASH_DIGITS]
     pairs = {
         "Steps": parameters.steps,
-        "Sampler": _SAMPLERS.get(sampler, sampler),
-        "Schedule type": _SCHEDULES.get(parameters.schedule_type or ""),
+        "Sampler": label(sampler),
+        "Schedule type": CURVE_LABELS.get(parameters.schedule_type or ""),
         "CFG scale": parameters.guidance_scale,
         "Seed": parameters.seed,
         "Size": f"{parameters.width}x{parameters.height}",

@@ -119,6 +119,9 @@ def test_aliases_name_models_of_every_kind(redis_url: str, folder: Path) -> None
         assert ready == {"cats": 200, "gone": 404}
         for name, model in {"dall-e-3": "emoji-xl-turbo", "cats": "emoji-xl", "emoji-xl": "emoji-xl"}.items():
             assert api.draw(model=name, steps=1).json()["model"] == model == easel.seen[-1].model
+        for name in ("cats", "dall-e-3"):
+            listed = api.client.get("/v1/jobs", params={"model": name}).json()["data"]
+            assert listed and {job["model"] for job in listed} == {"emoji-xl" if name == "cats" else "emoji-xl-turbo"}
         error = check_error(api.draw(model="gpt-4o"), 400, "model", "wrong_modality")
         assert "/v1/chat/completions" in error["message"]
         assert "nowhere, which no worker" in check_error(api.draw(model="gone"), 404, "model")["message"]
@@ -142,6 +145,35 @@ def test_which_model_openais_names_stand_for() -> None:
     assert served("on", live, own) == "gpt-image-1", "a model's own name goes first"
 
 
+def test_a_name_of_openais_keeps_its_model_while_that_restarts(redis_url: str, folder: Path) -> None:
+    with serving(redis_url, folder, CARD) as (api, easel), Worker(api.settings) as other:
+        registry = easel.worker.registry
+        other.name = "worker-2"
+        other.announce(card=TURBO)
+        cards = api.server._service.cards
+
+        def served() -> str | None:
+            return cards._snapshot().served_name("gpt-image-1")
+
+        assert served() == "gpt-image-1", "of two"
+        registry.deregister("worker-2")
+        assert served() == "emoji-xl"
+        registry.deregister(easel.worker.name)
+        assert served() == "emoji-xl", "of two that are known, the one that was drawn with"
+        other.announce(card=TURBO)
+        assert served() == "emoji-xl-turbo"
+
+
+def test_a_chosen_name_is_a_models_own_or_an_alias() -> None:
+    """Not one that stands for whatever model there is."""
+    names = ModelNames({"cats": "emoji-xl", "words": "emoji-lm", "emoji-xl-turbo": "emoji-xl"}, "on")
+    snapshot = RegistrySnapshot(models=(CARD, TURBO, TEXT), names=names)
+    assert snapshot.deliberate("cats", ImageCard) == snapshot.deliberate("emoji-xl", ImageCard) == CARD
+    assert snapshot.deliberate("emoji-xl-turbo", ImageCard) == TURBO, "a model's own name goes first"
+    for name in ("gpt-image-1", "dall-e-3", "tgi", "dummy", "words", "emoji-lm", ""):
+        assert snapshot.deliberate(name, ImageCard) is None
+
+
 def test_unknown_fields_are_warnings_where_that_is_set(redis_url: str, folder: Path) -> None:
     with serving(redis_url, folder, CARD, unknown_fields="warn") as (api, _):
         fields = {"prompt": "a hat", "steps": 1, "tiling": True, "deepcache": {"interval": 2, "mode": 1}}
@@ -155,5 +187,10 @@ def test_unknown_fields_are_warnings_where_that_is_set(redis_url: str, folder: P
         answers.append(edit.json()["data"])
         assert [sorted(answer[0]["warnings"]) for answer in answers] == [told] * 3
         parameters = {"inputs": "a hat", "parameters": {"tiling": True, "num_inference_steps": 1}, "wait": 1}
-        assert api.client.post("/", json=parameters).status_code == 200
+        drawn = api.client.post("/", json=parameters, headers={"Accept": "application/json"})
+        told = ["wait: is not known, and ignored", "parameters.tiling: is not known, and ignored"]
+        assert drawn.json()["data"][0]["warnings"] == told
+        for count, status in ((31, 200), (32, 400)):
+            many = {"inputs": "a hat", "parameters": {f"f{k}": k for k in range(count)}, "wait": 1}
+            assert api.client.post("/", json=many).status_code == status
         check_error(api.draw(steps="one"), 400, "steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from api import schemas
 from api.errors import ApiError
 from contract.bounds import MAX_EXACT, MAX_SEED
 from contract.card import MAX_IMAGES, ImageOffer
+from contract.errors import Invalid
 from contract.field_names import OTHER_NAMES
 from contract.image import ImageJob
 from contract.image_request import EditRequest, ImageRequest
@@ -47,6 +49,10 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"steps": 7, "num_inference_steps": 7}, {"steps": 7}),
     ({"size": "32x64", "width": 32, "height": 64}, {"size": "32x64"}),
     ({"size": None, "width": 32, "height": 64}, {"size": "32x64"}),
+    ({"size": "auto", "width": 32, "height": 64}, {"size": "32x64"}),
+    ({"guidance_scale": 7, "cfg_scale": 7.0}, {"guidance_scale": 7}),
+    ({"guidance_scale": 7.0, "cfg_scale": 7}, {"guidance_scale": 7.0}),
+    ({"steps": 7, "num_inference_steps": 7.0}, {"steps": 7}),
 ]
 
 
@@ -183,3 +189,36 @@ def test_unknown_fields_are_left_out_with_a_warning_where_that_is_said() -> None
     many = {f"f{k}": k for k in range(1000)}
     with pytest.raises(ApiError, match="is not known"):
         schemas.read(ImageRequest, {"prompt": "a", **many}, ignore_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "offered", "expected"),
+    [
+        ("Euler a", ("euler", "euler-ancestral"), ("euler-ancestral", None)),
+        ("euler A ", ("euler-ancestral",), ("euler-ancestral", None)),
+        ("k_euler_a", ("euler-ancestral",), ("euler-ancestral", None)),
+        ("Euler", ("flow-euler",), ("flow-euler", None)), ("Euler", ("euler", "flow-euler"), ("euler", None)),
+        ("DPM++ 2M", ("dpm++2m",), ("dpm++2m", None)), ("DPM++ 2M Karras", ("dpm++2m",), ("dpm++2m", "karras")),
+        ("k_dpmpp_2m_ka", ("dpm++2m",), ("dpm++2m", "karras")), ("LCM", ("euler", "lcm"), ("lcm", None)),
+    ],
+)  # fmt: skip
+def test_a_sampler_may_have_the_web_uis_name(
+    name: str, offered: tuple[str, ...], expected: tuple[str, str | None]
+) -> None:
+    """Under each name of the field, and in any case."""
+    offer = replace(OFFER, schedulers=offered)
+    for field in ("sampler_name", "scheduler"):
+        picture = read(**{field: name}).complete(offer).picture
+        assert (picture.scheduler, picture.schedule_type) == expected
+
+
+def test_a_curve_that_is_given_goes_before_that_of_a_name() -> None:
+    offer = replace(OFFER, schedulers=("dpm++2m",))
+    picture = read(sampler_name="DPM++ 2M Karras", schedule_type="beta").complete(offer).picture
+    assert (picture.scheduler, picture.schedule_type) == ("dpm++2m", "beta")
+
+
+@pytest.mark.parametrize("name", ["Heun", "Euler", "Euler a Karras", "Karras", "lcm karras x"])
+def test_a_sampler_that_the_model_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(Invalid, match="must be one of dpm"):
+        read(sampler_name=name).complete(replace(OFFER, schedulers=("dpm++2m",)))

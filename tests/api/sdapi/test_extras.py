@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
+import socket
+from collections import Counter
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from api.sdapi.infotext import parse
@@ -28,6 +32,30 @@ def test_a_picture_without_words(shared: Api) -> None:
     assert shared.post("/sdapi/v1/png-info", image=base64.b64encode(b"hello").decode()).json() == empty
     sdapi_error(shared.post("/sdapi/v1/png-info", image=""), 422, "image")
     sdapi_error(shared.post("/sdapi/v1/png-info"), 422, "image")
+
+
+def test_texts_are_read_in_a_child(shared: Api, calls: Counter[str]) -> None:
+    assert shared.post("/sdapi/v1/png-info", image=picture()).status_code == 200
+    assert calls == {"png_info": 1}
+
+
+def test_what_a_client_has_not_read_is_counted(shared: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client's picture has no room until it is gone."""
+    held = shared.server._service.inline_bytes
+    body = json.dumps({"image": picture(512, 512), "upscaling_resize": 4}).encode()
+    head = b"POST /sdapi/v1/extra-single-image HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", shared.port))
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert b"200 OK" in client.recv(100)
+        shared.client.get("/healthz")
+        assert held.count > 3 * 2**20, "of a PNG of 2048 pixels a side"
+        monkeypatch.setattr(held, "_limit", held.count)
+        refused = shared.post("/sdapi/v1/extra-single-image", image=picture(40, 30))
+        assert refused.headers["retry-after"] == "2" and sdapi_error(refused, 503, "memory_full")
+    eventually(lambda: held.count == 0)
+    assert shared.post("/sdapi/v1/extra-single-image", image=picture(40, 30)).status_code == 200
 
 
 def test_a_picture_in_another_size(shared: Api) -> None:

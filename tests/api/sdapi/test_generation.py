@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from contract import image_request
 from core.jobs.record import JobState
 from tests.api.sdapi.studio import Studio
 from tests.api.world import Api, Worker, check_error, eventually
@@ -76,11 +78,48 @@ def test_a_random_seed_survives_javascript(shared: Api, studio: Studio) -> None:
     assert len(seeds) == 3 and max(seeds) < 2**32
 
 
+def test_the_web_uis_name_of_a_sampler_is_taken_at_our_endpoint_too(shared: Api, studio: Studio) -> None:
+    for name in ("sampler_name", "scheduler"):
+        assert shared.post("/v1/images/generations", prompt="a", steps=2, **{name: "Euler a"}).status_code == 200
+        assert studio.seen[-1].parameters["scheduler"] == "euler-ancestral"
+
+
 def test_no_pictures_and_other_formats(shared: Api, studio: Studio) -> None:
     answer = draw(shared, send_images=False, seed=5)
     assert answer.json()["images"] == [] and info(answer)["all_seeds"] == [5]
     draw(shared, override_settings={"samples_format": "webp"})
     assert studio.seen[-1].parameters["output_format"] == "webp"
+
+
+@pytest.mark.parametrize("name", ["dall-e-3", "gpt-image-1", "models/tgi.safetensors", "dummy"])
+def test_a_name_that_no_model_has_is_refused(shared: Api, studio: Studio, name: str) -> None:
+    """OpenAI's names and placeholders too, which other endpoints take for any model."""
+    answer = draw(shared, override_settings={"sd_model_checkpoint": name})
+    sdapi_error(answer, 422, "override_settings.sd_model_checkpoint")
+
+
+def test_options_that_were_set_and_hold_no_more_are_told(shared: Api, studio: Studio) -> None:
+    store = shared.server._service.sdapi
+    try:
+        store.set_options("", {"sd_model_checkpoint": "gone", "CLIP_stop_at_last_layers": 99})
+        said = info(draw(shared))
+        assert said["sd_model_name"] == "emoji-xl"
+        told = sorted(warning.partition(":")[0] for warning in said["warnings"])
+        assert told == ["CLIP_stop_at_last_layers", "sd_model_checkpoint"]
+    finally:
+        store.set_options("", {"sd_model_checkpoint": "", "CLIP_stop_at_last_layers": 1})
+    assert info(draw(shared))["warnings"] == []
+
+
+def test_what_is_told_of_a_request_is_told_here_too(
+    shared: Api, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in every other answer about the job."""
+    monkeypatch.setattr(image_request, "_warnings", lambda given: ["steps: has no effect"])
+    said = info(draw(shared, batch_size=2))
+    assert said["warnings"] == ["steps: has no effect"]
+    job = shared.client.get(f"/v1/jobs/{said['job_id']}").json()
+    assert job["images"][0]["warnings"] == said["warnings"]
 
 
 def test_secrets_of_a_client_are_not_echoed(shared: Api, studio: Studio) -> None:
@@ -125,6 +164,37 @@ def test_what_is_white_in_a_mask_is_drawn_anew(shared: Api, studio: Studio, mask
         expected = np.zeros((128, 128), np.uint8)
         expected[:, 64:] = 255
         assert np.array_equal(drawn, expected if invert else 255 - expected)
+
+
+def test_a_refused_request_decodes_nothing(shared: Api, calls: Counter[str]) -> None:
+    """Neither its source nor its mask, whatever these are."""
+    for fields in ({"steps": 100_000}, {"sampler_name": "Eulerest"}, {"batch_size": 20}):
+        assert inpaint(shared, "aGVsbG8=", **fields).status_code == 422
+    assert not calls
+
+
+@pytest.mark.parametrize(("sides", "mask_sides"), [((32, 24), (1, 1)), ((600, 400), (8, 8)), ((8, 8), (600, 400))])
+def test_a_turn_takes_what_the_larger_of_its_sizes_does(
+    shared: Api, studio: Studio, monkeypatch: pytest.MonkeyPatch, sides: tuple[int, int], mask_sides: tuple[int, int]
+) -> None:
+    """The picture's as it comes, and as it is drawn from; of a mask likewise."""
+    pictures = shared.server._service.pictures
+    turn, costs = pictures._turns.turn, list[int]()
+
+    def counted(tenant: str, cost: int) -> Any:
+        costs.append(cost)
+        return turn(tenant, cost)
+
+    monkeypatch.setattr(pictures._turns, "turn", counted)
+    body = {"prompt": "a", "steps": 4, "width": 256, "height": 256, "init_images": [picture(*sides)]}
+    mask = encoded(Image.new("L", mask_sides, 255))
+    assert shared.post("/sdapi/v1/img2img", **body, mask=mask).status_code == 200
+    source_cost, mask_cost = sorted(costs)[-2:]
+    areas = sorted(max(256 * 256, width * height) for width, height in (sides, mask_sides))
+    assert [source_cost // (12 * 2**10), mask_cost // (12 * 2**10)] >= [area // 2**10 for area in areas]
+    costs.clear()
+    extra = shared.post("/sdapi/v1/extra-single-image", image=picture(*sides), upscaling_resize=0.25)
+    assert extra.status_code == 200 and max(costs) >= 12 * sides[0] * sides[1]
 
 
 def test_a_transparent_source_is_on_white(shared: Api, studio: Studio) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from api.sdapi import infotext as infotext_module
 from api.sdapi.infotext import parse, texts
 from contract.image import ImageParameters
 from pipeline.pixels.infotext import infotext
@@ -54,10 +59,46 @@ def test_every_kind_of_text_is_read() -> None:
 
 def test_a_file_that_inflates_is_left_out() -> None:
     bomb = zlib.compress(bytes(64 * 2**20))
-    found = texts(png((b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"b\0\1\0\0\0" + bomb), (b"tEXt", b"c\0kept")))
-    assert found == {"c": "kept"}
+    for large in ((b"zTXt", b"a\0\0" + bomb), (b"iTXt", b"b\0\1\0\0\0" + bomb)):
+        assert texts(png((b"tEXt", b"c\0kept"), large)) == {"c": "kept"}
+    workflow = (b"tEXt", b"workflow\0" + bytes(2**20 + 1))  # no work: what follows is read
+    assert texts(png(workflow, (b"zTXt", b"d\0\0damaged"), (b"tEXt", b"c\0kept"))) == {"c": "kept"}
     several = texts(png(*((b"tEXt", b"k%d\0v" % k) for k in range(1000))))
     assert len(several) == 64
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 + 1), 9)), (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**18), 9)),
+        (b"iTXt", b"b\0\1\0\0\0" + zlib.compress(b"\xff" * 2**20, 9)),
+        (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20), 9)[:-9] + bytes(9)), (b"zTXt", b""), (b"tEXt", b"x"),
+    ],
+)  # fmt: skip
+def test_thousands_of_chunks_are_no_work(chunk: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are kept, too long, no text or damaged."""
+    work = Counter[str]()
+
+    class Inflater:
+        def __init__(self) -> None:
+            self._real = zlib.decompressobj()
+
+        def decompress(self, data: bytes, limit: int) -> bytes:
+            inflated = self._real.decompress(data, limit)
+            work["inflated"] += len(inflated)
+            return inflated
+
+    read = infotext_module._text
+
+    def counted(*given: Any) -> Any:
+        work["chunks"] += 1
+        return read(*given)
+
+    monkeypatch.setattr(infotext_module, "_text", counted)
+    monkeypatch.setattr(infotext_module, "zlib", SimpleNamespace(decompressobj=Inflater, error=zlib.error))
+    texts(png(*[chunk] * 4000))
+    assert 0 < work["chunks"] <= 64
+    assert work["inflated"] <= 2**20 + 1
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"tEXt", b"zTXt", b"iTXt"]))

@@ -8,7 +8,7 @@ import pytest
 
 from api.errors import ApiError
 from api.sdapi import names
-from pipeline.pixels import infotext
+from contract import sampler_labels
 from pipeline.sampling.samplers import SAMPLERS, SCHEDULERS
 from tests.api.sdapi.studio import CARD
 
@@ -51,7 +51,7 @@ def test_each_of_theirs_is_drawn_by_a_sampler_of_the_model_or_told(sampler: str,
     assert ran in card.schedulers  # type: ignore[attr-defined]
     assert sampling.schedule_type in (None, *SAMPLERS[ran].schedule_types)
     exact = any(sampler.lower().removesuffix(" karras").removesuffix(" exponential") in (t.lower(), *aliases)
-                and ran in ours for t, (ours, aliases) in names.SAMPLERS.items())  # fmt: skip
+                and ran in ours for t, (ours, aliases) in sampler_labels.SAMPLERS.items())  # fmt: skip
     assert exact or sampler == "k_dpmpp_2m_ka" or any("sampler_name" in warning for warning in sampling.warnings)
 
 
@@ -73,9 +73,7 @@ def test_an_unknown_name_is_refused(sampler: str | None, schedule: str | None, f
 
 def test_the_tables_agree_with_those_of_the_pipeline() -> None:
     assert {name: sampler.schedule_types for name, sampler in SAMPLERS.items() if sampler.schedule_types} == names.TAKEN
-    assert {name: names.label(name) for name in SAMPLERS} == infotext._SAMPLERS
-    curves = {ours: label for label, ours in names.SCHEDULES.values() if ours in infotext._SCHEDULES}
-    assert curves == infotext._SCHEDULES
+    assert {scheduler for schedulers, _ in sampler_labels.SAMPLERS.values() for scheduler in schedulers} == {*SAMPLERS}
 
 
 @pytest.mark.parametrize(

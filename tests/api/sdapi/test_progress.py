@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -16,8 +17,8 @@ from PIL import Image
 
 from core.jobs.keyring import Keyring
 from core.jobs.record import JobState, ProgressReport
-from tests.api.sdapi.studio import CARD
-from tests.api.sdapi.test_generation import info, sdapi_error
+from tests.api.sdapi.studio import CARD, Studio
+from tests.api.sdapi.test_generation import encoded, info, picture, sdapi_error
 from tests.api.world import PATIENCE_S, Api, Worker, eventually, opened, settings_of
 
 IDLE = (0.0, 0)
@@ -82,6 +83,9 @@ def test_a_key_is_told_and_interrupts_its_own(redis_url: str, folder: Path) -> N
         assert ann.get("/sdapi/v1/progress?skip_current_image=true").json()["current_image"] is None
         told = task(ann, "task(1)")
         assert told["active"] and told["progress"] == 0.25 and told["live_preview"].endswith(look)
+        assert told["id_live_preview"] == 5
+        again = ann.post("/internal/progress", json={"id_task": "task(1)", "id_live_preview": 5}).json()
+        assert (again["live_preview"], again["id_live_preview"], again["progress"]) == (None, 5, 0.25)
         assert bob.post("/sdapi/v1/interrupt").json() == {} and worker.is_(id, JobState.RUNNING)
         assert ann.post("/sdapi/v1/interrupt").json() == {}
         ended = answer.result(PATIENCE_S)
@@ -103,6 +107,34 @@ def test_an_interruption_leaves_other_work_of_the_key(redis_url: str, folder: Pa
         assert ann.post("/sdapi/v1/interrupt").json() == {}, "now the one that waits"
         assert isinstance(second, Future) and second.result(PATIENCE_S).json()["images"] == []
         assert ann.post("/sdapi/v1/interrupt").json() == {}, "nothing is left"
+
+
+def test_open_requests_are_one_read_and_old_ones_are_forgotten(redis_url: str, folder: Path) -> None:
+    with two_keys(redis_url, folder) as (api, worker, (ann, bob)), ThreadPoolExecutor(4) as pool:
+        begun_ones = [begun(pool, worker, ann) for _ in range(4)]
+        eventually(lambda: standing(ann)[1] == 4)
+        (key,) = worker.redis.scan_iter("diptych:sdapi_open:*")
+        owner, store, executed = key.rpartition(":")[2], api.server._service.sdapi, []
+        client = store._client
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                executed.append(name)
+                return getattr(client, name)
+
+        store._client = Counting()
+        try:
+            jobs = store.open_jobs(owner)
+        finally:
+            store._client = client
+        assert [job.id for job in jobs] == [id for _, id in begun_ones] and executed == ["hgetall", "pipeline"]
+        old, gone = begun_ones[0][1], "a" * 20
+        worker.redis.hset(key, mapping={old: int(time.time()) - 86_401, gone: int(time.time())})
+        assert standing(ann)[1] == 3 and standing(bob) == IDLE
+        assert set(worker.redis.hkeys(key)) == {id for _, id in begun_ones[1:]}
+        for answer, id in begun_ones:
+            worker.work(id)
+            answer.result(PATIENCE_S)
 
 
 def test_options_are_a_keys_own(redis_url: str, folder: Path) -> None:
@@ -150,6 +182,18 @@ def test_scopes_hold(redis_url: str, folder: Path) -> None:
         token = keyring.add("texts", ["text"])[1]
         eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
         headers = {"Authorization": f"Bearer {token}"}
-        for path in ("txt2img", "img2img", "options", "interrupt", "extra-single-image"):
+        for path in ("txt2img", "img2img", "options", "interrupt", "png-info", "extra-single-image"):
             answer = api.client.post(f"/sdapi/v1/{path}", json={"prompt": "a"}, headers=headers)
             sdapi_error(answer, 403, "insufficient_scope")
+
+
+def test_the_quota_comes_before_the_mask(redis_url: str, folder: Path) -> None:
+    settings = settings_of(redis_url, folder, sdapi=True)
+    with closing(Keyring.of(settings)) as keyring, opened(settings, CARD) as (api, worker), Studio(worker):
+        token = keyring.add("one", ["images"], quota="1/day")[1]
+        eventually(lambda: api.client.get("/sdapi/v1/options").status_code == 401)
+        headers = {"Authorization": f"Bearer {token}"}
+        body = {"prompt": "a cat", "steps": 4, "init_images": [picture()]}
+        assert api.client.post("/sdapi/v1/img2img", json=body, headers=headers).status_code == 200
+        empty = {**body, "mask": encoded(Image.new("L", (128, 128)))}
+        sdapi_error(api.client.post("/sdapi/v1/img2img", json=empty, headers=headers), 429, "quota_exceeded")

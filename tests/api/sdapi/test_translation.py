@@ -124,6 +124,14 @@ def test_options_are_read_from_the_request() -> None:
     assert refused(override_settings={"CLIP_stop_at_last_layers": "x"})[0].endswith("CLIP_stop_at_last_layers")
 
 
+def test_stored_options_are_validated_each_by_itself() -> None:
+    stored = {"CLIP_stop_at_last_layers": 99, "sd_vae": "full", "samples_format": [], "of_another_version": 1}
+    valid, warnings = translation.stored_options(stored)
+    assert valid == {"sd_vae": "full", "of_another_version": 1}
+    assert [warning.partition(":")[0] for warning in warnings] == ["CLIP_stop_at_last_layers", "samples_format"]
+    assert translation.options_of(valid, requests.parse(Txt2Img, {})).sd_vae == "full"
+
+
 def test_the_hires_fix_enlarges() -> None:
     result = made(enable_hr=True, hr_upscaler="nearest4", denoising_strength=0)
     assert result.fields["upscale"] == {"model": "nearest4", "scale": 2.0} and result.warnings == []
@@ -150,8 +158,8 @@ def test_a_refiner_and_scripts() -> None:
 def test_a_source_and_its_mask() -> None:
     fields: dict[str, Any] = {"init_images": ["picture"], "mask": "mask", "mask_blur": 4, "inpainting_fill": 0}
     result = made(Img2Img, **fields, inpainting_mask_invert=1, inpaint_full_res=True, resize_mode=1)
-    assert result.fields["strength"] == 0.75 and result.inverted
-    assert result.source is not None and result.mask is not None
+    assert result.fields["strength"] == 0.75
+    assert result.source is not None and result.mask is not None and result.mask.reading == "a1111-inverted"
     told = [warning.partition(":")[0] for warning in result.warnings]
     assert told == ["resize_mode", "mask_blur", "inpainting_fill", "inpaint_full_res"]
     assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
@@ -240,4 +248,29 @@ def test_fields_that_are_not_read_are_told_where_they_would_do_something() -> No
     loud = requests.unread(Txt2Img, {"restore_faces": True, "future": 1, "a b": 2, "subseed_strength": 0.5})
     assert loud == ["restore_faces: is not read", "future: is not read", "subseed_strength: is not read",
                     "of the other fields 1 are not read"]  # fmt: skip
+    for kind in (Txt2Img, Img2Img):
+        neutral = {
+            "seed_resize_from_w": -1,
+            "seed_resize_from_h": 0,
+            "latent_mask": None,
+            "firstpass_image": None,
+            "override_settings": {"sd_lora": "None", "eta_noise_seed_delta": 0, "sd_vae": "full", "x": None},
+        }
+        assert requests.unread(kind, neutral) == requests.unread(kind, {"override_settings": None}) == []
+        dropped = {
+            "seed_resize_from_w": 512,
+            "seed_resize_from_h": 512,
+            "latent_mask": "a",
+            "firstpass_image": "b",
+            "sampler_noise_scheduler_override": "c",
+            "override_settings": {"eta_noise_seed_delta": 31337, "face": 1, "a b": 1},
+        }
+        assert requests.unread(kind, dropped) == [
+            f"{name}: is not read"
+            for name in (
+                *list(dropped)[:-1],
+                "override_settings.eta_noise_seed_delta",
+                "override_settings.face",
+            )
+        ] + ["of the other fields 1 are not read"]
     assert len(requests.unread(Txt2Img, {f"f{k}": k for k in range(5000)})) < 12
