@@ -33,7 +33,7 @@ CODE = (
     "core/cuda_graphs.py", "core/digests.py", "core/graphs.py", "core/kernels", "core/ops",
     "core/quant",
     "core/transfers.py", "llm/encoder.py", "llm/family.py",
-    "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",
+    "core/pictures.py", "llm/network.py", "pipeline", "unet_opt", "workers/formats.py", "workers/text_encoder.py",
 )  # fmt: skip
 _CUDA = ("core/kernels/cuda", "core/ops")
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "numpy")

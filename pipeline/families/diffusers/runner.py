@@ -18,6 +18,7 @@ from contract.pipeline_call import FIELD, IMAGE, MASK, TEXT
 from core.batching.request import Outcome, Request
 from core.batching.runner import Lane, LaneTicket, NotYet
 from core.graphs import ExecutableKey
+from core.pictures import on_white
 from pipeline.backends.backend import BatchGroup
 from pipeline.backends.phases import DEEP, ENCODE, VAE
 from pipeline.backends.run_ahead import RunAhead
@@ -323,7 +324,7 @@ class DiffusersRunner:
         executable = "compiled" if self._compiled else "eager"
         printed = fingerprint(self.model, executable=executable, bucket=1)
         printed |= {"loop": LOOP, "pipeline": type(self.model.pipelines[_kind(parameters)]).__name__}
-        return Picture(image.convert("RGB"), parameters, printed, (), self.default_scheduler)
+        return Picture(on_white(image), parameters, printed, (), self.default_scheduler)
 
     @property
     def _compiled(self) -> bool:

@@ -51,7 +51,7 @@ def test_what_a_client_has_not_read_is_counted(shared: Api, monkeypatch: pytest.
         assert b"200 OK" in client.recv(100)
         shared.client.get("/healthz")
         assert held.count > 3 * 2**20, "of a PNG of 2048 pixels a side"
-        monkeypatch.setattr(held, "_limit", held.count)
+        monkeypatch.setattr(held, "limit", held.count)
         refused = shared.post("/sdapi/v1/extra-single-image", image=picture(40, 30))
         assert refused.headers["retry-after"] == "2" and sdapi_error(refused, 503, "memory_full")
     eventually(lambda: held.count == 0)
