@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from api.links import ImageLinks
+from contract.errors import Invalid
 from contract.image import ImageJob
 from core.jobs.record import Job, JobState
 
@@ -60,7 +62,9 @@ def retrieved(job: Job, content: dict[str, Any]) -> dict[str, Any]:
         {**image, "fingerprint": fingerprint}
         for image, fingerprint in zip(content["images"], fingerprints, strict=True)
     ]
-    request = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
+    request = None
+    with suppress(Invalid):  # parameters of a newer version
+        request = ImageJob.read(job.parameters).redraw(job.model, result["deepcache"])
     return {**content, "images": images} | ({} if request is None else {"request": request})
 
 

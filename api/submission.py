@@ -75,7 +75,7 @@ async def submit(
         await enforce_rate_limit(request, service, caller)
         charged = True
     pictures = await references.resolve(service, caller, fields, given_pictures)
-    digest = "" if id is None else await _digest(service, caller, fields, pictures)
+    digest = "" if id is None else await _digest(service, caller, fields, pictures, webhook_events)
     webhook = _webhook(service, request, fields, webhook_events)
     draft_for = partial(_draft, service, caller, fields, id, digest, webhook)
     card = service.cards.now.model(fields.model, ImageCard)
@@ -279,7 +279,9 @@ def _webhook(service: Service, request: Request, fields: ImageRequest, events: S
     return receiver if events is None else {**receiver, "form": FORM, "events": [*events]}
 
 
-async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads) -> str:
+async def _digest(
+    service: Service, caller: Caller, fields: ImageRequest, pictures: PictureUploads, events: Sequence[str] | None
+) -> str:
     """Digest of the request before defaults are filled in: a seed may be random."""
     digests = {source.identity: await service.pictures.digested(caller.id, source) for source in pictures.sources}
     pictures = pictures.map(lambda source: digests[source.identity])
@@ -290,6 +292,8 @@ async def _digest(service: Service, caller: Caller, fields: ImageRequest, pictur
         if uploads := pictures.inputs.get(field):
             name = "controls" if field == Control.FIELD else f"uploads of {field}"
             document[name] = [upload.digest for upload in uploads]
+    if events is not None:
+        document["webhook events"] = sorted({*events})
     if pictures.further:
         document["further images"] = [upload.digest for upload in pictures.further]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

@@ -11,6 +11,7 @@ from api.links import ImageLinks
 from api.predictions import inputs
 from api.presentation import results
 from contract.card import ImageCard
+from contract.errors import Invalid
 from contract.image import ImageJob
 from core.artifacts import digest_of
 from core.jobs.files import KEPT_S, File
@@ -47,8 +48,12 @@ REPLICATE = Dialect("v1/predictions", inline=False)
 
 
 def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inline: bool = False) -> dict[str, Any]:
-    """A job as a prediction. Its output is links, or with `inline` data URLs as `Inline` values."""
+    """A job as a prediction. Its output is links, or with `inline` data URLs as `Inline` values.
+
+    The input and the logs of a job whose parameters this version cannot read are empty.
+    """
     base, path = links.base, f"{links.base}{dialect.path}/{job.id}"
+    request = _request(job)
     output = [
         Inline(image["key"], image.get("size_bytes"), f"data:{image['media_type']};base64,")
         if inline
@@ -60,10 +65,10 @@ def prediction(job: Job, links: ImageLinks, dialect: Dialect = REPLICATE, *, inl
         "model": qualified(job.model),
         "version": job.model,
         "status": status(job),
-        "input": inputs.given_back(ImageJob.read(job.parameters).to_dict()),
+        "input": {} if request is None else inputs.given_back(request.to_dict()),
         "output": output if job.state is JobState.SUCCEEDED else None,
         "error": error(job),
-        "logs": logs(job),
+        "logs": "" if request is None else logs(job, request),
         "metrics": _metrics(job),
         "created_at": time(job.created),
         "started_at": time(job.started),
@@ -94,9 +99,16 @@ def error(job: Job) -> str | None:
     return str((job.error or {}).get("message") or "The job failed.")
 
 
-def logs(job: Job) -> str:
+def _request(job: Job) -> ImageJob | None:
+    """The job's parameters; None if this version cannot read them."""
+    try:
+        return ImageJob.read(job.parameters)
+    except Invalid:
+        return None
+
+
+def logs(job: Job, request: ImageJob) -> str:
     """The seed, the progress as a bar that Replicate's clients parse, and warnings."""
-    request = ImageJob.read(job.parameters)
     lines = [f"Using seed: {request.picture.seed}"]
     done, steps = ((job.progress or {}).get(name, 0) for name in ("steps_done", "steps"))
     if job.state is JobState.SUCCEEDED:

@@ -252,10 +252,16 @@ async def stream(id: str, request: Request, service: Given, caller: By) -> Respo
 
 @router.get("/v1/models/{owner}/{name}", summary="Look at a model, as Replicate does")
 async def model(owner: str, name: str, request: Request, service: Given, caller: By) -> Response:
-    """OpenAI's object of the model, with the fields of Replicate's, whose `latest_version` is the only one."""
-    card = _card(service, owner, name)
+    """OpenAI's object of the model; an image model's has the fields of Replicate's too, whose `latest_version` is the
+    only one.
+    """
+    id = f"{owner}/{name}"
+    named = service.cards.now.named(id)
+    if not isinstance(named, ImageCard | None):
+        return await models.model(id, service, caller)
+    card = named or _card(service, owner, name)
     fields = objects.model_fields(card, owner, name, service.links(request).base, models.started(card, service))
-    return JSONResponse({**models.model_object(card, service, card.name), **fields}, headers=_FRESH)
+    return JSONResponse({**models.model_object(card, service, id if named else card.name), **fields}, headers=_FRESH)
 
 
 @router.get("/v1/models/{owner}/{name}/versions", summary="List a model's versions")
@@ -297,10 +303,16 @@ async def _create(
     stays = id is not None or wait_s is not None
     async with charge_refusals(request, service, caller):
         given = schemas.read(PredictionBody, await body.read(request, caller.id))
+        if given.id is not None and given.id != request.path_params.get("id", given.id):
+            raise invalid_field("id", "must be the id in the address")
         model = model or _version(service, given.version)
         base = service.links(request).base
         card = service.cards.now.model(model, ImageCard)
         fields, names = inputs.job_fields(given.input, base, card)
+        if card is None and names["size"] == "aspect_ratio":  # the size is one of the card's
+            with inputs.errors_as_given(names):
+                card = await submission.served(service, model, ImageCard)
+            fields, names = inputs.job_fields(given.input, base, card)
         url, events = _webhook(given)
         with inputs.errors_as_given(names):
             job_request = inputs.read_request({**fields, "model": model, "webhook_url": url})

@@ -17,8 +17,8 @@ from core.jobs.record import milliseconds, to_json
 
 @dataclass(frozen=True, slots=True)
 class DueWebhook:
-    """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port. `live`: the job
-    still ran when this was taken.
+    """A webhook due now, and its failed attempts so far. `host` is the receiver's, with its port. `live`: the
+    message is of a job that runs. It may have ended if its start is asked for, and its end is not.
 
     The job's id may have been reused: the outcome is recorded for this incarnation only.
     """

@@ -6,16 +6,18 @@ import base64
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from core.jobs.cards import WorkerCard
 from core.jobs.record import JobState
 from deployment.redis import RedisServer
 from tests.api.easel import Easel
-from tests.api.world import CARD, Api, Worker, eventually, opened, settings_of
+from tests.api.world import CARD, TEXT, Api, Worker, eventually, opened, settings_of
 
 INPUT: dict[str, Any] = {"prompt": "a cat", "width": 64, "height": 64, "num_inference_steps": 4, "seed": 7}
 ASYNC = {"Prefer": "respond-async"}
@@ -66,6 +68,19 @@ def test_an_id_makes_one_prediction(shared: Api, worker: Worker) -> None:
     again = predict(shared, "/predictions/once")
     assert (again.status_code, again.json()["status"]) == (200, "succeeded")
     assert predict(shared, "/predictions/no%20id").json()["error"]["param"] == "id"
+    assert predict(shared, "/predictions/once", id="once").status_code == 200
+    mismatch = predict(shared, "/predictions/another", ASYNC, id="once")
+    assert (mismatch.status_code, mismatch.json()["error"]["param"]) == (422, "id")
+
+
+def test_an_id_has_one_filter_of_events(shared: Api) -> None:
+    """In any order."""
+
+    def status(*events: str) -> int:
+        body = {"webhook": "https://93.184.216.34/hook", "webhook_events_filter": events}
+        return int(predict(shared, "/predictions/filtered", ASYNC, **body).status_code)
+
+    assert [status("start", "output"), status("output", "start"), status("start")] == [202, 202, 422]
 
 
 def test_what_ends_without_pictures(shared: Api, worker: Worker) -> None:
@@ -114,6 +129,7 @@ def test_who_leaves_cancels_unless_it_may_ask_again(shared: Api, worker: Worker)
         ({"webhook": "http://127.0.0.1/hook"}, "webhook"),
         ({"webhook": "https://a.example", "webhook_events_filter": ["end"]}, "webhook_events_filter"),
         ({"version": "none"}, "version"),
+        ({"version": "none", "input": {"prompt": "a cat", "aspect_ratio": "16:9"}}, "version"),
     ],
 )
 def test_an_error_is_a_problem_that_names_the_field(shared: Api, body: dict[str, Any], param: str) -> None:
@@ -122,6 +138,59 @@ def test_an_error_is_a_problem_that_names_the_field(shared: Api, body: dict[str,
     assert answer.status_code == problem["status"] == (404 if param == "version" else 422)
     assert problem["error"]["param"] == param and problem["detail"] == problem["error"]["message"]
     assert problem["detail"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": None},
+        {"seed": None},
+        {"edit": {"image": "a"}},
+        {"control": [{"model": "canny", "image": "a", "of_tomorrow": 1}]},
+        {"image_prompts": 5},
+    ],
+)
+def test_a_record_of_a_newer_version_is_shown_without_its_input(
+    shared: Api, worker: Worker, changes: dict[str, Any]
+) -> None:
+    id = predict(shared, headers=ASYNC).json()["id"]
+    worker.work(id)
+    parameters = {**worker.job(id).parameters, **changes}
+    kept = {name: value for name, value in parameters.items() if value is not None}
+    worker.redis.hset(f"diptych:job:{id}", "parameters", json.dumps(kept))
+    listed = {item["id"]: item for item in shared.client.get("/v1/predictions").json()["results"]}
+    for item in (listed[id], shared.client.get(f"/predictions/{id}").json()):
+        assert (item["status"], item["input"], item["logs"], len(item["output"])) == ("succeeded", {}, "", 1)
+    assert "request" not in shared.job(id)
+
+
+def test_an_aspect_ratio_before_a_card_is_known(redis_server: RedisServer, tmp_path: Any) -> None:
+    """No card: as any request. A card that the API has not read yet: read, so that a repeated request is the same."""
+    input = {"prompt": "a cat", "aspect_ratio": "16:9"}
+    with opened(settings_of(redis_server.url, tmp_path)) as (api, worker):
+        worker.redis.delete("diptych:models", *worker.redis.keys("diptych:worker*"))
+        eventually(lambda: not api.client.get("/v1/models").json()["data"])
+        assert predict(api, "/predictions/wide", ASYNC, input=input).status_code == 503
+        worker.announce()
+        answers = [predict(api, "/predictions/wide", ASYNC, input=input) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [202, 202]
+        assert (answers[0].json()["input"]["width"], answers[0].json()["input"]["height"]) == (168, 96)
+
+
+def test_models_of_all_kinds_and_names_have_openais_object(redis_server: RedisServer, tmp_path: Any) -> None:
+    """Also those of names and aliases with a slash, whose address is that of Replicate's object."""
+    aliases = "openai/gpt=emoji-lm,openai/image=emoji-xl"
+    with opened(settings_of(redis_server.url, tmp_path, model_aliases=aliases), CARD) as (api, worker):
+        worker.registry.announce(
+            WorkerCard("worker-2", "here", 1, "ready", "", 1.0, [TEXT, replace(TEXT, name="org/lm")]), 600
+        )
+        names = {"emoji-xl", "emoji-lm", "org/lm", "openai/gpt", "openai/image"}
+        listed = lambda: {item["id"]: item for item in api.client.get("/v1/models").json()["data"]}  # noqa: E731
+        eventually(lambda: listed().keys() >= names)
+        for name, item in listed().items():
+            assert api.client.get(f"/v1/models/{name}").json().items() >= item.items()
+        assert "latest_version" in api.client.get("/v1/models/openai/image").json()
+        assert api.client.get("/v1/models/org/none").status_code == 404
 
 
 def test_texts_are_no_predictions(shared: Api) -> None:

@@ -151,6 +151,27 @@ def test_an_outcome_that_comes_after_the_end_leaves_the_end_due(
     assert not webhooks.due(60)
 
 
+@pytest.mark.parametrize("events", [["start"], ["start", "logs"], ["start", "output"]])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_start_is_told_once_where_the_end_is_not(
+    jobs: JobStore, webhooks: WebhookQueue, client: redis.Redis, events: list[str], taken: bool
+) -> None:
+    """Also of a job that ends before it is told, or while it is."""
+    claim = with_events(jobs, events)
+    due = webhooks.due(60) if taken else []
+    assert jobs.leases.fail(claim.id, claim.fence, "a", "b")
+    (start,) = due or webhooks.due(60)
+    assert start.live
+    webhooks.settle(start)
+    assert not webhooks.due(0) and not client.keys("diptych:webhook*")
+
+
+def test_a_start_is_not_told_of_a_job_that_never_ran(jobs: JobStore, webhooks: WebhookQueue) -> None:
+    draft = JobDraft(new_id(), "image", "m", {}, webhook={"url": "http://a/", "base": "http://x/", "events": ["start"]})
+    jobs.create(draft)
+    assert jobs.cancel(draft.id) is not None and not webhooks.due(0)
+
+
 def test_a_second_attempt_is_no_second_start(jobs: JobStore, webhooks: WebhookQueue) -> None:
     claim = with_events(jobs, ["start"])
     webhooks.settle(*webhooks.due(60))

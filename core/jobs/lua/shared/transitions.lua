@@ -124,6 +124,9 @@ local function tells(webhook, state)
   return not cjson.decode(webhook).events or asks(webhook, 'completed') or state == 'succeeded' and asks(webhook, 'output')
 end
 
+-- Whether a webhook is told of the start of a job in this state: also of an ended one, if it was not told before.
+local function starts(webhook, state) return state ~= 'queued' and asks(webhook, 'start') end
+
 -- Returns how long an ended job is kept: at least as long as it was created with, and at least until its webhook is
 -- delivered or given up.
 local function kept_ms(job, retention_ms)

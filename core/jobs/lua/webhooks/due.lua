@@ -3,7 +3,7 @@
 -- KEYS: none
 -- ARGV: 2 visibility timeout in ms, 3 limit, 4 limit per owner, 5 limit per lane, 6 {owners: {…}, lanes: {…}} to skip,
 --   as JSON
--- Answer: {job, tries, owner, receiver, incarnation, whether the job lives (1 or 0), …}
+-- Answer: {job, tries, owner, receiver, incarnation, whether the message is of a job that runs (1 or 0), …}
 
 local intake = 1000  -- jobs moved to their lanes per call
 let_through()
@@ -32,14 +32,14 @@ for _, owner in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', at, 'LIMIT', 
         local most = math.min(mine, tonumber(ARGV[5]))
         for _, id in ipairs(redis.call('ZRANGEBYSCORE', lane, '-inf', at, 'LIMIT', 0, most)) do
           local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'owner', 'webhook', 'incarnation')
-          if not v[1] or (v[2] or '') ~= owner or host_of(v[3]) ~= host or not tells(v[3], v[1])
+          if not v[1] or (v[2] or '') ~= owner or host_of(v[3]) ~= host or not (tells(v[3], v[1]) or starts(v[3], v[1]))
               or redis.call('ZSCORE', P .. 'webhooks', id) then
             redis.call('ZREM', lane, id)  -- its job is gone; a new job with the same id has its own entry
             if not v[1] then redis.call('HDEL', P .. 'webhook_tries', id) end
           else
             redis.call('ZADD', lane, at + ARGV[2], id)
             local tries = redis.call('HGET', P .. 'webhook_tries', id) or '0'
-            local lives = v[1] == 'running' and '1' or '0'
+            local lives = (v[1] == 'running' or not tells(v[3], v[1])) and '1' or '0'
             for _, value in ipairs({id, tries, owner, host, v[4] or '', lives}) do found[#found + 1] = value end
             mine, left = mine - 1, left - 1
           end

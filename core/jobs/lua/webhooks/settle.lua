@@ -4,14 +4,14 @@
 -- include: shared/lanes
 -- KEYS: none
 -- ARGV: 2 job, 3 owner, 4 receiver, 5 ms until the retry or '': it is settled, 6 whether this was an attempt (1 or 0),
---   7 retention_ms, 8 incarnation: a later job with the same id stays untouched, 9 whether the job lived when the
---   webhook was taken (1 or 0): then its end, which has an entry of its own, stays untouched too
+--   7 retention_ms, 8 incarnation: a later job with the same id stays untouched, 9 whether the message was of a
+--   job that ran (1 or 0): then its end, if it is told, has an entry of its own and stays untouched too
 -- Answer: nothing
 
 local id, owner, host, at = ARGV[2], ARGV[3], ARGV[4], now()
 local lane = lane_of(owner, host)
-local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'incarnation', 'ended', 'owner')
-if v[1] and ((v[2] or '') ~= ARGV[8] or ARGV[9] == '1' and v[3]) then return end
+local v = redis.call('HMGET', P .. 'job:' .. id, 'state', 'incarnation', 'ended', 'owner', 'webhook')
+if v[1] and ((v[2] or '') ~= ARGV[8] or ARGV[9] == '1' and v[3] and tells(v[5], v[1])) then return end
 if ARGV[5] == '' or not v[1] then
   redis.call('ZREM', lane, id)
   redis.call('HDEL', P .. 'webhook_tries', id)
