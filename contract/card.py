@@ -97,7 +97,8 @@ class ImageOffer(ImageLimits):
     the IP-Adapters; None: not checked. `cascades` are the models that may draw first, with the pairs' tuned gates
     (`contract.cascade`); None: only the syntax is checked. `fields` are those of `contract.pipeline_call.FIELDS` that
     it reads, and `sources` the kinds of request that it draws, of that module; None: all. `options` are what
-    `pipeline_options` may have: by name the `type`, and the `default` if there is one; None: only the form is checked.
+    `pipeline_options` may have: by name the `type`, and `default`, `minimum` and `maximum` if there are; None: only
+    the form is checked.
     """
 
     sizes: Collection[Size]

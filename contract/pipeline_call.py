@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StrictStr, WithJsonSchema
 
-from contract.bounds import check_text
+from contract.bounds import check_number, check_text
 from contract.errors import Invalid
 
 FIELD = "pipeline_options"
@@ -58,8 +58,8 @@ def check_fields(request: Mapping[str, Any], fields: Collection[str] | None) -> 
 
 
 def check_options(options: Mapping[str, Any] | None, offered: Mapping[str, Mapping[str, Any]] | None) -> None:
-    """Raise `Invalid` for an option that is not offered, or of another type than its `type` in JSON Schema's words;
-    None: only the form is checked.
+    """Raise `Invalid` for an option that is not offered, or outside its `type`, `minimum` and `maximum`, in JSON
+    Schema's words; None: only the form is checked.
     """
     if options is None:
         return
@@ -74,7 +74,7 @@ def check_options(options: Mapping[str, Any] | None, offered: Mapping[str, Mappi
         field, kind = f"{FIELD}.{name}", str(offered[name]["type"])
         if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
             raise Invalid(field, f"must be of type {kind}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise Invalid(field, "must be a finite number")
         if isinstance(value, str):
             check_text(field, value, _MAX_TEXT)
+        elif kind != "boolean":
+            check_number(field, value, offered[name].get("minimum", -math.inf), offered[name].get("maximum", math.inf))

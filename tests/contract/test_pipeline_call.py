@@ -47,6 +47,17 @@ def test_other_values_are_refused(value: Any) -> None:
         check_options(ADAPTER.validate_python({"number": value}), OFFERED)
 
 
+@given(st.sampled_from(["integer", "number"]), st.integers(), st.integers(0, 100))
+def test_a_number_is_within_the_bounds_that_are_offered(kind: str, value: int, width: int) -> None:
+    offered = {"a": {"type": kind, "minimum": -3, "maximum": width}}
+    if -3 <= value <= width:
+        check_options({"a": value}, offered)
+    else:
+        with pytest.raises(Invalid, match=f"between -3 and {width}") as error:
+            check_options({"a": value}, offered)
+        assert error.value.field == "pipeline_options.a"
+
+
 @pytest.mark.parametrize("options", [{"other": 1}, dict.fromkeys(map(str, range(MAX_OPTIONS + 1)), 1), [1]])
 def test_what_is_not_offered_is_refused(options: Any) -> None:
     with pytest.raises(Invalid) as error:

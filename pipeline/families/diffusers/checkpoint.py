@@ -167,11 +167,8 @@ def load(
     if folder is None:
         raise ModelError(f"{name}: is no pipeline of diffusers without a native family")
     index = folders.read_json(folder / "model_index.json")
-    if not CallSignature(getattr(diffusers, index["_class_name"])).draws:
-        raise ModelError(
-            f"{folder}/model_index.json: is a {index['_class_name']}, which does not draw from a prompt, an image and "
-            "a mask alone"
-        )
+    if refusal := CallSignature(getattr(diffusers, index["_class_name"])).refusal:
+        raise ModelError(f"{folder}/model_index.json: is a {index['_class_name']}, which {refusal}")
     where = torch.device(device)
     quantized = "gguf" if weights else precision if precision in _PACKAGES else ""
     plain = unquantized(where.type) if quantized or precision == "auto" else precision
@@ -233,7 +230,7 @@ def _tasks(base: Any) -> dict[str, Any]:
         except (ValueError, AttributeError):  # the class has no counterpart of this kind, or lacks a part for it
             if kind == _kind(own):
                 tasks[kind] = base
-    drawing = {kind: task for kind, task in tasks.items() if CallSignature(type(task)).draws}
+    drawing = {kind: task for kind, task in tasks.items() if not CallSignature(type(task)).refusal}
     return {kind: base if type(task) is type(base) else task for kind, task in drawing.items()}
 
 

@@ -5,12 +5,18 @@ Of the two threads exactly one runs: `advance` passes a baton to the pipeline's 
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import Any
 
 import torch
+
+from pipeline.checkpoints.folder import first_line
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +53,13 @@ class PipelineLoop:
         self._stopped.acquire()
         self._position = Position(0, 0)
         self._error: BaseException | None = None
-        self._cancelled = False
+        self._cancelled = self._ended = False
         self._thread: Thread | None = None
 
     @property
-    def failed(self) -> bool:
-        """Return whether the call has raised an error."""
-        return self._error is not None
+    def ended(self) -> bool:
+        """Return whether the call has returned a picture or raised an error."""
+        return self._ended
 
     def advance(self) -> Position:
         """Let the call go on to its next stop; raises what it raises. Not to be called after its end."""
@@ -64,17 +70,21 @@ class PipelineLoop:
             self._go.release()
         self._stopped.acquire()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback leads back to this loop
         return self._position
 
     def cancel(self) -> None:
         """End the call where it has stopped, and wait for its thread; it computes nothing more."""
         self._cancelled = True
         if self._thread is not None and self._thread.is_alive():
-            if self._position.image is None and self._error is None:
+            if not self._ended:
                 self._go.release()
             self._thread.join()
         self._pipeline = self._arguments = None  # type: ignore[assignment]  # what they hold
+        self._position = Position(0, 0)
 
     def _run(self) -> None:
         try:
@@ -85,11 +95,21 @@ class PipelineLoop:
             image = (output[0] if isinstance(output, tuple) else output.images)[0]
             self._position = Position(self._position.done, self._position.total, image=image)
         except _Cancelled:
-            pass
+            self._unload()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
+            _clear_frames(error)
+            self._unload()
         finally:
+            self._ended = True
             self._stopped.release()
+
+    def _unload(self) -> None:
+        """Do what a call does at its end: move networks that are offloaded whole off the GPU."""
+        try:
+            self._pipeline.maybe_free_model_hooks()
+        except Exception as error:  # nothing waits for a call that is cancelled, and an error has its own cause
+            log.warning("networks stay on the GPU until the next call: %s", first_line(error))
 
     def _stop(self, position: Position) -> None:
         """Give the baton back, and wait for it."""
@@ -118,6 +138,17 @@ class PipelineLoop:
     def _step(self, count: int) -> None:
         if not self._calls_back:
             self._stop(Position(self._position.done + count, self._position.total))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release the local variables of a call that raised this: tensors, for as long as anyone keeps the error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _ = frame.f_locals  # pipelines call locals(): its copy, which Python 3.11 and 3.12 keep, follows when read
+        error = error.__cause__ or error.__context__
 
 
 class _StepBar:

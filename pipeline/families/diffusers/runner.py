@@ -153,6 +153,7 @@ class DiffusersRunner:
         state, request.work = request.work, None
         if state.loop is not None:
             state.loop.cancel()
+            state.loop, state.position = None, Position(0, 0)  # an error's frames may refer to the state
         self._requests -= 1
         self.capacity.slots.give(state.slot)
         self.capacity.memory.give(state.size_bytes)
@@ -201,12 +202,18 @@ class DiffusersRunner:
         (request,) = requests
         state: PipelineState = request.work
         group, parameters = self.group(request), request.parameters
-        if state.loop is None or state.loop.failed:  # one that failed begins anew, with the same noise
+        if state.loop is not None and state.loop.ended:  # one that failed begins anew, with the same noise
+            state.loop.cancel()
+            state.loop = None
+        if state.loop is None:
             state.loop, state.position = self._loop(parameters), Position(0, 0)
         loop = state.loop
 
         def compute() -> tuple[Position, Any]:
             position = self._advance(loop, group)
+            drawn = getattr(position.image, "size", None)
+            if position.image is not None and drawn != parameters.size:
+                raise Invalid("size", f"is not what the pipeline draws: {drawn or type(position.image).__name__}")
             return position, self._preview(parameters, state.position, position)
 
         def commit(result: tuple[Position, Any]) -> Mapping[str, Outcome]:
@@ -318,7 +325,7 @@ class DiffusersRunner:
     def _picture(self, parameters: ImageParameters, image: Image) -> Picture:
         from PIL.Image import composite
 
-        if parameters.edit is not None and parameters.edit.mask is not None and image.size == parameters.size:
+        if parameters.edit is not None and parameters.edit.mask is not None:
             repainted = _mask(parameters).point(lambda value: 255 * (value > 127))
             image = composite(image, next(_pictures(parameters)), repainted)
         executable = "compiled" if self._compiled else "eager"
@@ -333,15 +340,13 @@ class DiffusersRunner:
 
 
 def _copied(pipeline: Any) -> Any:
-    """Return a copy with the same networks, and schedulers and parts that are pipelines of its own."""
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    """Return a copy with the same networks, and schedulers of its own."""
+    from diffusers import SchedulerMixin
 
     copied = copy.copy(pipeline)
     for name, part in vars(pipeline).items():
         if isinstance(part, SchedulerMixin):
             setattr(copied, name, type(part).from_config(part.config))
-        elif isinstance(part, DiffusionPipeline):
-            setattr(copied, name, _copied(part))
     return copied
 
 

@@ -6,9 +6,10 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, get_args
+from functools import cached_property
+from typing import Any, cast, get_args
 
-from contract.card import ImageDefaults
+from contract.card import MAX_GUIDANCE, ImageDefaults
 from contract.image import ImageParameters
 
 ARGUMENTS = {
@@ -18,8 +19,22 @@ ARGUMENTS = {
 }  # fmt: skip
 """A request's fields that some pipelines read, with the arguments that they are."""
 
-_OWN = {*ARGUMENTS.values(), "self", "prompt", "width", "height", "generator", "num_images_per_prompt", "latents"}
-_OURS = re.compile(r"(_embeds|_mask|image|_kwargs|_tensor_inputs|_type|_dict)$|^_|^callback|^image|^mask")
+_LENGTH = "max_sequence_length"
+_OPTIONS = frozenset({
+    _LENGTH, "prompt_3", "prompt_4", "negative_prompt_3", "negative_prompt_4", "system_prompt",
+    "cfg_normalization", "cfg_normalize", "clean_caption", "enable_cfg_renorm", "enable_prompt_rewrite", "guess_mode",
+    "normalize", "proportional_attn", "skip_text_cleaning", "use_pe", "use_resolution_binning",
+    "adapter_conditioning_factor", "adapter_conditioning_scale", "aesthetic_score", "cfg_renorm_min", "cfg_trunc_ratio",
+    "cfg_truncation", "clip_value", "control_guidance_end", "control_guidance_start", "controlnet_conditioning_scale",
+    "denoising_end", "denoising_start", "guidance_rescale", "image_guidance_scale", "img_guidance_scale",
+    "intermediate_timesteps", "max_timesteps", "mu", "negative_aesthetic_score", "prior_guidance_scale",
+    "scaling_watershed", "skip_layer_guidance_scale", "skip_layer_guidance_start", "skip_layer_guidance_stop", "std",
+    "true_cfg_scale", "truncation_rate",
+})  # fmt: skip
+"""Arguments that requests may set: they change neither the size nor the count of pictures, and add no steps."""
+
+_CHANGES = re.compile(r"attn_processor|set_processor|register_forward_(pre_)?hook")  # in a call: of networks
+_NESTED = re.compile(r"self\.\w+ = \w*Pipeline\(")
 _TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}  # by Python's, the narrowest first
 _CONTAINERS = re.compile(r"\b(list|tuple|dict)\[[^\[\]]*\]", re.IGNORECASE)
 
@@ -28,34 +43,39 @@ class CallSignature:
     """The arguments of a class of pipelines, by name.
 
     fields: of `contract.pipeline_call.FIELDS` and prompts' fields those that it has.
-    options: the other arguments that are a number, a text or a flag, as in `ImageOffer.options`.
+    options: those of `_OPTIONS` that it has, as in `ImageOffer.options`.
     """
 
     def __init__(self, pipeline: type) -> None:
         call: Any = pipeline.__call__
         signature = inspect.signature(call)
         self._parameters, self._returned = signature.parameters, signature.return_annotation
-        self._name = pipeline.__name__
+        self._class = pipeline
         self.fields = tuple(field for field, name in ARGUMENTS.items() if name in self)
         self.options: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
-            kind = _kind(parameter)
-            if kind is not None and name not in _OWN and not _OURS.search(name):
-                default = parameter.default
-                known = isinstance(default, bool | int | float | str)
-                self.options[name] = {"type": kind, **({"default": default} if known else {})}
+            option = _option(parameter) if name in _OPTIONS else None
+            if option is not None:
+                self.options[name] = option
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
-    @property
-    def draws(self) -> bool:
-        """Return whether a call needs nothing but a prompt and pictures, and returns pictures, as far as it says."""
+    @cached_property
+    def refusal(self) -> str:
+        """Return why the class is not served: "" for one that draws pictures from a prompt and pictures alone."""
         required = (p for p in self._parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)
         needed = {parameter.name for parameter in required}
+        if "prompt" not in self or not needed <= {"self", "prompt", "image", "mask_image"}:
+            return "does not draw from a prompt, an image and a mask alone"
         outputs = [kind for kind in get_args(self._returned) or (self._returned,) if is_dataclass(kind)]
-        pictures = not outputs or any(item.name == "images" for kind in outputs for item in fields(kind))
-        return pictures and "prompt" in self and needed <= {"self", "prompt", "image", "mask_image"}
+        if not any(item.name == "images" and "list[list" not in str(item.type) for k in outputs for item in fields(k)):
+            return "does not say that it returns pictures"
+        if _CHANGES.search(inspect.getsource(cast(Any, self._class).__call__)):
+            return "changes its networks during a call, while other requests draw with the same ones"
+        if _NESTED.search(inspect.getsource(self._class)):
+            return "holds further pipelines, each of which would run as one step that cannot be cancelled"
+        return ""
 
     @property
     def takes_several(self) -> bool:
@@ -65,7 +85,7 @@ class CallSignature:
         """
         annotation = str(self._parameters["image"].annotation) if "image" in self else ""
         listed = "list[PIL" in annotation and "Tensor" not in annotation
-        return listed or self._name.endswith("EditPlusPipeline")
+        return listed or self._class.__name__.endswith("EditPlusPipeline")
 
     def default(self, name: str) -> Any:
         """Return an argument's default; None if it has none."""
@@ -108,6 +128,21 @@ class CallSignature:
 
 def _changed(value: float, default: float) -> float | None:
     return None if value == default else value
+
+
+def _option(parameter: inspect.Parameter) -> dict[str, Any] | None:
+    """Return an argument as in `ImageOffer.options`; None for one that is no single value, and for a count."""
+    kind, default = _kind(parameter), parameter.default
+    option: dict[str, Any] = {"type": kind}
+    if isinstance(default, bool | int | float | str):
+        option["default"] = default
+    if kind == "number":
+        option |= {"minimum": -MAX_GUIDANCE, "maximum": MAX_GUIDANCE}
+    elif kind == "integer":  # its default is what the class is made for
+        if parameter.name != _LENGTH or not isinstance(default, int):
+            return None
+        option |= {"minimum": 1, "maximum": default}
+    return None if kind is None else option
 
 
 def _kind(parameter: inspect.Parameter) -> str | None:

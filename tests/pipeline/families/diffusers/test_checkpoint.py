@@ -62,6 +62,14 @@ def test_a_missing_package_is_named(folders: Folders) -> None:
         checkpoint.load(str(folders("flux")), precision="int8", device="cpu")
 
 
+def test_a_class_that_changes_shared_networks_is_refused(folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("pixart_sigma"), tmp_path / "pag")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "PixArtSigmaPAGPipeline"}))
+    with pytest.raises(ModelError, match="PixArtSigmaPAGPipeline, which changes its networks during a call"):
+        checkpoint.load(str(folder), precision="fp32", device="cpu")
+
+
 def test_damaged_and_pickled_weights_are_refused(folders: Folders, tmp_path: Path) -> None:
     damaged = shutil.copytree(folders("lumina2"), tmp_path / "damaged")
     (damaged / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no tensors")

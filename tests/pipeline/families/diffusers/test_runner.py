@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -185,6 +187,77 @@ def test_a_step_that_failed_is_repeated_from_the_beginning(
     assert finish(runner, request).tobytes() == called(folders("lumina2"), parameters).tobytes()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_failed_request_keeps_no_tensors_although_its_error_is_kept(
+    again: bool, runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners("lumina2")
+    inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(self: Any, timestep: torch.Tensor, **_: Any) -> None:
+        inputs.append(weakref.ref(timestep))
+        raise ZeroDivisionError
+
+    request = admitted(runner, "failing", parameters_of(runner, "lumina2"))
+    step(runner, request)
+    step(runner, request)
+    latents = weakref.ref(request.work.position.latents)
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as error:
+            patch.setattr(type(runner.model.modules["transformer"]), "forward", fail)
+            step(runner, request)
+        assert [tensor() for tensor in inputs] == [None]
+        if again:
+            step(runner, request)  # gives up the call that failed
+        else:
+            runner.release(request)
+        assert latents() is None
+        if again:
+            runner.release(request)
+    finally:
+        gc.enable()
+    assert error.traceback
+
+
+def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, calls = runners("lumina2"), list[str]()
+    monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
+    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
+    step(runner, cancelled)
+    step(runner, cancelled)
+    assert calls == []
+    runner.release(cancelled)
+    assert calls == ["moved"]
+    failing = admitted(runner, "failing", parameters_of(runner, "lumina2"))
+    step(runner, failing)
+    monkeypatch.setattr(type(runner.model.modules["transformer"]), "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(runner, failing)
+    assert calls == ["moved"] * 2
+    runner.release(failing)
+    assert calls == ["moved"] * 2
+
+
+@pytest.mark.parametrize("result", [Image.new("RGB", (8, 8)), [Image.new("RGB", (64, 64))]])
+def test_a_picture_of_another_size_fails_its_request(
+    result: object, folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners("flux")
+    parameters = parameters_of(runner, "flux")
+    request = admitted(runner, "size", parameters)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner.model.base.image_processor), "postprocess", lambda *_, **__: [result])
+        with pytest.raises(Invalid) as error:
+            while not step(runner, request).finished:
+                pass
+    assert error.value.field == "size"
+    assert finish(runner, request).tobytes() == called(folders("flux"), parameters).tobytes()
+
+
 def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
     runner = runners("flux")
     events: list[str] = []
@@ -218,6 +291,11 @@ def test_the_engine_serves_shares_and_cancels(runners: Runners) -> None:
         ("flux", "pipeline_options", {"pipeline_options": {"cfg": 1.0}}),
         ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": "much"}}),
         ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": True}}),
+        ("flux", "pipeline_options.true_cfg_scale", {"pipeline_options": {"true_cfg_scale": 1e300}}),
+        ("sana", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 200_000}}),
+        ("cogview4", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": -1}}),
+        ("lumina2", "pipeline_options.max_sequence_length", {"pipeline_options": {"max_sequence_length": 0}}),
+        ("flux_kontext", "pipeline_options", {"pipeline_options": {"max_area": 2**24}}),
         ("flux", "scheduler", {"scheduler": "euler"}),
         ("flux", "lora", {"lora": "pencil"}),
         ("flux", "prompt_weighting", {"prompt_weighting": True}),
@@ -242,9 +320,13 @@ def test_what_the_pipeline_does_not_take_is_refused(
     assert error.value.field == field
 
 
-def test_the_pipelines_own_checks_refuse_early(runners: Runners) -> None:
+def test_the_pipelines_own_checks_refuse_early(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_inputs(_: Any, max_sequence_length: int) -> None:
+        raise ValueError(f"`max_sequence_length` is {max_sequence_length}")
+
     runner = runners("flux")
-    fields = {"pipeline_options": {"max_sequence_length": 10_000}}
+    monkeypatch.setattr(type(runner.model.base), "check_inputs", check_inputs)
+    fields = {"pipeline_options": {"max_sequence_length": 100}}
     with pytest.raises(Invalid) as error:
         runner.check(Request("long", "image", replace(parameters_of(runner, "flux"), **fields)))
     assert error.value.field == "pipeline_options.max_sequence_length"
