@@ -27,6 +27,9 @@ from pipeline.families.diffusers.runner import DiffusersRunner
 from tests.pipeline.families.diffusers.conftest import Folders, Runners
 from tests.pipeline.families.diffusers.pipelines import BUILDERS
 
+# Of diffusers about itself, and about its own use of numpy.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
 STEPS = 3
 _UNBINNED = ("pixart_sigma", "hunyuan_dit", "sana")  # their tables of resolutions have none as small
 
