@@ -46,6 +46,7 @@ RUNS: dict[str, list[str]] = {
     "scheduling": ["-m", "benchmarks.scheduling"],
     "neighbours": ["-m", "tests.faults.neighbours"],
     "hostile": ["-m", "tests.faults.hostile", "--bodies", "10000"],
+    "marks": ["-m", "benchmarks.marks"],
 }  # fmt: skip
 OTHERS = ("agreement",)  # needs other packages
 NAMES = (*RUNS, *OTHERS)
