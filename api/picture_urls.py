@@ -65,7 +65,7 @@ def decoded(param: str, message: str, text: bytes) -> Iterator[bytes]:
     message.
     """
     if b"%" in text:
-        text = unquote_to_bytes(text)
+        text = b"".join(_unquoted(text))
     text = b"".join(text[at : at + _PART].translate(_URL_SAFE, _SPACE) for at in range(0, len(text), _PART))
     if len(text) % 4:
         text = text.rstrip(b"=")
@@ -77,6 +77,19 @@ def decoded(param: str, message: str, text: bytes) -> Iterator[bytes]:
             yield base64.b64decode(text[at : at + _PART], validate=True)
     except (binascii.Error, ValueError):
         raise invalid_field(param, message) from None
+
+
+def _unquoted(text: bytes) -> Iterator[bytes]:
+    """Yield the bytes of a percent-encoded text in parts, none of which ends within an escape: each `%` of a part is
+    two objects meanwhile.
+    """
+    at = 0
+    while at < len(text):
+        end = at + _PART
+        if (escape := text.find(b"%", end - 2, end)) >= 0:
+            end = escape
+        yield unquote_to_bytes(text[at:end])
+        at = end
 
 
 def _inline(field: str, param: str, text: str, start: int) -> PictureSource:

@@ -23,9 +23,9 @@ _LEAST = 16 * 1024  # characters of a picture that is kept apart: more than any 
 assert _LEAST > MAX_PROMPT_CHARACTERS
 _MOST = 10  # pictures of the largest size in a body
 _SPOOLED = 64 * 1024  # bytes of a body's pictures in memory
-_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=\\"  # \ as in \/ and \n
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\\"  # \ as in \/ and \n
 _ESCAPES = ((b"\\/", b"/"), (b"\\n", b""), (b"\\r", b""))
-_HEAD = re.compile(rb"data:[A-Za-z0-9.+-]{0,20}(?:\\?/[A-Za-z0-9.+-]{1,40})?;base64,")
+_HEAD = re.compile(rb"data:[A-Za-z0-9.+-]{0,20}(?:\\?/[A-Za-z0-9.+-]{1,40})?(?:;[A-Za-z0-9.=_-]{1,40}){0,4};base64,")
 _KEPT = "picture"
 MAX_BODY_BYTES = _MOST * (4 * MAX_BYTES // 3 + 4) + body.MAX_BYTES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+import tracemalloc
 from urllib.parse import quote
 
 import pytest
@@ -79,6 +80,20 @@ def test_a_long_text_is_the_same_bytes_with_line_ends(end: str, width: int) -> N
     for padding in (2**18 - 1, 2**18):
         with pytest.raises(ApiError):
             b"".join(decoded("image", "is wrong", (text[:padding] + "=" + text[padding + 1 :]).encode()))
+
+
+@pytest.mark.parametrize("before", range(6))
+def test_escapes_are_read_in_parts(before: int) -> None:
+    """None of which ends within one, or holds more objects than there is text."""
+    text = b"A" * before + b"%41" * 2**17 + b"A" * (-(before + 2**17) % 4)
+    assert b"".join(decoded("image", "is wrong", text)) == bytes((before + 2**17 + 3) // 4 * 3)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError):
+            b"".join(decoded("image", "is wrong", b"%" * 2**21))
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.binary(max_size=100))

@@ -151,9 +151,12 @@ class DiffusersRunner:
 
     def release(self, request: Request) -> None:
         state, request.work = request.work, None
-        if state.loop is not None:
-            state.loop.cancel()
-            state.loop, state.position = None, Position(0, 0)  # an error's frames may refer to the state
+        loop = state.loop
+        state.loop, state.position = None, Position(0, 0)  # an error's frames may refer to the state
+        if loop is not None and self.model.offload == "off":
+            loop.cancel()
+        elif loop is not None:  # moves networks: not on the engine's thread, but before the next iteration
+            self._lane.start(loop.cancel, lambda _: {})
         self._requests -= 1
         self.capacity.slots.give(state.slot)
         self.capacity.memory.give(state.size_bytes)

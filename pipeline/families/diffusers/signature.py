@@ -71,11 +71,17 @@ class CallSignature:
         outputs = [kind for kind in get_args(self._returned) or (self._returned,) if is_dataclass(kind)]
         if not any(item.name == "images" and "list[list" not in str(item.type) for k in outputs for item in fields(k)):
             return "does not say that it returns pictures"
-        if _CHANGES.search(inspect.getsource(cast(Any, self._class).__call__)):
+        if "Upscale" in self._class.__name__:
+            return "draws another size than a request asks for"
+        if _CHANGES.search(self._source):
             return "changes its networks during a call, while other requests draw with the same ones"
         if _NESTED.search(inspect.getsource(self._class)):
             return "holds further pipelines, each of which would run as one step that cannot be cancelled"
         return ""
+
+    @cached_property
+    def _source(self) -> str:
+        return inspect.getsource(cast(Any, self._class).__call__)
 
     @property
     def takes_several(self) -> bool:
@@ -111,6 +117,10 @@ class CallSignature:
             said["strength"] = parameters.edit.strength
         named = {"prompt": parameters.prompt, "width": parameters.width, "height": parameters.height}
         named |= {"max_area": parameters.width * parameters.height}  # FLUX Kontext scales other sizes to this area
+        if "resize_and_crop_tensor" not in self._source:
+            named |= {
+                "use_resolution_binning": False
+            }  # HunyuanDiT draws a size of its table, and does not scale it back
         named |= {ARGUMENTS[field]: value for field, value in said.items()}
         named = {name: value for name, value in named.items() if value is not None and name in self}
         return named | {name: value for name, value in (parameters.pipeline_options or {}).items() if name in self}

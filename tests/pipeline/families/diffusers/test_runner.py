@@ -245,6 +245,21 @@ def test_networks_are_moved_off_the_gpu_when_a_call_ends_early(
     assert calls == ["moved"] * 2
 
 
+def test_an_offloaded_call_is_cancelled_on_the_lane(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks take long to move: the engine's thread goes on meanwhile, and the next iteration waits."""
+    runner, calls, blocked = runners("lumina2"), list[str](), threading.Event()
+    monkeypatch.setattr(type(runner.model.base), "maybe_free_model_hooks", lambda _: calls.append("moved"))
+    monkeypatch.setattr(runner.model, "offload", "model")
+    cancelled = admitted(runner, "cancelled", parameters_of(runner, "lumina2"))
+    step(runner, cancelled)
+    runner._lane.start(blocked.wait, lambda _: {})
+    runner.release(cancelled)
+    assert calls == [] and runner.held() == 0
+    blocked.set()
+    runner._lane.call(lambda: None)
+    assert calls == ["moved"]
+
+
 @pytest.mark.parametrize("result", [Image.new("RGB", (8, 8)), [Image.new("RGB", (64, 64))]])
 def test_a_picture_of_another_size_fails_its_request(
     result: object, folders: Folders, runners: Runners, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import diffusers
 import pytest
 
+from contract.image import ImageParameters
 from pipeline.families.diffusers.signature import CallSignature
 
 
@@ -31,6 +32,14 @@ def test_single_values_on_the_list_are_options_and_all_else_is_not() -> None:
     }  # fmt: skip
     assert signature.fields == ("steps", "guidance_scale")
     assert (signature.defaults.steps, signature.defaults.guidance_scale) == (12, 1.0)
+
+
+def test_a_size_is_drawn_as_it_is_asked_for() -> None:
+    """HunyuanDiT takes the nearest of its table and does not scale it back, as PixArt does."""
+    parameters = ImageParameters("a", 1, 96, 64)
+    assert CallSignature(diffusers.HunyuanDiTPipeline).arguments(parameters)["use_resolution_binning"] is False
+    assert "use_resolution_binning" not in CallSignature(diffusers.PixArtSigmaPipeline).arguments(parameters)
+    assert "another size" in CallSignature(diffusers.StableDiffusionUpscalePipeline).refusal
 
 
 @pytest.mark.parametrize(
