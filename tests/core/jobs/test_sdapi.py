@@ -8,6 +8,8 @@ import pytest
 import redis
 
 from core.jobs.sdapi import SdapiStore
+from core.jobs.store import JobStore
+from tests.core.jobs.drafts import draft
 
 
 @pytest.fixture
@@ -25,15 +27,25 @@ def test_options_are_kept_by_owner(store: SdapiStore) -> None:
     assert store.options("bob") == store.options("") == {}
 
 
-def test_open_requests_are_listed_until_they_end(store: SdapiStore) -> None:
-    store.open("ann", "job_1", "task: 1")
-    store.open("ann", "job_2")
-    store.open("", "job_3", "task: 1")
-    assert set(store.open_jobs("ann")) == {"job_1", "job_2"} and store.open_jobs("") == ["job_3"]
-    store.close_requests("ann", "job_1", "job_unknown")
-    assert store.open_jobs("ann") == ["job_2"] and store.open_jobs("bob") == []
-    assert store.job_of_task("ann", "task: 1") == "job_1", "for some time after its end"
-    assert store.job_of_task("", "task: 1") == "job_3" and store.job_of_task("bob", "task: 1") is None
+def test_open_requests_are_listed_until_they_end(store: SdapiStore, jobs: JobStore) -> None:
+    first, second, third = (jobs.create(draft(owner=owner)).id for owner in ("ann", "ann", ""))
+    store.open("ann", first, "task: 1")
+    store.open("ann", second)
+    store.open("ann", "job_gone")
+    store.open("", third, "task: 1")
+
+    def listed(owner: str) -> set[str]:
+        return {job.id for job in store.open_jobs(owner)}
+
+    assert listed("ann") == {first, second} and listed("") == {third}
+    store.open("bob", third)
+    assert listed("bob") == set(), "another's job"
+    store.close_requests("ann", first, "job_unknown")
+    assert listed("ann") == {second}
+    jobs.cancel(second)
+    assert listed("ann") == set()
+    assert store.job_of_task("ann", "task: 1") == first, "for some time after its end"
+    assert store.job_of_task("", "task: 1") == third and store.job_of_task("bob", "task: 1") is None
 
 
 def test_every_key_expires(store: SdapiStore, redis_url: str) -> None:
