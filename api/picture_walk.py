@@ -84,7 +84,7 @@ def _walk_png(data: bytes) -> tuple[int, int]:
     size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     check_size(size)
     tally, seen = _Tally(len(data)), {b"IHDR"}
-    for kind, _, length in _png_chunks(data):
+    for kind, _, length in png_chunks(data, _PNG_START):
         if kind in _PNG_PIXELS:
             tally.add_pixels()
         else:
@@ -95,9 +95,9 @@ def _walk_png(data: bytes) -> tuple[int, int]:
     return size
 
 
-def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the kind, place and length of each chunk behind a PNG's header."""
-    at = _PNG_START
+def png_chunks(data: bytes, at: int = len(_PNG)) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the kind, place and length of each chunk from a place on, before the last one; none of another file."""
+    at = at if data.startswith(_PNG) else len(data)
     while at + 8 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         if kind == b"IEND":
@@ -112,7 +112,7 @@ def header_of(data: bytes) -> bytes:
         return data
     kept = (
         data[at : at + 12 + length]
-        for kind, at, length in _png_chunks(data)
+        for kind, at, length in png_chunks(data, _PNG_START)
         if kind not in (*_PNG_PIXELS, b"acTL", b"fcTL")
     )
     return b"".join((data[:_PNG_START], *kept, _PNG_END))

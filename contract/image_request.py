@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from contract import field_names, pipeline_call, plan, prompts, students, tuned
+from contract import field_names, pipeline_call, plan, prompts, sampler_labels, students, tuned
 from contract.bodies import InBody, check_bounds, with_fields_of
 from contract.bounds import MAX_DEADLINE_S, MAX_EXACT
 from contract.card import FULL, MAX_IMAGES, MAX_PROMPT_CHARACTERS, ImageOffer, Size
@@ -31,7 +31,6 @@ from contract.image import (
 )
 from contract.picture_input import Edit, Fit, PictureInput
 from contract.plan import GUIDANCE_FIELDS, CacheFields, DeepCache
-from contract.sampler_labels import scheduler_of
 from contract.schedule import schedule_of
 from contract.strict import MAX_IGNORED, MAX_NAME, StrictModel
 
@@ -132,7 +131,7 @@ class ImageRequest(StrictModel):
         """
         request = self.given
         if "scheduler" in request and request["scheduler"] not in offer.schedulers:
-            _name_scheduler(request, offer)
+            _read_scheduler(request, offer)
         warnings = (*self.warnings, *_warnings(request))
         if (scale := request.pop("true_cfg_scale", None)) is not None:
             request.setdefault("guidance_scale", scale)
@@ -273,13 +272,13 @@ def _warnings(request: Given) -> Iterator[str]:
         yield "partial_images: has no effect without stream"
 
 
-def _name_scheduler(request: dict[str, Any], offer: ImageOffer) -> None:
-    """Put the model's own scheduler, and the curve, in place of AUTOMATIC1111's name for them, if it is one."""
-    named = scheduler_of(request["scheduler"], offer.schedulers)
-    if named is not None:
-        request["scheduler"], curve = named
-        if curve is not None:
-            request.setdefault("schedule_type", curve)
+def _read_scheduler(request: dict[str, Any], offer: ImageOffer) -> None:
+    """Put the model's own scheduler, and the curve, in place of another server's name for them, if it is one."""
+    named = sampler_labels.read(request["scheduler"], offer.schedulers)
+    if named is not None and named.same:
+        request["scheduler"] = named.scheduler
+        if named.curve is not None:
+            request.setdefault("schedule_type", named.curve)
 
 
 def _check_offered(request: Given, offer: ImageOffer) -> None:

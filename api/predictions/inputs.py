@@ -35,15 +35,6 @@ _IGNORED = (
     "high_noise_frac", "refine_steps",
 )  # fmt: skip
 _PICTURES = {"image": "images", "input_image": "images", "mask": "mask"}
-_SCHEDULERS: dict[str, dict[str, str]] = {
-    "DDIM": {"scheduler": "euler"},  # without noise DDIM is Euler's method
-    "DPMSolverMultistep": {"scheduler": "dpm++2m"},
-    "DPM++2MSDE": {"scheduler": "dpm++2m-sde"},
-    "K_EULER": {"scheduler": "euler"},
-    "K_EULER_ANCESTRAL": {"scheduler": "euler-ancestral"},
-    "KarrasDPM": {"scheduler": "dpm++2m", "schedule_type": "karras"},
-    "LCM": {"scheduler": "lcm"},
-}
 _UNTYPED = re.compile(r"\Adata:(?:application/octet-stream)?;base64,", re.IGNORECASE)
 _RATIO = re.compile(r"([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 _AREAS = {None: 1.0, "1": 1.0, "0.25": 0.25}  # `megapixels`, as a share of the model's native area
@@ -100,8 +91,6 @@ def job_fields(values: Mapping[str, Any], base: str, card: ImageCard | None) -> 
         raise invalid_field(word and f"input.{word}", "is not known", "unknown_parameter")
     if fields.get("output_format") == "jpg":
         fields["output_format"] = "jpeg"
-    if isinstance(scheduler := fields.get("scheduler"), str):
-        fields |= _SCHEDULERS.get(scheduler, {})
     return fields, names
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from api.picture_walk import png_chunks
+
 PARAMETERS = "parameters"
 """The chunk with the infotext."""
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_KINDS = (b"tEXt", b"zTXt", b"iTXt")
 _MOST_CHUNKS = 64  # with text, that are looked at
 _MOST_BYTES = 2**20  # of all texts, decompressed; also of those that are left out
 _MOST_INFLATED = 1032  # bytes of one byte, in deflate
@@ -35,24 +36,15 @@ def texts(data: bytes) -> dict[str, str]:
     """
     entries: dict[str, str] = {}
     left = _MOST_BYTES
-    for kind, content in islice(_chunks(data), _MOST_CHUNKS):
-        size, text = _text(kind, content, left)
+    chunks = (chunk for chunk in png_chunks(data) if chunk[0] in _KINDS and chunk[1] + 8 + chunk[2] <= len(data))
+    for kind, at, length in islice(chunks, _MOST_CHUNKS):
+        size, text = _text(kind, data[at + 8 : at + 8 + length], left)
         left -= size
         if text is not None:
             entries.setdefault(*text)
         if left < 0:
             break
     return entries
-
-
-def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The chunks of text: type and content."""
-    at = len(_SIGNATURE) if data.startswith(_SIGNATURE) else len(data)
-    while at + 8 <= len(data):
-        length, kind = int.from_bytes(data[at : at + 4]), data[at + 4 : at + 8]
-        if kind in (b"tEXt", b"zTXt", b"iTXt") and at + 8 + length <= len(data):
-            yield kind, data[at + 8 : at + 8 + length]
-        at += 12 + length
 
 
 def _text(kind: bytes, content: bytes, limit: int) -> tuple[int, tuple[str, str] | None]:

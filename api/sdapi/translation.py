@@ -184,12 +184,9 @@ def _add_options(result: Translation, card: ImageCard) -> None:
 
 def _add_sampling(result: Translation, body: Generation, card: ImageCard) -> None:
     """Add the sampler and the noise schedule. Raises `ApiError`."""
-    sampling = names.sampling(card, body.sampler_name or body.sampler_index, body.scheduler)
-    if sampling.scheduler is not None:
-        result.fields["scheduler"] = sampling.scheduler
-    if sampling.schedule_type is not None:
-        result.fields["schedule_type"] = sampling.schedule_type
-    result.warnings += sampling.warnings
+    fields, warnings = names.sampling(card, body.sampler_name or body.sampler_index, body.scheduler)
+    result.fields |= fields
+    result.warnings += warnings
 
 
 def _add_upscale(result: Translation, body: Txt2Img, offer: ImageOffer) -> None:

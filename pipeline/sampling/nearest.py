@@ -10,25 +10,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from contract.sampler_labels import NEAREST
 from pipeline.sampling.samplers import EDM_SCHEDULERS, FLOW_SCHEDULERS, SAMPLERS
 
 _EXACT = ("DDIMScheduler", "DDIMParallelScheduler")  # without noise, which is diffusers' default, DDIM is Euler
-_NEAREST = {
-    **dict.fromkeys(_EXACT, "euler"),
-    # History of the steps before, or solvers of order 2.
-    **dict.fromkeys(
-        (
-            "PNDMScheduler", "LMSDiscreteScheduler", "UniPCMultistepScheduler", "DEISMultistepScheduler",
-            "DPMSolverSinglestepScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
-        ),
-        "dpm++2m",
-    ),
-    # Noise at every step.
-    **dict.fromkeys(("DDPMScheduler", "DDPMParallelScheduler", "KDPM2AncestralDiscreteScheduler"), "euler-ancestral"),
-    **dict.fromkeys(("DPMSolverSDEScheduler", "SASolverScheduler"), "dpm++2m-sde"),
-    "EDMDPMSolverMultistepScheduler": "edm-euler",
-    **dict.fromkeys(("FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler"), "flow-euler"),
-}  # fmt: skip
 _SOLVER: Mapping[str, Mapping[Any, Any]] = {  # settings without a table, and the nearest that have one
     "algorithm_type": {
         "dpmsolver": "dpmsolver++", "sde-dpmsolver": "sde-dpmsolver++",
@@ -75,7 +60,7 @@ def nearest(config: Mapping[str, Any], offered: Sequence[str]) -> NearestSchedul
     own = [name for name in allowed if SAMPLERS[name].class_name == class_name]
     if own and not flow:
         return _supported_solver(config)
-    name = FLOW_SCHEDULERS[0] if flow else _NEAREST.get(str(class_name), "")
+    name = FLOW_SCHEDULERS[0] if flow else NEAREST.get(str(class_name), ("",))[0]
     if name not in allowed:
         supported = [SAMPLERS[sampler].class_name for sampler in SAMPLERS if sampler in allowed]
         kind = " for flow matching" if flow else ""

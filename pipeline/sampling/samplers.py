@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from contract.schedule import CURVES, SPACINGS, TYPES
+from contract.sampler_labels import SCHEDULE_TYPES
+from contract.schedule import SPACINGS
 
 if TYPE_CHECKING:
     import torch
@@ -87,19 +88,20 @@ SAMPLERS: Mapping[str, Sampler] = {
             "interpolation_type": ("linear", "log_linear"),
             **_COMMON,
         },
-        schedule_types=TYPES, takes=("timesteps", "sigmas"),
+        schedule_types=SCHEDULE_TYPES["euler"], takes=("timesteps", "sigmas"),
     ),
     "euler-ancestral": Sampler(
         "scheduling_euler_ancestral_discrete", "EulerAncestralDiscreteScheduler", ("euler_ancestral",),
-        {"prediction_type": ("epsilon", "v_prediction"), **_COMMON}, schedule_types=SPACINGS, noise="every",
+        {"prediction_type": ("epsilon", "v_prediction"), **_COMMON},
+        schedule_types=SCHEDULE_TYPES["euler-ancestral"], noise="every",
     ),
     "dpm++2m": Sampler(
         "scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler", ("dpm", "begin"), _DPM,
-        {"algorithm_type": "dpmsolver++"}, TYPES, ("timesteps",),
+        {"algorithm_type": "dpmsolver++"}, SCHEDULE_TYPES["dpm++2m"], ("timesteps",),
     ),
     "dpm++2m-sde": Sampler(
         "scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler", ("dpm", "begin"), _DPM,
-        _SDE, TYPES, ("timesteps",), noise="every",
+        _SDE, SCHEDULE_TYPES["dpm++2m-sde"], ("timesteps",), noise="every",
     ),
     "lcm": Sampler(
         "scheduling_lcm", "LCMScheduler", ("lcm",), {"prediction_type": _PREDICTIONS, **_UNCLIPPED, **_COMMON},
@@ -124,7 +126,7 @@ SAMPLERS: Mapping[str, Sampler] = {
             "invert_sigmas": _OFF,
             "stochastic_sampling": _OFF,
         },
-        schedule_types=CURVES, takes=("sigmas",),
+        schedule_types=SCHEDULE_TYPES["flow-euler"], takes=("sigmas",),
     ),
 }  # fmt: skip
 FLOW_SCHEDULERS: tuple[str, ...] = ("flow-euler",)  # of models trained by flow matching

@@ -38,26 +38,26 @@ THEIRS = (
 def test_what_is_the_same_here_is_taken_as_it_is(
     sampler: str | None, schedule: str | None, expected: tuple[str | None, str | None]
 ) -> None:
-    sampling = names.sampling(ALL, sampler, schedule)
-    assert (sampling.scheduler, sampling.schedule_type) == expected
-    assert sampling.warnings == []
+    fields, warnings = names.sampling(ALL, sampler, schedule)
+    assert (fields.get("scheduler"), fields.get("schedule_type")) == expected
+    assert warnings == []
 
 
 @pytest.mark.parametrize("sampler", THEIRS)
 @pytest.mark.parametrize("card", [ALL, CARD, FLOW])
 def test_each_of_theirs_is_drawn_by_a_sampler_of_the_model_or_told(sampler: str, card: object) -> None:
-    sampling = names.sampling(card, sampler, None)  # type: ignore[arg-type]
-    ran = sampling.scheduler or card.default_scheduler  # type: ignore[attr-defined]
+    fields, warnings = names.sampling(card, sampler, None)  # type: ignore[arg-type]
+    ran = fields.get("scheduler") or card.default_scheduler  # type: ignore[attr-defined]
     assert ran in card.schedulers  # type: ignore[attr-defined]
-    assert sampling.schedule_type in (None, *SAMPLERS[ran].schedule_types)
+    assert fields.get("schedule_type") in (None, *SAMPLERS[ran].schedule_types)
     exact = any(sampler.lower().removesuffix(" karras").removesuffix(" exponential") in (t.lower(), *aliases)
                 and ran in ours for t, (ours, aliases) in sampler_labels.SAMPLERS.items())  # fmt: skip
-    assert exact or sampler == "k_dpmpp_2m_ka" or any("sampler_name" in warning for warning in sampling.warnings)
+    assert exact or sampler == "k_dpmpp_2m_ka" or any("sampler_name" in warning for warning in warnings)
 
 
 def test_a_curve_that_a_sampler_does_not_take_is_told() -> None:
-    sampling = names.sampling(ALL, "Euler a", "Karras")
-    assert sampling.schedule_type is None and "does not take karras" in sampling.warnings[0]
+    fields, warnings = names.sampling(ALL, "Euler a", "Karras")
+    assert "schedule_type" not in fields and "does not take karras" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_an_unknown_name_is_refused(sampler: str | None, schedule: str | None, f
 
 
 def test_the_tables_agree_with_those_of_the_pipeline() -> None:
-    assert {name: sampler.schedule_types for name, sampler in SAMPLERS.items() if sampler.schedule_types} == names.TAKEN
+    for labels in (sampler_labels.NEAREST.values(), (same for same, _ in sampler_labels.SAMPLERS.values())):
+        assert {scheduler for chain in labels for scheduler in chain} <= {*SAMPLERS}
+    assert {label.lower() for label in sampler_labels.SAMPLERS} <= sampler_labels.NEAREST.keys()
     assert {scheduler for schedulers, _ in sampler_labels.SAMPLERS.values() for scheduler in schedulers} == {*SAMPLERS}
 
 
