@@ -60,16 +60,16 @@ def fit_picture(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, li
 def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[bytes]]:
     """The mask in L as PNG, 255 where it is repainted: where the picture is transparent, and in the margins.
 
-    `reading` says where else: see `MaskReading`. Of a `soft` mask the values between 0 and 255 are kept: its
+    `mask_convention` says where else: see `MaskConvention`. Of a `soft` mask the values between 0 and 255 are kept: its
     transparency, or luminance. Without a picture (`own_size` is given) only the margins are repainted. It is brought to
     `size` by `fit`, and kept in what that adds.
     """
     soft, margins = bool(arguments["soft"]), arguments["margins"]
     if blobs:
-        reading = arguments.get("reading", "hole")
-        hole = _repainted(blobs[0], reading, soft=soft)
+        convention = arguments.get("mask_convention", "hole")
+        hole = _repainted(blobs[0], convention, soft=soft)
         if not any(hole.histogram()[1 if soft else 128 :]):
-            raise InvalidPicture(_NONE_REPAINTED[reading])
+            raise InvalidPicture(_NONE_REPAINTED[convention])
     else:
         hole = Image.new("L", tuple(arguments["own_size"]), 0)
     if margins is not None:
@@ -78,16 +78,16 @@ def fit_mask(arguments: dict[str, Any], blobs: list[bytes]) -> tuple[None, list[
     return None, [_png(hole if soft else hole.point(128 * [0] + 128 * [255]))]
 
 
-def _repainted(data: bytes, reading: str, *, soft: bool) -> Image.Image:
-    """The mask in L, white where this reading repaints it."""
-    if reading != "luminance":
+def _repainted(data: bytes, convention: str, *, soft: bool) -> Image.Image:
+    """The mask in L, white where it is repainted."""
+    if convention != "luminance":
         alpha = _decoded(data, pictures.alpha)
-        if reading == "hole":
+        if convention == "hole":
             return ImageOps.invert(alpha) if soft else alpha.point([255] + 255 * [0])
         if _has_hole(alpha, soft=True):
-            return ImageOps.invert(alpha) if reading == "a1111-inverted" else alpha
+            return ImageOps.invert(alpha) if convention == "a1111-inverted" else alpha
     white = _decoded(data, pictures.luminance)
-    return ImageOps.invert(white) if reading == "a1111-inverted" else white
+    return ImageOps.invert(white) if convention == "a1111-inverted" else white
 
 
 def _has_hole(alpha: Image.Image, *, soft: bool) -> bool:

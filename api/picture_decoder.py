@@ -128,17 +128,16 @@ class PictureDecoder:
         return (await self._call(tenant, cost, "fit_picture", arguments, upload.image))[1][0]
 
     async def fit_mask(self, tenant: str, upload: Upload, size: Size, *, soft: bool) -> bytes:
-        """The mask in L as PNG, 255 where it is repainted: where the mask's `reading` says, and in the margins.
+        """The mask in L as PNG, 255 where it is repainted: where the mask's convention says, and in the margins.
 
         Of a `soft` mask the values between 0 and 255 are kept: its transparency.
         """
-        own_size = upload.image.size
         arguments = {
             "margins": _sides(upload.margins), "size": size, "fit": upload.fit, "soft": soft,
-            "reading": "hole" if upload.mask is None else upload.mask.reading,
+            "mask_convention": upload.mask_convention, "own_size": upload.image.size,
         }  # fmt: skip
         cost = _cost(upload.mask, (upload.mask and upload.mask.size) or size, upload.size or size, size)
-        return (await self._call(tenant, cost, "fit_mask", {**arguments, "own_size": own_size}, upload.mask))[1][0]
+        return (await self._call(tenant, cost, "fit_mask", arguments, upload.mask))[1][0]
 
     async def png_info(self, tenant: str, source: PictureSource) -> dict[str, Any]:
         """What a PNG's texts say, as `infotext.png_info` reads them."""

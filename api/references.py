@@ -16,7 +16,7 @@ from api.errors import invalid_field
 from api.picture_urls import picture_of
 from api.schemas import EditBody, ImageReference
 from api.service import Service
-from api.uploads import NO_PICTURES, MaskReading, PictureSource, PictureUploads, Upload
+from api.uploads import NO_PICTURES, MaskConvention, PictureSource, PictureUploads, Upload
 from contract.image import PICTURES
 from contract.image_request import EditRequest, ImageRequest
 from contract.picture_input import Fit, PictureInput
@@ -28,12 +28,13 @@ FORM_FILES: dict[str, type[PictureInput]] = {kind.FORM_FILE: kind for kind in PI
 
 
 class GivenPictures(NamedTuple):
-    """The pictures that a request holds beside its fields, such as a form's files."""
+    """The pictures that a request holds beside its fields, such as a form's files, and how its mask is read."""
 
     image: PictureSource | None = None
     mask: PictureSource | None = None
     inputs: Mapping[str, Sequence[PictureSource]] = {}  # by the names of `FORM_FILES`
     further: Sequence[PictureSource] = ()  # an edit's images behind its source
+    mask_convention: MaskConvention = "hole"
 
 
 NONE_GIVEN = GivenPictures()
@@ -103,7 +104,7 @@ class Resolver:
                 raise invalid_field("image", "is required, as a file", "missing_required_parameter")
             images, mask = [pictures.image, *pictures.further], pictures.mask
         fit = cast(Fit, fields.fit or "stretch")
-        source = Upload(images[0], mask, fields.outpaint, fit)
+        source = Upload(images[0], mask, fields.outpaint, fit, "hole" if mask is None else pictures.mask_convention)
         return [source, *map(Upload, images[1:])]
 
     def _inputs(
@@ -136,10 +137,8 @@ class Resolver:
     def _named(self, field: str, reference: ImageReference) -> PictureSource:
         if (reference.file_id is None) == (reference.image_url is None):
             raise invalid_field(field, "must have either file_id or image_url")
-        reading: MaskReading = "luminance" if reference.LUMINANCE else "hole"
         if reference.image_url is not None:
-            source = picture_of(field, reference.image_url, param=f"{field}.image_url")
-            return replace(source, reading=reading)
+            return picture_of(field, reference.image_url, param=f"{field}.image_url")
         id, param = reference.file_id or "", f"{field}.file_id"
         if id not in self._files:
             self._files[id] = files.get(self._service, id, self._owner, admin=self._admin, param=param)
@@ -147,4 +146,4 @@ class Resolver:
         if file.purpose != "vision":
             raise invalid_field(param, "must be a file with the purpose vision")
         read = partial(files.content_of, self._service, file, param)
-        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size, reading=reading)
+        return PictureSource(field, file.size, read, digest_of(file.key), file.picture_size)

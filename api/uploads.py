@@ -20,7 +20,7 @@ from contract.picture_input import Fit
 
 MAX_BYTES = 16 * 2**20  # per file
 
-MaskReading = Literal["hole", "luminance", "a1111", "a1111-inverted"]
+MaskConvention = Literal["hole", "luminance", "a1111", "a1111-inverted"]
 """Where a mask is repainted: where it is transparent; white; or, of any size, as AUTOMATIC1111's API reads it: where it
 is opaque if it has transparent pixels, else where it is white; or the other way round.
 """
@@ -33,7 +33,7 @@ class PictureSource:
     `ArtifactError`. One with a `url` is to be fetched first: it has no bytes, and its digest is the URL's.
 
     `digest` (SHA-256 of the bytes), `size` (width, height after orientation) and `alpha` (whether its format lets it be
-    transparent) are None while they are unknown. `reading`: where it is to be repainted, as a mask.
+    transparent) are None while they are unknown.
     """
 
     field: str  # that it came in
@@ -43,7 +43,6 @@ class PictureSource:
     size: Size | None = None
     alpha: bool | None = None
     url: str = ""
-    reading: MaskReading = "hole"
 
     @property
     def identity(self) -> str | int:
@@ -63,7 +62,7 @@ class PictureSource:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A picture, and a mask of the same size whose transparent pixels (alpha 0) are to be repainted.
+    """A picture, and a mask that says where it is to be repainted, of the same size but in AUTOMATIC1111's convention.
 
     `fit` says how it comes to the size at which it is read.
     """
@@ -72,13 +71,14 @@ class Upload:
     mask: PictureSource | None = None
     margins: Margins | None = None
     fit: Fit = "stretch"
+    mask_convention: MaskConvention = "hole"
 
     def check(self) -> Self:
         """Check what is known of it. Raises `ApiError` (400, 413), naming the field."""
         for source in self.sources:
             source.check_bytes()
         size, mask = self.image.size, self.mask
-        sized = mask is not None and mask.size is not None and not mask.reading.startswith("a1111")
+        sized = mask is not None and mask.size is not None and not self.mask_convention.startswith("a1111")
         if size is not None and mask is not None and sized and mask.size != size:
             raise invalid_field("mask", "must have the width and height of the image")
         if self.margins is not None:

@@ -28,9 +28,7 @@ _MAX_DATA_URL = 24_000_000  # 16 MiB in base64
 
 
 class ImageReference(StrictModel):
-    """An image, by one of the two. With `LUMINANCE` it is a mask that is white where it is to be repainted."""
-
-    LUMINANCE: ClassVar[bool] = False
+    """An image, by one of the two."""
 
     model_config = ConfigDict(title="ImageReference")
 

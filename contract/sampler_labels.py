@@ -36,13 +36,13 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (  # noise at every step
             "euler a", "dpm++ 2m sde", "lcm", "tcd", "dpm++ sde", "k_dpmpp_sde", "dpm++ 2s a", "k_dpmpp_2s_a",
-            "dpm++ 3m sde", "k_dpmpp_3m_sde", "dpm++ 2m sde heun", "k_dpmpp_2m_sde_heun", "restart",
+            "dpm++ 3m sde", "k_dpmpp_3m_sde", "dpm++ 2m sde heun", "k_dpmpp_2m_sde_heun", "dpm2 a", "k_dpm_2_a",
+            "restart",
             "DPMSolverSDEScheduler", "SASolverScheduler",
         ), _NOISY,
     ),
     **dict.fromkeys(
-        ("dpm2 a", "k_dpm_2_a", "DDPMScheduler", "DDPMParallelScheduler", "KDPM2AncestralDiscreteScheduler"),
-        _NOISY[::-1],
+        ("DDPMScheduler", "DDPMParallelScheduler", "KDPM2AncestralDiscreteScheduler"), ("euler-ancestral",)
     ),
     **dict.fromkeys(("ddim", "DDIMScheduler", "DDIMParallelScheduler"), ("euler", "dpm++2m")),
     "EDMDPMSolverMultistepScheduler": ("edm-euler",),

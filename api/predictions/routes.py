@@ -9,32 +9,31 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field
 
-from api import admission, body, health, images, jobs, models, schemas, submission
+from api import admission, body, health, images, jobs, models, references, schemas, submission
 from api.access import By, Caller
-from api.errors import ApiError, invalid_field, store_error
+from api.errors import ApiError, invalid_field
 from api.events import EventStream
+from api.foreign import error_route, errors_at
 from api.inline_images import InlineDocument
 from api.paging import missing, query
 from api.predictions import inputs, objects
 from api.predictions.objects import COG, OWNER, REPLICATE, Dialect, prediction
 from api.rate_limits import charge_refusals
+from api.references import GivenPictures
 from api.service import Given, Service
 from contract.card import ImageCard
 from contract.strict import MAX_NAME, StrictModel
-from core.artifacts import ArtifactError
 from core.jobs.broker import JOB_ID
-from core.jobs.connection import StoreError
 from core.jobs.keyring import webhook_secret
 from core.jobs.record import Job
 
@@ -47,6 +46,7 @@ _PAGE = 100
 _MOST_INPUTS = 100
 _MAX_URL = 2048  # characters
 _FRESH = {"Cache-Control": "no-store"}
+_LUMINANCE = GivenPictures(mask_convention="luminance")  # of masks, as diffusers has it
 
 
 class PredictionBody(StrictModel):
@@ -111,26 +111,18 @@ class PredictionPage(BaseModel):
     results: list[Prediction]
 
 
-class ProblemRoute(APIRoute):
-    """A route whose errors are `Problem`s; an invalid field is a 422, as Cog and Replicate answer it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ApiError as error:
-                return _problem(error)
-            except (StoreError, ArtifactError) as error:
-                return _problem(store_error(error))
-
-        return answer
+def _problem(error: ApiError) -> JSONResponse:
+    """The error as a `Problem`; an invalid field is a 422, as Cog and Replicate answer it."""
+    status = 422 if error.status == 400 else error.status
+    titles: Mapping[int, str] = {401: "Unauthenticated", 404: "Not found", 422: "Input validation failed"}
+    title = titles.get(status, "Too many requests" if status == 429 else "The request failed")
+    content = {"title": title, "detail": str(error), "status": status, **error.content}
+    return JSONResponse(content, status, dict(error.headers or {}))
 
 
 router = APIRouter(
     tags=["predictions"],
-    route_class=ProblemRoute,
+    route_class=error_route(_problem),
     responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}},
 )
 
@@ -308,16 +300,17 @@ async def _create(
         model = model or _version(service, given.version)
         base = service.links(request).base
         card = service.cards.now.model(model, ImageCard)
-        fields, names = inputs.job_fields(given.input, base, card)
-        if card is None and names["size"] == "aspect_ratio":  # the size is one of the card's
-            with inputs.errors_as_given(names):
+        fields, places = inputs.job_fields(given.input, base, card)
+        if card is None and places["size"] == "input.aspect_ratio":  # the size is one of the card's
+            with errors_at(places):
                 card = await submission.served(service, model, ImageCard)
-            fields, names = inputs.job_fields(given.input, base, card)
+            fields, places = inputs.job_fields(given.input, base, card)
         url, events = _webhook(given)
-        with inputs.errors_as_given(names):
-            job_request = inputs.read_request({**fields, "model": model, "webhook_url": url})
-    with inputs.errors_as_given(names):
-        job, _ = await submission.submit(service, request, caller, job_request, id, webhook_events=events)
+        with errors_at(places):
+            fields |= {"model": model, "webhook_url": url}
+            job_request = references.read_job(fields, ignore_unknown=False)
+    with errors_at(places):
+        job, _ = await submission.submit(service, request, caller, job_request, id, _LUMINANCE, webhook_events=events)
     if wait_s == 0 or job.state.final:
         return await _answer(service, request, job, dialect, created=True)
 
@@ -427,11 +420,3 @@ def _card(service: Service, owner: str, name: str) -> ImageCard:
     if card is None:
         raise admission.unknown_model()
     return card
-
-
-def _problem(error: ApiError) -> JSONResponse:
-    status = 422 if error.status == 400 else error.status
-    titles: Mapping[int, str] = {401: "Unauthenticated", 404: "Not found", 422: "Input validation failed"}
-    title = titles.get(status, "Too many requests" if status == 429 else "The request failed")
-    content = {"title": title, "detail": str(error), "status": status, **error.content}
-    return JSONResponse(content, status, dict(error.headers or {}))

@@ -18,7 +18,6 @@ from api.errors import job_error
 from api.inline_images import Inline
 from api.presentation import results, warnings
 from api.rate_limits import enforce_rate_limit
-from api.references import GivenPictures
 from api.sdapi import infotext, picture_body, requests
 from api.sdapi.options import chosen_model, find_model
 from api.sdapi.picture_body import PictureBody
@@ -108,10 +107,9 @@ async def _submit(
         dropped.append("sd_model_checkpoint: the model that was set is not there; another one is used")
     translation = translate(body, options, card, pictures.source)
     translation.warnings += dropped
-    given = GivenPictures(translation.source, translation.mask, translation.inputs)
-    kind = ImageRequest if translation.source is None else EditRequest
+    kind = ImageRequest if translation.pictures.image is None else EditRequest
     request_fields = schemas.read(kind, translation.fields)
-    job, _ = await submission.submit(service, request, caller, request_fields, None, given, charged=True)
+    job, _ = await submission.submit(service, request, caller, request_fields, None, translation.pictures, charged=True)
     return job, translation
 
 

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBasic
 from fastapi.security.base import SecurityBase
 from pydantic import BaseModel, Field
 
 from api.access import Caller, authenticate
-from api.errors import KNOWN, ApiError, api_error
+from api.errors import ApiError
+from api.foreign import error_route, place
 
 _BASIC = HTTPBasic(auto_error=False, description="An API key as the password, with any user; Bearer works too.")
-# The service's fields, where a request's field has another name.
-_FIELDS = {
+_UNIT = "alwayson_scripts.controlnet"
+PLACES = {
     "model": "override_settings.sd_model_checkpoint", "size": "width", "guidance_scale": "cfg_scale",
     "scheduler": "sampler_name", "schedule_type": "scheduler", "n": "batch_size",
     "strength": "denoising_strength", "lora": "prompt", "upscale": "hr_upscaler", "upscale.model": "hr_upscaler",
     "upscale.scale": "hr_scale", "refiner.model": "refiner_checkpoint", "refiner.from": "refiner_switch_at",
     "refiner": "refiner_checkpoint", "clip_skip": "override_settings.CLIP_stop_at_last_layers",
     "vae": "override_settings.sd_vae", "output_format": "override_settings.samples_format",
+    **dict.fromkeys(("control", "image_prompts", "control_image", "image_prompt"), _UNIT),
 }  # fmt: skip
-_UNITS = ("control", "image_prompts", "control_image", "image_prompt")
-_UNIT = "alwayson_scripts.controlnet"
+"""Where a client finds a field of the service, where it has another name."""
 
 
 class FieldError(BaseModel):
@@ -48,40 +47,17 @@ class SdapiError(BaseModel):
     errors: str | None = None
 
 
-class SdapiRoute(APIRoute):
-    """A route whose errors have AUTOMATIC1111's form."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except KNOWN as error:
-                return error_response(await api_error(request, error))
-
-        return handle
-
-
 def error_response(error: ApiError) -> JSONResponse:
     """The response for an error: 422 with a list, as FastAPI has it, for a field of the body; else one message."""
     content: dict[str, Any]
     if error.status == 400 and error.param is not None:
-        location = ["body", *field_of(error.param).split(".")]
+        location = ["body", *(place(error.param, PLACES) or error.param).split(".")]
         content = {
             "detail": [{"loc": location, "msg": error.detail or str(error), "type": error.code or "value_error"}]
         }
         return JSONResponse(content, 422, dict(error.headers or {}))
     content = {"error": error.code or "error", "detail": str(error), "body": "", "errors": ""}
     return JSONResponse(content, error.status, dict(error.headers or {}))
-
-
-def field_of(param: str) -> str:
-    """The request's field that this field of the service is made of."""
-    name, _, rest = param.partition(".")
-    if name in _UNITS:
-        return f"{_UNIT}.{rest}" if rest else _UNIT
-    return _FIELDS.get(param, param)
 
 
 class _Identified(SecurityBase):
@@ -115,4 +91,4 @@ def _token(authorization: str) -> str | None:
 def new_router() -> APIRouter:
     """A router of such routes."""
     responses: dict[int | str, dict[str, Any]] = {"4XX": {"model": SdapiError}, "5XX": {"model": SdapiError}}
-    return APIRouter(tags=["sdapi"], route_class=SdapiRoute, responses=responses)
+    return APIRouter(tags=["sdapi"], route_class=error_route(error_response), responses=responses)

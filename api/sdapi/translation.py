@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from api.errors import ApiError, invalid_as_api_error, invalid_field
+from api.references import NONE_GIVEN, GivenPictures
 from api.sdapi import controlnet, names, requests
 from api.sdapi.controlnet import Source
 from api.sdapi.requests import Generation, Img2Img, OptionsBody, Txt2Img
-from api.uploads import MaskReading, PictureSource
+from api.uploads import MaskConvention
 from contract import loras
 from contract.bounds import check_number
 from contract.card import TINY, ImageCard, ImageOffer, Size
@@ -36,7 +37,7 @@ _NONE = ("", "none", "automatic")
 class Translation:
     """A request of this service, and what else the body says.
 
-    `fields` are an `ImageRequest`'s, or with `source` an `EditRequest`'s. `prompt` is as it was given.
+    `fields` are an `ImageRequest`'s, or with a source image an `EditRequest`'s. `prompt` is as it was given.
     """
 
     card: ImageCard
@@ -44,9 +45,7 @@ class Translation:
     prompt: str
     options: OptionsBody
     warnings: list[str] = field(default_factory=list)
-    source: PictureSource | None = None
-    mask: PictureSource | None = None
-    inputs: dict[str, Sequence[PictureSource]] = field(default_factory=dict)
+    pictures: GivenPictures = NONE_GIVEN
 
 
 def stored_options(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -88,10 +87,10 @@ def translate(body: Generation, options: OptionsBody, card: ImageCard, source: S
             result.fields["refiner"]["from"] = body.refiner_switch_at
     if body.script_name and body.script_name.lower() != "none":
         raise invalid_field("script_name", "no scripts are offered")
-    init = None if result.source is None else lambda name: source(name, _first_image(body))
+    init = None if result.pictures.image is None else lambda name: source(name, _first_image(body))
     units = controlnet.read(body.alwayson_scripts or {}, card.offer, source, init)
     result.fields |= units.fields
-    result.inputs = units.inputs
+    result.pictures = result.pictures._replace(inputs=units.inputs)
     result.warnings += units.warnings
     return result
 
@@ -222,7 +221,8 @@ def _first_image(body: Generation) -> Any:
 
 
 def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
-    result.source = replace(source("init_images", _first_image(body)), alpha=False)  # no mask of its own: on white
+    image = replace(source("init_images", _first_image(body)), alpha=False)  # no mask of its own: on white
+    result.pictures = GivenPictures(image)
     strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
     with invalid_as_api_error():
         check_number("strength", strength, 0, 1)
@@ -234,8 +234,8 @@ def _add_source(result: Translation, body: Img2Img, source: Source) -> None:
         result.warnings.append("resize_mode: is not offered; the picture is resized to width and height")
     if body.mask is None:
         return
-    reading: MaskReading = "a1111-inverted" if body.inpainting_mask_invert else "a1111"
-    result.mask = replace(source("mask", body.mask), reading=reading)
+    convention: MaskConvention = "a1111-inverted" if body.inpainting_mask_invert else "a1111"
+    result.pictures = GivenPictures(image, source("mask", body.mask), mask_convention=convention)
     if any((body.mask_blur, body.mask_blur_x, body.mask_blur_y)):
         result.warnings.append("mask_blur: is not offered; what the mask leaves out is kept exactly")
     if body.inpainting_fill not in (None, 1) and strength < 1:

@@ -128,11 +128,11 @@ def test_a_mask_by_luminance_is_white_where_it_is_repainted(mode: str) -> None:
     stream = io.BytesIO()
     Image.fromarray(levels).convert(mode, dither=Image.Dither.NONE).save(stream, "PNG")
     expected = np.array([[0, 255], [0, 255]])
-    assert np.array_equal(hole_of(stream.getvalue(), (2, 2), reading="luminance"), expected)
+    assert np.array_equal(hole_of(stream.getvalue(), (2, 2), mask_convention="luminance"), expected)
     if mode != "1":
-        assert np.array_equal(hole_of(stream.getvalue(), (2, 2), reading="luminance", soft=True), levels)
+        assert np.array_equal(hole_of(stream.getvalue(), (2, 2), mask_convention="luminance", soft=True), levels)
     with pytest.raises(InvalidPicture, match="has no white pixel"):
-        hole_of(as_file(np.zeros((2, 2, 3), np.uint8)), (2, 2), reading="luminance")
+        hole_of(as_file(np.zeros((2, 2, 3), np.uint8)), (2, 2), mask_convention="luminance")
 
 
 @settings(deadline=None)

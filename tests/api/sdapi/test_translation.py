@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from api import schemas
 from api.errors import ApiError
+from api.foreign import place
 from api.sdapi import controlnet, requests, translation
 from api.sdapi.requests import Generation, Img2Img, Txt2Img
-from api.sdapi.routing import field_of
+from api.sdapi.routing import PLACES
 from api.sdapi.translation import Translation
 from api.uploads import PictureSource
 from contract.card import ImageCard
@@ -28,14 +29,15 @@ def source(field: str, value: Any) -> PictureSource:
 def made(kind: type[Generation] = Txt2Img, card: ImageCard = CARD, **fields: Any) -> Translation:
     body = requests.parse(kind, {"prompt": "a cat", **fields})
     result = translation.translate(body, translation.options_of({}, body), card, source)
-    schemas.read(ImageRequest if result.source is None else EditRequest, result.fields)
+    schemas.read(ImageRequest if result.pictures.image is None else EditRequest, result.fields)
     return result
 
 
 def refused(kind: type[Generation] = Txt2Img, card: ImageCard = CARD, **fields: Any) -> tuple[str, str]:
     with pytest.raises(ApiError) as caught:
         made(kind, card, **fields)
-    return field_of(caught.value.param or ""), str(caught.value.detail)
+    param = caught.value.param or ""
+    return place(param, PLACES) or param, str(caught.value.detail)
 
 
 def test_what_is_left_out_is_left_to_the_model() -> None:
@@ -159,7 +161,7 @@ def test_a_source_and_its_mask() -> None:
     fields: dict[str, Any] = {"init_images": ["picture"], "mask": "mask", "mask_blur": 4, "inpainting_fill": 0}
     result = made(Img2Img, **fields, inpainting_mask_invert=1, inpaint_full_res=True, resize_mode=1)
     assert result.fields["strength"] == 0.75
-    assert result.source is not None and result.mask is not None and result.mask.reading == "a1111-inverted"
+    assert result.pictures.mask is not None and result.pictures.mask_convention == "a1111-inverted"
     told = [warning.partition(":")[0] for warning in result.warnings]
     assert told == ["resize_mode", "mask_blur", "inpainting_fill", "inpaint_full_res"]
     assert made(Img2Img, **{**fields, "mask_blur": 0, "inpainting_fill": 1}).warnings == []
@@ -197,13 +199,13 @@ def test_units_are_controls_and_image_prompts() -> None:
         {"model": "union", "mode": 1},
     ]
     assert result.fields["image_prompts"] == [{"model": "face"}]
-    read = {name: [picture.read() for picture in pictures] for name, pictures in result.inputs.items()}
+    read = {name: [picture.read() for picture in pictures] for name, pictures in result.pictures.inputs.items()}
     assert read == {"control_image": [b"picture", b"map"], "image_prompt": [b"portrait"]}
 
 
 def test_a_unit_without_a_picture_reads_the_source() -> None:
     result = made(Img2Img, init_images=["source"], **scripts({"model": "edges"}))
-    assert [picture.read() for picture in result.inputs["control_image"]] == [b"source"]
+    assert [picture.read() for picture in result.pictures.inputs["control_image"]] == [b"source"]
     assert refused(**scripts({"model": "edges"}))[0] == "alwayson_scripts.controlnet.image"
 
 
